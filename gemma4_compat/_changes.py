@@ -1,0 +1,150 @@
+"""A journal of edits to other people's namespaces, and their exact undo.
+
+Hazards this file exists for:
+
+* ``torch.compile`` silently drops ``wrapt.FunctionWrapper`` on module functions and methods, so what is installed is a
+  plain function; ``functools.wraps`` with its default ``updated`` would also copy dynamo's marks, so it gets ``()``.
+* Undoing through ``getattr``/``setattr`` turns static methods into methods and leaves strays on subclasses. Only the
+  raw slot, ``vars(owner)[name]``, is saved and restored.
+* ``from x import f`` gave ``f`` to other modules. Every module that holds the same object under the same name gets the
+  replacement; the undo finds the replacement wherever it went since.
+* Another library may wrap our replacement. Taking ours out from under it would drop its wrapper, so the slot is left
+  and our function becomes a pass-through.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+_ABSENT = object()
+_OURS = "__gemma4_compat__"  # on every function we install: the patch's id
+
+
+@dataclass(frozen=True)
+class _Edit:
+    owner: Any
+    name: str
+    before: Any  # the raw slot, or _ABSENT where the name was inherited or missing
+    after: Any  # the raw object we put there
+    label: str
+
+
+class ChangeSet:
+    """The edits of one patch. Not thread-safe: the engine holds its lock while it uses one."""
+
+    def __init__(self, patch_id: str) -> None:
+        self.patch_id = patch_id
+        self.active = True
+        self._journal: list[_Edit] = []
+        self._functions: list[tuple[FunctionType, Any]] = []  # module functions: (installed, original)
+
+    def replace(self, module: str, name: str, replacement: Callable[..., Any]) -> None:
+        """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
+
+        Static and class methods stay what they are.
+
+        Raises:
+            AttributeError: nothing of that name is there.
+            TypeError: what is there is not a function, a static method or a class method.
+        """
+        owner, attribute = resolve_owner(module, name)
+        raw = raw_slot(owner, attribute)
+        label = f"{module}.{name}"
+        if isinstance(raw, (staticmethod, classmethod)):
+            installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label))
+        else:
+            installed = self._wrap(raw, replacement, label)
+        before = vars(owner).get(attribute, _ABSENT)
+        self._set(owner, attribute, before, installed, label)
+        if isinstance(installed, FunctionType) and not isinstance(owner, type):
+            self._functions.append((installed, raw))
+            for namespace in _modules():
+                if vars(namespace).get(attribute) is raw:
+                    self._set(namespace, attribute, raw, installed, f"{namespace.__name__}.{attribute}")
+
+    def _wrap(self, original: Any, replacement: Callable[..., Any], label: str) -> FunctionType:
+        if not isinstance(original, FunctionType):
+            raise TypeError(f"{label} is a {type(original).__name__}, not a function")
+        changes = self
+
+        @functools.wraps(original, updated=())
+        def installed(*args: Any, **kwargs: Any) -> Any:
+            if changes.active:
+                return replacement(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        vars(installed)[_OURS] = self.patch_id
+        return installed  # type: ignore[return-value]  # mypy sees the _Wrapped protocol; it is a plain function
+
+    def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:
+        self._journal.append(_Edit(owner, name, before, after, label))
+        setattr(owner, name, after)
+
+    def overridden(self) -> tuple[str, ...]:
+        """Labels of the slots in which another library has put something over (or in place of) what we put there."""
+        return tuple(
+            edit.label for edit in self._journal if not _is_under(vars(edit.owner).get(edit.name), edit.after)
+        )
+
+    def undo(self) -> tuple[str, ...]:
+        """Restore every raw slot, newest first. Returns the labels of those that had to be left to somebody else."""
+        self.active = False
+        left: list[str] = []
+        for edit in reversed(self._journal):
+            if vars(edit.owner).get(edit.name) is not edit.after:
+                left.append(edit.label)
+            elif edit.before is _ABSENT:
+                delattr(edit.owner, edit.name)
+            else:
+                setattr(edit.owner, edit.name, edit.before)
+        for installed, original in self._functions:
+            for namespace in _modules():
+                for name in [name for name, value in vars(namespace).items() if value is installed]:
+                    setattr(namespace, name, original)
+        self._journal.clear()
+        self._functions.clear()
+        return tuple(left)
+
+
+def _is_under(current: Any, installed: Any) -> bool:
+    """Whether ``installed`` is what the slot holds, other patches of ours on top of it or not."""
+    current = getattr(current, "__func__", current)
+    installed = getattr(installed, "__func__", installed)
+    while current is not installed:
+        if _OURS not in getattr(current, "__dict__", {}):
+            return False
+        current = current.__wrapped__
+    return True
+
+
+def resolve_owner(module: str, name: str) -> tuple[Any, str]:
+    """The object whose namespace holds the last part of the dotted ``name``, and that last part."""
+    owner: Any = sys.modules[module]  # re-read: transformers' lazy modules replace their entry while they load
+    *path, attribute = name.split(".")
+    for part in path:
+        owner = vars(owner)[part] if part in vars(owner) else getattr(owner, part)
+    return owner, attribute
+
+
+def raw_slot(owner: Any, name: str) -> Any:
+    """What ``owner`` (or, for a class, the first base that has it) holds under ``name``, no descriptor called.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    for namespace in owner.__mro__ if isinstance(owner, type) else (owner,):
+        if name in vars(namespace):
+            return vars(namespace)[name]
+    raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r}")
+
+
+def _modules() -> Iterator[Any]:
+    """Everything in sys.modules that really is a module (placeholders and proxies are somebody's hack)."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, type(sys)):
+            yield module

@@ -1,0 +1,301 @@
+"""gate -> arm -> detect -> apply, or roll back. Knows nothing about Gemma 4.
+
+Rules:
+
+1. The version says *may*, the loaded code says *is*; both are needed.
+2. ``applied`` is set after the last edit. A failed patch leaves no trace and never breaks the user's import.
+3. Nothing upstream is imported here, ever: the lock is taken inside import hooks, and importing a half-imported module
+   under it would be a deadlock. For the same reason versions are looked up when a patch is decided, not at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from gemma4_compat import _changes, _hooks, _settings, _versions
+from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._fingerprint import fingerprint
+from gemma4_compat._patch import Detection, Patch, PatchState, PatchStatus
+
+ISSUES = "https://github.com/gemma4-compat/gemma4-compat/issues"
+
+
+class _Record:
+    """One patch in this process."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch = patch
+        self.changes: _changes.ChangeSet | None = None
+        self.warned = False
+        self.enter(PatchState.REGISTERED, "known, not armed yet; gemma4_compat.install() arms it")
+
+    def enter(
+        self, state: PatchState, reason: str, *, versions: Mapping[str, str] | None = None, late: bool = False
+    ) -> None:
+        self.status = PatchStatus(
+            id=self.patch.id,
+            state=state,
+            reason=reason,
+            versions=MappingProxyType(dict(versions or {})),
+            late=late,
+            at=time.time(),
+        )
+
+
+class Engine:
+    """The patches of one process. Every public method may be called from any thread, any number of times."""
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self._lock = threading.RLock()
+        self._records = {patch.id: _Record(patch) for patch in patches}
+        self._settings = _settings.Settings()
+        self._hooked: set[str] = set()  # modules that have a hook; hooks cannot be taken back, so one is enough
+        self._imported: set[str] = set()  # modules whose hook has fired
+        self._two_copies: set[str] = set()  # distributions already warned about
+
+    def patches(self) -> tuple[Patch, ...]:
+        """All patches, in the order in which they are applied."""
+        return tuple(record.patch for record in self._records.values())
+
+    def install(self) -> None:
+        """Arm every patch that is not applied. What is imported already is patched at once, the rest on import."""
+        with self._lock:
+            self._settings = _settings.read(self._records)
+            for record in self._records.values():
+                if record.status.state is not PatchState.APPLIED:
+                    record.enter(PatchState.PENDING, _waiting(record.patch, self._imported))
+            modules = [name for record in self._records.values() for name in record.patch.modules]
+            fresh = [name for name in dict.fromkeys(modules) if name not in self._hooked]
+            self._hooked.update(fresh)
+        # Outside the lock: a hook on a module that is imported already fires here and takes the lock itself.
+        for name in fresh:
+            _hooks.when_imported(name, self._on_import)
+        _hooks.sweep()
+        self._apply_ready(late=True)
+
+    def status(self) -> dict[str, PatchStatus]:
+        """Where every patch is, by id. For patches still waiting, decided from the releases installed now."""
+        _hooks.sweep()
+        with self._lock:
+            return {patch_id: self._status(record) for patch_id, record in self._records.items()}
+
+    def revert(self, patch_id: str | None = None) -> dict[str, PatchStatus]:
+        """Undo one patch, or all, newest first, and keep it off until :meth:`install`. Returns the new status.
+
+        Raises:
+            Gemma4CompatError: no patch has that id.
+        """
+        with self._lock:
+            if patch_id is not None and patch_id not in self._records:
+                raise Gemma4CompatError(_settings.unknown_id(patch_id, self._records))
+            for record in reversed(list(self._records.values())):
+                if patch_id in (None, record.patch.id):
+                    self._revert(record)
+        return self.status()
+
+    # ------------------------------------------------------------------------------------------------------ decisions
+
+    def _on_import(self, name: str) -> None:
+        self._imported.add(name)
+        self._apply_ready(late=False, trigger=name)
+
+    def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
+        """Decide every waiting patch all of whose modules are there (with ``trigger``: only those that wait for
+        it).
+        """
+        with self._lock:
+            for record in self._records.values():
+                modules = record.patch.modules
+                if record.status.state is not PatchState.PENDING or (trigger and trigger not in modules):
+                    continue
+                if all(name in self._imported or _hooks.is_imported(name) for name in modules):
+                    self._decide(record, late=late)
+                else:
+                    record.enter(PatchState.PENDING, _waiting(record.patch, self._imported))
+
+    def _decide(self, record: _Record, *, late: bool) -> None:
+        patch = record.patch
+        state, reason, versions = self._gate(patch)
+        if state is PatchState.PENDING:
+            changes = _changes.ChangeSet(patch.id)
+            try:
+                self._check_loaded(patch)
+                detection, reason = _detect(patch)
+                if detection is Detection.AFFECTED:
+                    with self._uncovered(record):
+                        _apply(patch, changes)
+                    record.changes = changes
+                    state = PatchState.APPLIED
+                    reason = _applied_reason(patch, versions)
+                elif detection is Detection.NOT_AFFECTED:
+                    state = PatchState.NOT_NEEDED
+                else:
+                    state = PatchState.FAILED
+            except Exception as error:  # the one broad except: whatever goes wrong must not break the user's import
+                changes.undo()
+                state, reason = PatchState.FAILED, f"{type(error).__name__}: {error}"
+        record.enter(state, reason, versions=versions, late=late and state is PatchState.APPLIED)
+        if state is PatchState.FAILED:
+            self._report_failure(record)
+
+    def _gate(self, patch: Patch) -> tuple[PatchState, str, dict[str, str]]:
+        """What settings and versions alone decide. PENDING means: nothing against it."""
+        requirements = [_versions.requirement(text) for text in patch.requires]
+        names = [patch.distribution, *(name for name, _ in requirements)]
+        versions = {name: version for name in names if (version := _versions.current(name)) is not None}
+        if patch.id in self._settings.disabled:
+            return PatchState.SKIPPED, "disabled by GEMMA4_COMPAT_DISABLE", versions
+        if patch.opt_in and patch.id not in self._settings.enabled:
+            return PatchState.SKIPPED, f"opt-in; set GEMMA4_COMPAT_ENABLE={patch.id}", versions
+        for name in names:
+            if name not in versions:
+                return PatchState.SKIPPED, f"{name} is not installed", versions
+        version = versions[patch.distribution]
+        if not _versions.admits(patch.affected, version):
+            fixed = f" (fixed in {patch.fixed})" if patch.fixed else ""
+            reason = f"{patch.distribution} {version} is outside {patch.affected}{fixed}"
+            return PatchState.NOT_NEEDED, reason, versions
+        for name, specifier in requirements:
+            if not _versions.admits(specifier, versions[name]):
+                reason = f"only needed with {name}{specifier}; {name} is {versions[name]}"
+                return PatchState.SKIPPED, reason, versions
+        self._warn_two_copies(names)
+        return PatchState.PENDING, "", versions
+
+    def _check_loaded(self, patch: Patch) -> None:
+        for name in [patch.distribution, *(_versions.requirement(text)[0] for text in patch.requires)]:
+            loaded, installed = _versions.loaded(name), _versions.installed(name)
+            if loaded and installed and _versions.differ(loaded, installed):
+                raise Gemma4CompatError(
+                    f"{name} {loaded} is loaded but {installed} is installed now (upgraded while Python was "
+                    "running?); restart Python"
+                )
+
+    def _warn_two_copies(self, names: Iterable[str]) -> None:
+        for name in names:
+            found = _versions.copies(name)
+            if len(set(found.values())) > 1 and name not in self._two_copies:
+                self._two_copies.add(name)
+                listed = ", ".join(f"{version} in {folder}" for folder, version in found.items())
+                _warn(
+                    f"several releases of {name} are on sys.path: {listed}. Python uses the first; remove the others."
+                )
+
+    def _revert(self, record: _Record) -> None:
+        if record.changes is None:
+            if record.status.state is PatchState.PENDING:
+                record.enter(PatchState.REVERTED, "reverted before it was applied; install() arms it again")
+            return
+        with self._uncovered(record):
+            left = record.changes.undo()
+            record.changes = None
+        reason = "reverted; install() applies it again"
+        if left:
+            reason += (
+                f" ({', '.join(left)}: replaced by another library since, so ours stays under it and passes through)"
+            )
+        record.enter(PatchState.REVERTED, reason, versions=record.status.versions)
+
+    @contextlib.contextmanager
+    def _uncovered(self, record: _Record) -> Iterator[None]:
+        """Inside, later patches that replace the same functions are off: one on top of another must come off first."""
+        records = list(self._records.values())
+        targets = {str(target) for target in record.patch.targets}
+        covering = [
+            other
+            for other in records[records.index(record) + 1 :]
+            if other.changes is not None and targets & {str(target) for target in other.patch.targets}
+        ]
+        for other in reversed(covering):
+            assert other.changes is not None
+            other.changes.undo()
+        try:
+            yield
+        finally:
+            for other in covering:
+                other.changes = _changes.ChangeSet(other.patch.id)
+                _apply(other.patch, other.changes)
+
+    def _status(self, record: _Record) -> PatchStatus:
+        status = record.status
+        if status.state is PatchState.PENDING:
+            state, reason, versions = self._gate(record.patch)
+            reason = status.reason if state is PatchState.PENDING else reason
+            return PatchStatus(id=status.id, state=state, reason=reason, versions=versions, at=status.at)
+        if record.changes is not None and (overridden := record.changes.overridden()):
+            reason = f"{status.reason}; replaced by another library since: {', '.join(overridden)}"
+            return PatchStatus(
+                id=status.id,
+                state=status.state,
+                reason=reason,
+                versions=status.versions,
+                late=status.late,
+                overridden=overridden,
+                at=status.at,
+            )
+        return status
+
+    def _report_failure(self, record: _Record) -> None:
+        patch, status = record.patch, record.status
+        versions = ", ".join(f"{name} {version}" for name, version in status.versions.items())
+        message = (
+            f"patch {patch.id!r} was not applied, nothing was changed: {status.reason} [{versions}]. Without it: "
+            f"{patch.symptom}. Please report it at {ISSUES}; GEMMA4_COMPAT_DISABLE={patch.id} silences this."
+        )
+        if self._settings.strict:
+            raise Gemma4CompatError(message)
+        if not record.warned:
+            record.warned = True
+            _warn(message)
+
+
+def _apply(patch: Patch, changes: _changes.ChangeSet) -> None:
+    for target in patch.targets:
+        if not target.optional or _exists(target.module, target.name):
+            changes.replace(target.module, target.name, target.replacement)
+
+
+def _detect(patch: Patch) -> tuple[Detection, str]:
+    """Compare the loaded code with the code the patch was proven on."""
+    if patch.detect is not None and (said := patch.detect()) is not Detection.AFFECTED:
+        return said, f"the loaded {patch.distribution} says {said}"
+    for target in patch.targets:
+        if not _exists(target.module, target.name):
+            if target.optional:
+                continue
+            return Detection.UNKNOWN, f"{target} does not exist"
+        owner, attribute = _changes.resolve_owner(target.module, target.name)
+        found = fingerprint(_changes.raw_slot(owner, attribute))
+        if found not in target.known:
+            return Detection.UNKNOWN, f"the code of {target} is unknown (fingerprint {found})"
+    return Detection.AFFECTED, ""
+
+
+def _exists(module: str, name: str) -> bool:
+    try:
+        owner, attribute = _changes.resolve_owner(module, name)
+        _changes.raw_slot(owner, attribute)
+    except (KeyError, AttributeError):
+        return False
+    return True
+
+
+def _applied_reason(patch: Patch, versions: Mapping[str, str]) -> str:
+    version = versions[patch.distribution]
+    if _versions.newer(version, than=patch.measured):
+        return f"unmeasured release, code unchanged ({patch.distribution} {version}; measured up to {patch.measured})"
+    return f"repairs {patch.distribution} {version}"
+
+
+def _waiting(patch: Patch, imported: Iterable[str]) -> str:
+    missing = [name for name in patch.modules if name not in set(imported) and not _hooks.is_imported(name)]
+    return f"waiting for the import of {', '.join(missing)}" if missing else "armed"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, Gemma4CompatWarning, stacklevel=2)

@@ -1,0 +1,87 @@
+"""Reading where accelerate put a module. Duck-typed on accelerate's hooks; imports nothing upstream."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+
+def offload_hook(module: Any) -> Any:
+    """The ``AlignDevicesHook`` that brings this module's own weights in for a forward and takes them out; or None."""
+    hook = getattr(module, "_hf_hook", None)
+    for candidate in getattr(hook, "hooks", (hook,)):  # a SequentialHook holds several
+        if getattr(candidate, "offload", False):
+            return candidate
+    return None
+
+
+def execution_device(module: Any) -> Any:
+    """Where an offloaded module computes (``torch.device``); None for a module whose weights are not offloaded."""
+    import torch
+
+    hook = offload_hook(module)
+    if hook is None or hook.execution_device is None:
+        return None
+    device = hook.execution_device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def is_offloaded(module: Any) -> bool:
+    """Whether the module's own weights are on meta now, with a hook that can bring them in."""
+    return offload_hook(module) is not None and any(
+        parameter.device.type == "meta" for parameter in module.parameters(recurse=False)
+    )
+
+
+def map_owner(model: Any) -> Any:
+    """The object in a chain of PEFT wrappers that itself holds an ``hf_device_map`` with CPU or disk entries; or
+    None.
+    """
+    seen: set[int] = set()
+    while model is not None and id(model) not in seen:
+        seen.add(id(model))
+        placement = vars(model).get("hf_device_map")
+        if placement and {"cpu", "disk"} & {str(device) for device in placement.values()}:
+            return model
+        modules = vars(model).get("_modules", {})
+        model = modules.get("base_model") or modules.get("model")
+    return None
+
+
+@contextlib.contextmanager
+def seen_on_execution_device(module: Any) -> Iterator[None]:
+    """Inside, an offloaded module's own parameters *look* as if they were on its execution device.
+
+    For code that only asks ``weight.device`` and ``weight.dtype``: what it finds are empty stand-ins, nothing is
+    moved. Does nothing for a module that is not offloaded.
+    """
+    import torch
+
+    if not is_offloaded(module):
+        yield
+        return
+    device = execution_device(module)
+    parameters = dict(module._parameters)
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.device.type == "meta":
+            stand_in = torch.empty(0, dtype=parameter.dtype, device=device)
+            module._parameters[name] = torch.nn.Parameter(stand_in, requires_grad=False)
+    try:
+        yield
+    finally:
+        module._parameters.update(parameters)
+
+
+@contextlib.contextmanager
+def hidden_map(model: Any) -> Iterator[None]:
+    """Inside, a dispatched model does not show its ``hf_device_map``. Does nothing for one that has none."""
+    owner = map_owner(model)
+    if owner is None:
+        yield
+        return
+    placement = vars(owner).pop("hf_device_map")
+    try:
+        yield
+    finally:
+        vars(owner)["hf_device_map"] = placement

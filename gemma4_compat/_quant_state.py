@@ -1,0 +1,73 @@
+"""Copies of a bitsandbytes ``QuantState``: pristine ones on the host, fresh ones on a device, unpacked ones.
+
+What we know about a state is kept as plain attributes on it, so it pickles and deep-copies as before, and loads where
+this package is not installed. Tensors of a state are never written in place, by us or by bitsandbytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+
+PRISTINE = "_gemma4_compat_pristine"  # True on the host copy that belongs to an offloaded weight
+ORIGIN = "_gemma4_compat_origin"  # on a copy made from it: the pristine state
+UNPACKED = "_gemma4_compat_unpacked"  # on a state repacked for the CPU: its attributes before that
+
+
+def is_pristine(state: Any) -> bool:
+    """Whether this is the host copy of an offloaded state, to be copied and never moved or changed."""
+    return bool(vars(state).get(PRISTINE, False))
+
+
+def is_packed(state: Any) -> bool:
+    """Whether state and weight are in the layout bitsandbytes uses on CPUs with AVX512-BF16."""
+    return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def host_copy(state: Any) -> Any:
+    """The pristine state for ``state``: the one it was made from, or a copy with all tensors on the host."""
+    if is_pristine(state):
+        return state
+    if ORIGIN in vars(state):
+        return vars(state)[ORIGIN]
+    copied = _copy(state, "cpu", copy=False)  # what is on the host already is shared
+    setattr(copied, PRISTINE, True)
+    return copied
+
+
+def device_copy(pristine: Any, device: Any) -> Any:
+    """A fresh state on ``device`` that shares no tensor with the pristine one and remembers it.
+
+    Raises:
+        Gemma4CompatError: see :func:`check_not_lost`.
+    """
+    check_not_lost(pristine)
+    copied = _copy(pristine, device, copy=True)
+    delattr(copied, PRISTINE)
+    setattr(copied, ORIGIN, pristine)
+    return copied
+
+
+def check_not_lost(state: Any) -> None:
+    """Raise :class:`Gemma4CompatError` when the state's scales went to meta before anybody kept them."""
+    if state.absmax is not None and state.absmax.device.type == "meta":
+        raise Gemma4CompatError(
+            f"the quantization state of a 4-bit weight of shape {tuple(state.shape or ())} was destroyed by an "
+            "earlier move to meta, before the patch bitsandbytes-meta-quant-state was active; its scales are gone. "
+            "Import gemma4_compat first and load the model again."
+        )
+
+
+def _copy(state: Any, device: Any, *, copy: bool) -> Any:
+    """``state`` with every tensor on ``device``, the nested state included; all other attributes as they are."""
+    import torch
+
+    copied = object.__new__(type(state))
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            value = value.to(device, copy=copy)
+        elif name == "state2" and value is not None:
+            value = _copy(value, device, copy=copy)
+        vars(copied)[name] = value
+    return copied

@@ -1,0 +1,36 @@
+"""Every patch, in the order in which patches of one module are applied. One line a patch, no discovery."""
+
+from __future__ import annotations
+
+import importlib
+
+from gemma4_compat._patch import Patch
+
+PATCHES: tuple[str, ...] = (
+    "accelerate_hf_initialized",
+    "bitsandbytes_meta_quant_state",
+    "bitsandbytes_cpu_packing",
+    "peft_keep_dispatch",
+    "peft_clippable_linear",
+    "transformers_adapter_placement",
+)
+
+
+def load() -> tuple[Patch, ...]:
+    """Import the patch files (they import no upstream library) and check what only the whole set can show.
+
+    Raises:
+        ValueError: a patch's id is not its file's name, or ``after`` names a patch that does not come before it.
+    """
+    patches: list[Patch] = []
+    for name in PATCHES:
+        patch: Patch = importlib.import_module(f"gemma4_compat.patches.{name}").PATCH
+        if patch.id != name.replace("_", "-"):
+            raise ValueError(f"patches/{name}.py holds the patch {patch.id!r}; its id must be its file's name")
+        unknown = set(patch.after) - {earlier.id for earlier in patches}
+        if unknown:
+            raise ValueError(
+                f"{patch.id}: after names {', '.join(sorted(unknown))}, which is not registered before it"
+            )
+        patches.append(patch)
+    return tuple(patches)

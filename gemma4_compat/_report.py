@@ -1,0 +1,84 @@
+"""Patches and statuses as text and as JSON-able data."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from gemma4_compat._patch import Patch, PatchStatus
+
+
+def status_data(status: PatchStatus) -> dict[str, Any]:
+    """One status as plain data."""
+    return {
+        "id": status.id,
+        "state": str(status.state),
+        "reason": status.reason,
+        "versions": dict(status.versions),
+        "late": status.late,
+        "overridden": list(status.overridden),
+    }
+
+
+def patch_data(patch: Patch) -> dict[str, Any]:
+    """One patch's metadata as plain data, its file's documentation included."""
+    return {
+        "id": patch.id,
+        "summary": patch.summary,
+        "symptom": patch.symptom,
+        "severity": str(patch.severity),
+        "failure_points": list(patch.failure_points),
+        "distribution": patch.distribution,
+        "affected": patch.affected,
+        "measured": patch.measured,
+        "requires": list(patch.requires),
+        "targets": [str(target) for target in patch.targets],
+        "bug": list(patch.bug),
+        "applied_upstream": patch.applied_upstream,
+        "fixed": patch.fixed,
+        "retire_when": patch.retire_when,
+        "opt_in": patch.opt_in,
+        "documentation": documentation(patch),
+    }
+
+
+def documentation(patch: Patch) -> str:
+    """The docstring of the patch's file: what breaks, why, what changes, when it goes."""
+    return inspect.cleandoc(sys.modules[patch.reproduce.__module__].__doc__ or "")
+
+
+def status_text(statuses: dict[str, PatchStatus]) -> str:
+    """One line a patch: id, state, reason."""
+    width = max(map(len, statuses))
+    lines = [f"{status.id:<{width}}  {status.state!s:<10}  {status.reason}" for status in statuses.values()]
+    return "\n".join(lines)
+
+
+def patches_text(patches: tuple[Patch, ...]) -> str:
+    """One line a patch: id, rows of the map, affected releases, summary."""
+    rows = [
+        (patch.id, "+".join(patch.failure_points), f"{patch.distribution} {patch.affected}", patch.summary)
+        for patch in patches
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in rows)
+
+
+def explanation_text(patch: Patch, status: PatchStatus) -> str:
+    """Everything known about one patch, for a reader."""
+    rows = [
+        ("affected", f"{patch.distribution} {patch.affected}" + "".join(f", {text}" for text in patch.requires)),
+        ("measured up to", patch.measured),
+        ("fixed in", patch.fixed or "no release so far"),
+        ("upstream", "\n".join(filter(None, (*patch.bug, patch.applied_upstream))) or "not reported"),
+        ("replaces", "\n".join(str(target) for target in patch.targets)),
+        ("goes when", patch.retire_when),
+        ("here", f"{status.state}: {status.reason}"),
+        ("opt out", f"GEMMA4_COMPAT_DISABLE={patch.id}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    fields = [f"{name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 2)) for name, value in rows]
+    return f"{patch.id} ({'+'.join(patch.failure_points)})\n{patch.summary}\n\n{documentation(patch)}\n\n" + "\n".join(
+        fields
+    )

@@ -1,0 +1,159 @@
+"""Reproductions: the situation a patch is for, built through public API on a tiny checkpoint, in a process of its own.
+
+``python -m gemma4_compat._repro ID FOLDER`` runs one and prints one line of JSON; ``doctor`` runs it twice, with the
+shim off and on. The main device is the first GPU where there is one; then "cpu" entries are offloaded to the host.
+Without a GPU the main device is the CPU and modules are offloaded to disk: accelerate uses the same hooks and meta
+weights for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat import _tiny
+
+ADAPTERS = ("language", "towers", "all")
+#: A parity figure is the largest absolute logit difference over this many forwards; tokens of a generate must agree.
+FORWARDS = 3
+NEW_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a reproduction found.
+
+    Attributes:
+        defect: the defect was seen.
+        detail: what was seen, with the measured value.
+        parity: largest absolute difference from the same weights on one device (0.0 is bit-exact); None where the
+            reproduction compares something else than logits.
+    """
+
+    defect: bool
+    detail: str
+    parity: float | None = None
+
+    @classmethod
+    def of_parity(cls, found: float, what: str) -> Outcome:
+        """Any difference from the same weights on one device is a defect."""
+        if found == 0.0:
+            return cls(False, f"{what}: {FORWARDS} forwards and generate bit-exact", 0.0)
+        return cls(True, f"{what}: logits differ by {found:.3g} from the same weights on one device", found)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Logits of :data:`FORWARDS` forwards (float32, on the CPU) and the tokens of one greedy ``generate``."""
+
+    logits: tuple[Any, ...]
+    tokens: Any
+
+
+class Workspace:
+    """A folder with the tiny checkpoint and its adapters, and the ways a reproduction uses them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def build(cls, folder: Path) -> Workspace:
+        """Write the checkpoint and one adapter for each of :data:`ADAPTERS`."""
+        workspace = cls(folder)
+        _tiny.build_checkpoint(workspace.checkpoint)
+        for targets in ADAPTERS:
+            _tiny.build_adapter(workspace.checkpoint, workspace.adapter(targets), targets)
+        return workspace
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def adapter(self, targets: str) -> Path:
+        return self.folder / f"adapter-{targets}"
+
+    @property
+    def main(self) -> Any:
+        """Where the model computes: GPU 0, or the CPU where there is none."""
+        import torch
+
+        return 0 if torch.cuda.is_available() else "cpu"
+
+    @property
+    def offloaded(self) -> str:
+        """Where a map puts what does not fit: the CPU beside a GPU, else the disk."""
+        return "disk" if self.main == "cpu" else "cpu"
+
+    def load(self, quantization: str | None = None) -> Any:
+        """The base model, everything on the main device, eval mode."""
+        return _tiny.load(self.checkpoint, quantization, device=self.main)
+
+    def split(self, quantization: str | None = None, offload: str = "both") -> Any:
+        """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`_tiny.device_map`)."""
+        return self.dispatch(self.load(quantization), offload)
+
+    def dispatch(self, model: Any, offload: str = "both") -> Any:
+        placement = _tiny.device_map(model, offload, main=self.main, offloaded=self.offloaded)
+        return _tiny.dispatch(model, placement, Path(tempfile.mkdtemp(prefix="offload-", dir=self.folder)))
+
+    def answers(self, model: Any) -> Answers:
+        """Three forwards and a greedy generate on a prompt with an image and a sound, without gradients."""
+        import torch
+
+        batch = _tiny.inputs(self.main)
+        with torch.no_grad():
+            logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
+            tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False).cpu()
+        return Answers(logits, tokens)
+
+
+def difference(reference: Answers, other: Answers) -> float:
+    """The largest absolute logit difference over all forwards; infinite where a value is not finite or tokens
+    differ.
+    """
+    import torch
+
+    if not torch.equal(reference.tokens, other.tokens):
+        return math.inf
+    largest = max((a - b).abs().max().item() for a, b in zip(reference.logits, other.logits))
+    return largest if math.isfinite(largest) else math.inf
+
+
+def run(patch_id: str, folder: Path) -> dict[str, Any]:
+    """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C."""
+    import gemma4_compat
+
+    patch = {patch.id: patch for patch in gemma4_compat.patches()}[patch_id]
+    started = time.perf_counter()
+    try:
+        outcome = patch.reproduce(Workspace(folder))
+        result: dict[str, Any] = dataclasses.asdict(outcome)
+    except Exception as error:  # the user's crash is the result here
+        message = " ".join(str(error).split())
+        result = {"defect": True, "detail": f"{type(error).__name__}: {message}", "parity": None}
+    result["seconds"] = round(time.perf_counter() - started, 2)
+    result["state"] = str(gemma4_compat.status()[patch_id].state)
+    result["reason"] = gemma4_compat.status()[patch_id].reason
+    return result
+
+
+def main(argv: list[str]) -> int:
+    command, folder = argv[0], Path(argv[1])
+    if command == "build":
+        Workspace.build(folder)
+        result: dict[str, Any] = {"built": str(folder)}
+    else:
+        result = run(command, folder)
+    print("\n" + json.dumps(result, allow_nan=True), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,248 @@
+"""A tiny random Gemma 4 and tiny adapters, with the real classes, saved and loaded the real way.
+
+No model hub is needed. The shape keeps what breaks: clipped linears in vision and audio towers, layers that share
+their keys and values, per-layer embeddings, tied head, sliding and full attention. Linear widths suit bitsandbytes on
+the CPU (inputs a multiple of 64, outputs a multiple of 32).
+
+Everything here imports upstream inside its functions: the module itself may be imported before them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat import _versions
+
+IMAGE_TOKEN, AUDIO_TOKEN, VIDEO_TOKEN, VOCABULARY = 250, 251, 252, 256
+
+#: Adapter targets by what they cover. The towers' names reach clipped linears, whose wrapper PEFT does not know.
+TARGETS: dict[str, str] = {
+    "language": r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
+    "towers": r".*(vision_tower|audio_tower)\..*\.(q_proj|k_proj|v_proj|gate_proj|down_proj|ffw_layer_1)",
+    "all": r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|ffw_layer_1)",
+}
+
+
+def config() -> Any:
+    """A ``Gemma4Config``: 6 text layers of width 64 (2 of them KV-shared), 2 vision and 2 audio layers."""
+    from transformers.models.gemma4 import configuration_gemma4 as gemma4
+
+    text = gemma4.Gemma4TextConfig(
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size=64,
+        hidden_size_per_layer_input=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_kv_shared_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        global_head_dim=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        sliding_window=8,
+        max_position_embeddings=256,
+        final_logit_softcapping=30.0,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    vision = gemma4.Gemma4VisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        patch_size=8,
+        position_embedding_size=16,
+        pooling_kernel_size=3,
+        use_clipped_linears=True,
+    )
+    audio = gemma4.Gemma4AudioConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        subsampling_conv_channels=[128, 2],
+        output_proj_dims=64,
+        use_clipped_linears=True,
+    )
+    return gemma4.Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config=audio,
+        image_token_id=IMAGE_TOKEN,
+        audio_token_id=AUDIO_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        boi_token_id=253,
+        eoi_token_id=254,
+        boa_token_id=255,
+        eoa_token_index=249,
+        tie_word_embeddings=True,
+    )
+
+
+def build_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+    """Write a ``Gemma4ForConditionalGeneration`` checkpoint (bf16, about 1 MB) into ``folder`` and return it."""
+    import torch
+    from transformers import Gemma4ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    model = Gemma4ForConditionalGeneration(config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.1)
+            elif not name.endswith("per_dim_scale"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            # Bounds that cut: a repair that loses the wrapper's clamps must not pass.
+            if name.endswith(("input_min", "output_min")):
+                buffer.fill_(-1.25)
+            elif name.endswith(("input_max", "output_max")):
+                buffer.fill_(1.25)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def load(
+    checkpoint: Path, quantization: str | None = None, *, device: Any = "cpu", device_map: Any = None, **kwargs: Any
+) -> Any:
+    """The checkpoint through ``from_pretrained``, in eval mode.
+
+    Args:
+        checkpoint: folder written by :func:`build_checkpoint`.
+        quantization: None (bf16), ``"4bit"`` (nf4), ``"4bit-double"`` (nested) or ``"8bit"``.
+        device: where everything goes.
+        device_map: a map for ``from_pretrained`` instead of ``device``.
+        kwargs: for ``from_pretrained``.
+    """
+    import torch
+    from transformers import Gemma4ForConditionalGeneration
+
+    placement = {"": device} if device_map is None else device_map
+    split = isinstance(placement, str) or len(set(placement.values())) > 1
+    return Gemma4ForConditionalGeneration.from_pretrained(
+        checkpoint,
+        dtype=torch.bfloat16,
+        device_map=placement,
+        quantization_config=quantization_config(quantization, cpu_offload=split),
+        **kwargs,
+    ).eval()
+
+
+def quantization_config(quantization: str | None, *, cpu_offload: bool = False) -> Any:
+    """The ``BitsAndBytesConfig`` for a name that :func:`load` knows.
+
+    ``cpu_offload`` must be set for a map with CPU entries beside others; transformers then leaves those unquantized.
+    The towers stay in bf16 before transformers 5.13: quantized, they are blind (F9) or raise (F10) there.
+
+    Raises:
+        ValueError: another name.
+    """
+    if quantization is None:
+        return None
+    import torch
+    import transformers
+    from transformers import BitsAndBytesConfig
+
+    skip = ["lm_head"]
+    if _versions.admits("<5.13", transformers.__version__):
+        skip += ["model.vision_tower", "model.audio_tower"]
+    if quantization == "8bit":
+        return BitsAndBytesConfig(
+            load_in_8bit=True, llm_int8_enable_fp32_cpu_offload=cpu_offload, llm_int8_skip_modules=skip
+        )
+    if quantization not in ("4bit", "4bit-double"):
+        raise ValueError(f"quantization {quantization!r} is unknown; use None, '4bit', '4bit-double' or '8bit'")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=quantization == "4bit-double",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        llm_int8_enable_fp32_cpu_offload=cpu_offload,
+        llm_int8_skip_modules=skip,
+    )
+
+
+def device_map(model: Any, offload: str, *, main: Any, offloaded: Any) -> dict[str, Any]:
+    """A map over decoder layers, towers and everything else, for ``dispatch_model`` or ``from_pretrained``.
+
+    Args:
+        model: a ``Gemma4ForConditionalGeneration``.
+        offload: what goes to ``offloaded``: ``"towers"``, ``"layers"`` (two plain and one KV-shared decoder layer),
+            ``"both"`` or ``"none"``.
+        main: device of the rest.
+        offloaded: ``"cpu"`` or ``"disk"``.
+    """
+    chosen: set[str] = set()
+    if offload in ("towers", "both"):
+        chosen |= {"model.vision_tower", "model.audio_tower"}
+    if offload in ("layers", "both"):
+        chosen |= {f"model.language_model.layers.{index}" for index in (0, 2, 5)}
+    names: list[str] = []
+    for name, child in model.model.named_children():
+        if name == "language_model":
+            for part, module in child.named_children():
+                prefix = f"model.language_model.{part}"
+                names += [f"{prefix}.{index}" for index in range(len(module))] if part == "layers" else [prefix]
+        else:
+            names.append(f"model.{name}")
+    names.append("lm_head")
+    return {name: offloaded if name in chosen else main for name in names}
+
+
+def dispatch(model: Any, placement: dict[str, Any], folder: Path) -> Any:
+    """``accelerate.dispatch_model`` as transformers calls it (with the model's own skip keys)."""
+    from accelerate import dispatch_model
+
+    skip = list(model._skip_keys_device_placement)
+    if "shared_kv_states" not in skip:  # missing from the model's own list in 5.5.2 and 5.5.3; harmless elsewhere
+        skip.append("shared_kv_states")
+    return dispatch_model(model, placement, offload_dir=str(folder), skip_keys=skip)
+
+
+def inputs(device: Any = "cpu", *, text_only: bool = False) -> dict[str, Any]:
+    """A prompt of 24 tokens, batch 1; with one image (4 soft tokens) and one sound (4 soft tokens) unless text
+    only.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, 240, (1, 24), generator=generator)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if not text_only:
+        ids[0, 4:8] = IMAGE_TOKEN
+        ids[0, 12:16] = AUDIO_TOKEN
+        side = torch.arange(6)
+        positions = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1).reshape(1, 36, 2)
+        batch["pixel_values"] = torch.rand(1, 36, 3 * 8 * 8, generator=generator)
+        batch["image_position_ids"] = positions
+        batch["input_features"] = torch.randn(1, 16, 128, generator=generator)
+        batch["input_features_mask"] = torch.ones(1, 16, dtype=torch.bool)
+        batch["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long() + 3 * (ids == AUDIO_TOKEN).long()
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def build_adapter(checkpoint: Path, folder: Path, targets: str = "language", *, rank: int = 4, seed: int = 1) -> Path:
+    """Write a LoRA adapter with non-zero weights for ``TARGETS[targets]`` into ``folder`` and return it.
+
+    Wrapper targets are written the way adapters in the wild have them, on the inner ``.linear``; so it needs no patch.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = load(checkpoint)
+    wrapped = {name for name, module in model.named_modules() if type(module).__name__ == "Gemma4ClippableLinear"}
+    matched = [name for name, _ in model.named_modules() if re.fullmatch(TARGETS[targets], name)]
+    names = [f"{name}.linear" if name in wrapped else name for name in matched]
+    peft_model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    peft_model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,165 @@
+"""The command line: ``gemma4-compat doctor | status | list | explain``."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import gemma4_compat
+from gemma4_compat import _doctor, _report, _settings
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Repairs for Gemma 4 with transformers, accelerate, PEFT and bitsandbytes: what they are, whether this "
+    "environment needs them, and whether they work here.",
+)
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def main() -> None:
+    """Entry point of the ``gemma4-compat`` command. Exit codes: 0 good, 1 a defect remains, 2 bad usage."""
+    app()
+
+
+@app.command()
+def doctor(
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Patches to examine; default: all.")
+    ] = None,
+    as_json: _Json = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder and say where it is.")] = False,
+) -> None:
+    """Reproduce each defect on a tiny Gemma 4, without and with the shim, in processes of their own.
+
+    Exit 0 when everything this stack needs is repaired, 1 when a defect remains or a patch failed, 2 on bad usage.
+    """
+    patches = _chosen(ids or [])
+    try:
+        versions = _doctor.stack()
+        _say(_heading(versions), as_json)
+        findings = []
+        for finding in _doctor.examine(patches, keep=keep, note=lambda text: typer.echo(text, err=True)):
+            findings.append(finding)
+            _say("\n" + _finding_text(finding), as_json)
+    except gemma4_compat.Gemma4CompatError as error:
+        _fail(str(error))
+    order = {patch.id: index for index, patch in enumerate(patches)}
+    findings.sort(key=lambda finding: order[finding.id])
+    good = all(finding.good for finding in findings)
+    if as_json:
+        _print_json(
+            {
+                "gemma4_compat": gemma4_compat.__version__,
+                "python": platform.python_version(),
+                "versions": versions,
+                "findings": [finding.as_data() for finding in findings],
+                "ok": good,
+            }
+        )
+    else:
+        _say("\n" + _table(findings), as_json)
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
+def status(as_json: _Json = False) -> None:
+    """What each patch would do in this environment. Imports none of the libraries."""
+    statuses = gemma4_compat.status()
+    if as_json:
+        _print_json([_report.status_data(item) for item in statuses.values()])
+    else:
+        typer.echo(_report.status_text(statuses))
+
+
+@app.command(name="list")
+def list_patches(as_json: _Json = False) -> None:
+    """Every patch this package knows, with the releases it is for."""
+    if as_json:
+        _print_json([_report.patch_data(patch) for patch in gemma4_compat.patches()])
+    else:
+        typer.echo(_report.patches_text(gemma4_compat.patches()))
+
+
+@app.command()
+def explain(
+    patch_id: Annotated[str, typer.Argument(metavar="ID", help="A patch id, or a row of the map (F2).")],
+    as_json: _Json = False,
+) -> None:
+    """What one patch repairs, why upstream breaks, what it changes, and when it goes."""
+    patches = [patch for patch in gemma4_compat.patches() if patch_id.upper() in patch.failure_points] or _chosen(
+        [patch_id]
+    )
+    statuses = gemma4_compat.status()
+    if as_json:
+        data = [_report.patch_data(patch) | {"status": _report.status_data(statuses[patch.id])} for patch in patches]
+        _print_json(data)
+    else:
+        typer.echo("\n\n".join(_report.explanation_text(patch, statuses[patch.id]) for patch in patches))
+
+
+@app.callback(invoke_without_command=True)
+def _version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if show:
+        typer.echo(gemma4_compat.__version__)
+        raise typer.Exit(0)
+
+
+def _chosen(ids: list[str]) -> list[gemma4_compat.Patch]:
+    known = {patch.id: patch for patch in gemma4_compat.patches()}
+    for patch_id in ids:
+        if patch_id not in known:
+            _fail(_settings.unknown_id(patch_id, known))
+    return [patch for patch in known.values() if patch.id in ids or not ids]
+
+
+def _fail(message: str) -> Any:
+    typer.echo(f"gemma4-compat: {message}", err=True)
+    raise typer.Exit(2)
+
+
+def _say(text: str, as_json: bool) -> None:
+    typer.echo(text, err=as_json)  # with --json, standard output holds the JSON and nothing else
+    sys.stdout.flush()
+
+
+def _print_json(data: Any) -> None:
+    typer.echo(json.dumps(data, indent=2))
+
+
+def _heading(versions: dict[str, str]) -> str:
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"gemma4_compat {gemma4_compat.__version__} on Python {platform.python_version()}: {listed}"
+
+
+def _finding_text(finding: _doctor.Finding) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in finding.versions.items())
+    return (
+        f"{finding.id} ({versions})\n"
+        f"  without  {_shorten(finding.without['detail'])}\n"
+        f"  with     {_shorten(finding.with_shim['detail'])}\n"
+        f"  verdict  {finding.verdict}"
+    )
+
+
+def _table(findings: list[_doctor.Finding]) -> str:
+    rows = [("patch", "parity", "verdict")]
+    for finding in findings:
+        parity = finding.with_shim["parity"]
+        shown = "-" if parity is None else "bit-exact" if parity == 0 else f"{parity:.3g}"
+        rows.append((finding.id, shown, finding.verdict))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def _shorten(text: str, limit: int = 160) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,1 @@
+"""One file a patch; see CONTRIBUTING.md for how to add one."""
