@@ -11,7 +11,7 @@ from typing import Any
 from gemma4_compat._errors import Gemma4CompatError
 
 PRISTINE = "_gemma4_compat_pristine"  # True on the host copy that belongs to an offloaded weight
-ORIGIN = "_gemma4_compat_origin"  # on a copy made from it: the pristine state
+ORIGIN = "_gemma4_compat_origin"  # on a state that has one: its pristine host copy
 UNPACKED = "_gemma4_compat_unpacked"  # on a state repacked for the CPU: its attributes before that
 
 
@@ -33,6 +33,7 @@ def host_copy(state: Any) -> Any:
         return vars(state)[ORIGIN]
     copied = _copy(state, "cpu", copy=False)  # what is on the host already is shared
     setattr(copied, PRISTINE, True)
+    setattr(state, ORIGIN, copied)  # accelerate moves each parameter twice; one copy serves both
     return copied
 
 

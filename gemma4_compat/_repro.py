@@ -9,6 +9,7 @@ weights for both.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 import sys
@@ -127,10 +128,19 @@ def difference(reference: Answers, other: Answers) -> float:
 
 
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
-    """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C."""
+    """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C.
+
+    ``ID:reverted`` undoes every patch first, after the libraries were imported with them.
+    """
     import gemma4_compat
 
+    patch_id, _, mode = patch_id.partition(":")
     patch = {patch.id: patch for patch in gemma4_compat.patches()}[patch_id]
+    if mode == "reverted":
+        for target in patch.targets:
+            if not target.optional:
+                importlib.import_module(target.module)
+        gemma4_compat.revert()
     started = time.perf_counter()
     try:
         outcome = patch.reproduce(Workspace(folder))

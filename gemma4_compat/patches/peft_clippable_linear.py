@@ -59,7 +59,7 @@ def redirect(config: Any, model: Any) -> None:
     compact.exclude_modules = _excluding(getattr(config, "exclude_modules", None), matched)
     if {key for key in keys if _matches(compact, key)} == wanted:
         config.target_modules, config.exclude_modules = compact.target_modules, compact.exclude_modules
-    else:  # a pattern that cannot be extended (inline flags, look-behind at its end): name every module
+    else:  # a pattern that cannot be extended (a look-around at its end): name every module
         config.target_modules = wanted
     for attribute in ("rank_pattern", "alpha_pattern"):
         if patterns := getattr(config, attribute, None):
@@ -89,18 +89,19 @@ def _check() -> Callable[[Any, str], Any]:
 def _with_inner(targets: Any, matched: Iterable[str]) -> Any:
     """Targets that match what they matched before, and the inner layers of ``matched``."""
     if isinstance(targets, str):
-        return rf"(?:{targets})(?:\.{INNER})?"
+        flags, pattern = _split_flags(targets)
+        return rf"{flags}(?:{pattern})(?:\.{INNER})?"
     added = {name for name in targets if any(key == name or key.endswith(f".{name}") for key in matched)}
     return set(targets) | {f"{name}.{INNER}" for name in added}
 
 
 def _excluding(excluded: Any, matched: Iterable[str]) -> str:
     """A regular expression for what ``excluded`` (names, pattern or None) and ``matched`` say."""
-    if not excluded:
-        patterns = []
-    elif isinstance(excluded, str):
-        patterns = [excluded]
-    else:
+    flags, patterns = "", []
+    if isinstance(excluded, str):
+        flags, pattern = _split_flags(excluded)
+        patterns = [pattern]
+    elif excluded:
         patterns = [rf"(?:.*\.)?{re.escape(name)}" for name in sorted(excluded)]
     by_tower: dict[str, set[str]] = {}
     for name in matched:
@@ -108,12 +109,18 @@ def _excluding(excluded: Any, matched: Iterable[str]) -> str:
         by_tower.setdefault(".".join(parts[:2]), set()).add(parts[-1])
     for tower, names in sorted(by_tower.items()):
         patterns.append(rf"{re.escape(tower)}\..*\.(?:{'|'.join(sorted(names))})")
-    return "|".join(f"(?:{pattern})" for pattern in patterns)
+    return flags + "|".join(f"(?:{pattern})" for pattern in patterns)
+
+
+def _split_flags(pattern: str) -> tuple[str, str]:
+    """Inline flags such as ``(?i)``, which may only stand at the start of an expression, and what follows them."""
+    flags = re.match(r"\(\?[aiLmsux]+\)", pattern)
+    return (flags.group(), pattern[flags.end() :]) if flags else ("", pattern)
 
 
 def _patterns_with_inner(patterns: dict[str, Any], matched: Iterable[str]) -> dict[str, Any]:
     """``patterns``, each that applies to a wrapper also for its inner layer. The order, which decides, is kept."""
-    find = vars(sys.modules["peft.utils"])["get_pattern_key"]
+    find = vars(sys.modules["peft.utils.other"])["get_pattern_key"]
     used = {find(patterns.keys(), name) for name in matched}
     extended: dict[str, Any] = {}
     for pattern, value in patterns.items():

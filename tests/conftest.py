@@ -1,0 +1,94 @@
+"""Shared by tests that need the libraries: the tiny checkpoint, answers of one device, reproductions in children."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import gemma4_compat  # first, as a user would
+from gemma4_compat import _doctor, _versions
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tiny Gemma 4 checkpoint and its adapters, built once a run with the shim on."""
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    from gemma4_compat._repro import Workspace
+
+    return Workspace.build(tmp_path_factory.mktemp("gemma4"))
+
+
+@pytest.fixture(scope="session")
+def one_device(workspace: Any) -> Callable[[str | None, str | None], Any]:
+    """``one_device(quantization, adapter)``: the answers of that model with everything on one device, computed
+    once.
+    """
+    from peft import PeftModel
+
+    known: dict[tuple[str | None, str | None], Any] = {}
+
+    def answers(quantization: str | None, adapter: str | None) -> Any:
+        key = (quantization, adapter)
+        if key not in known:
+            model = workspace.load(quantization)
+            if adapter is not None:
+                model = PeftModel.from_pretrained(model, workspace.adapter(adapter))
+            known[key] = workspace.answers(model)
+        return known[key]
+
+    return answers
+
+
+@pytest.fixture(scope="session")
+def reproduce(workspace: Any) -> Callable[..., dict[str, Any]]:
+    """``reproduce(patch_id, shim=...)``: the reproduction's result in a process of its own, each run once.
+
+    ``shim`` is "off", "on", or "reverted" (armed, libraries imported, then undone).
+    """
+    known: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def run(patch_id: str, *, shim: str) -> dict[str, Any]:
+        key = (patch_id, shim)
+        if key not in known:
+            command = f"{patch_id}:reverted" if shim == "reverted" else patch_id
+            known[key] = _doctor._child(command, workspace.folder, shim=shim != "off")
+        return known[key]
+
+    return run
+
+
+def is_affected(patch: gemma4_compat.Patch) -> bool:
+    """Whether, by the patch's own claim, the installed releases have the defect."""
+    version = _versions.installed(patch.distribution)
+    if version is None or not _versions.admits(patch.affected, version):
+        return False
+    for text in patch.requires:
+        name, specifier = _versions.requirement(text)
+        found = _versions.installed(name)
+        if found is None or not _versions.admits(specifier, found):
+            return False
+    return True
+
+
+def patch(patch_id: str) -> gemma4_compat.Patch:
+    return {item.id: item for item in gemma4_compat.patches()}[patch_id]
+
+
+def census() -> tuple[int, int]:
+    """How many tensors are alive, and how many bytes their distinct storages hold (meta ones hold none)."""
+    import torch
+
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in tensors
+        if tensor.device.type != "meta"
+    }
+    return len(tensors), sum(storages.values())

@@ -1,0 +1,260 @@
+"""Fake distributions, patches for them, and child processes that report JSON. Imports no upstream library."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gemma4_compat import Patch, _changes
+from gemma4_compat._engine import Engine
+from gemma4_compat._fingerprint import fingerprint_source
+from gemma4_compat._patch import Severity, Target
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = _changes._OURS
+
+CORE = '''
+def double(x, *, times=2):
+    """Twice x."""
+    return x * times
+
+
+def triple(x):
+    return x * 3
+
+
+class Layer:
+    def forward(self, x):
+        return x + 1
+
+    @staticmethod
+    def scale(x):
+        return x * 10
+
+    @classmethod
+    def make(cls):
+        return cls()
+
+
+class Special(Layer):
+    pass
+
+
+NUMBER = 3
+'''
+
+_numbers = itertools.count()
+
+
+def tagged(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The usual replacement: what the original says, recognizable."""
+    return "patched", original(*args, **kwargs)
+
+
+def fingerprint_in(source: str, name: str) -> str:
+    """The fingerprint of the function ``name`` (dotted) in the text of a module, without importing it."""
+    node: Any = ast.parse(source)
+    for part in name.split("."):
+        node = next(child for child in node.body if getattr(child, "name", None) == part)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return fingerprint_source(textwrap.dedent("\n".join(source.splitlines()[first - 1 : node.end_lineno])))
+
+
+@dataclass
+class Library:
+    """A fake distribution: a package with ``__version__`` and modules, and a dist-info folder that names a version.
+
+    Attributes:
+        folder: what to put on sys.path.
+        name: of the distribution and of its package.
+        core: the text of its module ``core``, in which targets live unless told otherwise.
+    """
+
+    folder: Path
+    name: str
+    core: str = CORE
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        name: str | None = None,
+        *,
+        core: str = CORE,
+        version: str = "1.0",
+        installed: str | None = None,
+        **modules: str,
+    ) -> Library:
+        """Write a library whose code says ``version`` and whose metadata says ``installed`` (default: the same).
+
+        Without ``name`` it gets one that no other has in this process, for import hooks cannot be taken back.
+        """
+        library = cls(folder, name or f"fakelib{next(_numbers)}", core)
+        library.write("__init__", f"__version__ = {version!r}\n")
+        for module, text in {"core": core, **modules}.items():
+            library.write(module, text)
+        library.write_metadata(installed or version)
+        return library
+
+    def write(self, module: str, text: str) -> None:
+        path = self.folder / self.name / f"{module}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("LIBRARY", self.name), encoding="utf-8")
+        importlib.invalidate_caches()
+
+    def write_metadata(self, version: str) -> None:
+        for old in self.folder.glob(f"{self.name}-*.dist-info/METADATA"):
+            old.unlink()
+            old.parent.rmdir()
+        info = self.folder / f"{self.name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {self.name}\nVersion: {version}\n")
+        importlib.invalidate_caches()
+
+    def load(self, module: str = "core") -> Any:
+        return importlib.import_module(f"{self.name}.{module}")
+
+    def target(
+        self,
+        name: str = "double",
+        replacement: Callable[..., Any] = tagged,
+        *,
+        module: str = "core",
+        source: str | None = None,
+        proven_on: str | None = None,
+        known: Mapping[str, str] | None = None,
+        optional: bool = False,
+    ) -> Target:
+        """A target whose known code is ``proven_on`` (default: the same name) in ``source`` (default: the core)."""
+        if known is None:
+            known = {fingerprint_in(source or self.core, proven_on or name): "1.0"}
+        return Target(
+            module=f"{self.name}.{module}", name=name, replacement=replacement, known=known, optional=optional
+        )
+
+    def patch(self, *targets: Target, id: str = "fakelib-double", **fields: Any) -> Patch:
+        defaults: dict[str, Any] = {
+            "summary": "double is right",
+            "symptom": "silent: double is wrong",
+            "severity": Severity.WRONG_RESULT,
+            "failure_points": ("F0",),
+            "distribution": self.name,
+            "affected": ">=1",
+            "measured": "1.0",
+            "retire_when": "double is right",
+            "reproduce": no_reproduction,
+        }
+        return Patch(id=id, targets=targets or (self.target(),), **(defaults | fields))
+
+
+def no_reproduction(_workspace: Any) -> Any:
+    raise NotImplementedError("fake patches are not reproduced")
+
+
+def installed(*patches: Patch) -> Engine:
+    """An engine with these patches, armed."""
+    engine = Engine(patches)
+    engine.install()
+    return engine
+
+
+def raw(owner: Any, name: str) -> Any:
+    """What the namespace of ``owner`` itself holds, no descriptor called; None when nothing (it is inherited)."""
+    return vars(owner).get(name)
+
+
+def is_ours(value: Any) -> bool:
+    return MARK in getattr(getattr(value, "__func__", value), "__dict__", {})
+
+
+def traces(packages: Sequence[str] = ()) -> list[str]:
+    """Every name in a loaded module, or in a class that a module of ``packages`` holds, bound to our replacement."""
+    found = []
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        for name, value in list(vars(module).items()):
+            if is_ours(value):
+                found.append(f"{module.__name__}.{name}")
+            elif isinstance(value, type) and module.__name__.partition(".")[0] in packages:
+                found += [
+                    f"{module.__name__}.{name}.{key}" for key, slot in list(vars(value).items()) if is_ours(slot)
+                ]
+    return found
+
+
+def foreign(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper as another library would put it on: ``functools.wraps`` as it is, which copies ``__dict__``."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return "foreign", function(*args, **kwargs)
+
+    return wrapper
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A child process that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def data(self) -> Any:
+        """What it printed as JSON on its last line."""
+        last = self.stdout.strip().rpartition("\n")[2]
+        if not last.startswith(("{", "[")):
+            raise AssertionError(f"the child ended with {self.code} and no JSON:\n{self.stdout}\n{self.stderr}")
+        return json.loads(last)
+
+
+def child(
+    *arguments: str,
+    path: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
+    isolated: bool = False,
+    timeout: float = 60,
+) -> Finished:
+    """Run this interpreter with ``arguments`` (``"-c", script``), the repository and ``path`` on its sys.path.
+
+    Args:
+        arguments: of the interpreter.
+        path: folders on sys.path before those of the interpreter.
+        environment: variables to set; those of this package are otherwise unset.
+        isolated: leave the interpreter's site-packages out.
+        timeout: seconds after which the child has hung, which fails the test.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GEMMA4_COMPAT_")}
+    inherited.pop("PYTHONWARNINGS", None)
+    outer = "" if isolated else inherited.get("PYTHONPATH", "")
+    search = os.pathsep.join(filter(None, [str(ROOT), *map(str, path), outer]))
+    done = subprocess.run(
+        [sys.executable, *(["-S"] if isolated else []), *arguments],
+        env=inherited | {"PYTHONPATH": search, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | dict(environment or {}),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=timeout,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def run(script: str, **options: Any) -> Any:
+    """The JSON that ``script`` prints on its last line, run by a :func:`child` that must end well."""
+    done = child("-c", textwrap.dedent(script), **options)
+    assert done.code == 0, f"the child ended with {done.code}:\n{done.stdout}\n{done.stderr}"
+    return done.data
