@@ -140,6 +140,8 @@ class Engine:
                 changes.undo()
                 state, reason = PatchState.FAILED, f"{type(error).__name__}: {error}"
         record.enter(state, reason, versions=versions, late=late and state is PatchState.APPLIED)
+        # Last, when everything is decided: a user may have turned warnings into errors.
+        self._warn_two_copies(versions)
         if state is PatchState.FAILED:
             self._report_failure(record)
 
@@ -164,7 +166,6 @@ class Engine:
             if not _versions.admits(specifier, versions[name]):
                 reason = f"only needed with {name}{specifier}; {name} is {versions[name]}"
                 return PatchState.SKIPPED, reason, versions
-        self._warn_two_copies(names)
         return PatchState.PENDING, "", versions
 
     def _check_loaded(self, patch: Patch) -> None:

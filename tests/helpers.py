@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from gemma4_compat import Patch, _changes
@@ -176,7 +176,10 @@ def raw(owner: Any, name: str) -> Any:
 
 
 def is_ours(value: Any) -> bool:
-    return MARK in getattr(getattr(value, "__func__", value), "__dict__", {})
+    """Whether a raw slot holds a replacement. Only functions are looked into: a lazy object may import when asked."""
+    if type(value) in (staticmethod, classmethod):
+        value = value.__func__
+    return type(value) is FunctionType and MARK in vars(value)
 
 
 def traces(packages: Sequence[str] = ()) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from gemma4_compat import Gemma4CompatError, PatchState
 from gemma4_compat._changes import ChangeSet
+from gemma4_compat._engine import Engine
 from tests.helpers import CORE, Library, foreign, installed, is_ours, raw, tagged, traces
 
 LOWER, UPPER = "fakelib-lower", "fakelib-upper"
@@ -25,26 +26,26 @@ def says(word: str) -> Callable[..., Any]:
     return lambda original, *args, **kwargs: (word, original(*args, **kwargs))
 
 
-# One line a kind of slot: how to reach its owner, its name, what calling it gives before.
-KINDS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], Any], str | None]] = {
-    "double": (lambda core: core, "double", lambda core: core.double(1), None),
-    "Layer.forward": (lambda core: core.Layer, "forward", lambda core: core.Layer().forward(1), None),
-    "Layer.scale": (lambda core: core.Layer, "scale", lambda core: (core.Layer.scale(1), core.Layer().scale(1)), None),
-    "Layer.make": (lambda core: core.Layer, "make", lambda core: type(core.Special.make()).__name__, None),
-    "Special.forward": (
-        lambda core: core.Special,
-        "forward",
-        lambda core: core.Special().forward(1),
-        "Layer.forward",
-    ),
-    "Special.scale": (lambda core: core.Special, "scale", lambda core: core.Special.scale(1), "Layer.scale"),
-    "Special.make": (lambda core: core.Special, "make", lambda core: type(core.Special.make()).__name__, "Layer.make"),
-}
+def function(core: Any, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), core)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_slot_is_replaced_and_restored_by_identity(library: Library, name: str) -> None:
-    owner_of, attribute, use, proven_on = KINDS[name]
+# The name of a slot, how to use it, and where the code is that it inherits.
+SLOTS: list[tuple[str, Callable[[Any], Any], str | None]] = [
+    ("double", lambda core: core.double(1), None),
+    ("Layer.forward", lambda core: core.Layer().forward(1), None),
+    ("Layer.scale", lambda core: (core.Layer.scale(1), core.Layer().scale(1)), None),
+    ("Layer.make", lambda core: type(core.Special.make()).__name__, None),
+    ("Special.forward", lambda core: core.Special().forward(1), "Layer.forward"),
+    ("Special.scale", lambda core: (core.Special.scale(1), core.Special().scale(1)), "Layer.scale"),
+    ("Special.make", lambda core: type(core.Special.make()).__name__, "Layer.make"),
+]
+
+
+@pytest.mark.parametrize("name, use, inherited_from", SLOTS, ids=[slot[0] for slot in SLOTS])
+def test_every_kind_of_slot_is_replaced_and_restored_by_identity(
+    library: Library, name: str, use: Callable[[Any], Any], inherited_from: str | None
+) -> None:
     calls = []
 
     def counting(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -52,25 +53,23 @@ def test_every_kind_of_slot_is_replaced_and_restored_by_identity(library: Librar
         return original(*args, **kwargs)
 
     core = library.load()
-    owner = owner_of(core)
-    before, inherited, answer = raw(owner, attribute), raw(core.Layer, attribute), use(core)
-    assert not calls
-    engine = installed(library.patch(library.target(name, counting, proven_on=proven_on)))
-    found = raw(owner, attribute)
-    assert is_ours(found)
+    path, _, attribute = name.rpartition(".")
+    owner = function(core, path) if path else core
+    before, below, answer = raw(owner, attribute), raw(core.Layer, attribute), use(core)
+    engine = installed(library.patch(library.target(name, counting, proven_on=inherited_from)))
+    assert is_ours(raw(owner, attribute))
+    assert type(raw(owner, attribute)) is type(before or below), "a static method stays one"
     assert use(core) == answer
     assert calls
-    if inherited is not None:
-        assert type(found) is type(inherited), "a static method stays one"
-    if owner is core.Special:
+    if inherited_from:
         assert before is None
-        assert raw(core.Layer, attribute) is inherited, "the base is left alone"
-    used = len(calls)
+        assert raw(core.Layer, attribute) is below, "the base is left alone"
+    calls.clear()
     engine.revert()
     assert raw(owner, attribute) is before
-    assert (attribute in vars(owner)) == (before is not None)
+    assert (attribute in vars(owner)) == (inherited_from is None)
     assert use(core) == answer
-    assert len(calls) == used
+    assert not calls
     assert not traces([library.name])
 
 
@@ -213,8 +212,8 @@ def test_a_wrapper_that_is_taken_off_again_leaves_ours_in_charge(library: Librar
 # ------------------------------------------------------------------------------------- two patches on one function
 
 
-def two(library: Library, name: str = "double") -> tuple[Any, Any, str, Callable[[], Any]]:
-    """Both patches installed; the core, the engine, how to reach the raw slot, how to call it."""
+def two(library: Library, name: str = "double") -> tuple[Any, Engine]:
+    """The core, and an engine with both patches applied."""
     core = library.load()
     engine = installed(
         library.patch(library.target(name, says("lower")), id=LOWER),
@@ -251,11 +250,10 @@ def test_a_patch_that_shares_its_function_is_installed_again_in_its_place(
     for _ in range(2):
         engine.revert(patch_id)
         engine.install()
-        function = functools.reduce(getattr, name.split("."), core)
-        assert function(*arguments) == ("upper", ("lower", 4))
+        assert function(core, name)(*arguments) == ("upper", ("lower", 4))
         assert core.triple(2) == ("patched", 6)
     engine.revert()
-    assert function is not functools.reduce(getattr, name.split("."), core)
+    assert function(core, name)(*arguments) == 4
     assert not traces([library.name])
 
 
@@ -351,20 +349,20 @@ def test_a_reference_taken_while_applied_passes_through_after_the_revert(library
     assert taken(2) == 4, "it belongs to an undone application"
 
 
-# ---------------------------------------------------------------------------------------- what a replacement looks like
+# --------------------------------------------------------------------------------------- what a replacement looks like
 
 
 @pytest.mark.parametrize("name", ["double", "Layer.forward", "Layer.scale", "Layer.make"])
 def test_a_replaced_function_looks_like_the_original(library: Library, name: str) -> None:
     def look(core: Any) -> tuple[Any, ...]:
-        function = functools.reduce(getattr, name.split("."), core)
+        found = function(core, name)
         names = ("__name__", "__qualname__", "__module__", "__doc__")
-        return (inspect.signature(function), inspect.getsource(function), *(getattr(function, key) for key in names))
+        return (inspect.signature(found), inspect.getsource(found), *(getattr(found, key) for key in names))
 
     core = library.load()
     before = look(core)
     installed(library.patch(library.target(name)))
-    assert is_ours(functools.reduce(getattr, name.split("."), core))
+    assert is_ours(function(core, name))
     assert look(core) == before
 
 

@@ -1,0 +1,67 @@
+"""The thread's situation in E2B's shape: towers on the CPU, an adapter on everything, little memory left.
+
+Bounds: parity is bit-exact, the same kernels run on the same GPU. VRAM after the adapter is base plus adapter within
+1 %.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def run(name: str, folder: Path, *, shim: bool) -> dict[str, Any]:
+    environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
+    if not shim:
+        environment["GEMMA4_COMPAT_DISABLE"] = "all"
+    command = [sys.executable, "-m", "tests.gpu.scenarios", name, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
+    last = done.stdout.strip().rpartition("\n")[2]
+    assert last.startswith("{"), done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(last)
+    return result
+
+
+@pytest.fixture(scope="module")
+def e2b(tmp_path_factory: pytest.TempPathFactory, record: Callable[[str, Any], None]) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("e2b")
+    built = run("build", folder, shim=False)
+    assert built["error"] is None, built
+    reference = run("all_gpu", folder, shim=True)
+    assert reference["error"] is None, reference
+    record("e2b all_gpu", {**reference, **built})
+    return folder, reference
+
+
+@pytest.mark.parametrize("scenario", ["split_towers", "split_towers_pressure"])
+def test_an_adapter_leaves_the_towers_on_the_cpu(
+    e2b: tuple[Path, dict[str, Any]], record: Callable[[str, Any], None], scenario: str
+) -> None:
+    folder, reference = e2b
+    without, repaired = (run(scenario, folder, shim=shim) for shim in (False, True))
+    record(f"e2b {scenario}", {"without": without, "with": repaired})
+    # Without: an error, or the towers came back to the GPU.
+    assert without["error"] is not None or without["towers_on"] == ["cuda"], without
+    assert repaired["error"] is None, repaired
+    assert repaired["parity"] == 0.0
+    assert repaired["towers_on"] == ["meta"], "on the host, brought in for their forward"
+    adapter = reference["adapter_gib"] - reference["base_gib"]
+    assert repaired["resident_gib"] <= (repaired["base_gib"] + adapter) * 1.01
+    if without["error"] is None:
+        assert repaired["adapter_gib"] < without["adapter_gib"]
+
+
+def test_max_memory_below_the_model(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
+    without, repaired = (run("max_memory", tmp_path / str(shim), shim=shim) for shim in (False, True))
+    record("tiny max_memory", {"without": without, "with": repaired})
+    assert without["error"] is not None, without
+    assert repaired["error"] is None, repaired
+    assert repaired["parity"] == 0.0
+    assert repaired["kept"]

@@ -1,0 +1,125 @@
+"""How doctor judges what its children report, and what it says to the shell. The children themselves are faked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import gemma4_compat
+from gemma4_compat import _doctor, cli
+
+IDS = [patch.id for patch in gemma4_compat.patches()]
+
+
+def report(defect: bool, state: str = "applied", parity: float | None = 0.0) -> dict[str, Any]:
+    detail = "the defect" if defect else "as it should be"
+    return {"defect": defect, "detail": detail, "parity": parity, "seconds": 1.0, "state": state, "reason": "because"}
+
+
+@pytest.mark.parametrize(
+    "without, state, with_shim, verdict",
+    [
+        (True, "applied", False, _doctor.REPAIRED),
+        (False, "not_needed", False, _doctor.NOT_AFFECTED),
+        (False, "applied", False, _doctor.NOT_AFFECTED),
+        (True, "applied", True, _doctor.REMAINS),
+        (True, "not_needed", True, _doctor.REMAINS),
+        (True, "skipped", True, _doctor.DISABLED),
+        (False, "applied", True, _doctor.CAUSED),
+        (True, "failed", True, _doctor.FAILED),
+        (False, "failed", False, _doctor.FAILED),
+    ],
+)
+def test_verdict(without: bool, state: str, with_shim: bool, verdict: str) -> None:
+    finding = _doctor.Finding("id", {}, report(without, "skipped"), report(with_shim, state))
+    assert finding.verdict == verdict
+    assert finding.good is (verdict in {"repaired", "not affected"})
+
+
+class Children:
+    """In place of the child processes. ``broken`` are the patches whose defect stays."""
+
+    def __init__(self, broken: frozenset[str]) -> None:
+        self.broken = broken
+        self.folders: set[Path] = set()
+
+    def __call__(self, command: str, folder: Path, *, shim: bool) -> dict[str, Any]:
+        assert folder.is_dir()
+        self.folders.add(folder)
+        if command == "build":
+            assert not shim
+            return {"built": str(folder)}
+        return report(not shim or command in self.broken, "applied" if shim else "skipped")
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str, broken: frozenset[str] = frozenset()) -> Any:
+    children = Children(broken)
+    monkeypatch.setattr(_doctor, "stack", lambda: dict.fromkeys(_doctor.STACK, "1.0"))
+    monkeypatch.setattr(_doctor, "_child", children)
+    result = CliRunner().invoke(cli.app, ["doctor", *arguments])
+    (folder,) = children.folders
+    return result, folder
+
+
+def test_all_repaired_exits_0_with_a_table_in_the_order_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, folder = doctor(monkeypatch)
+    assert result.exit_code == 0, result.output
+    table = result.stdout.splitlines()[-len(IDS) :]
+    assert [line.split()[0] for line in table] == IDS
+    assert all("bit-exact" in line and line.endswith("repaired") for line in table)
+    assert not folder.exists()
+
+
+def test_one_defect_that_remains_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, broken=frozenset(IDS[1:2]))
+    assert result.exit_code == 1
+    assert [line.split()[0] for line in result.stdout.splitlines() if line.endswith("DEFECT REMAINS")][-1] == IDS[1]
+
+
+@pytest.mark.parametrize("broken", [[], IDS[:1]])
+def test_json_is_all_there_is_on_stdout(monkeypatch: pytest.MonkeyPatch, broken: list[str]) -> None:
+    result, _ = doctor(monkeypatch, "--json", broken=frozenset(broken))
+    data = json.loads(result.stdout)
+    assert [finding["id"] for finding in data["findings"]] == IDS
+    assert data["ok"] is not bool(broken)
+    assert result.exit_code == len(broken)
+    assert all(finding["with"]["defect"] is (finding["id"] in broken) for finding in data["findings"])
+    assert IDS[0] in result.stderr, "progress goes to stderr"
+
+
+def test_only_the_patches_asked_for_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, IDS[2], IDS[0], "--json")
+    assert [finding["id"] for finding in json.loads(result.stdout)["findings"]] == [IDS[0], IDS[2]]
+
+
+def test_keep_leaves_the_folder_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, folder = doctor(monkeypatch, "--keep", IDS[0])
+    assert folder.is_dir()
+    assert f"kept: {folder}" in result.stderr
+    folder.rmdir()
+
+
+def test_a_checkpoint_that_cannot_be_built_is_bad_usage_not_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doctor, "stack", dict)
+    monkeypatch.setattr(_doctor, "_child", lambda *_, **__: report(True))
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 2
+    assert "the tiny Gemma 4 checkpoint cannot be built: the defect" in result.stderr
+
+
+def test_a_child_that_dies_is_a_defect_that_shows_its_last_words(tmp_path: Path) -> None:
+    result = _doctor._child("no-such-patch", tmp_path, shim=False)
+    assert result["defect"]
+    assert result["state"] == "unknown"
+    assert result["detail"].startswith("the process ended with 1: ")
+    assert "no-such-patch" in result["detail"]
+
+
+def test_a_child_that_hangs_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doctor, "TIMEOUT", 0)
+    result = _doctor._child("build", tmp_path, shim=False)
+    assert (result["defect"], result["detail"]) == (True, "no answer after 0 s")

@@ -1,0 +1,69 @@
+"""What ``import gemma4_compat`` loads: as little as wrapt does, and nothing that it is there to repair."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import gemma4_compat
+from tests.helpers import child
+
+UPSTREAM = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "safetensors", "huggingface_hub")
+
+
+LIST_AT_EXIT = "import atexit, sys; atexit.register(lambda: print(*sys.modules, sep='\\n', file=sys.stderr)); "
+
+
+@functools.cache
+def imported_by(statement: str) -> frozenset[str]:
+    """Every module that a fresh interpreter loads for ``statement``, kept or not."""
+    done = child("-X", "importtime", "-c", LIST_AT_EXIT + statement)
+    assert done.code == 0, done.stderr
+    return frozenset(line.rpartition("|")[2].strip() for line in done.stderr.splitlines())
+
+
+def within(package: str, loaded: frozenset[str]) -> list[str]:
+    return [name for name in loaded if name == package or name.startswith(f"{package}.")]
+
+
+def test_the_listing_works() -> None:
+    assert {"gemma4_compat", "gemma4_compat._engine", "wrapt"} <= imported_by("import gemma4_compat")
+    assert within("json", imported_by("import json"))
+
+
+@pytest.mark.parametrize("package", [*UPSTREAM, "typer", "click", "rich", "packaging", "gemma4_compat.cli"])
+def test_it_does_not_import(package: str) -> None:
+    assert within(package, imported_by("import gemma4_compat")) == []
+
+
+@pytest.mark.parametrize("package", ["importlib.metadata", "email", "zipfile", "difflib", "json"])
+def test_it_does_not_import_what_wrapt_does_not(package: str) -> None:
+    """Some releases of wrapt need importlib.metadata themselves."""
+    assert within(package, imported_by("import gemma4_compat") - imported_by("import wrapt")) == []
+
+
+def test_every_patch_file_is_imported_all_the_same() -> None:
+    names = {f"gemma4_compat.patches.{patch.id.replace('-', '_')}" for patch in gemma4_compat.patches()}
+    assert names <= imported_by("import gemma4_compat")
+
+
+def test_asking_for_the_status_imports_no_library_either() -> None:
+    loaded = imported_by("import gemma4_compat; gemma4_compat.status(); gemma4_compat.revert()")
+    assert not {name.partition(".")[0] for name in loaded} & set(UPSTREAM)
+
+
+def test_the_public_names_are_those_that_are_documented() -> None:
+    assert sorted(gemma4_compat.__all__) == [
+        "Gemma4CompatError",
+        "Gemma4CompatWarning",
+        "Patch",
+        "PatchState",
+        "PatchStatus",
+        "__version__",
+        "install",
+        "patches",
+        "revert",
+        "status",
+    ]
+    assert all(hasattr(gemma4_compat, name) for name in gemma4_compat.__all__)
