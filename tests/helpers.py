@@ -11,13 +11,14 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from gemma4_compat import Patch, _changes
+from gemma4_compat import Gemma4CompatWarning, Patch, _changes
 from gemma4_compat._engine import Engine
 from gemma4_compat._fingerprint import fingerprint_source
 from gemma4_compat._patch import Severity, Target
@@ -194,6 +195,14 @@ def traces(packages: Sequence[str] = ()) -> list[str]:
                     f"{module.__name__}.{name}.{key}" for key, slot in list(vars(value).items()) if is_ours(slot)
                 ]
     return found
+
+
+def collected(action: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What ``action`` returns, and the text of every warning of ours it gave, repetitions included."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = action()
+    return result, [str(item.message) for item in caught if item.category is Gemma4CompatWarning]
 
 
 def foreign(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import os
 import pickle
 import sys
 import types
@@ -29,7 +30,11 @@ def import_libraries(modules: list[str]) -> None:
             importlib.import_module(name)
 
 
-# ---------------------------------------------------------------------------------------------------- looking at things
+def imported(modules: list[str]) -> list[str]:
+    return [name for name in modules if name in sys.modules]
+
+
+# --------------------------------------------------------------------------------------------------- looking at things
 
 
 def namespaces() -> Iterator[tuple[str, Any]]:
@@ -48,9 +53,9 @@ class Snapshot:
     def __init__(self) -> None:
         self.held = self._look()
 
-    def _look(self) -> dict[tuple[int, str], tuple[str, Any]]:
+    def _look(self) -> dict[tuple[int, str], tuple[str, Any, Any]]:
         return {
-            (id(owner), name): (f"{label}.{name}", value)
+            (id(owner), name): (f"{label}.{name}", value, owner)
             for label, owner in namespaces()
             if label.partition(".")[0] in LIBRARIES
             for name, value in list(vars(owner).items())
@@ -60,7 +65,7 @@ class Snapshot:
     def differences(self) -> list[str]:
         """What was replaced, removed or added since, and every name that still holds a function of ours."""
         now = self._look()
-        absent = ("", None)
+        absent = ("", None, None)
         changed = [
             (self.held.get(key) or now[key])[0]
             for key in self.held.keys() | now.keys()
@@ -140,21 +145,22 @@ def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-# ------------------------------------------------------------------------------------------------------------ orderings
+# ----------------------------------------------------------------------------------------------------------- orderings
 
 
 def before(modules: list[str]) -> dict[str, Any]:
+    early = imported(modules)
     import gemma4_compat
 
     import_libraries(modules)
-    return {"early": [], "seen": look(gemma4_compat)}
+    return {"early": early, "seen": look(gemma4_compat)}
 
 
 def between(modules: list[str]) -> dict[str, Any]:
     import transformers
 
     assert transformers.PreTrainedModel  # the package is lazy; this imports most of what a model needs
-    early = [name for name in modules if name in sys.modules]
+    early = imported(modules)
     import gemma4_compat
 
     import_libraries(modules)
@@ -183,7 +189,7 @@ def after(modules: list[str]) -> dict[str, Any]:
         single[patch.id] = {"without": without, "again": look(gemma4_compat)}
     gemma4_compat.revert()
     return {
-        "early": [name for name in modules if name in sys.modules],
+        "early": imported(modules),
         "detected": detected,
         "seen": seen,
         "appearance": {patch.id: faults for patch, faults in zip(patches, looks)},
@@ -199,7 +205,7 @@ def after(modules: list[str]) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------- experiments on libraries that are there, each with an engine of its own
+# --------------------------------------------- experiments on libraries that are there, each with an engine of its own
 
 
 def faults_of_appearance(patch: Any, untouched: Snapshot) -> list[str]:
@@ -232,8 +238,6 @@ def alone(patch: Any, untouched: Snapshot) -> dict[str, Any]:
 
 
 def disabled(patch: Any, untouched: Snapshot) -> dict[str, Any]:
-    import os
-
     import gemma4_compat
 
     engine = engine_module().Engine(gemma4_compat.patches())
@@ -327,7 +331,7 @@ def raising_on_import(modules: list[str]) -> dict[str, Any]:
 
     with raising_at({patch.id: min(2, len(patch.targets)) for patch in gemma4_compat.patches()}):
         said = with_warnings(lambda: import_libraries(modules))
-    return {"said": said, "seen": look(gemma4_compat), "ours": ours()}
+    return {"said": said, "seen": look(gemma4_compat), "ours": ours(), "imported": imported(modules)}
 
 
 def changed_on_import(modules: list[str]) -> dict[str, Any]:
@@ -335,7 +339,7 @@ def changed_on_import(modules: list[str]) -> dict[str, Any]:
 
     with instead(engine_module(), "fingerprint", lambda _function: UNKNOWN):
         said = with_warnings(lambda: import_libraries(modules))
-    return {"said": said, "seen": look(gemma4_compat), "ours": ours()}
+    return {"said": said, "seen": look(gemma4_compat), "ours": ours(), "imported": imported(modules)}
 
 
 def empty_modules(modules: list[str]) -> dict[str, Any]:
@@ -345,11 +349,10 @@ def empty_modules(modules: list[str]) -> dict[str, Any]:
         for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
             sys.modules.setdefault(name, types.ModuleType(name))
-    said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import gemma4_compat
-    said += [str(item.message) for item in caught if item.category is gemma4_compat.Gemma4CompatWarning]
+    said = [str(item.message) for item in caught if item.category is gemma4_compat.Gemma4CompatWarning]
     return {"said": said, "seen": look(gemma4_compat), "ours": ours()}
 
 

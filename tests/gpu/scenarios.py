@@ -163,29 +163,43 @@ def split_towers_pressure(folder: Path) -> dict[str, Any]:
 def max_memory(folder: Path) -> dict[str, Any]:
     """A budget below the model with ``device_map="auto"``, tiny checkpoint: 4-bit modules go to the CPU.
 
-    The budget is the largest of a few that offloads anything. Offloaded embeddings are another defect (F11).
+    The checkpoint is saved quantized first: bitsandbytes quantizes on the device a module is meant for, and its CPU and
+    CUDA kernels do not agree on every nibble, so "the same weights" must be quantized once. The budget is the largest
+    of a few that offloads anything. Offloaded embeddings are another defect (F11).
     """
+    import torch
     from accelerate.utils import compute_module_sizes
     from peft import PeftModel
+    from transformers import Gemma4ForConditionalGeneration
 
     from gemma4_compat._repro import Workspace
 
     workspace = Workspace.build(folder / "tiny")
     whole = workspace.load("4bit-double")
-    reference = workspace.answers(PeftModel.from_pretrained(whole, workspace.adapter("all")))
+    whole.save_pretrained(folder / "quantized")
     sizes = compute_module_sizes(whole)
+    on_cpu = _tiny.load(workspace.checkpoint, "4bit-double", device="cpu").state_dict()
+    differ = [name for name, value in whole.state_dict().items() if not torch.equal(value.cpu(), on_cpu[name])]
+    reference = workspace.answers(PeftModel.from_pretrained(whole, workspace.adapter("all")))
     tried = []
     for share in (0.9, 0.85, 0.8, 0.75, 0.7):
         budget = {0: int(sizes[""] * share / 0.9), "cpu": "8GiB"}
-        model = _tiny.load(workspace.checkpoint, "4bit-double", device_map="auto", max_memory=budget)
+        model = Gemma4ForConditionalGeneration.from_pretrained(
+            folder / "quantized", device_map="auto", max_memory=budget
+        ).eval()
         placement = dict(getattr(model, "hf_device_map", {}))
         offloaded = sorted(name for name, device in placement.items() if device == "cpu")
         if not offloaded or any("language_model" in name for name in offloaded):
             tried.append({"share": share, "offloaded": offloaded})
             continue
         model = PeftModel.from_pretrained(model, workspace.adapter("all"))
-        found = difference(reference, workspace.answers(model))
-        return {"share": share, "offloaded": offloaded, "parity": found, "kept": model.hf_device_map == placement}
+        return {
+            "share": share,
+            "offloaded": offloaded,
+            "parity": difference(reference, workspace.answers(model)),
+            "kept": model.hf_device_map == placement,
+            "tensors_quantized_differently_on_the_cpu": len(differ),
+        }
     raise RuntimeError(f"no budget offloaded something and kept the language model on the GPU: {tried}")
 
 

@@ -124,7 +124,7 @@ def test_python_m_is_the_same_command() -> None:
     assert (done.code, done.stdout.strip()) == (0, gemma4_compat.__version__)
 
 
-# ------------------------------------------------------------------------------------------ without the libraries
+# ----------------------------------------------------------------------------------------------- without the libraries
 
 
 def closure(names: list[str]) -> Iterator[metadata.Distribution]:

@@ -1,0 +1,66 @@
+"""Children with the real libraries, and what an engine-free reading of the metadata says should happen in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+import gemma4_compat
+from gemma4_compat import Patch
+from tests.contract.inside import LIBRARIES
+from tests.helpers import child
+
+PATCHES = gemma4_compat.patches()
+MODULES = list(dict.fromkeys(target.module for patch in PATCHES for target in patch.targets))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes ``patch`` is run for every patch of the registry."""
+    if "patch" in metafunc.fixturenames:
+        metafunc.parametrize("patch", PATCHES, ids=[patch.id for patch in PATCHES])
+
+
+@pytest.fixture(scope="session")
+def inside() -> Callable[[str], Any]:
+    """``inside(scenario)``: what that function of inside.py finds in a child of its own, each run once."""
+    missing = [name for name in LIBRARIES if version(name) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: pip install 'gemma4-compat[test]'")
+    known: dict[str, Any] = {}
+
+    def run(scenario: str) -> Any:
+        if scenario not in known:
+            done = child("-m", "tests.contract.inside", scenario, *MODULES, timeout=300)
+            assert done.code == 0, f"the child ended with {done.code}:\n{done.stderr[-4000:]}"
+            known[scenario] = done.data
+        return known[scenario]
+
+    return run
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def predicted(patch: Patch, detected: str | None = None, **versions: str | None) -> str:
+    """The state that the patch's own metadata and the installed releases (or ``versions``) ask for."""
+
+    def found(name: str) -> str | None:
+        return versions[name] if name in versions else version(name)
+
+    requirements = [Requirement(text) for text in patch.requires]
+    if patch.opt_in or None in [found(name) for name in (patch.distribution, *(item.name for item in requirements))]:
+        return "skipped"
+    if not SpecifierSet(patch.affected).contains(str(found(patch.distribution)), prereleases=True):
+        return "not_needed"
+    if not all(item.specifier.contains(str(found(item.name)), prereleases=True) for item in requirements):
+        return "skipped"
+    return {None: "applied", "affected": "applied", "not_affected": "not_needed", "unknown": "failed"}[detected]

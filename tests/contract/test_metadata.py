@@ -1,0 +1,111 @@
+"""What a patch says about itself: complete, consistent, and in the vocabulary of the project."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import gemma4_compat
+from gemma4_compat._patch import Patch, Severity
+from tests.helpers import ROOT
+
+
+def file_of(patch: Patch) -> Path:
+    return Path(inspect.getfile(patch.reproduce))
+
+
+def documentation(patch: Patch) -> str:
+    return inspect.cleandoc(importlib.import_module(patch.reproduce.__module__).__doc__ or "")
+
+
+def test_there_are_patches_and_no_two_with_one_id() -> None:
+    ids = [patch.id for patch in gemma4_compat.patches()]
+    assert ids
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_id_is_the_distribution_a_slug_and_the_name_of_the_file(patch: Patch) -> None:
+    assert re.fullmatch(rf"{re.escape(patch.distribution)}-[a-z0-9]+(-[a-z0-9]+)*", patch.id)
+    assert file_of(patch) == Path(gemma4_compat.__file__).parent / "patches" / f"{patch.id.replace('-', '_')}.py"
+
+
+def test_severity_summary_and_rows_of_the_map_are_in_the_agreed_form(patch: Patch) -> None:
+    assert isinstance(patch.severity, Severity)
+    assert patch.summary
+    assert "\n" not in patch.summary + patch.symptom + patch.retire_when
+    assert patch.failure_points
+    assert all(re.fullmatch(r"F\d+", row) for row in patch.failure_points)
+    assert patch.symptom.startswith("silent: ") is (patch.severity is not Severity.CRASH)
+    assert all(address.startswith("https://") for address in (*patch.bug, patch.applied_upstream or "https://"))
+
+
+def test_affected_is_bounded_below_and_holds_measured(patch: Patch) -> None:
+    affected = SpecifierSet(patch.affected)
+    assert affected.contains(patch.measured, prereleases=True)
+    assert not affected.contains("0.0.1", prereleases=True)
+
+
+def test_a_fixed_patch_is_closed_by_the_release_that_fixed_it(patch: Patch) -> None:
+    operators = {item.operator: item.version for item in SpecifierSet(patch.affected)}
+    if patch.fixed is None:
+        assert not {"<", "<="} & set(operators), "closed, but no release is said to fix it"
+    else:
+        assert operators["<"] == patch.fixed
+        assert Version(patch.measured) < Version(patch.fixed)
+        assert patch.applied_upstream
+
+
+def test_requirements_are_on_other_distributions(patch: Patch) -> None:
+    names = [Requirement(text).name for text in patch.requires]
+    assert patch.distribution not in names
+    assert len(set(names)) == len(names)
+
+
+def test_every_target_is_code_of_the_distribution_that_was_seen(patch: Patch) -> None:
+    assert patch.targets
+    assert len({str(target) for target in patch.targets}) == len(patch.targets)
+    assert patch.modules, "with optional targets only it would be decided before anything is imported"
+    for target in patch.targets:
+        assert target.module.partition(".")[0] == patch.distribution.replace("-", "_")
+        assert target.known
+        assert all(re.fullmatch("[0-9a-f]{12}", fingerprint) for fingerprint in target.known)
+        newest = [releases.rpartition(" - ")[2] for releases in target.known.values()]
+        assert max(map(Version, newest)) == Version(patch.measured), f"{target} was not measured on {patch.measured}"
+
+
+def test_every_replacement_takes_the_original_first_and_lives_in_the_file(patch: Patch) -> None:
+    for target in patch.targets:
+        assert next(iter(inspect.signature(target.replacement).parameters)) == "original"
+        assert target.replacement.__module__ == patch.reproduce.__module__
+
+
+def test_the_documentation_begins_with_the_error_and_ends_with_when_it_goes(patch: Patch) -> None:
+    beginning, *_, end = documentation(patch).split("\n\n")
+    if patch.symptom.startswith("silent: "):
+        assert beginning.startswith("silent: ")
+    else:
+        assert beginning.startswith("``")
+        error = patch.symptom.partition(":")[0]
+        assert error in beginning, "the error is quoted"
+    assert re.match(r"Goes when \S", end)
+    assert re.search(r"^Why: ", documentation(patch), re.MULTILINE)
+    assert re.search(r"^Here: ", documentation(patch), re.MULTILINE)
+
+
+def test_it_says_when_it_is_deleted(patch: Patch) -> None:
+    assert len(patch.retire_when) > len(patch.distribution)
+
+
+def test_it_imports_no_library_at_module_level(patch: Patch) -> None:
+    source = file_of(patch).read_text(encoding="utf-8")
+    assert not re.findall(r"^(?:import|from) (?:torch|transformers|accelerate|peft|bitsandbytes)\b", source, re.M)
+
+
+def test_it_has_a_test_of_its_own(patch: Patch) -> None:
+    assert (ROOT / "tests" / "patches" / f"test_{file_of(patch).name}").is_file()

@@ -1,0 +1,137 @@
+"""Real libraries: whatever was done or went wrong, afterwards every function is the one that was there before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat import Patch
+from tests.contract.conftest import PATCHES, predicted
+from tests.contract.test_orderings import essence
+
+Inside = Callable[[str], Any]
+
+
+def expected(inside: Inside, patch: Patch, **versions: str | None) -> str:
+    return predicted(patch, inside("after")["detected"][patch.id], **versions)
+
+
+def untouched(experiment: dict[str, Any]) -> bool:
+    return experiment["differences"] == [] and True not in experiment["seen"]["replaced"].values()
+
+
+def test_reverting_all_restores_every_slot_by_identity(inside: Inside) -> None:
+    found = inside("after")
+    assert any(True in seen["replaced"].values() for seen in found["seen"].values()), "there was something to undo"
+    assert found["reverted"]["differences"] == []
+    assert found["differences"] == [], "after all the other experiments"
+
+
+def test_reverting_all_says_so(inside: Inside, patch: Patch) -> None:
+    before, seen = inside("after")["seen"][patch.id], inside("after")["reverted"]["seen"][patch.id]
+    assert seen["state"] == ("reverted" if before["state"] == "applied" else before["state"])
+    assert True not in seen["replaced"].values()
+
+
+def test_reverting_one_leaves_the_others_and_it_can_be_installed_again(inside: Inside, patch: Patch) -> None:
+    seen, single = inside("after")["seen"], inside("after")["single"][patch.id]
+    without = single["without"]
+    assert True not in without[patch.id]["replaced"].values()
+    assert without[patch.id]["state"] == inside("after")["reverted"]["seen"][patch.id]["state"]
+    for other in PATCHES:
+        assert essence(single["again"][other.id]) == essence(seen[other.id])
+        if other is not patch:
+            assert essence(without[other.id]) == essence(seen[other.id])
+
+
+def test_it_works_and_comes_off_without_the_other_patches(inside: Inside, patch: Patch) -> None:
+    alone = inside("after")["alone"][patch.id]
+    assert essence(alone["seen"]) == essence(inside("after")["seen"][patch.id])
+    assert alone["differences"] == []
+
+
+def test_disabling_it_leaves_its_targets_alone_and_no_others(inside: Inside, patch: Patch) -> None:
+    found = inside("after")["disabled"][patch.id]
+    for other in PATCHES:
+        if other is patch:
+            assert found["seen"][other.id]["state"] == "skipped"
+            assert found["seen"][other.id]["reason"] == "disabled by GEMMA4_COMPAT_DISABLE"
+            assert True not in found["seen"][other.id]["replaced"].values()
+        else:
+            assert essence(found["seen"][other.id]) == essence(inside("after")["seen"][other.id])
+    assert found["differences"] == []
+
+
+def test_when_a_replacement_raises_on_the_way_no_trace_stays(inside: Inside, patch: Patch) -> None:
+    experiments = inside("after")["raising"][patch.id]
+    applicable = expected(inside, patch) == "applied"
+    assert len(experiments) >= len([target for target in patch.targets if not target.optional])
+    for number, experiment in enumerate(experiments, start=1):
+        assert untouched(experiment)
+        if applicable:
+            assert experiment["seen"]["state"] == "failed"
+            assert experiment["seen"]["reason"] == f"RuntimeError: replacement {number} fails on purpose"
+            assert len(experiment["said"]) == 1
+        else:
+            assert (experiment["seen"]["state"], experiment["said"]) == (expected(inside, patch), [])
+
+
+def test_when_a_replacement_raises_the_import_survives(inside: Inside, patch: Patch) -> None:
+    found = inside("raising_on_import")
+    assert found["ours"] == []
+    if expected(inside, patch) == "applied":
+        assert set(patch.modules) <= set(found["imported"])
+        assert found["seen"][patch.id]["state"] == "failed"
+        assert [text for text in found["said"] if f"patch {patch.id!r}" in text and "on purpose" in text]
+
+
+def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Inside, patch: Patch) -> None:
+    experiments = inside("after")["changed"][patch.id]
+    required = {str(target) for target in patch.targets if not target.optional}
+    applicable = expected(inside, patch) == "applied"
+    assert set(experiments) >= required
+    for name, experiment in experiments.items():
+        assert untouched(experiment)
+        if applicable:
+            assert experiment["seen"]["state"] == "failed"
+            (said,) = experiment["said"]
+            for part in (patch.id, name, patch.symptom, f"GEMMA4_COMPAT_DISABLE={patch.id}"):
+                assert part in said
+        else:
+            assert (experiment["seen"]["state"], experiment["said"]) == (expected(inside, patch), [])
+
+
+def test_when_upstream_code_has_changed_the_import_survives(inside: Inside, patch: Patch) -> None:
+    found = inside("changed_on_import")
+    assert found["ours"] == []
+    if expected(inside, patch) == "applied":
+        assert set(patch.modules) <= set(found["imported"])
+        assert found["seen"][patch.id]["state"] == "failed"
+        assert len([text for text in found["said"] if f"patch {patch.id!r}" in text]) == 1
+
+
+def test_empty_modules_in_place_of_the_libraries_fail_cleanly(inside: Inside, patch: Patch) -> None:
+    found = inside("empty_modules")
+    seen = found["seen"][patch.id]
+    gated = predicted(patch)  # `detect` finds nothing in an empty module
+    assert seen["state"] == ("failed" if gated == "applied" else gated)
+    assert set(seen["replaced"].values()) == {None}
+    assert len([text for text in found["said"] if f"patch {patch.id!r}" in text]) == (gated == "applied")
+    assert found["ours"] == []
+
+
+def test_another_release_is_judged_by_its_number_and_nothing_is_replaced_outside_affected(
+    inside: Inside, patch: Patch
+) -> None:
+    experiments = inside("after")["versions"][patch.id]
+    assert f"{patch.distribution} 0.0.1" in experiments
+    for name, experiment in experiments.items():
+        distribution, _, number = name.partition(" ")
+        state = expected(inside, patch, **{distribution: None if number == "None" else number})
+        assert experiment["seen"]["state"] == state, name
+        assert experiment["said"] == []
+        assert (True in experiment["seen"]["replaced"].values()) is (state == "applied")
+        assert experiment["differences"] == []
+        if state == "applied" and distribution == patch.distribution:
+            assert experiment["seen"]["reason"].startswith("unmeasured release, code unchanged")
+    assert experiments[f"{patch.distribution} 0.0.1"]["seen"]["state"] in ("not_needed", "skipped")
