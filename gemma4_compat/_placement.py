@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -71,6 +72,51 @@ def seen_on_execution_device(module: Any) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(parameters)
+
+
+@contextlib.contextmanager
+def weights_brought_in(module: Any) -> Iterator[None]:
+    """Inside, an offloaded module holds its real weights on its execution device and has no accelerate hook.
+
+    So it can be read, deep-copied and changed like any other. Weights that were changed are kept in host memory from
+    then on. Does nothing for a module that is not offloaded.
+    """
+    hook = offload_hook(module)
+    if hook is None or not is_offloaded(module):
+        yield
+        return
+    hook.pre_forward(module)
+    before = {name: (id(value), value.data_ptr()) for name, value in module.named_parameters(recurse=False)}
+    with hooks_off([module]):
+        try:
+            yield
+        finally:
+            changed = {
+                name: value.data.to("cpu")
+                for name, value in module.named_parameters(recurse=False)
+                if before.get(name) != (id(value), value.data_ptr())
+            }
+            if changed:
+                hook.weights_map = collections.ChainMap(changed, hook.weights_map)
+    hook.post_forward(module, None)
+
+
+@contextlib.contextmanager
+def hooks_off(modules: Iterable[Any]) -> Iterator[None]:
+    """Inside, accelerate's hooks are off these modules: not detached, which would move weights, only out of the
+    way.
+    """
+    taken: list[tuple[Any, dict[str, Any]]] = []
+    for module in modules:
+        attributes = vars(module)
+        if "_hf_hook" in attributes and "_old_forward" in attributes:
+            taken.append((module, {name: attributes.pop(name) for name in ("_hf_hook", "_old_forward", "forward")}))
+            attributes["forward"] = taken[-1][1]["_old_forward"]
+    try:
+        yield
+    finally:
+        for module, attributes in taken:
+            vars(module).update(attributes)
 
 
 @contextlib.contextmanager

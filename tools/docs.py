@@ -42,7 +42,7 @@ def patches_page() -> str:
             f"- **Failure points:** {', '.join(patch.failure_points)}",
             f"- **Severity:** {patch.severity}",
             f"- **Affected:** {affected(patch)}",
-            f"- **Measured up to:** {patch.distribution} {patch.measured}; later releases only where the code is unchanged",
+            f"- **Measured up to:** {patch.distribution} {patch.measured}; later ones only with the same code",
             f"- **Fixed in:** {patch.fixed or 'no release so far'}",
             f"- **Upstream:** {', '.join(f'<{url}>' for url in upstream) or 'not reported'}",
             f"- **Retire when:** {patch.retire_when}",
@@ -58,7 +58,9 @@ def patches_page() -> str:
 
 
 def affected(patch: gemma4_compat.Patch) -> str:
-    return "; with ".join([f"{patch.distribution} {patch.affected}", ", ".join(patch.requires)]).removesuffix("; with ")
+    return "; with ".join([f"{patch.distribution} {patch.affected}", ", ".join(patch.requires)]).removesuffix(
+        "; with "
+    )
 
 
 def table() -> str:
@@ -89,7 +91,9 @@ def gpu_section() -> str:
         ]
         for patch in gemma4_compat.patches():
             seen = run["measured"][patch.id]
-            parts.append(f"| `{patch.id}` | {shorten(seen['without']['detail'])} | {shorten(seen['with']['detail'])} |")
+            parts.append(
+                f"| `{patch.id}` | {shorten(seen['without']['detail'])} | {shorten(seen['with']['detail'])} |"
+            )
         for scenario, title in (
             ("e2b split_towers", "E2B shape, towers on the CPU, adapter on everything"),
             ("e2b split_towers_pressure", "the same with 3 GiB free on the card"),
@@ -123,9 +127,9 @@ def import_section() -> str:
     files = sorted((ROOT / "benchmarks" / "results").glob("*-import_time.json"))
     run = json.loads(files[-1].read_text(encoding="utf-8"))
     return (
-        f"`import gemma4_compat` takes {run['ratio']:.2f} times as long as `import wrapt, packaging.specifiers`, which it "
-        f"needs ({run['median_ms']['gemma4_compat']:.0f} ms, median of {run['runs']} processes, Python {run['python']}, "
-        f"{run['date']}; `python benchmarks/import_time.py`)."
+        f"`import gemma4_compat` takes {run['ratio']:.2f} times as long as `import wrapt, packaging.specifiers`, "
+        f"which it needs ({run['median_ms']['gemma4_compat']:.0f} ms, median of {run['runs']} processes, "
+        f"Python {run['python']}, {run['date']}; `python benchmarks/import_time.py`)."
     )
 
 

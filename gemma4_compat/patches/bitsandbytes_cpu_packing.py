@@ -17,10 +17,12 @@ Goes when bitsandbytes' own inverse is exact and complete; no release since 0.49
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _quant_state
+from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._patch import Detection, Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -37,7 +39,13 @@ def pack(original: Callable[..., Any], qweight: Any, quant_state: Any, *args: An
 def unpack(original: Callable[..., Any], packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
     before = vars(quant_state).get(_quant_state.UNPACKED)
     qweight, recovered = original(packed_weight, quant_state, *args, **kwargs)
-    if before is not None:  # None: it was packed before this patch was active; upstream's best effort has to do
+    if before is None:
+        warnings.warn(
+            "a 4-bit weight was repacked for the CPU before the patch bitsandbytes-cpu-packing was active; its exact "
+            "scales are gone. Import gemma4_compat before the first forward and load the model again.",
+            Gemma4CompatWarning,
+        )
+    else:
         vars(recovered).clear()
         vars(recovered).update(before)
     return qweight, recovered
@@ -47,8 +55,14 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     import torch
 
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
-    # On the way to meta the data is dropped, and the state's pristine copy is not the packed one.
-    if device is not None and device.type != "meta" and _quant_state.is_packed(self.quant_state):
+    # On the way to meta the data is dropped, and the state's pristine copy is not the packed one. A parameter that is
+    # not quantized yet may carry the state of the one it replaces: PEFT merges that way.
+    if (
+        device is not None
+        and device.type != "meta"
+        and self.bnb_quantized
+        and _quant_state.is_packed(self.quant_state)
+    ):
         _unpack_parameter(self)
     return original(self, *args, **kwargs)
 
@@ -89,22 +103,24 @@ def detect() -> Detection:
 
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
-    from bitsandbytes.functional import dequantize_4bit, has_avx512bf16
+    from bitsandbytes import functional
 
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
-    if not has_avx512bf16():
+    if not hasattr(functional, "has_avx512bf16"):
+        return Outcome(False, "this bitsandbytes does not repack")
+    if not functional.has_avx512bf16():
         return Outcome(False, "this CPU has no AVX512-BF16: bitsandbytes does not repack")
     worst = 0.0
     for quantization in ("4bit", "4bit-double"):
         model = _tiny.load(workspace.checkpoint, quantization)
         layer = model.model.language_model.layers[0].mlp.up_proj
-        before = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+        before = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
         with torch.no_grad():
             model(**_tiny.inputs(text_only=True))
         model.state_dict()
-        after = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+        after = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
         worst = max(worst, (before - after).abs().max().item())
     if worst:
         return Outcome(True, f"weights change by {worst:.3g} in an eval forward and state_dict()")

@@ -18,6 +18,7 @@ Goes when bitsandbytes keeps the state on a move to meta; no release does so far
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,18 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     module = self.module
     if offloading and module is not None and module.weight is self and module.quant_state is state:
         module.quant_state = moved  # or the module would keep the device's copy alive
+    return new
+
+
+def params4bit_deepcopy(original: Callable[..., Any], self: Any, memo: dict[int, Any]) -> Any:
+    import torch
+
+    if self.data.device.type != "meta":
+        return original(self, memo)
+    # Upstream makes an empty CPU parameter and sets its data, which torch refuses for meta data.
+    new = torch.Tensor._make_subclass(type(self), self.data, self.requires_grad)
+    vars(new).update(vars(self))
+    new.quant_state = copy.deepcopy(self.quant_state, memo)
     return new
 
 
@@ -104,6 +117,12 @@ PATCH = Patch(
             name="Params4bit.to",
             replacement=params4bit_to,
             known={"ad3586d451e4": "0.48.2", "7b5cef68b97b": "0.49.0 - 0.50.2"},
+        ),
+        Target(
+            module="bitsandbytes.nn.modules",
+            name="Params4bit.__deepcopy__",
+            replacement=params4bit_deepcopy,
+            known={"3dbc42de6fd3": "0.48.2 - 0.50.2"},
         ),
         Target(
             module="bitsandbytes.functional",

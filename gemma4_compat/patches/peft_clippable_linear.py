@@ -18,6 +18,7 @@ Goes when PEFT adapts the wrapper, or transformers makes it an ``nn.Linear``; no
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
 
 INNER = "linear"
+_ABSENT = object()
 
 
 def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:
@@ -57,9 +59,9 @@ def redirect(config: Any, model: Any) -> None:
     compact = copy.copy(config)
     compact.target_modules = _with_inner(config.target_modules, matched)
     compact.exclude_modules = _excluding(getattr(config, "exclude_modules", None), matched)
-    if {key for key in keys if _matches(compact, key)} == wanted:
+    if _has_field(config, "exclude_modules") and {key for key in keys if _matches(compact, key)} == wanted:
         config.target_modules, config.exclude_modules = compact.target_modules, compact.exclude_modules
-    else:  # a pattern that cannot be extended (a look-around at its end): name every module
+    else:  # a tuner without exclusions, or a pattern that cannot be extended (a look-around at its end)
         config.target_modules = wanted
     for attribute in ("rank_pattern", "alpha_pattern"):
         if patterns := getattr(config, attribute, None):
@@ -71,6 +73,11 @@ def redirect(config: Any, model: Any) -> None:
 def is_wrapper(module: Any) -> bool:
     """Whether this is a clipped linear of any Gemma 4 variant (each has a class of its own) around one inner layer."""
     return type(module).__name__.endswith("ClippableLinear") and INNER in getattr(module, "_modules", {})
+
+
+def _has_field(config: Any, name: str) -> bool:
+    """Whether the config saves ``name``; an attribute that is not a field is lost on the way to disk."""
+    return name in {field.name for field in dataclasses.fields(config)}
 
 
 def _matches(config: Any, key: str) -> bool:
@@ -118,8 +125,10 @@ def _split_flags(pattern: str) -> tuple[str, str]:
     return (flags.group(), pattern[flags.end() :]) if flags else ("", pattern)
 
 
-def _patterns_with_inner(patterns: dict[str, Any], matched: Iterable[str]) -> dict[str, Any]:
-    """``patterns``, each that applies to a wrapper also for its inner layer. The order, which decides, is kept."""
+def _patterns_with_inner(patterns: dict[str, Any], matched: list[str]) -> dict[str, Any]:
+    """``patterns``, so extended that an inner layer gets the value its wrapper gets. The order, which decides, is
+    kept.
+    """
     find = vars(sys.modules["peft.utils.other"])["get_pattern_key"]
     used = {find(patterns.keys(), name) for name in matched}
     extended: dict[str, Any] = {}
@@ -127,7 +136,12 @@ def _patterns_with_inner(patterns: dict[str, Any], matched: Iterable[str]) -> di
         extended[pattern] = value
         if pattern in used:
             extended.setdefault(rf"(?:{pattern})\.{INNER}", value)
-    return extended
+    exact: dict[str, Any] = {}  # for patterns that cannot be extended, such as those that end in $
+    for name in matched:
+        wanted, found = find(patterns.keys(), name), find(extended.keys(), f"{name}.{INNER}")
+        if wanted in patterns and extended.get(found, _ABSENT) != patterns[wanted]:
+            exact[re.escape(f"{name}.{INNER}")] = patterns[wanted]
+    return exact | extended
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -13,7 +13,9 @@ for an offloaded layer between two forwards (F13).
 Here: while PEFT loads, the base's ``hf_device_map`` is out of sight, so hooks, map and every base tensor stay as they
 are; the base's placement wins over ``device_map`` and ``max_memory`` given to PEFT, and one notice says so. Adapter
 weights go to the device where their base layer computes. A trainable copy (``modules_to_save``) is made of the real
-values and stays on that device.
+values and stays on that device. Adapters that read or change the base weight (DoRA, PiSSA, target_parameters and most
+tuners other than LoRA) find it there: it is brought in while they are made, and for the whole of their layer's
+forward.
 
 Goes when PEFT loads an adapter onto a dispatched model without dispatching it again.
 """
@@ -21,12 +23,13 @@ Goes when PEFT loads an adapter onto a dispatched model without dispatching it a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _placement
-from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -84,37 +87,125 @@ def modules_to_save_update(
         original(self, adapter_name, *args, **kwargs)
         return
     # The copy must hold real values and must not be offloaded itself: it is there to be trained. So upstream copies a
-    # module that is materialized and has no hooks; the copy gets one that only moves inputs.
+    # module that has its weights and no hooks; the copy gets one that only moves inputs.
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    hooks = {module: _placement.offload_hook(module) for module in offloaded}
+    devices = {module: _placement.execution_device(module) for module in offloaded}
     with contextlib.ExitStack() as stack:
-        for module, hook in hooks.items():
-            hook.pre_forward(module)
-            stack.callback(hook.post_forward, module, None)
-        taken = {module: _take_hook(module) for module in self.original_module.modules()}
-        stack.callback(_give_hooks_back, taken)
+        for module in offloaded:
+            stack.enter_context(_placement.weights_brought_in(module))
+        stack.enter_context(_placement.hooks_off(self.original_module.modules()))
         original(self, adapter_name, *args, **kwargs)
     pairs = zip(self.original_module.modules(), self.modules_to_save[adapter_name].modules())
     for module, copied in list(pairs):
-        if module in hooks:
-            add_hook_to_module(copied, AlignDevicesHook(execution_device=hooks[module].execution_device))
+        if module in devices:
+            add_hook_to_module(copied, AlignDevicesHook(execution_device=devices[module]))
 
 
-def _take_hook(module: Any) -> dict[str, Any]:
-    """Remove what accelerate put on the instance, without detaching (which would move weights). Returns it."""
-    names = ("_hf_hook", "_old_forward", "forward")
-    return {
-        name: vars(module).pop(name)
-        for name in names
-        if "_hf_hook" in vars(module) or name in ("_old_forward", "forward")
-        if name in vars(module)
+def inject_adapter(
+    original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    config = self.peft_config[adapter_name]
+    _refuse_offloaded_biases(config, model)
+    if _only_adds(config) or not any(_placement.is_offloaded(module) for module in model.modules()):
+        return original(self, model, adapter_name, *args, **kwargs)
+    # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, when it is made and later.
+    create = self._create_and_replace
+
+    def create_with_weights(config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
+        base = _base(target)
+        offloaded = _placement.is_offloaded(base)
+        with _placement.weights_brought_in(base):
+            create(config, name, target, target_name, parent, *rest, **kw)
+        if offloaded:
+            _keep_weights_in_for_the_whole_forward(getattr(parent, target_name))
+
+    vars(self)["_create_and_replace"] = create_with_weights
+    try:
+        return original(self, model, adapter_name, *args, **kwargs)
+    finally:
+        del vars(self)["_create_and_replace"]
+
+
+#: Fields of a LoRA config under which a layer only adds to what its base layer answers. Any other field that is set to
+#: something else than its default may make it read the base weight.
+_ADDING_FIELDS = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_bias",
+        "lora_dropout",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "trainable_token_indices",
+        "use_rslora",
     }
+)
+_ADDING_INITS = (True, False, "gaussian", "orthogonal")
 
 
-def _give_hooks_back(taken: dict[Any, dict[str, Any]]) -> None:
-    for module, attributes in taken.items():
-        vars(module).update(attributes)
+def _only_adds(config: Any) -> bool:
+    """Whether this adapter neither reads nor changes base weights (then nothing has to be brought in for it)."""
+    if type(config).__name__ != "LoraConfig" or config.init_lora_weights not in _ADDING_INITS:
+        return False
+    for field in dataclasses.fields(config):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(config, field.name)
+        if field.name not in _ADDING_FIELDS and field.name != "init_lora_weights" and value and value != default:
+            return False
+    return True
+
+
+def _keep_weights_in_for_the_whole_forward(layer: Any) -> None:
+    if not vars(layer).get(_BROUGHT_IN + "_registered"):
+        layer.register_forward_pre_hook(_bring_in)
+        layer.register_forward_hook(_take_out, always_call=True)
+        vars(layer)[_BROUGHT_IN + "_registered"] = True
+
+
+_BROUGHT_IN = "_gemma4_compat_brought_in"
+
+
+def _bring_in(layer: Any, _inputs: Any) -> None:
+    base = _base(layer)
+    hook = _placement.offload_hook(base)
+    if hook is not None:  # None: not offloaded any more, or a layer around this one has done it
+        hook.pre_forward(base)
+        hook.offload = False  # the base layer's own forward leaves the weights alone
+        vars(layer)[_BROUGHT_IN] = hook
+
+
+def _take_out(layer: Any, _inputs: Any, _output: Any) -> None:
+    hook = vars(layer).pop(_BROUGHT_IN, None)
+    if hook is not None:
+        hook.offload = True
+        hook.post_forward(_base(layer), None)
+
+
+def _refuse_offloaded_biases(config: Any, model: Any) -> None:
+    if getattr(config, "bias", "none") in ("none", None):
+        return
+    for name, module in model.named_modules():
+        if _placement.is_offloaded(module) and vars(module)["_parameters"].get("bias") is not None:
+            raise Gemma4CompatError(
+                f"bias={config.bias!r} trains biases of the base model, and that of {name!r} is offloaded: it would "
+                "neither learn nor load. Use bias='none', or a device_map that keeps the module on its device."
+            )
 
 
 def _base(module: Any) -> Any:
@@ -196,6 +287,16 @@ PATCH = Patch(
             name="PeftMixedModel.from_pretrained",
             replacement=from_pretrained,
             known={"433c30911379": "0.18.0 - 0.21.2"},
+        ),
+        Target(
+            module=_UTILS,
+            name="BaseTuner.inject_adapter",
+            replacement=inject_adapter,
+            known={
+                "68bd72181f68": "0.18.0 - 0.18.1",
+                "4667223f092b": "0.19.0 - 0.20.0",
+                "dab4e0770653": "0.21.0 - 0.21.2",
+            },
         ),
         Target(
             module=_UTILS,

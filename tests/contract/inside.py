@@ -37,9 +37,13 @@ def imported(modules: list[str]) -> list[str]:
 # --------------------------------------------------------------------------------------------------- looking at things
 
 
+def modules_loaded() -> list[types.ModuleType]:
+    return [item for item in list(sys.modules.values()) if isinstance(item, types.ModuleType)]
+
+
 def namespaces() -> Iterator[tuple[str, Any]]:
     """Every loaded module, and every class that a module of the libraries holds."""
-    for module in [item for item in list(sys.modules.values()) if isinstance(item, types.ModuleType)]:
+    for module in modules_loaded():
         yield module.__name__, module
         if module.__name__.partition(".")[0] in LIBRARIES:
             for name, value in list(vars(module).items()):
@@ -78,13 +82,17 @@ def ours() -> list[str]:
     return [f"{label}.{name}" for label, owner in namespaces() for name in list(vars(owner)) if marks(owner, name)]
 
 
+def is_ours(value: Any) -> bool:
+    """Only plain functions are looked into: to ask a lazy object for an attribute may import something."""
+    return type(value) is types.FunctionType and "__gemma4_compat__" in vars(value)
+
+
 def marks(owner: Any, name: str) -> list[str]:
     """The ids of the patches whose replacements are in this slot, the outermost first."""
     value, found = vars(owner).get(name), []
     if type(value) in (staticmethod, classmethod):
         value = value.__func__
-    # Only plain functions are looked into: to ask a lazy object for an attribute may import something.
-    while type(value) is types.FunctionType and "__gemma4_compat__" in vars(value):
+    while is_ours(value):
         found.append(value.__gemma4_compat__)
         value = value.__wrapped__
     return found
@@ -105,6 +113,21 @@ def is_replaced(patch: Any) -> dict[str, bool | None]:
     return {name: patch.id in marks(*place) if place else None for name, place in found.items()}
 
 
+def stale(patch: Any) -> list[str]:
+    """Names in any module that still hold the original of a module function which runs through this patch."""
+    originals = []
+    for target in patch.targets:
+        place = slot(target)
+        if place and isinstance(place[0], types.ModuleType) and patch.id in marks(*place):
+            originals.append(inspect.unwrap(vars(place[0])[place[1]], stop=lambda function: not is_ours(function)))
+    return [
+        f"{module.__name__}.{name}"
+        for module in modules_loaded()
+        for name, value in list(vars(module).items())
+        if any(value is original for original in originals)
+    ]
+
+
 def look(engine: Any) -> dict[str, Any]:
     """The state of every patch of an engine (or of the package), and what is replaced."""
     statuses = engine.status()
@@ -115,6 +138,7 @@ def look(engine: Any) -> dict[str, Any]:
             "late": statuses[patch.id].late,
             "overridden": statuses[patch.id].overridden,
             "replaced": is_replaced(patch),
+            "stale": stale(patch),
         }
         for patch in engine.patches()
     }

@@ -40,6 +40,7 @@ def test_applied_means_every_target_that_exists_and_nothing_else_does(
     else:
         assert True not in replaced.values()
     assert seen["overridden"] == []
+    assert seen["stale"] == [], "these modules took the name and still have the original"
 
 
 def test_between_is_between(inside: Inside) -> None:

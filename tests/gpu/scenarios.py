@@ -163,9 +163,9 @@ def split_towers_pressure(folder: Path) -> dict[str, Any]:
 def max_memory(folder: Path) -> dict[str, Any]:
     """A budget below the model with ``device_map="auto"``, tiny checkpoint: 4-bit modules go to the CPU.
 
-    The checkpoint is saved quantized first: bitsandbytes quantizes on the device a module is meant for, and its CPU and
-    CUDA kernels do not agree on every nibble, so "the same weights" must be quantized once. The budget is the largest
-    of a few that offloads anything. Offloaded embeddings are another defect (F11).
+    The checkpoint is saved quantized first: bitsandbytes quantizes on the device a module is meant for, and its CPU
+    and CUDA kernels do not agree on every nibble, so "the same weights" must be quantized once. The budget is the
+    largest of a few that offloads anything. Offloaded embeddings are another defect (F11).
     """
     import torch
     from accelerate.utils import compute_module_sizes

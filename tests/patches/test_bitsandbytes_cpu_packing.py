@@ -97,3 +97,21 @@ def test_a_training_step_after_an_eval_forward_has_the_gradients_of_a_fresh_mode
     fresh, after_eval = gradients
     assert fresh.keys() == after_eval.keys()
     assert not [name for name in fresh if not torch.equal(fresh[name], after_eval[name])]
+
+
+def test_a_merge_after_an_eval_forward_is_the_merge_of_a_fresh_model(packed: Any, workspace: Any) -> None:
+    from peft import PeftModel
+
+    from gemma4_compat._repro import difference
+
+    model = packed[0]
+    quantization = "4bit-double" if model.config.quantization_config.bnb_4bit_use_double_quant else "4bit"
+    merged = []
+    for base in (_tiny.load(workspace.checkpoint, quantization), model):
+        adapted = PeftModel.from_pretrained(base, workspace.adapter("language"))
+        adapted.merge_adapter()
+        merged.append(workspace.answers(adapted))
+        adapted.unmerge_adapter()
+        merged.append(workspace.answers(adapted))
+        merged.append(workspace.answers(adapted.merge_and_unload()))
+    assert [difference(a, b) for a, b in zip(merged[:3], merged[3:])] == [0.0] * 3

@@ -160,3 +160,8 @@ def test_a_model_built_before_the_patch_is_repaired(workspace: Any, one_device: 
     finally:
         gemma4_compat.install()
     assert difference(one_device(quantization, None), workspace.answers(workspace.dispatch(model))) == 0.0
+
+
+def test_an_offloaded_model_deep_copies(workspace: Any, one_device: Any, quantization: str) -> None:
+    copied = copy.deepcopy(workspace.split(quantization, "layers"))
+    assert difference(one_device(quantization, None), workspace.answers(copied)) == 0.0

@@ -87,6 +87,30 @@ def test_rank_and_alpha_patterns_apply_to_the_inner_layers(workspace: Any) -> No
         assert layer.scaling["default"] == (30 if plain.endswith("k_proj") else 8) / wanted
 
 
+def test_a_rank_pattern_that_ends_in_a_dollar_sign_applies_too(workspace: Any) -> None:
+    pattern = r"^model\.vision_tower.*q_proj$"
+    ranks = adapted(peft_model(workspace, target_modules=NAMES, rank_pattern={pattern: 2, "q_proj": 3}))
+    assert {ranks[name] for name in ranks if "vision_tower" in name and ".q_proj" in name} == {2}
+    assert {ranks[name] for name in ranks if "audio_tower" in name and ".q_proj" in name} == {3}
+
+
+def test_a_tuner_that_cannot_exclude_saves_the_full_names(workspace: Any, tmp_path: Path) -> None:
+    from peft import PeftModel, VeraConfig, get_peft_model
+
+    import gemma4_compat
+
+    targets = [".".join(("self_attn", name)) for name in ("q_proj", "o_proj")]
+    model = get_peft_model(workspace.load(), VeraConfig(r=2, target_modules=targets)).eval()
+    reference = workspace.answers(model)
+    model.save_pretrained(tmp_path)
+    gemma4_compat.revert(PATCH.id)
+    try:
+        elsewhere = PeftModel.from_pretrained(workspace.load(), tmp_path)
+    finally:
+        gemma4_compat.install()
+    assert difference(reference, workspace.answers(elsewhere)) == 0.0
+
+
 def test_layers_to_transform_keeps_its_meaning(workspace: Any) -> None:
     model = peft_model(workspace, target_modules=NAMES, layers_to_transform=[1])
     assert adapted(model).keys() == {name for name in expected(workspace.load(), NAMES) if ".layers.1." in name}

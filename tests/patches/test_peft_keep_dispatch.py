@@ -177,3 +177,117 @@ def test_a_model_that_is_not_dispatched_is_left_to_upstream(workspace: Any, one_
 
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
     assert difference(one_device(None, "all"), workspace.answers(model)) == 0.0
+
+
+ADAPTERS_THAT_READ_THE_BASE_WEIGHT: dict[str, dict[str, Any]] = {
+    "DoRA": {"use_dora": True},
+    "DoRA with rsLoRA": {"use_dora": True, "use_rslora": True},
+    "PiSSA": {"init_lora_weights": "pissa"},
+    "OLoRA": {"init_lora_weights": "olora"},
+}
+
+
+def created_and_trained(base: Any, config: Any, workspace: Any) -> tuple[list[float], Any, Any]:
+    """Losses of two training steps, then the answers, then the state of the adapter."""
+    import torch
+    from peft import get_peft_model, get_peft_model_state_dict
+
+    torch.manual_seed(3)
+    model = get_peft_model(base, config)
+    batch = _tiny.inputs(workspace.main)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for _ in range(2):
+        loss = model.train()(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    answers = workspace.answers(model.eval())
+    return losses, answers, {name: value.cpu() for name, value in get_peft_model_state_dict(model).items()}
+
+
+def assert_same_everywhere(workspace: Any, config: Any, quantization: str | None = None) -> None:
+    import copy
+
+    import torch
+
+    bases = workspace.load(quantization), workspace.split(quantization)
+    before = placement(bases[1])
+    whole, split = (created_and_trained(base, copy.deepcopy(config), workspace) for base in bases)
+    assert whole[0] == split[0]
+    assert whole[0][0] != whole[0][1], "nothing was learnt: the test shows nothing"
+    assert difference(whole[1], split[1]) == 0.0
+    assert whole[2].keys() == split[2].keys()
+    assert not [name for name, value in whole[2].items() if not torch.equal(value, split[2][name])]
+    assert placement(bases[1])[0] == before[0]
+
+
+@pytest.mark.parametrize("name", ADAPTERS_THAT_READ_THE_BASE_WEIGHT)
+def test_lora_that_reads_or_changes_the_base_weight(workspace: Any, name: str) -> None:
+    from peft import LoraConfig
+
+    options = ADAPTERS_THAT_READ_THE_BASE_WEIGHT[name]
+    assert_same_everywhere(workspace, LoraConfig(r=2, target_modules=_tiny.TARGETS["all"], **options))
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
+def test_dora_on_quantized_layers(workspace: Any, quantization: str) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=2, target_modules=_tiny.TARGETS["language"], use_dora=True)
+    assert_same_everywhere(workspace, config, quantization)
+
+
+def test_target_parameters(workspace: Any) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(r=2, target_modules=[], target_parameters=["mlp.up_proj.weight", "mlp.down_proj.weight"])
+    assert_same_everywhere(workspace, config)
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "HRAConfig", "C3AConfig", "LNTuningConfig"])
+def test_other_tuners(workspace: Any, kind: str) -> None:
+    import peft
+
+    options: dict[str, Any] = {"target_modules": _tiny.TARGETS["language"]}
+    if kind == "IA3Config":
+        options["feedforward_modules"] = r".*\.down_proj"
+    elif kind == "LNTuningConfig":
+        options = {"target_modules": ["input_layernorm"]}
+    elif kind == "C3AConfig":
+        options["block_size"] = 32
+    else:
+        options["r"] = 2
+    assert_same_everywhere(workspace, getattr(peft, kind)(**options))
+
+
+def test_a_saved_dora_adapter_loads_and_answers_as_on_one_device(workspace: Any, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    get_peft_model(
+        workspace.load(), LoraConfig(r=2, target_modules=_tiny.TARGETS["all"], use_dora=True, init_lora_weights=False)
+    ).save_pretrained(tmp_path)
+    reference = workspace.answers(PeftModel.from_pretrained(workspace.load(), tmp_path))
+    model = PeftModel.from_pretrained(workspace.split(), tmp_path)
+    assert difference(reference, workspace.answers(model)) == 0.0
+
+
+def test_a_bias_that_is_offloaded_cannot_be_trained_and_says_so(workspace: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = workspace.split()
+    before = placement(base)
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"audio_tower.*is offloaded.*bias='none'"):
+        get_peft_model(base, LoraConfig(r=2, target_modules=_tiny.TARGETS["all"], bias="all"))
+    assert placement(base) == before
+
+
+def test_a_merge_into_an_offloaded_base_is_the_merge_of_one_device(workspace: Any) -> None:
+    from peft import PeftModel
+
+    merged = [
+        workspace.answers(PeftModel.from_pretrained(base, workspace.adapter("all")).merge_and_unload())
+        for base in (workspace.load(), workspace.split())
+    ]
+    assert difference(*merged) == 0.0

@@ -418,6 +418,17 @@ def test_what_cannot_be_replaced_is_an_error_that_changes_nothing(
     assert (dict(vars(core)), dict(vars(core.Layer))) == before
 
 
+def test_two_replacements_in_one_slot_are_undone_newest_first(library: Library) -> None:
+    core = library.load()
+    original = core.double
+    changes = ChangeSet("fakelib-double")
+    changes.replace(f"{library.name}.core", "double", says("first"))
+    changes.replace(f"{library.name}.core", "double", says("second"))
+    assert core.double(2) == ("second", ("first", 4))
+    assert changes.undo() == ()
+    assert raw(core, "double") is original
+
+
 def test_undoing_twice_is_undoing_once(create: Callable[..., Library]) -> None:
     library = create(core=CORE)
     core = library.load()

@@ -67,6 +67,11 @@ def test_pre_releases_and_local_builds_count_like_any_release(
     assert status.state is (PatchState.APPLIED if inside else PatchState.NOT_NEEDED)
 
 
+def test_what_was_not_applied_is_not_late(library: Library) -> None:
+    library.load()
+    assert not decided(library, affected="<1").late
+
+
 def test_an_absent_requirement_is_skipped(library: Library) -> None:
     status = decided(library, requires=("fakelib-that-nobody-has>=1",))
     assert (status.state, status.reason) == (PatchState.SKIPPED, "fakelib-that-nobody-has is not installed")
@@ -160,6 +165,12 @@ def test_an_unknown_id_warns_and_names_the_nearest(
         status = decided(library)
     assert len(caught) == 1
     assert status.state is (PatchState.SKIPPED if variable == "DISABLE" else PatchState.APPLIED)
+
+
+def test_enable_knows_no_all(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", "all")
+    with pytest.warns(Gemma4CompatWarning, match="no patch has the id 'all'"):
+        assert decided(library, opt_in=True).state is PatchState.SKIPPED
 
 
 def test_an_id_like_no_other_gets_the_list_of_all(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_two_copies_of_one_release_and_a_folder_listed_twice_are_fine(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = second_copy(library, "1.0", monkeypatch)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(library.folder), f"{library.folder}/."])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(library.folder), str(copy.folder / "..")])
     engine = installed(library.patch())  # a warning of ours is an error here
     assert library.load().double(2) == ("patched", 4)
     assert engine.status()[ID].state is PatchState.APPLIED
