@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
@@ -23,6 +24,8 @@ from typing import Any
 
 _ABSENT = object()
 _OURS = "__gemma4_compat__"  # on every function we install: the patch's id
+# What we installed. The mark alone does not tell: a foreign functools.wraps around ours copies it.
+_installed: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class ChangeSet:
             return original(*args, **kwargs)
 
         vars(installed)[_OURS] = self.patch_id
+        _installed.add(installed)  # type: ignore[arg-type]
         return installed  # type: ignore[return-value]  # mypy sees the _Wrapped protocol; it is a plain function
 
     def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:
@@ -104,7 +108,7 @@ class ChangeSet:
                 setattr(edit.owner, edit.name, edit.before)
         for installed, original in self._functions:
             for namespace in _modules():
-                for name in [name for name, value in vars(namespace).items() if value is installed]:
+                for name in [name for name, value in list(vars(namespace).items()) if value is installed]:
                     setattr(namespace, name, original)
         self._journal.clear()
         self._functions.clear()
@@ -116,9 +120,9 @@ def _is_under(current: Any, installed: Any) -> bool:
     current = getattr(current, "__func__", current)
     installed = getattr(installed, "__func__", installed)
     while current is not installed:
-        if _OURS not in getattr(current, "__dict__", {}):
+        if not isinstance(current, FunctionType) or current not in _installed:
             return False
-        current = current.__wrapped__
+        current = vars(current)["__wrapped__"]
     return True
 
 

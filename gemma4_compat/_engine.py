@@ -4,8 +4,8 @@ Rules:
 
 1. The version says *may*, the loaded code says *is*; both are needed.
 2. ``applied`` is set after the last edit. A failed patch leaves no trace and never breaks the user's import.
-3. Nothing upstream is imported here, ever: the lock is taken inside import hooks, and importing a half-imported module
-   under it would be a deadlock. For the same reason versions are looked up when a patch is decided, not at import.
+3. Nothing is imported under the lock: it is taken inside import hooks, and waiting there for a module that another
+   thread is importing would be a deadlock. Nothing upstream is imported at all.
 """
 
 from __future__ import annotations
@@ -64,12 +64,13 @@ class Engine:
 
     def install(self) -> None:
         """Arm every patch that is not applied. What is imported already is patched at once, the rest on import."""
+        settings = _settings.read(self._records)
         with self._lock:
-            self._settings = _settings.read(self._records)
+            self._settings = settings
             for record in self._records.values():
                 if record.status.state is not PatchState.APPLIED:
                     record.enter(PatchState.PENDING, _waiting(record.patch, self._imported))
-            modules = [name for record in self._records.values() for name in record.patch.modules]
+            modules = [target.module for record in self._records.values() for target in record.patch.targets]
             fresh = [name for name in dict.fromkeys(modules) if name not in self._hooked]
             self._hooked.update(fresh)
         # Outside the lock: a hook on a module that is imported already fires here and takes the lock itself.
@@ -81,6 +82,7 @@ class Engine:
     def status(self) -> dict[str, PatchStatus]:
         """Where every patch is, by id. For patches still waiting, decided from the releases installed now."""
         _hooks.sweep()
+        self._apply_ready(late=True)  # a hook registered while its module was being searched for is never called
         with self._lock:
             return {patch_id: self._status(record) for patch_id, record in self._records.items()}
 
@@ -102,6 +104,13 @@ class Engine:
 
     def _on_import(self, name: str) -> None:
         self._imported.add(name)
+        with self._lock:
+            for record in self._records.values():
+                optional = name not in record.patch.modules and name in {t.module for t in record.patch.targets}
+                if optional and record.changes is not None:  # decide again, with this module
+                    record.changes.undo()
+                    record.changes = None
+                    self._decide(record, late=record.status.late)
         self._apply_ready(late=False, trigger=name)
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
@@ -111,7 +120,10 @@ class Engine:
         with self._lock:
             for record in self._records.values():
                 modules = record.patch.modules
-                if record.status.state is not PatchState.PENDING or (trigger and trigger not in modules):
+                # A strict failure made the import fail; the same import, tried again, must not succeed unpatched.
+                again = self._settings.strict and trigger and record.status.state is PatchState.FAILED
+                waits = again or record.status.state is PatchState.PENDING
+                if not waits or (trigger and trigger not in modules):
                     continue
                 if all(name in self._imported or _hooks.is_imported(name) for name in modules):
                     self._decide(record, late=late)
@@ -128,7 +140,11 @@ class Engine:
                 detection, reason = _detect(patch)
                 if detection is Detection.AFFECTED:
                     with self._uncovered(record):
-                        _apply(patch, changes)
+                        try:
+                            _apply(patch, changes)
+                        except BaseException:
+                            changes.undo()  # before what covers it comes back
+                            raise
                     record.changes = changes
                     state = PatchState.APPLIED
                     reason = _applied_reason(patch, versions)
@@ -220,7 +236,13 @@ class Engine:
         finally:
             for other in covering:
                 other.changes = _changes.ChangeSet(other.patch.id)
-                _apply(other.patch, other.changes)
+                try:
+                    _apply(other.patch, other.changes)
+                except Exception as error:
+                    other.changes.undo()
+                    other.changes = None
+                    other.enter(PatchState.FAILED, f"{type(error).__name__}: {error}", versions=other.status.versions)
+                    self._report_failure(other)
 
     def _status(self, record: _Record) -> PatchStatus:
         status = record.status

@@ -26,13 +26,18 @@ def fingerprint(function: Any) -> str:
     """
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
-    return fingerprint_source(textwrap.dedent(inspect.getsource(function)))
+    return fingerprint_source(inspect.getsource(function))
 
 
 def fingerprint_source(source: str) -> str:
     """The fingerprint of source text that holds one function definition."""
-    digest = hashlib.sha256("\n".join(_walk(ast.parse(source))).encode())
-    return digest.hexdigest()[:12]
+    try:
+        tree = ast.parse(textwrap.dedent(source))
+    except IndentationError:  # a comment or a docstring's line at the margin kept it from being dedented
+        (block,) = ast.parse(f"if True:\n{source}").body
+        assert isinstance(block, ast.If)
+        tree = ast.Module(body=block.body, type_ignores=[])
+    return hashlib.sha256("\n".join(_walk(tree)).encode()).hexdigest()[:12]
 
 
 def _walk(node: ast.AST) -> Iterator[str]:

@@ -21,15 +21,19 @@ Callback = Callable[[str], None]
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call ``callback(name)`` when the module ``name`` has been imported; at once when it already is."""
+    """Call ``callback(name)`` when the module ``name`` has been imported. Not when it is already: the caller looks."""
     registering = True
 
     def fire(_module: Any) -> None:
         # The module handed over is not used: the entry in sys.modules may have been replaced while it loaded.
         if registering and is_initializing(name):
             _unfinished.add(name, callback)
-        else:
-            callback(name)
+        elif not registering:
+            try:
+                callback(name)
+            except BaseException:  # the import fails, and will be tried again
+                _unfinished.add(name, callback)
+                raise
 
     wrapt.register_post_import_hook(fire, name)
     registering = False
@@ -43,7 +47,7 @@ def is_initializing(name: str) -> bool:
 
 def is_imported(name: str) -> bool:
     """Whether the module is in sys.modules and its body has been executed."""
-    return name in sys.modules and not is_initializing(name)
+    return sys.modules.get(name) is not None and not is_initializing(name)
 
 
 class _Unfinished:
@@ -67,11 +71,12 @@ class _Unfinished:
         with self._lock:
             finished = [item for item in self._waiting if not is_initializing(item[0])]
             self._waiting = [item for item in self._waiting if item not in finished]
-            if not self._waiting and self in sys.meta_path:
-                sys.meta_path.remove(self)
+            # It stays on sys.meta_path: removed while it is asked, the finder after it would be skipped.
         for name, callback in finished:
-            if name in sys.modules:  # an import that failed took its module away again
+            if name in sys.modules:
                 callback(name)
+            else:  # an import that failed took its module away again
+                when_imported(name, callback)
 
 
 _unfinished = _Unfinished()

@@ -1,39 +1,47 @@
-"""Which release is installed, which is loaded, and whether a specifier admits it."""
+"""Which release is installed, which is loaded, and whether a specifier admits it.
+
+What this needs is imported here and not when it is needed: the engine asks under its lock, inside import hooks, and an
+import there could wait for a thread that waits for the lock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import re
 import sys
+from importlib import metadata
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 # The import name of a distribution, where the two differ. (None of the libraries repaired here needs an entry.)
 _IMPORT_NAMES: dict[str, str] = {}
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(.*)")
 
 
 def installed(distribution: str) -> str | None:
     """The version that ``import`` would find now, from the metadata on ``sys.path``; None when absent."""
-    from importlib import metadata
-
     try:
         return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
+    except (metadata.PackageNotFoundError, ValueError, KeyError):  # absent, not text, or without a version
         return None
 
 
 def copies(distribution: str) -> dict[str, str]:
     """Every copy of a distribution on ``sys.path``: folder -> version, in the order Python would search."""
-    from importlib import metadata
-
     found: dict[str, str] = {}
     for item in metadata.distributions(name=distribution):
-        found.setdefault(str(Path(str(item.locate_file(""))).resolve()), item.version)
+        with contextlib.suppress(ValueError, KeyError):  # metadata that cannot be read
+            found.setdefault(str(Path(str(item.locate_file(""))).resolve()), item.version)
     return found
 
 
 def loaded(distribution: str) -> str | None:
     """``__version__`` of the imported package; None when it is not imported or does not say."""
     module = sys.modules.get(_IMPORT_NAMES.get(distribution, distribution.replace("-", "_")))
-    version = vars(module).get("__version__") if module is not None else None
+    version = getattr(module, "__dict__", {}).get("__version__")
     return version if isinstance(version, str) else None
 
 
@@ -47,36 +55,35 @@ def admits(specifier: str, version: str) -> bool:
 
     ``prereleases=True`` is passed always: packaging 25 and 26 disagree about the default.
     """
-    return _specifier(specifier).contains(version, prereleases=True)  # type: ignore[no-any-return, attr-defined]
+    try:
+        return _specifier(specifier).contains(version, prereleases=True)
+    except InvalidVersion:  # packaging before 26
+        return False
 
 
 def newer(version: str, than: str) -> bool:
     """Whether ``version`` is a later release than ``than``."""
-    from packaging.version import Version
-
     return Version(version) > Version(than)
 
 
 def differ(first: str, second: str) -> bool:
     """Whether two version strings name two releases. Local parts (``+cpu``) and unparsable strings do not count."""
-    from packaging.version import InvalidVersion, Version
-
     try:
-        return Version(first).public != Version(second).public
+        return Version(Version(first).public) != Version(Version(second).public)
     except InvalidVersion:
         return False
 
 
 def requirement(text: str) -> tuple[str, str]:
-    """A requirement string as (distribution, specifier)."""
-    from packaging.requirements import Requirement
+    """One of the registry's own requirement strings as (distribution, specifier).
 
-    parsed = Requirement(text)
-    return parsed.name, str(parsed.specifier)
+    They hold a name and a specifier and nothing else (a contract test reads them with packaging's parser, which costs
+    more at import than everything else here).
+    """
+    name, specifier = _REQUIREMENT.fullmatch(text).groups()  # type: ignore[union-attr]
+    return name, specifier
 
 
 @functools.cache
-def _specifier(text: str) -> object:
-    from packaging.specifiers import SpecifierSet
-
+def _specifier(text: str) -> SpecifierSet:
     return SpecifierSet(text)

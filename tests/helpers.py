@@ -263,10 +263,3 @@ def child(
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
-
-
-def run(script: str, **options: Any) -> Any:
-    """The JSON that ``script`` prints on its last line, run by a :func:`child` that must end well."""
-    done = child("-c", textwrap.dedent(script), **options)
-    assert done.code == 0, f"the child ended with {done.code}:\n{done.stdout}\n{done.stderr}"
-    return done.data

@@ -163,42 +163,47 @@ def split_towers_pressure(folder: Path) -> dict[str, Any]:
 def max_memory(folder: Path) -> dict[str, Any]:
     """A budget below the model with ``device_map="auto"``, tiny checkpoint: 4-bit modules go to the CPU.
 
-    The checkpoint is saved quantized first: bitsandbytes quantizes on the device a module is meant for, and its CPU
-    and CUDA kernels do not agree on every nibble, so "the same weights" must be quantized once. The budget is the
-    largest of a few that offloads anything. Offloaded embeddings are another defect (F11).
+    bitsandbytes quantizes on the device a module is meant for, and its CPU and CUDA kernels do not agree on every
+    nibble. So the reference, everything on the GPU, gets the 4-bit weights of the modules that were quantized on the
+    CPU; how many differ is reported. The budget is the largest of a few that offloads anything. Offloaded embeddings
+    are another defect (F11).
     """
     import torch
     from accelerate.utils import compute_module_sizes
     from peft import PeftModel
-    from transformers import Gemma4ForConditionalGeneration
 
+    from gemma4_compat import _placement
     from gemma4_compat._repro import Workspace
 
     workspace = Workspace.build(folder / "tiny")
     whole = workspace.load("4bit-double")
-    whole.save_pretrained(folder / "quantized")
     sizes = compute_module_sizes(whole)
-    on_cpu = _tiny.load(workspace.checkpoint, "4bit-double", device="cpu").state_dict()
-    differ = [name for name, value in whole.state_dict().items() if not torch.equal(value.cpu(), on_cpu[name])]
-    reference = workspace.answers(PeftModel.from_pretrained(whole, workspace.adapter("all")))
     tried = []
     for share in (0.9, 0.85, 0.8, 0.75, 0.7):
         budget = {0: int(sizes[""] * share / 0.9), "cpu": "8GiB"}
-        model = Gemma4ForConditionalGeneration.from_pretrained(
-            folder / "quantized", device_map="auto", max_memory=budget
-        ).eval()
+        model = _tiny.load(workspace.checkpoint, "4bit-double", device_map="auto", max_memory=budget)
         placement = dict(getattr(model, "hf_device_map", {}))
         offloaded = sorted(name for name, device in placement.items() if device == "cpu")
         if not offloaded or any("language_model" in name for name in offloaded):
             tried.append({"share": share, "offloaded": offloaded})
             continue
+        quantized = differ = 0
+        for name, module in model.named_modules():
+            if _placement.is_offloaded(module) and type(module.weight).__name__ == "Params4bit":
+                data, target = _placement.offload_hook(module).weights_map["weight"].data, whole.get_submodule(name)
+                quantized += 1
+                differ += not torch.equal(data, target.weight.data.cpu())
+                attributes = vars(module.weight)
+                target.weight = type(module.weight)(data, requires_grad=False, **attributes).to(torch.device(0))
+        reference = workspace.answers(PeftModel.from_pretrained(whole, workspace.adapter("all")))
         model = PeftModel.from_pretrained(model, workspace.adapter("all"))
         return {
             "share": share,
             "offloaded": offloaded,
             "parity": difference(reference, workspace.answers(model)),
             "kept": model.hf_device_map == placement,
-            "tensors_quantized_differently_on_the_cpu": len(differ),
+            "offloaded_4bit_weights": quantized,
+            "quantized_differently_on_the_cpu": differ,
         }
     raise RuntimeError(f"no budget offloaded something and kept the language model on the GPU: {tried}")
 

@@ -132,7 +132,7 @@ def test_the_clamps_stay_around_the_adapted_layer(workspace: Any) -> None:
     with torch.no_grad():
         for parameter in wrapper.linear.lora_B.parameters():
             parameter.fill_(100.0)
-        output = wrapper(torch.ones(1, wrapper.linear.in_features, dtype=torch.bfloat16))
+        output = wrapper(torch.ones(1, wrapper.linear.in_features, dtype=torch.bfloat16, device=workspace.main))
     assert output.abs().max() == wrapper.output_max
 
 
@@ -206,12 +206,15 @@ def test_merging_keeps_the_clamps_and_the_answer(workspace: Any) -> None:
     import torch
     from peft import PeftModel
 
+    base = workspace.answers(workspace.load()).logits
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("towers"))
-    loaded = workspace.answers(model)
+    loaded = workspace.answers(model).logits
     merged = model.merge_and_unload()
     assert all(type(module.linear) is torch.nn.Linear for module in merged.modules() if is_wrapper(module))
-    # A merged bf16 weight is rounded once more: 8 bits of mantissa through 2 layers a tower and 6 of text.
-    assert difference(loaded, workspace.answers(merged)) < 1.0
+    # A merged bf16 weight is rounded once more (8 bits of mantissa, 34 linears in the towers, 6 layers of text after
+    # them): measured 0.45 where the adapter's effect is 4.64. Lost clamps or a lost delta are of the effect's size.
+    rounding = (loaded[0] - workspace.answers(merged).logits[0]).abs().max()
+    assert rounding < 0.25 * (loaded[0] - base[0]).abs().max()
 
 
 def test_a_config_can_be_used_twice(workspace: Any) -> None:

@@ -18,7 +18,7 @@ CHANGED = CORE.replace("x * times", "x * times + 0")
 
 
 def decided(library: Library, *targets: Target, **fields: Any) -> PatchStatus:
-    """The status of one patch after the import. What was decided before it must stand, and only ``applied`` shows."""
+    """The status of one patch after the import. What was decided before must stand; only ``applied`` shows."""
     engine = installed(library.patch(*targets, **fields))
     before = engine.status()[ID]
     core = library.load()
