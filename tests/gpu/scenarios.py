@@ -164,11 +164,10 @@ def max_memory(folder: Path) -> dict[str, Any]:
     """A budget below the model with ``device_map="auto"``, tiny checkpoint: 4-bit modules go to the CPU.
 
     bitsandbytes quantizes on the device a module is meant for, and its CPU and CUDA kernels do not agree on every
-    nibble. So the reference, everything on the GPU, gets the 4-bit weights of the modules that were quantized on the
-    CPU; how many differ is reported. The budget is the largest of a few that offloads anything. Offloaded embeddings
-    are another defect (F11).
+    scale. So the reference, everything on the GPU, gets for these modules the 4-bit weights of a model that was
+    quantized on the CPU and never offloaded; how many differ is reported. The budget is the largest of a few that
+    offloads anything. Offloaded embeddings are another defect (F11).
     """
-    import torch
     from accelerate.utils import compute_module_sizes
     from peft import PeftModel
 
@@ -187,14 +186,12 @@ def max_memory(folder: Path) -> dict[str, Any]:
         if not offloaded or any("language_model" in name for name in offloaded):
             tried.append({"share": share, "offloaded": offloaded})
             continue
-        quantized = differ = 0
-        for name, module in model.named_modules():
-            if _placement.is_offloaded(module) and type(module.weight).__name__ == "Params4bit":
-                data, target = _placement.offload_hook(module).weights_map["weight"].data, whole.get_submodule(name)
-                quantized += 1
-                differ += not torch.equal(data, target.weight.data.cpu())
-                attributes = vars(module.weight)
-                target.weight = type(module.weight)(data, requires_grad=False, **attributes).to(torch.device(0))
+        names = [
+            name
+            for name, module in model.named_modules()
+            if _placement.is_offloaded(module) and type(getattr(module, "weight", None)).__name__ == "Params4bit"
+        ]
+        differ = take_weights(whole, _tiny.load(workspace.checkpoint, "4bit-double", device="cpu"), names)
         reference = workspace.answers(PeftModel.from_pretrained(whole, workspace.adapter("all")))
         model = PeftModel.from_pretrained(model, workspace.adapter("all"))
         return {
@@ -202,10 +199,24 @@ def max_memory(folder: Path) -> dict[str, Any]:
             "offloaded": offloaded,
             "parity": difference(reference, workspace.answers(model)),
             "kept": model.hf_device_map == placement,
-            "offloaded_4bit_weights": quantized,
+            "offloaded_4bit_weights": len(names),
             "quantized_differently_on_the_cpu": differ,
         }
     raise RuntimeError(f"no budget offloaded something and kept the language model on the GPU: {tried}")
+
+
+def take_weights(model: Any, source: Any, names: list[str]) -> int:
+    """Give ``model`` the 4-bit weights of ``source`` for these modules; how many of them differed, scales included."""
+    import torch
+
+    differed = 0
+    for name in names:
+        target, new = model.get_submodule(name), source.get_submodule(name).weight
+        before, after = target.weight.quant_state.as_dict(packed=True), new.quant_state.as_dict(packed=True)
+        same = all(torch.equal(before[key].cpu(), after[key].cpu()) for key in before)
+        differed += not (same and torch.equal(target.weight.data.cpu(), new.data.cpu()))
+        target.weight = new.to(target.weight.device)
+    return differed
 
 
 def main(argv: list[str]) -> int:
