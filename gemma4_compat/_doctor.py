@@ -135,6 +135,7 @@ def _child(command: str, folder: Path, *, shim: bool) -> dict[str, Any]:
     """One reproduction in a process of its own. A child that dies is a defect, with the end of what it wrote."""
     environment = dict(os.environ, PYTHONWARNINGS=os.environ.get("PYTHONWARNINGS", "ignore"), HF_HUB_OFFLINE="1")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    environment.setdefault("OMP_NUM_THREADS", "1")  # a tiny model computes faster in one thread
     if not shim:
         environment["GEMMA4_COMPAT_DISABLE"] = "all"
     try:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-import gemma4_compat  # first, as a user would
-from gemma4_compat import _doctor, _versions
-
+# Before torch is imported. Tiny models: threads cost more than they give.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import gemma4_compat  # noqa: E402  (first of the libraries, as a user would)
+from gemma4_compat import _doctor, _versions  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _placement
@@ -35,19 +37,39 @@ from gemma4_compat._patch import Patch, Severity, Target
 if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
 
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PLACEMENT_ARGUMENTS = ("device_map", "max_memory", "offload_folder", "offload_dir", "offload_index")
 
 
-def from_pretrained(original: Callable[..., Any], cls: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def from_pretrained(
+    original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any
+) -> Any:
+    _refuse_folder_without_weights(model_id, kwargs.get("subfolder"))
     kwargs = _without_placement(model, kwargs)
     with _placement.hidden_map(model):
-        return original(cls, model, *args, **kwargs)
+        return original(cls, model, model_id, *args, **kwargs)
 
 
-def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse_folder_without_weights(model_id, kwargs.get("subfolder"))
     kwargs = _without_placement(self, kwargs)
     with _placement.hidden_map(self):
-        return original(self, *args, **kwargs)
+        return original(self, model_id, *args, **kwargs)
+
+
+def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None:
+    """Before the base model is touched. Upstream would take the folder's name for one on the hub, and complain of
+    it.
+    """
+    folder = Path(model_id, subfolder or "")
+    config = folder / "adapter_config.json"
+    if not config.is_file() or any((folder / name).is_file() for name in _WEIGHTS):
+        return
+    if json.loads(config.read_text(encoding="utf-8")).get("peft_type") != "XLORA":  # it has files of other names
+        raise Gemma4CompatError(
+            f"the adapter folder {str(folder)!r} has an adapter_config.json but no weights ({' or '.join(_WEIGHTS)}). "
+            "Was the save interrupted, or the file not downloaded? Copy it there, or give another folder."
+        )
 
 
 def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,24 @@ def assert_same_everywhere(workspace: Any, config: Any, quantization: str | None
     assert whole[2].keys() == split[2].keys()
     assert not [name for name, value in whole[2].items() if not torch.equal(value, split[2][name])]
     assert placement(bases[1])[0] == before[0]
+
+
+def test_an_adapter_folder_without_weights_is_named_and_nothing_is_touched(workspace: Any, tmp_path: Path) -> None:
+    import shutil
+
+    from peft import PeftModel
+
+    shutil.copy(workspace.adapter("all") / "adapter_config.json", tmp_path)
+    base = workspace.split()
+    before, modules = placement(base), [type(module) for module in base.modules()]
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"no weights \(adapter_model\.safetensors or"):
+        PeftModel.from_pretrained(base, tmp_path)
+    assert placement(base) == before
+    assert [type(module) for module in base.modules()] == modules
+    model = PeftModel.from_pretrained(base, workspace.adapter("language"))
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match=re.escape(str(tmp_path))):
+        model.load_adapter(str(tmp_path), "second")
+    assert list(model.peft_config) == ["default"]
 
 
 @pytest.mark.parametrize("name", ADAPTERS_THAT_READ_THE_BASE_WEIGHT)
