@@ -1,6 +1,4 @@
-"""Run reproductions in child processes, shim off and on, and judge what they found. Imports nothing upstream
-itself.
-"""
+"""Run reproductions in child processes, shim off and on, and judge what they found. Imports nothing upstream."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Engine:
             modules = [target.module for record in self._records.values() for target in record.patch.targets]
             fresh = [name for name in dict.fromkeys(modules) if name not in self._hooked]
             self._hooked.update(fresh)
-        # Outside the lock: a hook on a module that is imported already fires here and takes the lock itself.
+        # Outside the lock: a module that another thread finishes importing now fires its hook, which takes the lock.
         for name in fresh:
             _hooks.when_imported(name, self._on_import)
         _hooks.sweep()
@@ -114,9 +114,7 @@ class Engine:
         self._apply_ready(late=False, trigger=name)
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
-        """Decide every waiting patch all of whose modules are there (with ``trigger``: only those that wait for
-        it).
-        """
+        """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""
         with self._lock:
             for record in self._records.values():
                 modules = record.patch.modules
@@ -286,7 +284,7 @@ def _apply(patch: Patch, changes: _changes.ChangeSet) -> None:
 def _detect(patch: Patch) -> tuple[Detection, str]:
     """Compare the loaded code with the code the patch was proven on."""
     if patch.detect is not None and (said := patch.detect()) is not Detection.AFFECTED:
-        return said, f"the loaded {patch.distribution} says {said}"
+        return said, f"looked at the loaded {patch.distribution} on this host: {said.replace('_', ' ')}"
     for target in patch.targets:
         if not _exists(target.module, target.name):
             if target.optional:

@@ -87,25 +87,23 @@ def weights_brought_in(module: Any) -> Iterator[None]:
         return
     hook.pre_forward(module)
     before = {name: (id(value), value.data_ptr()) for name, value in module.named_parameters(recurse=False)}
-    with hooks_off([module]):
-        try:
+    try:
+        with hooks_off([module]):
             yield
-        finally:
-            changed = {
-                name: value.data.to("cpu")
-                for name, value in module.named_parameters(recurse=False)
-                if before.get(name) != (id(value), value.data_ptr())
-            }
-            if changed:
-                hook.weights_map = collections.ChainMap(changed, hook.weights_map)
-    hook.post_forward(module, None)
+    finally:
+        changed = {
+            name: value.data.to("cpu")
+            for name, value in module.named_parameters(recurse=False)
+            if before.get(name) != (id(value), value.data_ptr())
+        }
+        if changed:
+            hook.weights_map = collections.ChainMap(changed, hook.weights_map)
+        hook.post_forward(module, None)
 
 
 @contextlib.contextmanager
 def hooks_off(modules: Iterable[Any]) -> Iterator[None]:
-    """Inside, accelerate's hooks are off these modules: not detached, which would move weights, only out of the
-    way.
-    """
+    """Inside, accelerate's hooks are off these modules: out of the way, not detached, which would move weights."""
     taken: list[tuple[Any, dict[str, Any]]] = []
     for module in modules:
         attributes = vars(module)

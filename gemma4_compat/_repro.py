@@ -116,9 +116,7 @@ class Workspace:
 
 
 def difference(reference: Answers, other: Answers) -> float:
-    """The largest absolute logit difference over all forwards; infinite where a value is not finite or tokens
-    differ.
-    """
+    """The largest absolute logit difference over all forwards; infinite for a NaN or another token."""
     import torch
 
     if not torch.equal(reference.tokens, other.tokens):

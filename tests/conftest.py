@@ -13,8 +13,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import gemma4_compat  # noqa: E402  (first of the libraries, as a user would)
-from gemma4_compat import _doctor, _versions  # noqa: E402
+import gemma4_compat
+from gemma4_compat import _doctor, _versions
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """silent: loading an adapter onto a model that is partly on the CPU or disk undoes that placement.
 
-On a card with room the towers come back to the GPU (E2B: 6.15 -> 7.15 GiB); under memory pressure the load dies with
-one of several errors (F1, F2, ``Expected all tensors to be on the same device``), with disk maps in
+On a card with room the towers come back to the GPU (E2B's shape: 6.03 -> 7.04 GiB); under memory pressure the load
+dies with one of several errors (F1, F2, ``Expected all tensors to be on the same device``), with disk maps in
 ``KeyError: 'base_model.model...'`` (``_update_offload``, peft <= 0.20) or ``Cannot copy out of meta tensor``. And
 ``get_peft_model`` on such a model puts LoRA weights on meta, where their values are lost.
 
@@ -13,24 +13,21 @@ for an offloaded layer between two forwards (F13).
 Here: while PEFT loads, the base's ``hf_device_map`` is out of sight, so hooks, map and every base tensor stay as they
 are; the base's placement wins over ``device_map`` and ``max_memory`` given to PEFT, and one notice says so. Adapter
 weights go to the device where their base layer computes. A trainable copy (``modules_to_save``) is made of the real
-values and stays on that device. Adapters that read or change the base weight (DoRA, PiSSA, target_parameters and most
-tuners other than LoRA) find it there: it is brought in while they are made, and for the whole of their layer's
-forward.
+values and stays on that device (all this in ``_offloaded_base.py``). Adapters that read or change the base weight
+(DoRA, PiSSA, target_parameters and most tuners other than LoRA) find it there: it is brought in while they are made,
+and for the whole of their layer's forward.
 
 Goes when PEFT loads an adapter onto a dispatched model without dispatching it again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _placement
+from gemma4_compat import _offloaded_base, _placement
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._patch import Patch, Severity, Target
 
@@ -58,9 +55,9 @@ def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: 
 
 
 def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None:
-    """Before the base model is touched. Upstream would take the folder's name for one on the hub, and complain of
-    it.
-    """
+    """Before the base model is touched; upstream would take the folder for a name on the hub, and complain of that."""
+    import json
+
     folder = Path(model_id, subfolder or "")
     config = folder / "adapter_config.json"
     if not config.is_file() or any((folder / name).is_file() for name in _WEIGHTS):
@@ -87,154 +84,6 @@ def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
             stacklevel=4,
         )
     return {name: value for name, value in kwargs.items() if name not in _PLACEMENT_ARGUMENTS}
-
-
-def replace_module(
-    original: Callable[..., None], self: Any, parent: Any, child_name: str, new_module: Any, child: Any
-) -> None:
-    with _placement.seen_on_execution_device(_base(child)):
-        original(self, parent, child_name, new_module, child)
-
-
-def move_adapter_to_device_of_base_layer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    with _placement.seen_on_execution_device(self.get_base_layer()):
-        original(self, *args, **kwargs)
-
-
-def modules_to_save_update(
-    original: Callable[..., None], self: Any, adapter_name: str, *args: Any, **kwargs: Any
-) -> None:
-    offloaded = [module for module in self.original_module.modules() if _placement.is_offloaded(module)]
-    if not offloaded or adapter_name in self.modules_to_save:
-        original(self, adapter_name, *args, **kwargs)
-        return
-    # The copy must hold real values and must not be offloaded itself: it is there to be trained. So upstream copies a
-    # module that has its weights and no hooks; the copy gets one that only moves inputs.
-    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-
-    devices = {module: _placement.execution_device(module) for module in offloaded}
-    with contextlib.ExitStack() as stack:
-        for module in offloaded:
-            stack.enter_context(_placement.weights_brought_in(module))
-        stack.enter_context(_placement.hooks_off(self.original_module.modules()))
-        original(self, adapter_name, *args, **kwargs)
-    pairs = zip(self.original_module.modules(), self.modules_to_save[adapter_name].modules())
-    for module, copied in list(pairs):
-        if module in devices:
-            add_hook_to_module(copied, AlignDevicesHook(execution_device=devices[module]))
-
-
-def inject_adapter(
-    original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
-) -> Any:
-    config = self.peft_config[adapter_name]
-    _refuse_offloaded_biases(config, model)
-    if _only_adds(config) or not any(_placement.is_offloaded(module) for module in model.modules()):
-        return original(self, model, adapter_name, *args, **kwargs)
-    # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, when it is made and later.
-    create = self._create_and_replace
-
-    def create_with_weights(config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
-        base = _base(target)
-        offloaded = _placement.is_offloaded(base)
-        with _placement.weights_brought_in(base):
-            create(config, name, target, target_name, parent, *rest, **kw)
-        if offloaded:
-            _keep_weights_in_for_the_whole_forward(getattr(parent, target_name))
-
-    vars(self)["_create_and_replace"] = create_with_weights
-    try:
-        return original(self, model, adapter_name, *args, **kwargs)
-    finally:
-        del vars(self)["_create_and_replace"]
-
-
-#: Fields of a LoRA config under which a layer only adds to what its base layer answers. Any other field that is set to
-#: something else than its default may make it read the base weight.
-_ADDING_FIELDS = frozenset(
-    {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "bias",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "lora_bias",
-        "lora_dropout",
-        "modules_to_save",
-        "peft_type",
-        "peft_version",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "trainable_token_indices",
-        "use_rslora",
-    }
-)
-_ADDING_INITS = (True, False, "gaussian", "orthogonal")
-
-
-def _only_adds(config: Any) -> bool:
-    """Whether this adapter neither reads nor changes base weights (then nothing has to be brought in for it)."""
-    if type(config).__name__ != "LoraConfig" or config.init_lora_weights not in _ADDING_INITS:
-        return False
-    for field in dataclasses.fields(config):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        value = getattr(config, field.name)
-        if field.name not in _ADDING_FIELDS and field.name != "init_lora_weights" and value and value != default:
-            return False
-    return True
-
-
-def _keep_weights_in_for_the_whole_forward(layer: Any) -> None:
-    if not vars(layer).get(_BROUGHT_IN + "_registered"):
-        layer.register_forward_pre_hook(_bring_in)
-        layer.register_forward_hook(_take_out, always_call=True)
-        vars(layer)[_BROUGHT_IN + "_registered"] = True
-
-
-_BROUGHT_IN = "_gemma4_compat_brought_in"
-
-
-def _bring_in(layer: Any, _inputs: Any) -> None:
-    base = _base(layer)
-    hook = _placement.offload_hook(base)
-    if hook is not None:  # None: not offloaded any more, or a layer around this one has done it
-        hook.pre_forward(base)
-        hook.offload = False  # the base layer's own forward leaves the weights alone
-        vars(layer)[_BROUGHT_IN] = hook
-
-
-def _take_out(layer: Any, _inputs: Any, _output: Any) -> None:
-    hook = vars(layer).pop(_BROUGHT_IN, None)
-    if hook is not None:
-        hook.offload = True
-        hook.post_forward(_base(layer), None)
-
-
-def _refuse_offloaded_biases(config: Any, model: Any) -> None:
-    if getattr(config, "bias", "none") in ("none", None):
-        return
-    for name, module in model.named_modules():
-        if _placement.is_offloaded(module) and vars(module)["_parameters"].get("bias") is not None:
-            raise Gemma4CompatError(
-                f"bias={config.bias!r} trains biases of the base model, and that of {name!r} is offloaded: it would "
-                "neither learn nor load. Use bias='none', or a device_map that keeps the module on its device."
-            )
-
-
-def _base(module: Any) -> Any:
-    """The module below a PEFT layer (or a stack of them)."""
-    while hasattr(module, "base_layer"):
-        module = module.base_layer
-    return module
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -313,7 +162,7 @@ PATCH = Patch(
         Target(
             module=_UTILS,
             name="BaseTuner.inject_adapter",
-            replacement=inject_adapter,
+            replacement=_offloaded_base.inject_adapter,
             known={
                 "68bd72181f68": "0.18.0 - 0.18.1",
                 "4667223f092b": "0.19.0 - 0.20.0",
@@ -323,32 +172,32 @@ PATCH = Patch(
         Target(
             module=_UTILS,
             name="BaseTuner._replace_module",
-            replacement=replace_module,
+            replacement=_offloaded_base.replace_module,
             known={"1693b5cc40b5": "0.18.0 - 0.21.2"},
         ),
         Target(
             module="peft.tuners.lora.model",
             name="LoraModel._replace_module",
-            replacement=replace_module,
+            replacement=_offloaded_base.replace_module,
             known={"d1c767eac651": "0.18.0 - 0.21.2"},
         ),
         Target(
             module="peft.tuners.hira.model",
             name="HiraModel._replace_module",
-            replacement=replace_module,
+            replacement=_offloaded_base.replace_module,
             known={"d1c767eac651": "0.20.0 - 0.21.2"},
             optional=True,
         ),
         Target(
             module="peft.tuners.mixed.model",
             name="MixedModel._replace_module",
-            replacement=replace_module,
+            replacement=_offloaded_base.replace_module,
             known={"387767e59b67": "0.18.0 - 0.18.1", "cf55f403b58b": "0.19.0 - 0.21.2"},
         ),
         Target(
             module=_UTILS,
             name="BaseTunerLayer._move_adapter_to_device_of_base_layer",
-            replacement=move_adapter_to_device_of_base_layer,
+            replacement=_offloaded_base.move_adapter_to_device_of_base_layer,
             known={
                 "fbf1855a34e3": "0.18.0 - 0.18.1",
                 "3c8a7a04f2f1": "0.19.0 - 0.20.0",
@@ -358,13 +207,13 @@ PATCH = Patch(
         Target(
             module="peft.tuners.lora.layer",
             name="ParamWrapper._move_adapter_to_device_of_base_layer",
-            replacement=move_adapter_to_device_of_base_layer,
+            replacement=_offloaded_base.move_adapter_to_device_of_base_layer,
             known={"b9ed98e42be5": "0.18.0 - 0.21.2"},
         ),
         Target(
             module="peft.utils.other",
             name="ModulesToSaveWrapper.update",
-            replacement=modules_to_save_update,
+            replacement=_offloaded_base.modules_to_save_update,
             known={"5bcb364e17f5": "0.18.0 - 0.18.1", "0390ab5bdbd2": "0.19.0 - 0.21.2"},
         ),
     ),

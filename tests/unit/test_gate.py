@@ -99,7 +99,7 @@ def test_detect_has_a_veto(library: Library, said: Detection) -> None:
         core = library.load()
     status = engine.status()[ID]
     assert status.state is (PatchState.NOT_NEEDED if said is Detection.NOT_AFFECTED else PatchState.FAILED)
-    assert status.reason == f"the loaded {library.name} says {said}"
+    assert status.reason == f"looked at the loaded {library.name} on this host: {said.replace('_', ' ')}"
     assert core.double(2) == 4
 
 
