@@ -87,7 +87,10 @@ def census() -> tuple[int, int]:
     import torch
 
     gc.collect()
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    fakes = ("FakeTensor", "FunctionalTensor")  # left by torch.compile elsewhere in this process; they hold nothing
+    tensors = [
+        item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and type(item).__name__ not in fakes
+    ]
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from gemma4_compat import Gemma4CompatWarning, Patch, _changes
+from gemma4_compat import Gemma4CompatWarning, Patch, _changes, patches
 from gemma4_compat._engine import Engine
 from gemma4_compat._fingerprint import fingerprint_source
 from gemma4_compat._patch import Severity, Target
@@ -171,6 +171,9 @@ def installed(*patches: Patch) -> Engine:
     return engine
 
 
+_REAL = frozenset(patch.id for patch in patches())
+
+
 def raw(owner: Any, name: str) -> Any:
     """What the namespace of ``owner`` itself holds, no descriptor called; None when nothing (it is inherited)."""
     return vars(owner).get(name)
@@ -184,12 +187,16 @@ def is_ours(value: Any) -> bool:
 
 
 def traces(packages: Sequence[str] = ()) -> list[str]:
-    """Every name in a loaded module, or in a class that a module of ``packages`` holds, bound to our replacement."""
+    """Every name in a loaded module, or in a class that a module of ``packages`` holds, bound to a replacement.
+
+    Those of the package's own patches do not count: they may be on, where tests of the libraries share the process.
+    """
     found = []
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
         for name, value in list(vars(module).items()):
             if is_ours(value):
-                found.append(f"{module.__name__}.{name}")
+                if vars(value)[MARK] not in _REAL:
+                    found.append(f"{module.__name__}.{name}")
             elif isinstance(value, type) and module.__name__.partition(".")[0] in packages:
                 found += [
                     f"{module.__name__}.{name}.{key}" for key, slot in list(vars(value).items()) if is_ours(slot)

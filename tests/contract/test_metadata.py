@@ -79,10 +79,12 @@ def test_every_target_is_code_of_the_distribution_that_was_seen(patch: Patch) ->
         assert max(map(Version, newest)) == Version(patch.measured), f"{target} was not measured on {patch.measured}"
 
 
-def test_every_replacement_takes_the_original_first_and_lives_in_the_file(patch: Patch) -> None:
+def test_every_replacement_takes_the_original_first_and_lives_in_the_file_or_in_a_shared_module(patch: Patch) -> None:
     for target in patch.targets:
         assert next(iter(inspect.signature(target.replacement).parameters)) == "original"
-        assert target.replacement.__module__ == patch.reproduce.__module__
+        home = target.replacement.__module__
+        assert home == patch.reproduce.__module__ or re.fullmatch(r"gemma4_compat\._[a-z_]+", home)
+    assert any(target.replacement.__module__ == patch.reproduce.__module__ for target in patch.targets)
 
 
 def test_the_documentation_begins_with_the_error_and_ends_with_when_it_goes(patch: Patch) -> None:
