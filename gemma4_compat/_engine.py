@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import warnings
@@ -315,7 +316,9 @@ def _applied_reason(patch: Patch, versions: Mapping[str, str]) -> str:
 
 def _waiting(patch: Patch, imported: Iterable[str]) -> str:
     missing = [name for name in patch.modules if name not in set(imported) and not _hooks.is_imported(name)]
-    return f"waiting for the import of {', '.join(missing)}" if missing else "armed"
+    packages = [name.partition(".")[0] for name in missing]
+    named = [name if package in sys.modules else package for name, package in zip(missing, packages)]
+    return f"waiting for the import of {', '.join(dict.fromkeys(named))}" if missing else "armed"
 
 
 def _warn(message: str) -> None:

@@ -57,7 +57,7 @@ def test_known_patches_that_nobody_armed_are_registered(library: Library) -> Non
 def test_armed_before_the_import(library: Library) -> None:
     engine = installed(library.patch())
     status = engine.status()[ID]
-    assert (status.state, status.reason) == (PatchState.PENDING, f"waiting for the import of {library.name}.core")
+    assert (status.state, status.reason) == (PatchState.PENDING, f"waiting for the import of {library.name}")
     assert f"{library.name}.core" not in sys.modules, "nothing upstream is imported by the engine"
     assert library.load().double(2) == ("patched", 4)
     assert applied(engine)
