@@ -47,6 +47,8 @@ def _walk(node: ast.AST) -> Iterator[str]:
             continue
         if name == "body" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)):
             value = _without_docstring(value)
+        if name == "values" and isinstance(node, ast.JoinedStr):
+            value = _joined(value)
         yield f".{name}"
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, ast.AST):
@@ -54,6 +56,19 @@ def _walk(node: ast.AST) -> Iterator[str]:
             else:
                 yield repr(item)
     yield ")"
+
+
+def _joined(values: list[ast.expr]) -> list[ast.expr]:
+    """The parts of an f-string, neighbouring texts as one and no empty ones: Python 3.12 is not of one mind there."""
+    parts: list[ast.expr] = []
+    for value in values:
+        if isinstance(value, ast.Constant) and value.value == "":
+            continue
+        if isinstance(value, ast.Constant) and parts and isinstance(parts[-1], ast.Constant):
+            parts[-1] = ast.Constant(parts[-1].value + value.value)  # type: ignore[operator]  # both are text
+        else:
+            parts.append(value)
+    return parts
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:

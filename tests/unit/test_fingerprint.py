@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._fingerprint import fingerprint
+from gemma4_compat._fingerprint import fingerprint, fingerprint_source
 from tests.helpers import MARK, Library, fingerprint_in, foreign, installed
 
 CODE = '''
@@ -129,3 +129,17 @@ def test_decorated_and_nested_definitions_are_read_whole(create: Callable[..., L
 def test_what_has_no_python_source_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError):
         fingerprint(value)
+
+
+def test_it_is_the_same_on_every_python_and_in_every_release_of_this_package() -> None:
+    """Every patch holds fingerprints made by earlier releases: this one must never change."""
+    source = '''
+    @functools.wraps(f)
+    async def sample(self, first, /, *rest: int, key=(1, 2.5), **more) -> "str":
+        """Documentation."""
+        # a comment
+        text = f"{first!r:>{key[0]}} {'nested'}" "joined" r"raw"[0:1]
+        with open(text) as file, file:
+            return [x async for x in rest if (y := x) is not None] or {**more, "a": lambda z: -z}
+    '''
+    assert fingerprint_source(source) == "04d3e2c265ef"
