@@ -4,10 +4,10 @@ Raised when accelerate attaches its hooks to a quantized model, so any CPU or di
 
 Why: transformers 5 marks every loaded parameter with ``_is_hf_initialized``. ``set_module_tensor_to_device`` moves a
 bitsandbytes parameter by building a new one from the old one's ``__dict__``, the mark included, and bitsandbytes
-before 0.50 takes no unknown keyword.
+before 0.50 takes no unknown keyword. Later ones swallow it: no crash, but the mark is lost.
 
 Here: the mark is taken off for the move and put back afterwards, on the new parameter and on the old one, which others
-may still hold. Either upstream fix is enough, so the patch needs both libraries to be old.
+may still hold.
 
 Goes when accelerate 1.14 is the oldest supported release.
 """
@@ -61,17 +61,18 @@ def reproduce(workspace: Workspace) -> Outcome:
 PATCH = Patch(
     id="accelerate-hf-initialized",
     summary="quantized parameters keep _is_hf_initialized when accelerate moves them",
-    symptom="TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'",
+    symptom="TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized' (with bitsandbytes "
+    "0.50 silent: the mark is lost)",
     severity=Severity.CRASH,
     failure_points=("F1",),
     distribution="accelerate",
     affected=">=1.12,<1.14.0",
     measured="1.13.0",
-    requires=("bitsandbytes<0.50.0", "transformers>=5"),
+    requires=("bitsandbytes", "transformers>=5"),
     bug=("https://github.com/huggingface/transformers/issues/43872",),
     applied_upstream="https://github.com/huggingface/accelerate/pull/3976",
     fixed="1.14.0",
-    retire_when="the oldest supported accelerate is 1.14.0, or the oldest supported bitsandbytes is 0.50.0",
+    retire_when="the oldest supported accelerate is 1.14.0",
     targets=(
         Target(
             module="accelerate.utils.modeling",
