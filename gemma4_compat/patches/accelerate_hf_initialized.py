@@ -61,8 +61,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 PATCH = Patch(
     id="accelerate-hf-initialized",
     summary="quantized parameters keep _is_hf_initialized when accelerate moves them",
-    symptom="TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized' (with bitsandbytes "
-    "0.50 silent: the mark is lost)",
+    symptom="TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized' (with "
+    "bitsandbytes 0.50 silent: the mark is lost)",
     severity=Severity.CRASH,
     failure_points=("F1",),
     distribution="accelerate",
