@@ -151,7 +151,7 @@ class Engine:
                     state = PatchState.NOT_NEEDED
                 else:
                     state = PatchState.FAILED
-            except Exception as error:  # the one broad except: whatever goes wrong must not break the user's import
+            except Exception as error:  # broad: whatever goes wrong must not break the user's import
                 changes.undo()
                 state, reason = PatchState.FAILED, f"{type(error).__name__}: {error}"
         record.enter(state, reason, versions=versions, late=late and state is PatchState.APPLIED)

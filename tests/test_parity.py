@@ -16,6 +16,22 @@ from tests.conftest import census
 QUANTIZATIONS = [None, "4bit", "4bit-double"]
 
 
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 7.0])
+def test_the_oracle_sees_a_wrong_value_in_any_forward(wrong: int, value: float) -> None:
+    import torch
+
+    from gemma4_compat._repro import Answers
+
+    tokens = torch.tensor([[1, 2, 3]])
+    right = Answers(tuple(torch.zeros(1, 2, 4) for _ in range(3)), tokens)
+    logits = [torch.zeros(1, 2, 4) for _ in range(3)]
+    logits[wrong][0, 1, 2] = value
+    assert difference(right, right) == 0.0
+    assert difference(right, Answers(tuple(logits), tokens)) == (7.0 if value == 7.0 else float("inf"))
+    assert difference(right, Answers(right.logits, tokens + 1)) == float("inf")
+
+
 @pytest.mark.parametrize("adapter", [None, "language", "all"])
 @pytest.mark.parametrize("offload", ["layers", "towers", "both"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
