@@ -8,11 +8,19 @@ from gemma4_compat._patch import Patch
 
 PATCHES: tuple[str, ...] = (
     "accelerate_hf_initialized",
+    "accelerate_skip_keys",
+    "accelerate_nested_map",
+    "accelerate_tied_on_disk",
+    "accelerate_map_check",
     "bitsandbytes_meta_quant_state",
     "bitsandbytes_cpu_packing",
     "peft_keep_dispatch",
     "peft_clippable_linear",
     "transformers_adapter_placement",
+    "transformers_placement_names",
+    "transformers_map_boundaries",
+    "transformers_tied_split",
+    "transformers_offloaded_embedding",
 )
 
 

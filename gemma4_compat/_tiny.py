@@ -25,8 +25,12 @@ TARGETS: dict[str, str] = {
 }
 
 
-def config() -> Any:
-    """A ``Gemma4Config``: 6 text layers of width 64 (2 of them KV-shared), 2 vision and 2 audio layers."""
+def config(layers: int = 6) -> Any:
+    """A ``Gemma4Config``: 2 vision and 2 audio layers, text layers of width 64 (the last 2 KV-shared).
+
+    Args:
+        layers: how many text layers, a multiple of 3.
+    """
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
     text = gemma4.Gemma4TextConfig(
@@ -35,13 +39,13 @@ def config() -> Any:
         hidden_size=64,
         hidden_size_per_layer_input=64,
         intermediate_size=128,
-        num_hidden_layers=6,
+        num_hidden_layers=layers,
         num_kv_shared_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
         global_head_dim=64,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * (layers // 3),
         sliding_window=8,
         max_position_embeddings=256,
         final_logit_softcapping=30.0,
@@ -84,13 +88,13 @@ def config() -> Any:
     )
 
 
-def build_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+def build_checkpoint(folder: Path, *, seed: int = 0, layers: int = 6) -> Path:
     """Write a ``Gemma4ForConditionalGeneration`` checkpoint (bf16, about 1 MB) into ``folder`` and return it."""
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
     torch.manual_seed(seed)
-    model = Gemma4ForConditionalGeneration(config())
+    model = Gemma4ForConditionalGeneration(config(layers))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -107,8 +111,29 @@ def build_checkpoint(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def build_text_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+    """Write a checkpoint of :func:`config`'s language model alone, a ``Gemma4ForCausalLM``, and return ``folder``."""
+    import torch
+    from transformers import Gemma4ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Gemma4ForCausalLM(config().text_config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def load(
-    checkpoint: Path, quantization: str | None = None, *, device: Any = "cpu", device_map: Any = None, **kwargs: Any
+    checkpoint: Path,
+    quantization: str | None = None,
+    *,
+    device: Any = "cpu",
+    device_map: Any = None,
+    skip_modules: list[str] | None = None,
+    **kwargs: Any,
 ) -> Any:
     """The checkpoint through ``from_pretrained``, in eval mode.
 
@@ -117,6 +142,7 @@ def load(
         quantization: None (bf16), ``"4bit"`` (nf4), ``"4bit-double"`` (nested) or ``"8bit"``.
         device: where everything goes.
         device_map: a map for ``from_pretrained`` instead of ``device``.
+        skip_modules: more modules that stay unquantized.
         kwargs: for ``from_pretrained``.
     """
     import torch
@@ -128,12 +154,14 @@ def load(
         checkpoint,
         dtype=torch.bfloat16,
         device_map=placement,
-        quantization_config=quantization_config(quantization, cpu_offload=split),
+        quantization_config=quantization_config(quantization, cpu_offload=split, skip_modules=skip_modules),
         **kwargs,
     ).eval()
 
 
-def quantization_config(quantization: str | None, *, cpu_offload: bool = False) -> Any:
+def quantization_config(
+    quantization: str | None, *, cpu_offload: bool = False, skip_modules: list[str] | None = None
+) -> Any:
     """The ``BitsAndBytesConfig`` for a name that :func:`load` knows.
 
     ``cpu_offload`` must be set for a map with CPU entries beside others; transformers then leaves those unquantized.
@@ -148,7 +176,7 @@ def quantization_config(quantization: str | None, *, cpu_offload: bool = False) 
     import transformers
     from transformers import BitsAndBytesConfig
 
-    skip = ["lm_head"]
+    skip = ["lm_head", *(skip_modules or [])]
     if _versions.admits("<5.13", transformers.__version__):
         skip += ["model.vision_tower", "model.audio_tower"]
     if quantization == "8bit":

@@ -1,0 +1,170 @@
+"""Device maps: which entry holds a tensor, what a map misses, what it names in vain. Imports nothing upstream."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+
+#: What other model families, and older Gemma code, call the modules of Gemma 4.
+_OTHER_NAMES = {
+    "multi_modal_projector": ("embed_vision", "embed_audio"),
+    "mm_projector": ("embed_vision", "embed_audio"),
+    "vision_model": ("vision_tower",),
+    "visual": ("vision_tower",),
+    "audio_model": ("audio_tower",),
+    "text_model": ("language_model",),
+    "wte": ("embed_tokens",),
+}
+_LISTED = 5  # names in one message
+
+
+def is_gemma4(model: Any) -> bool:
+    """Whether this is one of the Gemma 4 family (its configuration's ``model_type`` says so)."""
+    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith("gemma4")
+
+
+def entry_for(name: str, placement: Mapping[str, Any]) -> str | None:
+    """The most specific key of a device map that holds the module or tensor ``name``; None where no key does."""
+    while name not in placement:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
+
+
+def ancestors(name: str) -> Iterable[str]:
+    """Every module around ``name``, the innermost first and the model itself, ``""``, last."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def is_nested(placement: Mapping[str, Any]) -> bool:
+    """Whether an entry lies inside another one."""
+    return any(around in placement for name in placement for around in ancestors(name))
+
+
+def check(model: Any, placement: Mapping[str, Any]) -> None:
+    """Refuse a map that cannot work, before anything is loaded or moved; warn of entries that match nothing.
+
+    Raises:
+        Gemma4CompatError: an entry's device does not exist here, or a module has no device.
+    """
+    check_devices(placement)
+    check_complete(model, placement)
+    unmatched = [name for name in placement if name and not exists(model, name)]
+    if unmatched:
+        _warn_unmatched(model, "device_map", unmatched)
+
+
+def check_devices(placement: Mapping[str, Any]) -> None:
+    """Raise :class:`Gemma4CompatError` for a device that this machine does not have."""
+    for name, device in placement.items():
+        if problem := _problem(device):
+            raise Gemma4CompatError(
+                f"device_map places {name or 'the model'!r} on {device!r}: {problem}. Use an accelerator's index (0), "
+                "its name ('cuda:0'), 'cpu' or 'disk'. Nothing was loaded or moved."
+            )
+
+
+def check_complete(model: Any, placement: Mapping[str, Any]) -> None:
+    """Raise :class:`Gemma4CompatError` when a parameter or a saved buffer is under no entry."""
+    if "" in placement:
+        return
+    forgotten = [name for name in model.state_dict() if entry_for(name, placement) is None]
+    if not forgotten:
+        return
+    around = {around for name in placement for around in ancestors(name)}  # modules that are placed in parts
+    missing: dict[str, None] = {}
+    for name in forgotten:
+        # The largest module around it that holds nothing the map places; the tensor itself where there is none.
+        holds_nothing = [module for module in ancestors(name) if module not in around]
+        missing[holds_nothing[-1] if holds_nothing else name] = None
+    raise Gemma4CompatError(
+        f"device_map gives no device for {_listed(list(missing))}. Add "
+        "entries for these, or a catch-all entry '' for everything that is not named. Nothing was loaded or moved."
+    )
+
+
+def warn_unmatched_skips(model: Any, entries: Iterable[str], matches: Any) -> None:
+    """Warn of entries of ``llm_int8_skip_modules`` that keep no module from being quantized.
+
+    Args:
+        model: the model that is about to be quantized.
+        entries: the list the user gave.
+        matches: ``matches(module name, entry)``, transformers' own rule.
+    """
+    names = [name for name, _ in model.named_modules()]
+    unmatched = [entry for entry in entries if not any(matches(name, entry) for name in names)]
+    if unmatched:
+        _warn_unmatched(model, "llm_int8_skip_modules", unmatched)
+
+
+def exists(model: Any, name: str) -> bool:
+    """Whether a dotted name is a module, a parameter or a buffer of the model."""
+    owner, _, last = name.rpartition(".")
+    try:
+        module = model.get_submodule(owner)
+    except AttributeError:
+        return False
+    return any(last in vars(module)[table] for table in ("_modules", "_parameters", "_buffers"))
+
+
+def nearest(model: Any, name: str) -> list[str]:
+    """The modules somebody who wrote ``name`` most likely meant, best first."""
+    names = [module for module, _ in model.named_modules() if module]
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):  # the same tail elsewhere: model.layers.3 -> model.language_model.layers.3
+        tail = parts[-length:]
+        found = [module for module in names if module.split(".")[-length:] == tail]
+        if found and (length > 1 or not tail[0].isdigit()):
+            return found[:2]
+    for part in reversed(parts):
+        renamed = _OTHER_NAMES.get(part, ())
+        found = [module for new in renamed for module in names if module.rpartition(".")[2] == new]
+        if found:
+            return found[:2]
+    return difflib.get_close_matches(name, names, n=2, cutoff=0.0)
+
+
+def _warn_unmatched(model: Any, where: str, unmatched: list[str]) -> None:
+    meant = "; ".join(f"{name!r} (nearest: {', '.join(nearest(model, name))})" for name in unmatched[:_LISTED])
+    more = f" and {len(unmatched) - _LISTED} more" if len(unmatched) > _LISTED else ""
+    warnings.warn(
+        f"{where} names modules that {type(model).__name__} does not have, so these entries have no effect: "
+        f"{meant}{more}.",
+        Gemma4CompatWarning,
+        stacklevel=2,
+    )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_LISTED])
+    return f"{shown} and {len(names) - _LISTED} more" if len(names) > _LISTED else shown
+
+
+def _problem(device: Any) -> str:
+    """What is wrong with a device of a map; empty when nothing is."""
+    import torch
+
+    if device in ("disk", "cpu", "meta"):
+        return ""
+    if isinstance(device, int):
+        accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
+        found: int = accelerator.device_count() if accelerator is not None else torch.cuda.device_count()
+        return "" if 0 <= device < found else f"this machine has {found or 'no'} accelerator{'s' * (found != 1)}"
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        return "no such device"
+    backend: Any = getattr(torch, parsed.type, None)
+    if parsed.type in ("cpu", "meta") or not hasattr(backend, "device_count"):
+        return ""
+    count: int = backend.device_count()
+    if count == 0:
+        return f"this machine has no {parsed.type} device"
+    return "" if (parsed.index or 0) < count else f"this machine has {count} {parsed.type} device{'s' * (count != 1)}"
