@@ -61,6 +61,28 @@ def accelerate_dispatch(
     original(model, hf_quantizer, device_map, offload_folder, offload_index, offload_buffers)
 
 
+def tie_weights(
+    original: Callable[..., Any], self: Any, missing_keys: set[str] | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    # A checkpoint in torch's own format holds both names. Upstream compares their values, which meta has not.
+    if missing_keys is None:
+        return original(self, missing_keys, *args, **kwargs)
+    pairs = self.all_tied_weights_keys
+    apart = {
+        name: owner
+        for name, owner in pairs.items()
+        if not missing_keys & {name, owner}
+        and "meta" in {self.get_parameter(name).device.type, self.get_parameter(owner).device.type}
+    }
+    if not apart:
+        return original(self, missing_keys, *args, **kwargs)
+    self.all_tied_weights_keys = {name: owner for name, owner in pairs.items() if name not in apart}
+    try:
+        return original(self, missing_keys, *args, **kwargs)
+    finally:
+        self.all_tied_weights_keys = {**self.all_tied_weights_keys, **apart}
+
+
 def _complete(model: Any, names: list[str], on_disk: list[str], folder: Any, index: dict[str, Any]) -> None:
     """Give every name of one tied weight that is on disk an entry, and every other one a value."""
     import torch
@@ -128,6 +150,12 @@ PATCH = Patch(
     requires=("accelerate",),
     retire_when="transformers indexes a tied weight under all its names and loads those that stay",
     targets=(
+        Target(
+            module="transformers.modeling_utils",
+            name="PreTrainedModel.tie_weights",
+            replacement=tie_weights,
+            known={"3df9bbeff8ff": "5.5.0 - 5.12.1", "e028c9c972d4": "5.13.0 - 5.22.2", "408f191f3e2a": "5.23.0"},
+        ),
         Target(
             module=_MODULE,
             name="accelerate_disk_offload",
