@@ -89,7 +89,8 @@ def gpu_section() -> str:
             "| what | without | with |",
             "|---|---|---|",
         ]
-        for patch in gemma4_compat.patches():
+        measured = [patch for patch in gemma4_compat.patches() if patch.id in run["measured"]]
+        for patch in measured:
             seen = run["measured"][patch.id]
             parts.append(
                 f"| `{patch.id}` | {shorten(seen['without']['detail'])} | {shorten(seen['with']['detail'])} |"
@@ -101,6 +102,9 @@ def gpu_section() -> str:
         ):
             seen = run["measured"][scenario]
             parts.append(f"| {title} | {scenario_text(seen['without'])} | {scenario_text(seen['with'])} |")
+        missing = [f"`{patch.id}`" for patch in gemma4_compat.patches() if patch not in measured]
+        if missing:
+            parts += ["", f"Not measured on a GPU yet: {', '.join(missing)}."]
         parts.append("")
     return "\n".join(parts).rstrip()
 

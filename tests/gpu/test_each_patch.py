@@ -8,23 +8,29 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from tests.conftest import is_affected
+from gemma4_compat import _doctor
+from tests.conftest import is_affected, patch
 
 IDS = [patch.id for patch in gemma4_compat.patches()]
 
 
+@pytest.fixture(scope="module")
+def findings() -> dict[str, _doctor.Finding]:
+    """All of them at once: most of a child's time is importing."""
+    return {item.id: item for item in _doctor.examine(gemma4_compat.patches(), keep=False, note=print)}
+
+
 @pytest.mark.parametrize("patch_id", IDS)
 def test_defect_without_and_parity_with(
-    reproduce: Callable[..., dict[str, Any]], record: Callable[[str, Any], None], patch_id: str
+    findings: dict[str, _doctor.Finding], record: Callable[[str, Any], None], patch_id: str
 ) -> None:
-    without, repaired = (reproduce(patch_id, shim=shim) for shim in ("off", "on"))
+    without, repaired = findings[patch_id].without, findings[patch_id].with_shim
     record(patch_id, {"without": without, "with": repaired})
     assert not repaired["defect"], repaired
     assert repaired["parity"] in (0.0, None)
-    patch = {item.id: item for item in gemma4_compat.patches()}[patch_id]
     if patch_id == "bitsandbytes-cpu-packing":
         from bitsandbytes.functional import has_avx512bf16
 
-        assert without["defect"] == (is_affected(patch) and bool(has_avx512bf16()))
+        assert without["defect"] == (is_affected(patch(patch_id)) and bool(has_avx512bf16()))
     else:
-        assert without["defect"] == is_affected(patch), without
+        assert without["defect"] == is_affected(patch(patch_id)), without
