@@ -13,6 +13,8 @@ PATCHES: tuple[str, ...] = (
     "peft_keep_dispatch",
     "peft_clippable_linear",
     "transformers_adapter_placement",
+    "transformers_shared_kv",
+    "transformers_shared_kv_unified",
 )
 
 

@@ -104,11 +104,11 @@ class Workspace:
         placement = _tiny.device_map(model, offload, main=self.main, offloaded=self.offloaded)
         return _tiny.dispatch(model, placement, Path(tempfile.mkdtemp(prefix="offload-", dir=self.folder)))
 
-    def answers(self, model: Any) -> Answers:
+    def answers(self, model: Any, *, text_only: bool = False) -> Answers:
         """Three forwards and a greedy generate on a prompt with an image and a sound, without gradients."""
         import torch
 
-        batch = _tiny.inputs(self.main)
+        batch = _tiny.inputs(self.main, text_only=text_only)
         with torch.no_grad():
             logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
             tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False).cpu()

@@ -25,30 +25,32 @@ TARGETS: dict[str, str] = {
 }
 
 
+#: Text model: 6 layers of width 64, the last 2 of them KV-shared.
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "max_position_embeddings": 256,
+    "final_logit_softcapping": 30.0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+
+
 def config() -> Any:
     """A ``Gemma4Config``: 6 text layers of width 64 (2 of them KV-shared), 2 vision and 2 audio layers."""
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
-    text = gemma4.Gemma4TextConfig(
-        vocab_size=VOCABULARY,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size=64,
-        hidden_size_per_layer_input=64,
-        intermediate_size=128,
-        num_hidden_layers=6,
-        num_kv_shared_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        global_head_dim=64,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        sliding_window=8,
-        max_position_embeddings=256,
-        final_logit_softcapping=30.0,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
+    text = gemma4.Gemma4TextConfig(**TEXT, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=64)
     vision = gemma4.Gemma4VisionConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -105,6 +107,24 @@ def build_checkpoint(folder: Path, *, seed: int = 0) -> Path:
                 buffer.fill_(1.25)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def unified_text_model(*, seed: int = 0) -> Any:
+    """A ``Gemma4UnifiedForCausalLM`` (the 12B's classes) of the shape of :data:`TEXT`, random, bf16, in eval mode.
+
+    Raises:
+        ImportError: the installed transformers has no such model.
+    """
+    import torch
+    from transformers import Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
+
+    torch.manual_seed(seed)
+    model = Gemma4UnifiedForCausalLM(Gemma4UnifiedTextConfig(**TEXT)).to(torch.bfloat16).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.1)
+    return model
 
 
 def load(
