@@ -18,7 +18,6 @@ from gemma4_compat import _shared_kv
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, Workspace
 
 
