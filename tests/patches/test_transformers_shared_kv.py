@@ -66,8 +66,9 @@ def test_a_map_that_splits_a_layer(workspace: Any, one_device: Callable[..., Any
     placement = _tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
     layer = "model.language_model.layers.3"
     del placement[layer]
-    for name, child in model.get_submodule(layer).named_children():
+    for name, _ in model.get_submodule(layer).named_children():
         placement[f"{layer}.{name}"] = workspace.offloaded if name in ("self_attn", "mlp") else workspace.main
+    placement[f"{layer}.layer_scalar"] = workspace.main  # its own buffer
     model = dispatch_model(model, placement, offload_dir=str(tmp_path))
     assert difference(one_device(None, None), workspace.answers(model)) == 0.0
 
