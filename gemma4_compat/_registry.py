@@ -17,6 +17,8 @@ PATCHES: tuple[str, ...] = (
     "peft_keep_dispatch",
     "peft_clippable_linear",
     "transformers_adapter_placement",
+    "transformers_shared_kv",
+    "transformers_shared_kv_unified",
     "transformers_placement_names",
     "transformers_map_boundaries",
     "transformers_tied_split",

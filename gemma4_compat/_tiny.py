@@ -25,34 +25,37 @@ TARGETS: dict[str, str] = {
 }
 
 
-def config(layers: int = 6) -> Any:
-    """A ``Gemma4Config``: 2 vision and 2 audio layers, text layers of width 64 (the last 2 KV-shared).
+#: Text model: layers of width 64, the last 2 of them KV-shared.
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_kv_shared_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "sliding_window": 8,
+    "max_position_embeddings": 256,
+    "final_logit_softcapping": 30.0,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+_LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 
-    Args:
-        layers: how many text layers, a multiple of 3.
-    """
+
+def text_shape(layers: int = 6) -> dict[str, Any]:
+    """:data:`TEXT` with that many layers, a multiple of 3."""
+    return {**TEXT, "num_hidden_layers": layers, "layer_types": _LAYER_TYPES * (layers // 3)}
+
+
+def config(layers: int = 6) -> Any:
+    """A ``Gemma4Config``: 2 vision and 2 audio layers, and the text model of :func:`text_shape`."""
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
-    text = gemma4.Gemma4TextConfig(
-        vocab_size=VOCABULARY,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size=64,
-        hidden_size_per_layer_input=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_kv_shared_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        global_head_dim=64,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * (layers // 3),
-        sliding_window=8,
-        max_position_embeddings=256,
-        final_logit_softcapping=30.0,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-    )
+    shape = text_shape(layers)
+    text = gemma4.Gemma4TextConfig(**shape, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=64)
     vision = gemma4.Gemma4VisionConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -117,13 +120,33 @@ def build_text_checkpoint(folder: Path, *, seed: int = 0) -> Path:
     from transformers import Gemma4ForCausalLM
 
     torch.manual_seed(seed)
-    model = Gemma4ForCausalLM(config().text_config)
+    _randomized(Gemma4ForCausalLM(config().text_config)).save_pretrained(folder)
+    return folder
+
+
+def unified_text_model(*, seed: int = 0) -> Any:
+    """A ``Gemma4UnifiedForCausalLM`` (the 12B's classes) of the shape of :data:`TEXT`, random, bf16, in eval mode.
+
+    Raises:
+        ImportError: the installed transformers has no such model.
+    """
+    import torch
+    from transformers import Gemma4UnifiedForCausalLM, Gemma4UnifiedTextConfig
+
+    torch.manual_seed(seed)
+    return _randomized(Gemma4UnifiedForCausalLM(Gemma4UnifiedTextConfig(**text_shape()))).eval()
+
+
+def _randomized(model: Any) -> Any:
+    """``model`` in bf16 with random matrices."""
+    import torch
+
+    model.to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.normal_(0.0, 0.1)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
+    return model
 
 
 def load(

@@ -68,7 +68,9 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def linear4bit_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    if (self.training or x.requires_grad) and _quant_state.is_packed(self.weight.quant_state):
+    # FSDP2 hands the layer a plain parameter; the original then makes it a Params4bit again.
+    state = getattr(self.weight, "quant_state", None)
+    if (self.training or x.requires_grad) and _quant_state.is_packed(state):
         _unpack_parameter(self.weight)
     return original(self, x, *args, **kwargs)
 

@@ -1,0 +1,77 @@
+"""The container in which Gemma 4's decoder layers leave keys and values for one another, kept one container.
+
+Whoever stands between the text model and a layer may rebuild the arguments: accelerate's hooks rebuild every mapping
+that no skip key names, FSDP and FSDP2 every plain dict. A layer then writes into a copy that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+_NAME = "shared_kv_states"
+
+
+class SharedStates(UserDict[Any, Any]):
+    """The caller's container in a type that everybody passes on as it is: writes reach it, reads come from it.
+
+    accelerate's ``send_to_device`` lets whatever has a ``to`` move itself; FSDP rebuilds plain dicts only. The values
+    stay on the device that computed them: the layer that reads them brings them to its own.
+    """
+
+    def __init__(self, states: MutableMapping[Any, Any]) -> None:
+        self.data = states  # type: ignore[assignment]  # not a copy, that is the point
+
+    def to(self, *_: Any, **__: Any) -> SharedStates:
+        return self
+
+
+def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A layer's ``__call__``, before its hooks run. What it passes on is also what a checkpoint keeps."""
+    if _may_rebuild(self):
+        args, kwargs = _kept(self, args, kwargs)
+    return original(self, *args, **kwargs)
+
+
+def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The text model's ``forward``: hands the container safely to layers that sit inside another module.
+
+    FSDP's class, and FSDP2 around a checkpoint wrapper, rebuild it before the layer is called.
+    """
+    handles = [
+        wrapper.register_forward_pre_hook(_kept, prepend=True, with_kwargs=True) for wrapper in _wrappers(self.layers)
+    ]
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _may_rebuild(layer: Any) -> bool:
+    """Whether anything sees the arguments before the attention does. Without it nothing is changed, nor traced."""
+    return any(
+        len(module._forward_pre_hooks) > 0 or getattr(module, "_hf_hook", None) is not None
+        for module in (layer, layer.self_attn)
+    )
+
+
+def _wrappers(layers: Any) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [
+        layer
+        for layer in layers
+        if not isinstance(layer, GradientCheckpointingLayer) and "_orig_mod" not in layer._modules  # torch.compile's
+    ]
+
+
+def _kept(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the container in its safe type. 5.5.2 passes it by position, the only mapping there."""
+    args = tuple(_safe(value) for value in args)
+    return args, {name: _safe(value) if name == _NAME else value for name, value in kwargs.items()}
+
+
+def _safe(value: Any) -> Any:
+    return SharedStates(value) if isinstance(value, MutableMapping) and not hasattr(value, "to") else value
