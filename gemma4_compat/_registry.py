@@ -8,12 +8,14 @@ from gemma4_compat._patch import Patch
 
 PATCHES: tuple[str, ...] = (
     "accelerate_hf_initialized",
+    "accelerate_int8_offload",
     "accelerate_skip_keys",
     "accelerate_nested_map",
     "accelerate_tied_on_disk",
     "accelerate_map_check",
     "bitsandbytes_meta_quant_state",
     "bitsandbytes_cpu_packing",
+    "bitsandbytes_int8_meta_scales",
     "peft_keep_dispatch",
     "peft_clippable_linear",
     "transformers_adapter_placement",

@@ -47,3 +47,19 @@ def test_a_quantized_layer_after_a_round_trip_through_meta(workspace: Any, quant
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_8bit_layer_after_a_round_trip_through_meta(workspace: Any, training: bool) -> None:
+    import torch
+
+    assert gemma4_compat.status()["bitsandbytes-int8-meta-scales"].state is gemma4_compat.PatchState.APPLIED
+    layer = workspace.load("8bit").model.language_model.layers[0].mlp.up_proj.train(training)
+    data, offloaded = layer.weight.data, layer.weight.to("meta")
+    statistics = {"CB": offloaded.CB, "SCB": offloaded.SCB, "has_fp16_weights": offloaded.has_fp16_weights}
+    layer.weight = type(layer.weight)(data, requires_grad=False, **statistics).to(workspace.main)
+    x = torch.randn(2, 5, layer.in_features, dtype=torch.bfloat16, device=workspace.main)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(x), layer(x))

@@ -13,7 +13,7 @@ from gemma4_compat import _tiny
 from gemma4_compat._repro import difference
 from tests.conftest import census
 
-QUANTIZATIONS = [None, "4bit", "4bit-double"]
+QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
@@ -88,7 +88,7 @@ def _training_step(workspace: Any, base: Any, checkpointing: bool) -> tuple[floa
     return loss.item(), {name: p.grad.cpu() for name, p in trainable.items() if p.grad is not None}
 
 
-@pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
+@pytest.mark.parametrize("quantization", ["4bit", "4bit-double", "8bit"])
 def test_fifty_forwards_leave_no_tensor_behind(workspace: Any, quantization: str) -> None:
     import torch
     from peft import PeftModel
