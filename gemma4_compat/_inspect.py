@@ -1,6 +1,6 @@
 """Where a loaded model wants its inputs, and which of its tensors have no values. Reads; changes nothing.
 
-Duck-typed on accelerate's hooks, PEFT's wrappers and bitsandbytes' states; torch is imported when a function is called.
+Duck-typed on accelerate's hooks, PEFT's wrappers and bitsandbytes' states; torch is imported when something is called.
 """
 
 from __future__ import annotations
