@@ -8,10 +8,15 @@ from gemma4_compat._patch import Patch
 
 PATCHES: tuple[str, ...] = (
     "accelerate_hf_initialized",
+    "accelerate_remove_hooks",
+    "accelerate_offload_folder",
+    "accelerate_move_offloaded",
     "bitsandbytes_meta_quant_state",
     "bitsandbytes_cpu_packing",
+    "peft_failed_load",
     "peft_keep_dispatch",
     "peft_clippable_linear",
+    "transformers_failed_adapter",
     "transformers_adapter_placement",
 )
 
