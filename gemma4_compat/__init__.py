@@ -14,6 +14,7 @@ from __future__ import annotations
 from gemma4_compat import _registry
 from gemma4_compat._engine import Engine
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._inspect import MetaTensor, find_meta_tensors, input_device
 from gemma4_compat._patch import Patch, PatchState, PatchStatus
 
 __version__ = "0.1.0"
@@ -21,10 +22,13 @@ __version__ = "0.1.0"
 __all__ = [
     "Gemma4CompatError",
     "Gemma4CompatWarning",
+    "MetaTensor",
     "Patch",
     "PatchState",
     "PatchStatus",
     "__version__",
+    "find_meta_tensors",
+    "input_device",
     "install",
     "patches",
     "revert",

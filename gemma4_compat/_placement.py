@@ -19,12 +19,29 @@ def offload_hook(module: Any) -> Any:
 
 def execution_device(module: Any) -> Any:
     """Where an offloaded module computes (``torch.device``); None for a module whose weights are not offloaded."""
+    hook = offload_hook(module)
+    return None if hook is None else _device(hook.execution_device)
+
+
+def hook_device(module: Any, *, of_submodules: bool = False) -> Any:
+    """The ``torch.device`` a hook of ``module`` computes on, offloaded or not; None where no hook says so.
+
+    With ``of_submodules`` only hooks count that also place the modules below this one.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    for candidate in getattr(hook, "hooks", (hook,)):
+        device = getattr(candidate, "execution_device", None)
+        # A hook without that attribute (accelerate's CpuOffload) moves the whole module.
+        if device is not None and (not of_submodules or getattr(candidate, "place_submodules", True)):
+            return _device(device)
+    return None
+
+
+def _device(device: Any) -> Any:
     import torch
 
-    hook = offload_hook(module)
-    if hook is None or hook.execution_device is None:
+    if device is None:
         return None
-    device = hook.execution_device
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 

@@ -80,6 +80,22 @@ class Workspace:
     def adapter(self, targets: str) -> Path:
         return self.folder / f"adapter-{targets}"
 
+    def misfit(self) -> Path:
+        """An adapter that was made for a base model of another width (two of its tensors are)."""
+        import shutil
+
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        folder = self.folder / "adapter-misfit"
+        shutil.copytree(self.adapter("language"), folder, dirs_exist_ok=True)
+        weights = load_file(folder / "adapter_model.safetensors")
+        for end, shape in (("0.mlp.up_proj.lora_A.weight", (4, 96)), ("3.mlp.up_proj.lora_B.weight", (96, 4))):
+            (name,) = [name for name in weights if name.endswith(f"language_model.layers.{end}")]
+            weights[name] = torch.zeros(shape)
+        save_file(weights, folder / "adapter_model.safetensors")
+        return folder
+
     @property
     def main(self) -> Any:
         """Where the model computes: GPU 0, or the CPU where there is none."""

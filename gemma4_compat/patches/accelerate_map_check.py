@@ -67,7 +67,7 @@ PATCH = Patch(
     affected=">=1.12",
     measured="1.15.0",
     requires=("transformers>=5.5",),
-    after=("accelerate-nested-map",),
+    after=("accelerate-move-offloaded",),
     retire_when="accelerate names the nearest modules of an entry that matches none",
     targets=(
         Target(

@@ -4,8 +4,9 @@ Why: transformers loads the adapter's tensors with the base's ``hf_device_map``.
 "disk" entry are treated as offloaded and stay on meta; those of a "cpu" entry are put on the CPU, while their layer
 computes on the GPU (``Expected all tensors to be on the same device``).
 
-Here: while the adapter loads, the map shows where each module *computes* instead of where its weights wait. The layers
-themselves are created in the right place by the patch peft-keep-dispatch.
+Here: while the adapter loads, the map shows where each module *computes* instead of where its weights wait (or, where
+the hooks were removed and the map was left behind, where its weights are). The layers themselves are created in the
+right place by the patch peft-keep-dispatch.
 
 Goes when transformers loads adapter weights onto their layer's execution device.
 """
@@ -27,9 +28,10 @@ def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         return original(self, *args, **kwargs)
     placement = self.hf_device_map
     main = _main_device(self)
-    if main is None:
-        return original(self, *args, **kwargs)
-    self.hf_device_map = {name: main if device in ("cpu", "disk") else device for name, device in placement.items()}
+    self.hf_device_map = {
+        name: device if device not in ("cpu", "disk") else _device(self, name, device) if main is None else main
+        for name, device in placement.items()
+    }
     try:
         return original(self, *args, **kwargs)
     finally:
@@ -43,6 +45,12 @@ def _main_device(model: Any) -> Any:
         if hook is not None and hook.execution_device is not None:
             return hook.execution_device
     return None
+
+
+def _device(model: Any, name: str, default: Any) -> Any:
+    """Where the weights under ``name`` are, once the hooks were removed and the map tells the past."""
+    prefix = f"{name}." if name else ""
+    return next((value.device for key, value in model.named_parameters() if f"{key}.".startswith(prefix)), default)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
