@@ -63,6 +63,10 @@ class ChangeSet:
         else:
             installed = self._wrap(raw, replacement, label)
         before = vars(owner).get(attribute, _ABSENT)
+        if before is _ABSENT and isinstance(owner, type):
+            # Inherited: the name it is pickled by would otherwise lead to the base class, and to another function.
+            function = getattr(installed, "__func__", installed)
+            function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{attribute}"
         self._set(owner, attribute, before, installed, label)
         if isinstance(installed, FunctionType) and not isinstance(owner, type):
             self._functions.append((installed, raw))

@@ -240,7 +240,9 @@ def faults_of_appearance(patch: Any, untouched: Snapshot) -> list[str]:
         if place is None or patch.id not in marks(*place):
             continue
         owner, name = place
-        original, found = untouched.held[id(owner), name][1], vars(owner)[name]
+        found = vars(owner)[name]
+        holders = owner.__mro__ if isinstance(owner, type) else (owner,)  # the first has it, or it was inherited
+        original = next(untouched.held[id(one), name][1] for one in holders if (id(one), name) in untouched.held)
         if type(found) is not type(original):
             faults.append(f"{target} is a {type(found).__name__}")
         if inspect.signature(getattr(found, "__func__", found)) != inspect.signature(
