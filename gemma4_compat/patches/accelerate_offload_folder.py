@@ -79,6 +79,9 @@ def offload_state_dict(original: Callable[..., None], save_dir: Any, *args: Any,
             f"the offload folder {str(save_dir)!r} cannot be written: {error}. Nothing was moved. Give a folder that "
             "can be made or written, on a disk with room for the weights."
         ) from error
+    index = Path(save_dir, "index.json")
+    if not index.exists():  # not one weight: an entry of the map that matches nothing, or has only buffers
+        index.write_text("{}", encoding="utf-8")
 
 
 def getitem(original: Callable[..., Any], self: Any, key: str) -> Any:

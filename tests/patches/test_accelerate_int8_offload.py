@@ -124,7 +124,7 @@ def test_layers_with_a_bias_of_any_model_and_a_map_without_scales(
     assert model[0].weight.device.type == "meta"
     found = outputs_and_gradient(model, workspace.main)
     assert all(torch.equal(a, b) for a, b in zip(reference, found))
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, ValueError)):  # on the CPU and on a GPU
         model(torch.ones(1, 5, 32, device=workspace.main))  # too narrow: no hook takes the first layer's weight out
     assert model[0].weight.device.type != "meta"
     found = outputs_and_gradient(model, workspace.main)
