@@ -1,8 +1,8 @@
 """One case of the search: a tiny Gemma 4, a way to load it, a prompt, and a map of its modules to two places.
 
 A case is a pure function of its seed, the same on every stack and machine, and JSON. Cases of one *group* (``seed //
-GROUP``) share their configuration and :data:`KINDS` ways to quantize, adapt and prompt it, so that checkpoints, adapters
-and answers of one device are made once for several maps.
+GROUP``) share their configuration and :data:`KINDS` ways to quantize, adapt and prompt it, so that checkpoints,
+adapters and answers of one device are made once for several maps.
 
 What the libraries cannot do on one device either is never generated; each such rule has its reason beside it.
 """
@@ -10,8 +10,10 @@ What the libraries cannot do on one device either is never generated; each such 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -335,7 +337,7 @@ def simplifications(case: Case) -> Iterator[Case]:
         yield but(load="dispatch_model")
     elif case.skip_keys == "none":
         yield but(skip_keys="own")
-    yield from (but(placement=placement) for placement in _simpler_maps(case))
+    yield from (but(placement=placement) for placement in (*_simpler_maps(case), *_renumbered(case)))
 
 
 def _simpler_maps(case: Case) -> Iterator[Map]:
@@ -359,6 +361,20 @@ def _simpler_maps(case: Case) -> Iterator[Map]:
         yield ordered
 
 
+def _renumbered(case: Case) -> Iterator[Map]:
+    """Entries for one text layer moved to an earlier one that has none, so that the later can go."""
+    pattern = r"(model\.(?:language_model\.)?layers\.)(\d+)(.*)"
+    matches = {name: re.fullmatch(pattern, name) for name, _ in case.placement}
+    named = sorted({int(match[2]) for match in matches.values() if match})
+    free = [index for index in range(case.layers) if index not in named]
+    for index in reversed(named):
+        for earlier in (other for other in free if other < index):
+            yield tuple(
+                (f"{match[1]}{earlier}{match[3]}" if match and int(match[2]) == index else name, place)
+                for (name, place), match in zip(case.placement, matches.values())
+            )
+
+
 def size(case: Case) -> tuple[int, ...]:
     """What shrinking makes smaller, most important first; it only ever steps down, so it ends."""
     features = (
@@ -369,9 +385,11 @@ def size(case: Case) -> tuple[int, ...]:
     loading = (case.load == "from_pretrained") * 2 + (case.skip_keys == "none")
     order = {node.name: position for position, node in enumerate(walk(tree(case)))}
     positions = [order[name] for name, _ in case.placement]
-    inversions = sum(a > b for a, b in zip(positions, positions[1:]))
+    indices = sum(int(index) for name, _ in case.placement for index in re.findall(r"\d+", name))
+    inversions = sum(a > b for a, b in itertools.pairwise(positions))
     return (
-        sum(features), case.kv_shared, case.layers, case.period, len(case.placement), loading, offloaded, inversions,
+        sum(features), case.kv_shared, case.layers, case.period, len(case.placement), loading, offloaded, indices,
+        inversions,
     )  # fmt: skip
 
 

@@ -142,7 +142,7 @@ def report(results: list[Result], wall: float) -> None:
     print(f"{sum(map(len, grouped.values()))} failing, {len(grouped)} signatures")
     for signature, found in sorted(grouped.items(), key=lambda item: -len(item[1])):
         seeds = [seed for seed, _ in found]
-        print(f"\n{len(found)} x {signature}\n  seeds {seeds[:12]}\n  {found[0][1].detail}")
+        print(f"\n{len(found)} x {signature}\n  seeds {seeds}\n  {found[0][1].detail}")
 
 
 def write_shrunk(seed: int, failure: run.Failure, bench: run.Bench, attempts: int, folder: Path) -> None:

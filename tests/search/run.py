@@ -371,9 +371,7 @@ def _misplaced(case: Case, bench: Bench, model: Any) -> list[str]:
     }
     tied = {name: place(name) for name in parameters if name.endswith(_TIED)}
     for name, parameter in parameters.items():
-        if "lora_" in name:
-            allowed = {main}
-        elif place(name) == MAIN:
+        if "lora_" in name or place(name) == MAIN:
             allowed = {main}
         elif name in tied and MAIN in tied.values():
             allowed = {main, torch.device("meta")}
@@ -409,6 +407,7 @@ def _raised(stage: str, error: Exception) -> Failure:
 def _general(message: str) -> str:
     """A message without what differs between cases of one cause: names of modules, numbers, maps."""
     message = re.sub(r"\{.*\}", "{...}", message)
+    message = re.sub(r"^\w+ is on the meta", "PARAMETER is on the meta", message)
     message = re.sub(r"(?:base_model\.)?\b(?:model|lm_head)(?:\.\w+)+", "MODULE", message)
     message = re.sub(r"0x[0-9a-f]+|/\S+", "_", message)
     return re.sub(r"\d+", "N", message)
