@@ -23,7 +23,8 @@ from tests.search import run
 from tests.search.case import GROUP, OFFLOADED, Case, as_script, generate, owner, tree, walk
 
 REGRESSIONS = Path(__file__).parent.parent / "regressions"
-Result = tuple[int, float, "run.Failure | None"]
+#: Seed, seconds on the clock, seconds of CPU time (what other processes of the machine do not change), failure.
+Result = tuple[int, float, float, "run.Failure | None"]
 
 
 def run_group(seeds: list[int]) -> list[Result]:
@@ -33,9 +34,9 @@ def run_group(seeds: list[int]) -> list[Result]:
     results: list[Result] = []
     with run.bench() as bench:
         for seed in seeds:
-            started = time.perf_counter()
+            wall, processor = time.perf_counter(), time.process_time()
             failure = run.check(generate(seed), bench)
-            results.append((seed, time.perf_counter() - started, failure))
+            results.append((seed, time.perf_counter() - wall, time.process_time() - processor, failure))
     return results
 
 
@@ -112,7 +113,7 @@ def main() -> int:
         tasks = [pool.submit(run_group, seeds) for seeds in work]
         for task in as_completed(tasks):
             results += task.result()
-            bad = sum(failure is not None for _, _, failure in results)
+            bad = sum(failure is not None for _, _, _, failure in results)
             print(f"{len(results)} cases, {bad} failing, {time.perf_counter() - started:.0f} s", flush=True)
             if options.stop_after is not None and bad >= options.stop_after:
                 pool.shutdown(cancel_futures=True)
@@ -120,7 +121,7 @@ def main() -> int:
     results.sort()
     report(results, time.perf_counter() - started)
     failing = collections.defaultdict(list)
-    for seed, _, failure in results:
+    for seed, _, _, failure in results:
         if failure is not None:
             failing[failure.signature].append((seed, failure))
     if options.attempts:
@@ -132,11 +133,11 @@ def main() -> int:
 
 def report(results: list[Result], wall: float) -> None:
     """Coverage, time, and failures grouped by signature."""
-    print(coverage(generate(seed) for seed, _, _ in results))
-    average = sum(seconds for _, seconds, _ in results) / len(results)
-    print(f"{len(results)} cases in {wall:.0f} s; {1000 * average:.0f} ms a case")
+    print(coverage(generate(seed) for seed, *_ in results))
+    clock, processor = (1000 * sum(result[index] for result in results) / len(results) for index in (1, 2))
+    print(f"{len(results)} cases in {wall:.0f} s; {clock:.0f} ms a case, {processor:.0f} ms of CPU time")
     grouped: dict[str, list[tuple[int, run.Failure]]] = collections.defaultdict(list)
-    for seed, _, failure in results:
+    for seed, _, _, failure in results:
         if failure is not None:
             grouped[failure.signature].append((seed, failure))
     print(f"{sum(map(len, grouped.values()))} failing, {len(grouped)} signatures")
