@@ -333,6 +333,8 @@ def simplifications(case: Case) -> Iterator[Case]:
             yield without_modules(layers=layers)
     if case.period == 3 and case.layers > 2:
         yield but(period=2)
+    if case.offloaded_to == "disk":
+        yield but(offloaded_to="cpu")
     if case.load == "from_pretrained":
         yield but(load="dispatch_model")
     elif case.skip_keys == "none":
@@ -382,7 +384,7 @@ def size(case: Case) -> tuple[int, ...]:
         case.vision, case.audio, case.experts, case.keys_are_values, case.wide_mlp, case.per_layer,
     )  # fmt: skip
     offloaded = sum(place == OFFLOADED for _, place in case.placement)
-    loading = (case.load == "from_pretrained") * 2 + (case.skip_keys == "none")
+    loading = (case.load == "from_pretrained") * 4 + (case.skip_keys == "none") * 2 + (case.offloaded_to == "disk")
     order = {node.name: position for position, node in enumerate(walk(tree(case)))}
     positions = [order[name] for name, _ in case.placement]
     indices = sum(int(index) for name, _ in case.placement for index in re.findall(r"\d+", name))
@@ -401,7 +403,7 @@ def as_script(case: Case, why: str) -> str:
     lines = [f"    {name}={value!r}," for name, value in fields.items()]
     lines += ["    placement=(", *(f"        {item!r}," for item in placement), "    ),"]
     body = "\n".join(lines).replace("'", '"')
-    return f'''"""Found by tests.search. Run it from the repository: python -m tests.regressions.NAME"""
+    return f'''"""Found by tests.search. From the repository: python -m tests.regressions.NAME"""
 
 {comment}
 

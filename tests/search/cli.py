@@ -120,14 +120,10 @@ def main() -> int:
                 break
     results.sort()
     report(results, time.perf_counter() - started)
-    failing = collections.defaultdict(list)
-    for seed, _, _, failure in results:
-        if failure is not None:
-            failing[failure.signature].append((seed, failure))
+    failing = [(seed, failure) for seed, _, _, failure in results if failure is not None]
     if options.attempts:
         with run.bench() as bench:
-            for found in failing.values():
-                write_shrunk(*found[0], bench, options.attempts, options.write)
+            write_shrunk(failing, bench, options.attempts, options.write)
     return 1 if failing else 0
 
 
@@ -146,9 +142,24 @@ def report(results: list[Result], wall: float) -> None:
         print(f"\n{len(found)} x {signature}\n  seeds {seeds}\n  {found[0][1].detail}")
 
 
-def write_shrunk(seed: int, failure: run.Failure, bench: run.Bench, attempts: int, folder: Path) -> None:
-    case = run.shrink(generate(seed), failure, bench, attempts=attempts)
-    slug = re.sub(r"\W+", "_", failure.signature.partition(" [")[0])[:50].strip("_").lower()
-    path = folder / f"{slug}_{seed}.py"
-    path.write_text(as_script(case, f"Seed {seed}: {failure.signature}"), encoding="utf-8")
-    print(f"\nshrunk seed {seed} ({failure.signature}) to {path}\n  {case.to_json()}", flush=True)
+def write_shrunk(failing: list[tuple[int, run.Failure]], bench: run.Bench, attempts: int, folder: Path) -> None:
+    """One script a cause: the first failure of each signature, way to load and kind of map, where they shrink to
+    different cases.
+
+    One signature can have several causes: accelerate says "is on the meta device" for many.
+    """
+    kinds: dict[tuple[object, ...], tuple[int, run.Failure]] = {}
+    for seed, failure in failing:
+        case = generate(seed)
+        kind = [name for name in ("offloaded below main", "main below offloaded") if features(case)[name]]
+        kinds.setdefault((failure.signature, case.load, *kind), (seed, failure))
+    shrunk: set[str] = set()
+    for seed, failure in kinds.values():
+        case = run.shrink(generate(seed), failure, bench, attempts=attempts)
+        print(f"\nseed {seed}, {failure.signature}\n  {case.to_json()}", flush=True)
+        if case.to_json() not in shrunk:
+            shrunk.add(case.to_json())
+            slug = re.sub(r"\W+", "_", failure.signature.partition(" [")[0])[:50].strip("_").lower()
+            path = folder / f"{slug}_{seed}.py"
+            path.write_text(as_script(case, f"Seed {seed}: {failure.signature}"), encoding="utf-8")
+            print(f"  written to {path}", flush=True)
