@@ -1,0 +1,33 @@
+"""Found by tests.search. From the repository: python -m tests.regressions.NAME"""
+
+# Seed 11: as above, inside a layer of experts
+
+from tests.search.case import Case
+from tests.search.run import repeat
+
+CASE = Case(
+    seed=None,
+    model="causal",
+    layers=2,
+    period=2,
+    kv_shared=0,
+    per_layer=False,
+    experts=True,
+    keys_are_values=False,
+    wide_mlp=False,
+    vision=False,
+    audio=False,
+    quantization=None,
+    adapter=None,
+    prompt="text",
+    load="from_pretrained",
+    skip_keys="own",
+    offloaded_to="disk",
+    placement=(
+        ("", "main"),
+        ("model.layers.0.post_feedforward_layernorm", "offloaded"),
+    ),
+)
+
+if __name__ == "__main__":
+    repeat(CASE)

@@ -1,0 +1,1 @@
+"""A randomized search over placements; see ``case.py`` (what is tried), ``run.py`` (what must hold)."""
