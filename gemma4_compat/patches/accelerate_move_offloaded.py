@@ -7,7 +7,7 @@ down the modules through ``_apply``, past the guard.
 
 Here: a dispatched model with offloaded modules also guards its ``_apply``, the one way into every move. What the guard
 raises is accelerate's own error, with the modules' names, before anything is moved. Changes of dtype pass: they move
-nothing, and offloaded weights follow them when they are brought in. The guard goes by itself when nothing is offloaded.
+nothing, and offloaded weights follow them when they are brought in. The guard goes when nothing is offloaded.
 
 Goes when accelerate guards ``_apply``, or every move that comes by it.
 """
