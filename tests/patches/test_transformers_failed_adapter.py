@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat import Gemma4CompatError, _versions
+from gemma4_compat import Gemma4CompatError
 from gemma4_compat.patches.transformers_failed_adapter import PATCH
 from tests.patches.promise import Promise
 from tests.patches.test_peft_failed_load import shape
@@ -16,18 +16,6 @@ from tests.patches.test_peft_failed_load import shape
 class TestPromise(Promise):
     patch_id = PATCH.id
     original = r"\d+ modules of it stay in the model"
-
-    def expects_defect(self) -> bool:
-        """5.23.0 refuses PEFT before 0.20, where ``load_adapter`` does not run at all."""
-        return super().expects_defect() and load_adapter_runs()
-
-
-def load_adapter_runs() -> bool:
-    from transformers.utils import peft_utils
-
-    needed = getattr(peft_utils, "MIN_PEFT_VERSION", None)
-    version = _versions.installed("peft")
-    return needed is None or version is None or _versions.admits(f">={needed}", version)
 
 
 def test_a_second_adapter_that_fails_leaves_the_first(workspace: Any, tmp_path: Path) -> None:

@@ -59,10 +59,13 @@ def test_the_public_names_are_those_that_are_documented() -> None:
     assert sorted(gemma4_compat.__all__) == [
         "Gemma4CompatError",
         "Gemma4CompatWarning",
+        "MetaTensor",
         "Patch",
         "PatchState",
         "PatchStatus",
         "__version__",
+        "find_meta_tensors",
+        "input_device",
         "install",
         "patches",
         "revert",
