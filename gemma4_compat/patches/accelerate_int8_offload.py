@@ -11,7 +11,7 @@ after it. A weight that comes back to the CPU goes there by way of GPU 0, to be 
 Here: when an 8-bit weight goes to meta, what the layer took over goes back to the parameter first, and the layer
 starts over with a state without tensors; the one the forward used belongs to its graph alone, and lives as long. A
 weight that is 8-bit already goes straight to the CPU. The scales come from the parameter when it has them (see
-bitsandbytes-int8-meta-scales), because after PEFT merged into the weight those in the weights map are old.
+bitsandbytes-int8-meta-scales): whoever changed the weight, as a merge does, changed them there, not in the map.
 
 Goes when accelerate leaves the state of a forward alone and empties ``state.CB``, and its CPU branch asks for the
 dtype; no release does so far.
