@@ -19,6 +19,11 @@ _OTHER_NAMES = {
     "text_model": ("language_model",),
     "wte": ("embed_tokens",),
 }
+#: Modules that some members of the family have and others do not: naming one in vain is no mistake.
+_FAMILY = {
+    *("vision_tower", "audio_tower", "embed_vision", "embed_audio", "lm_head", "router", "experts"),
+    *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
+}
 _LISTED = 5  # names in one message
 
 
@@ -56,7 +61,7 @@ def check(model: Any, placement: Mapping[str, Any]) -> None:
     """
     check_devices(placement)
     check_complete(model, placement)
-    unmatched = [name for name in placement if name and not exists(model, name)]
+    unmatched = [name for name in placement if name and not exists(model, name) and not _is_absent(model, name)]
     if unmatched:
         _warn_unmatched(model, "device_map", unmatched)
 
@@ -72,10 +77,20 @@ def check_devices(placement: Mapping[str, Any]) -> None:
 
 
 def check_complete(model: Any, placement: Mapping[str, Any]) -> None:
-    """Raise :class:`Gemma4CompatError` when a parameter or a saved buffer is under no entry."""
-    if "" in placement:
+    """Raise :class:`Gemma4CompatError` when a parameter or a saved buffer is under no entry.
+
+    What a map leaves out is loaded to the CPU, so a map for the CPU needs no more. A weight that is tied to one with a
+    device has that device in a map of one device.
+    """
+    devices = set(placement.values())
+    if "" in placement or devices == {"cpu"}:
         return
-    forgotten = [name for name in model.state_dict() if entry_for(name, placement) is None]
+    tied = {} if len(devices) > 1 else getattr(model, "all_tied_weights_keys", None) or {}
+    forgotten = [
+        name
+        for name in model.state_dict()
+        if entry_for(name, placement) is None and entry_for(tied.get(name, name), placement) is None
+    ]
     if not forgotten:
         return
     around = {around for name in placement for around in ancestors(name)}  # modules that are placed in parts
@@ -99,7 +114,9 @@ def warn_unmatched_skips(model: Any, entries: Iterable[str], matches: Any) -> No
         matches: ``matches(module name, entry)``, transformers' own rule.
     """
     names = [name for name, _ in model.named_modules()]
-    unmatched = [entry for entry in entries if not any(matches(name, entry) for name in names)]
+    unmatched = [
+        entry for entry in entries if not any(matches(name, entry) for name in names) and not _is_absent(model, entry)
+    ]
     if unmatched:
         _warn_unmatched(model, "llm_int8_skip_modules", unmatched)
 
@@ -112,6 +129,12 @@ def exists(model: Any, name: str) -> bool:
     except AttributeError:
         return False
     return any(last in vars(module)[table] for table in ("_modules", "_parameters", "_buffers"))
+
+
+def _is_absent(model: Any, name: str) -> bool:
+    """Whether ``name`` names a part of Gemma 4 that this model does not have anywhere."""
+    last = name.rpartition(".")[2]
+    return last in _FAMILY and not any(module.rpartition(".")[2] == last for module, _ in model.named_modules())
 
 
 def nearest(model: Any, name: str) -> list[str]:

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = _base_layer(self.language_model.embed_tokens)
-    if _placement.offload_hook(embedding) is None:
+    config = self.config.text_config
+    if _placement.offload_hook(embedding) is None or not config.hidden_size_per_layer_input:
         return original(self, *args, **kwargs)
-    with _padding_row_shown(embedding, self.config.text_config.pad_token_id):
+    with _padding_row_shown(embedding, config.pad_token_id):
         return original(self, *args, **kwargs)
 
 
@@ -64,15 +65,19 @@ def _padding_row_shown(embedding: Any, token: int) -> Iterator[None]:
             between_forwards = embedding.weight
         embedding._parameters["weight"] = stand_in
 
+    def hide(*_: Any) -> None:
+        embedding._parameters["weight"] = between_forwards
+
     show()
-    # Runs after accelerate's hook, which is inside `forward`, has put the weight back on meta.
-    handle = embedding.register_forward_hook(show)
+    # Around accelerate's hook, which is inside `forward` and must not see the stand-in: it remembers addresses.
+    handles = embedding.register_forward_pre_hook(hide), embedding.register_forward_hook(show)
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         if embedding.weight is stand_in:
-            embedding._parameters["weight"] = between_forwards
+            hide()
 
 
 @contextlib.contextmanager

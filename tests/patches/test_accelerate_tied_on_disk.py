@@ -8,4 +8,4 @@ from tests.patches.promise import Promise
 
 class TestPromise(Promise):
     patch_id = PATCH.id
-    original = r"shapes cannot be multiplied|is invalid for input of size|logits differ"
+    original = r"shapes cannot be multiplied|is invalid for input of size|logits differ|addresses of freed memory"
