@@ -16,7 +16,7 @@ from gemma4_compat import Gemma4CompatError, _tiny, find_meta_tensors
 from gemma4_compat._repro import difference
 from tests.patches.test_peft_keep_dispatch import placement
 
-QUANTIZATIONS = [None, "4bit", "4bit-double"]  # add "8bit" here
+QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 
 
 def weights_in(folder: Path) -> dict[str, Any]:

@@ -98,8 +98,11 @@ def gpu_section() -> str:
         for scenario, title in (
             ("e2b split_towers", "E2B shape, towers on the CPU, adapter on everything"),
             ("e2b split_towers_pressure", "the same with 3 GiB free on the card"),
+            ("e2b catch_all", 'E2B shape loaded with `""` on the GPU, towers and per-layer table on the CPU'),
             ("tiny max_memory", '`device_map="auto"` with `max_memory` below the model, adapter on everything'),
         ):
+            if scenario not in run["measured"]:
+                continue
             seen = run["measured"][scenario]
             parts.append(f"| {title} | {scenario_text(seen['without'])} | {scenario_text(seen['with'])} |")
         missing = [f"`{patch.id}`" for patch in gemma4_compat.patches() if patch not in measured]
@@ -112,6 +115,8 @@ def gpu_section() -> str:
 def scenario_text(seen: dict[str, Any]) -> str:
     if seen["error"] is not None:
         return shorten(seen["error"])
+    if "load_peak_gib" in seen:
+        return f"peak while loading {seen['load_peak_gib']:.2f} GiB, {seen['resident_gib']:.2f} GiB afterwards"
     parity = "bit-exact" if seen["parity"] == 0.0 else f"logits differ by {seen['parity']:.3g}"
     if "base_gib" not in seen:
         return f"{parity}, {len(seen['offloaded'])} modules stay on the CPU"

@@ -18,6 +18,7 @@ from gemma4_compat._repro import Answers, difference
 
 GIB = 2**30
 TOWERS = ("model.vision_tower", "model.audio_tower")
+PER_LAYER = "model.language_model.embed_tokens_per_layer"
 ADAPTER = r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)(\.linear)?"
 
 
@@ -158,6 +159,30 @@ def split_towers(folder: Path) -> dict[str, Any]:
 
 def split_towers_pressure(folder: Path) -> dict[str, Any]:
     return with_adapter(folder, base(folder, {**dict.fromkeys(TOWERS, "cpu"), "": 0}), free=3.0)
+
+
+def catch_all(folder: Path) -> dict[str, Any]:
+    """Everything on the GPU but the towers and the per-layer table, by a catch-all entry: what loading peaks at."""
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+    model = base(folder, {"": 0, **dict.fromkeys(TOWERS, "cpu"), PER_LAYER: "cpu"})
+    torch.cuda.synchronize()
+    return {
+        "resident_gib": torch.cuda.memory_allocated() / GIB,
+        "load_peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "largest_block_gib": largest_block(model) / GIB,
+        "table_gib": model.get_submodule(PER_LAYER).weight.nbytes / GIB,
+    }
+
+
+def largest_block(model: Any) -> int:
+    """Bytes of the largest thing that is loaded at once: a parameter in bf16, before it is quantized."""
+    return max(
+        2 * parameter.numel() * (2 if type(parameter).__name__ == "Params4bit" else 1)
+        for name, parameter in model.named_parameters()
+        if parameter.device.type == "cuda"
+    )
 
 
 def max_memory(folder: Path) -> dict[str, Any]:

@@ -58,6 +58,17 @@ def test_an_adapter_leaves_the_towers_on_the_cpu(
         assert repaired["adapter_gib"] < without["adapter_gib"]
 
 
+def test_a_catch_all_entry_brings_nothing_to_the_gpu_that_belongs_elsewhere(
+    e2b: tuple[Path, dict[str, Any]], record: Callable[[str, Any], None]
+) -> None:
+    without, repaired = (run("catch_all", e2b[0], shim=shim) for shim in (False, True))
+    record("e2b catch_all", {"without": without, "with": repaired})
+    assert without["error"] is None, without
+    assert repaired["error"] is None, repaired
+    assert without["load_peak_gib"] > without["resident_gib"] + without["table_gib"], "the table passed through"
+    assert repaired["load_peak_gib"] <= repaired["resident_gib"] + repaired["largest_block_gib"]
+
+
 def test_max_memory_below_the_model(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
     without, repaired = (run("max_memory", tmp_path / str(shim), shim=shim) for shim in (False, True))
     record("tiny max_memory", {"without": without, "with": repaired})

@@ -12,12 +12,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
 import collections
+import datetime
+import json
 import multiprocessing
+import platform
 import re
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from tests.search import run
 from tests.search.case import GROUP, OFFLOADED, Case, as_script, generate, owner, tree, walk
@@ -47,7 +51,7 @@ def groups(first: int, cases: int) -> list[list[int]]:
     return list(by_group.values())
 
 
-def coverage(cases: Iterable[Case]) -> str:
+def counted(cases: Iterable[Case]) -> dict[str, dict[str, int]]:
     """How many cases there are of every value of every dimension, and of every kind of map."""
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for case in cases:
@@ -58,9 +62,14 @@ def coverage(cases: Iterable[Case]) -> str:
             counts[field][str(getattr(case, field))] += 1
         for feature, present in features(case).items():
             counts["map"][feature] += present
+    return {field: dict(sorted(counter.items())) for field, counter in counts.items()}
+
+
+def coverage(cases: Iterable[Case]) -> str:
+    """:func:`counted` as text, a line for each dimension."""
     return "\n".join(
-        f"{field:16} " + "  ".join(f"{value} {number}" for value, number in sorted(counter.items()))
-        for field, counter in counts.items()
+        f"{field:16} " + "  ".join(f"{value} {number}" for value, number in counter.items())
+        for field, counter in counted(cases).items()
     )
 
 
@@ -102,6 +111,7 @@ def main() -> int:
     parser.add_argument(
         "--attempts", type=int, default=150, help="cases tried to shrink one failure; 0: do not shrink"
     )
+    parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/search)")
     parser.add_argument("--write", type=Path, default=REGRESSIONS, help="folder for scripts of shrunk failures")
     options = parser.parse_args()
 
@@ -119,12 +129,37 @@ def main() -> int:
                 pool.shutdown(cancel_futures=True)
                 break
     results.sort()
-    report(results, time.perf_counter() - started)
+    wall = time.perf_counter() - started
+    report(results, wall)
+    if options.report is not None:
+        options.report.write_text(json.dumps(summary(results, wall, options), indent=1) + "\n", encoding="utf-8")
     failing = [(seed, failure) for seed, _, _, failure in results if failure is not None]
     if options.attempts:
         with run.bench() as bench:
             write_shrunk(failing, bench, options.attempts, options.write)
     return 1 if failing else 0
+
+
+def summary(results: list[Result], wall: float, options: argparse.Namespace) -> dict[str, Any]:
+    """What was tried, where, and what was found, as JSON-able data."""
+    import torch
+
+    from gemma4_compat import __version__, _doctor
+
+    failing = {str(seed): failure.signature for seed, _, _, failure in results if failure is not None}
+    return {
+        "command": f"python -m tests.search --cases {options.cases} --seed {options.seed} --jobs {options.jobs}",
+        "gemma4_compat": __version__,
+        "date": datetime.date.today().isoformat(),
+        "versions": _doctor.stack(),
+        "python": platform.python_version(),
+        "main device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
+        "seeds": [results[0][0], results[-1][0]],
+        "cases": len(results),
+        "failing": failing,
+        "wall_s": round(wall),
+        "coverage": counted(generate(seed) for seed, *_ in results),
+    }
 
 
 def report(results: list[Result], wall: float) -> None:
