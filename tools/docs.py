@@ -132,6 +132,21 @@ def shorten(text: str, limit: int = 110) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def search_section() -> str:
+    """What the committed runs of the randomized search say."""
+    rows = ["| stack | main device | random placements | failing | command |", "|---|---|---|---|---|"]
+    for file in sorted((ROOT / "docs" / "search").glob("*.json")):
+        run = json.loads(file.read_text(encoding="utf-8"))
+        stack = ", ".join(
+            f"{key} {run['versions'][key]}" for key in ("transformers", "accelerate", "peft", "bitsandbytes")
+        )
+        rows.append(
+            f"| {stack} ([raw](docs/search/{file.name}), {run['date']}) | {run['main device']} | {run['cases']} "
+            f"| {len(run['failing'])} | `{run['command']}` |"
+        )
+    return "\n".join(rows)
+
+
 def import_section() -> str:
     files = sorted((ROOT / "benchmarks" / "results").glob("*-import_time.json"))
     run = json.loads(files[-1].read_text(encoding="utf-8"))
@@ -153,7 +168,7 @@ def filled(text: str, name: str, content: str) -> str:
 
 def main() -> int:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, content in (("patches", table()), ("gpu", gpu_section()), ("import time", import_section())):
+    for name, content in (("patches", table()), ("gpu", gpu_section()), ("search", search_section()), ("import time", import_section())):
         readme = filled(readme, name, content)
     wanted = {ROOT / "README.md": readme, ROOT / "docs" / "PATCHES.md": patches_page()}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

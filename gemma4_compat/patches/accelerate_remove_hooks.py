@@ -59,7 +59,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
-    reference = workspace.answers(_tiny.load(workspace.checkpoint))
+    reference = workspace.answers(workspace.load())
     asked = _tiny.device_map(workspace.load(), "both", main=workspace.main, offloaded="disk")
     folder = tempfile.mkdtemp(dir=workspace.folder)
     model = _tiny.load(workspace.checkpoint, device_map=asked, offload_folder=folder)
