@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -139,6 +138,8 @@ def _is_absent(model: Any, name: str) -> bool:
 
 def nearest(model: Any, name: str) -> list[str]:
     """The modules somebody who wrote ``name`` most likely meant, best first."""
+    import difflib  # here: it costs every import of the package otherwise
+
     names = [module for module, _ in model.named_modules() if module]
     parts = name.split(".")
     for length in range(len(parts), 0, -1):  # the same tail elsewhere: model.layers.3 -> model.language_model.layers.3

@@ -168,7 +168,12 @@ def filled(text: str, name: str, content: str) -> str:
 
 def main() -> int:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, content in (("patches", table()), ("gpu", gpu_section()), ("search", search_section()), ("import time", import_section())):
+    for name, content in (
+        ("patches", table()),
+        ("gpu", gpu_section()),
+        ("search", search_section()),
+        ("import time", import_section()),
+    ):
         readme = filled(readme, name, content)
     wanted = {ROOT / "README.md": readme, ROOT / "docs" / "PATCHES.md": patches_page()}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -1,10 +1,11 @@
 """silent: ``dispatch_model`` with a device map that names modules which Gemma 4 does not have.
 
-Such entries are ignored, so what they should have placed is elsewhere (accelerate lists them, and no more). A map
-that forgets a module, or names a device that is not there, ends in a list of every parameter concerned, or in an error
-of torch after half of the model has been moved.
+What they should have placed is elsewhere. A map that forgets a module, or names a device that is not there, ends in a
+list of every parameter concerned, or in an error of torch after half of the model has been moved.
 
-Here, for Gemma 4 models: a device that does not exist and a module without one are one error, before anything is
+Why: accelerate ignores such entries (it lists them, and no more), and tries devices only by moving modules there.
+
+Here: for Gemma 4 models, a device that does not exist and a module without one are one error, before anything is
 moved. Entries that match nothing are one warning that names the nearest modules (Gemma 4's projectors are
 ``model.embed_vision`` and ``model.embed_audio``). ``offload_folder``, the name transformers uses, is taken for
 ``offload_dir``.

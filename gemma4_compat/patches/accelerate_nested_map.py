@@ -1,5 +1,5 @@
-"""``position_embedding_table is on the meta device, we need a `value` to put in on 0``: a device map with an entry
-inside another one, most often the catch-all ``""``.
+"""``ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0``, from a device map
+with an entry inside another one, most often the catch-all ``""``.
 
 ``{"": 0, "model.vision_tower": "disk"}`` cannot be loaded; with "cpu" in it, everything that should stay on the CPU
 goes through the GPU first (E4B: 9.33 GiB while loading, for a model that ends at 3.2). ``{"": "disk", "lm_head": 0}``

@@ -3,7 +3,9 @@
 ``model.multi_modal_projector`` is what most vision models call their projector; Gemma 4 has ``model.embed_vision`` and
 ``model.embed_audio``. So what should have been offloaded, or kept from being quantized, is not, and nothing says so.
 
-Here, for Gemma 4 models: one warning that names the nearest modules. A map with a module that has no device, or with a
+Why: transformers looks up each module in the map and in the list, and never an entry among the modules.
+
+Here: for Gemma 4 models, one warning that names the nearest modules. A map with a module that has no device, or with a
 device that does not exist, is one error before anything is loaded, where transformers fails in the middle or at the
 end of the load. So is a whole model on disk where transformers (before 5.13) cannot run one.
 

@@ -113,24 +113,31 @@ def is_replaced(patch: Any) -> dict[str, bool | None]:
     return {name: patch.id in marks(*place) if place else None for name, place in found.items()}
 
 
-def stale(patch: Any) -> list[str]:
-    """Names in any module that still hold the original of a module function which runs through this patch."""
-    originals = []
-    for target in patch.targets:
-        place = slot(target)
-        if place and isinstance(place[0], types.ModuleType) and patch.id in marks(*place):
-            originals.append(inspect.unwrap(vars(place[0])[place[1]], stop=lambda function: not is_ours(function)))
-    return [
-        f"{module.__name__}.{name}"
-        for module in modules_loaded()
-        for name, value in list(vars(module).items())
-        if any(value is original for original in originals)
-    ]
+def stale(patches: Any) -> dict[str, list[str]]:
+    """For each patch, names in any module that still hold the original of a module function which runs through it.
+
+    One look at everything for all of them: there are hundreds of thousands of names.
+    """
+    originals: dict[int, list[str]] = {}
+    for patch in patches:
+        for target in patch.targets:
+            place = slot(target)
+            if place and isinstance(place[0], types.ModuleType) and patch.id in marks(*place):
+                held = vars(place[0])[place[1]]
+                original = inspect.unwrap(held, stop=lambda function: not is_ours(function))
+                originals.setdefault(id(original), []).append(patch.id)
+    found: dict[str, list[str]] = {patch.id: [] for patch in patches}
+    for module in modules_loaded() if originals else []:
+        for name, value in list(vars(module).items()):
+            for patch_id in originals.get(id(value), ()):
+                found[patch_id].append(f"{module.__name__}.{name}")
+    return found
 
 
 def look(engine: Any) -> dict[str, Any]:
     """The state of every patch of an engine (or of the package), and what is replaced."""
     statuses = engine.status()
+    held = stale(engine.patches())
     return {
         patch.id: {
             "state": statuses[patch.id].state,
@@ -138,7 +145,7 @@ def look(engine: Any) -> dict[str, Any]:
             "late": statuses[patch.id].late,
             "overridden": statuses[patch.id].overridden,
             "replaced": is_replaced(patch),
-            "stale": stale(patch),
+            "stale": held[patch.id],
         }
         for patch in engine.patches()
     }
