@@ -109,8 +109,9 @@ class Engine:
             for record in self._records.values():
                 optional = name not in record.patch.modules and name in {t.module for t in record.patch.targets}
                 if optional and record.changes is not None:  # decide again, with this module
-                    record.changes.undo()
-                    record.changes = None
+                    with self._uncovered(record):
+                        record.changes.undo()
+                        record.changes = None
                     self._decide(record, late=record.status.late)
         self._apply_ready(late=False, trigger=name)
 
@@ -219,14 +220,18 @@ class Engine:
 
     @contextlib.contextmanager
     def _uncovered(self, record: _Record) -> Iterator[None]:
-        """Inside, later patches that replace the same functions are off: one on top of another must come off first."""
+        """Inside, later patches that replace the same functions are off: one on top of another must come off first.
+
+        So must what is on top of these in turn, on their other functions.
+        """
         records = list(self._records.values())
         targets = {str(target) for target in record.patch.targets}
-        covering = [
-            other
-            for other in records[records.index(record) + 1 :]
-            if other.changes is not None and targets & {str(target) for target in other.patch.targets}
-        ]
+        covering: list[_Record] = []
+        for other in records[records.index(record) + 1 :]:
+            others = {str(target) for target in other.patch.targets}
+            if other.changes is not None and targets & others:
+                covering.append(other)
+                targets |= others
         for other in reversed(covering):
             assert other.changes is not None
             other.changes.undo()

@@ -257,6 +257,35 @@ def test_a_patch_that_shares_its_function_is_installed_again_in_its_place(
     assert not traces([library.name])
 
 
+@pytest.mark.parametrize("patch_id", [LOWER, UPPER, "fakelib-top"])
+def test_what_lies_on_another_function_of_a_covering_patch_comes_off_first_too(
+    library: Library, patch_id: str
+) -> None:
+    core = library.load()
+    originals = core.double, core.triple
+    engine = installed(
+        library.patch(library.target("double", says("lower")), id=LOWER),
+        library.patch(library.target("double", says("upper")), library.target("triple", says("upper")), id=UPPER),
+        library.patch(library.target("triple", says("top")), id="fakelib-top"),
+    )
+    before = core.double(2), core.triple(2)
+    assert before == (("upper", ("lower", 4)), ("top", ("upper", 6)))
+    engine.revert(patch_id)
+    without = patch_id.rpartition("-")[2]
+    assert without not in f"{core.double(2)} {core.triple(2)}"
+    assert not any(status.overridden for status in engine.status().values())
+    layers = 0
+    function = core.triple
+    while is_ours(function):
+        function, layers = function.__wrapped__, layers + 1
+    assert layers == (2 if patch_id == LOWER else 1), "nothing passes through what has been taken off"
+    engine.install()
+    assert (core.double(2), core.triple(2)) == before
+    engine.revert()
+    assert (core.double, core.triple) == originals
+    assert not traces([library.name])
+
+
 def test_the_lower_of_two_comes_off_below_a_foreign_wrapper(library: Library) -> None:
     core, engine = two(library)
     core.double = foreign(core.double)
