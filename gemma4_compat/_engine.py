@@ -205,7 +205,8 @@ class Engine:
 
     def _revert(self, record: _Record) -> None:
         if record.changes is None:
-            if record.status.state is PatchState.PENDING:
+            # One that waits for a module it will never need, on this release, stays not needed.
+            if record.status.state is PatchState.PENDING and self._gate(record.patch)[0] is PatchState.PENDING:
                 record.enter(PatchState.REVERTED, "reverted before it was applied; install() arms it again")
             return
         with self._uncovered(record):

@@ -65,7 +65,8 @@ def test_disabling_it_leaves_its_targets_alone_and_no_others(inside: Inside, pat
 def test_when_a_replacement_raises_on_the_way_no_trace_stays(inside: Inside, patch: Patch) -> None:
     experiments = inside("after")["raising"][patch.id]
     applicable = expected(inside, patch) == "applied"
-    assert len(experiments) >= len([target for target in patch.targets if not target.optional])
+    # A release outside the range may not have the module at all.
+    assert not applicable or len(experiments) >= len([target for target in patch.targets if not target.optional])
     for number, experiment in enumerate(experiments, start=1):
         assert untouched(experiment)
         if applicable:
@@ -89,7 +90,7 @@ def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Insi
     experiments = inside("after")["changed"][patch.id]
     required = {str(target) for target in patch.targets if not target.optional}
     applicable = expected(inside, patch) == "applied"
-    assert set(experiments) >= required
+    assert not applicable or set(experiments) >= required
     for name, experiment in experiments.items():
         assert untouched(experiment)
         if applicable:
