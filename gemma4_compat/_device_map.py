@@ -178,8 +178,10 @@ def _problem(device: Any) -> str:
     if device in ("disk", "cpu", "meta"):
         return ""
     if isinstance(device, int):
-        accelerator = getattr(torch, "accelerator", None)  # since torch 2.6
-        found: int = accelerator.device_count() if accelerator is not None else torch.cuda.device_count()
+        accelerator = getattr(torch, "accelerator", None)
+        if accelerator is None:  # before torch 2.6 nobody knows every kind of accelerator: left to upstream
+            return ""
+        found: int = accelerator.device_count()
         return "" if 0 <= device < found else f"this machine has {found or 'no'} accelerator{'s' * (found != 1)}"
     try:
         parsed = torch.device(device)

@@ -250,7 +250,7 @@ def dispatch(model: Any, placement: dict[str, Any], folder: Path) -> Any:
     from accelerate import dispatch_model
 
     skip = list(model._skip_keys_device_placement)
-    if "shared_kv_states" not in skip:  # missing from the model's own list in 5.5.2 and 5.5.3; harmless elsewhere
+    if "shared_kv_states" not in skip:  # missing from the model's own list in 5.5.2; harmless elsewhere
         skip.append("shared_kv_states")
     return dispatch_model(model, placement, offload_dir=str(folder), skip_keys=skip)
 

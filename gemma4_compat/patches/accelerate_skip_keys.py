@@ -63,7 +63,7 @@ PATCH = Patch(
     distribution="accelerate",
     affected=">=1.12",
     measured="1.15.0",
-    requires=("transformers>=5.5.4,<5.23",),
+    requires=("transformers>=5.5.3,<5.23",),
     retire_when="dispatch_model takes the model's own list by default, or the oldest supported transformers is 5.23",
     targets=(
         Target(
