@@ -12,12 +12,17 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 # The import name of a distribution, where the two differ. (None of the libraries repaired here needs an entry.)
 _IMPORT_NAMES: dict[str, str] = {}
+# The oldest releases this package supports and is measured on. `pip install 'gemma4-compat[stack]'` asks for the same.
+OLDEST = MappingProxyType(
+    {"transformers": "5.5.0", "accelerate": "1.12.0", "peft": "0.18.0", "bitsandbytes": "0.48.2"}
+)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(.*)")
 
 
