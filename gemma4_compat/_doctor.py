@@ -158,4 +158,5 @@ def _child(command: str, folder: Path, *, shim: bool) -> dict[str, Any]:
 
 
 def _dead(detail: str) -> dict[str, Any]:
-    return {"defect": True, "detail": detail, "parity": None, "seconds": None, "state": "unknown", "reason": detail}
+    result = {"defect": True, "detail": detail, "parity": None, "applicable": True, "seconds": None}
+    return result | {"state": "unknown", "reason": detail}

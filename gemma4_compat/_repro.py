@@ -37,11 +37,14 @@ class Outcome:
         detail: what was seen, with the measured value.
         parity: largest absolute difference from the same weights on one device (0.0 is bit-exact); None where the
             reproduction compares something else than logits.
+        applicable: the situation can exist here; False where this release lacks the model class, say, or this CPU the
+            instructions (then ``defect`` is False and ``detail`` says what is missing).
     """
 
     defect: bool
     detail: str
     parity: float | None = None
+    applicable: bool = True
 
     @classmethod
     def of_parity(cls, found: float, what: str) -> Outcome:
@@ -162,11 +165,10 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
         gemma4_compat.revert()
     started = time.perf_counter()
     try:
-        outcome = patch.reproduce(Workspace(folder))
-        result: dict[str, Any] = dataclasses.asdict(outcome)
+        result: dict[str, Any] = dataclasses.asdict(patch.reproduce(Workspace(folder)))
     except Exception as error:  # the user's crash is the result here
         message = " ".join(str(error).split())
-        result = {"defect": True, "detail": f"{type(error).__name__}: {message}", "parity": None}
+        result = dataclasses.asdict(Outcome(True, f"{type(error).__name__}: {message}"))
     result["seconds"] = round(time.perf_counter() - started, 2)
     result["state"] = str(gemma4_compat.status()[patch_id].state)
     result["reason"] = gemma4_compat.status()[patch_id].reason

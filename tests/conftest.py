@@ -51,7 +51,7 @@ def one_device(workspace: Any) -> Callable[[str | None, str | None], Any]:
 def reproduce(workspace: Any) -> Callable[..., dict[str, Any]]:
     """``reproduce(patch_id, shim=...)``: the reproduction's result in a process of its own, each run once.
 
-    ``shim`` is "off", "on", or "reverted" (armed, libraries imported, then undone).
+    ``shim`` is "off", "on", "others" (every patch but this one), or "reverted" (armed, libraries imported, then undone).
     """
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
@@ -59,7 +59,8 @@ def reproduce(workspace: Any) -> Callable[..., dict[str, Any]]:
         key = (patch_id, shim)
         if key not in known:
             command = f"{patch_id}:reverted" if shim == "reverted" else patch_id
-            known[key] = _doctor._child(command, workspace.folder, shim=shim != "off")
+            off = {"off": "all", "others": patch_id}.get(shim, "")
+            known[key] = _doctor._child(command, workspace.folder, disabled=off)
         return known[key]
 
     return run

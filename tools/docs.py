@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
+
+import matrix  # noqa: E402
 
 import gemma4_compat  # noqa: E402
 from gemma4_compat import _report  # noqa: E402
@@ -31,6 +33,10 @@ def patches_page() -> str:
         "",
         table(),
         "",
+        "## The matrix",
+        "",
+        *matrix_page(),
+        "",
     ]
     for patch in gemma4_compat.patches():
         upstream = [*patch.bug, *filter(None, [patch.applied_upstream])]
@@ -43,6 +49,7 @@ def patches_page() -> str:
             f"- **Severity:** {patch.severity}",
             f"- **Affected:** {affected(patch)}",
             f"- **Measured up to:** {patch.distribution} {patch.measured}; later ones only with the same code",
+            *(f"- **Measured, {verdict}:** {text}" for verdict, text in measured(patch).items()),
             f"- **Fixed in:** {patch.fixed or 'no release so far'}",
             f"- **Upstream:** {', '.join(f'<{url}>' for url in upstream) or 'not reported'}",
             f"- **Retire when:** {patch.retire_when}",
@@ -64,14 +71,94 @@ def affected(patch: gemma4_compat.Patch) -> str:
 
 
 def table() -> str:
-    rows = ["| patch | repairs | without it | releases | fixed upstream |", "|---|---|---|---|---|"]
+    rows = [
+        "| patch | repairs | without it | releases | fixed upstream | measured, in cells |",
+        "|---|---|---|---|---|---|",
+    ]
     for patch in gemma4_compat.patches():
         symptom = patch.symptom.replace("|", "\\|")
+        found = verdicts(patch)
+        counts = ", ".join(f"{name}: {len(cells)}" for name, cells in found.items())
         rows.append(
             f"| `{patch.id}` ({', '.join(patch.failure_points)}) | {patch.summary} | {symptom} | {affected(patch)} "
-            f"| {patch.fixed or 'no'} |"
+            f"| {patch.fixed or 'no'} | {counts} |"
         )
     return "\n".join(rows)
+
+
+def matrix_results() -> dict[str, dict[str, Any]]:
+    """The committed result of each cell, in the order of tests/matrix.toml."""
+    return {name: json.loads((matrix.RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in matrix.cells()}
+
+
+def verdicts(patch: gemma4_compat.Patch) -> dict[str, list[str]]:
+    """Verdict -> cells in which it was measured; usual ones first."""
+    found: dict[str, list[str]] = {}
+    for name, result in matrix_results().items():
+        found.setdefault(result["patches"][patch.id]["verdict"], []).append(name)
+    usual = (matrix.REPAIRED, matrix.NOT_AFFECTED, matrix.NOT_APPLICABLE)
+    return {name: found[name] for name in sorted(found, key=lambda name: (name not in usual, name))}
+
+
+def measured(patch: gemma4_compat.Patch) -> dict[str, str]:
+    """Verdict -> with which releases of the libraries that the patch depends on it was measured."""
+    cells, listed = matrix.cells(), matrix.releases()
+    found = {}
+    for verdict, names in verdicts(patch).items():
+        parts = []
+        for library in matrix.conditions(patch):
+            if library in listed:
+                seen = {cells[name].pins[library] for name in names}
+                parts.append(f"{library} {spans(listed[library], seen)}")
+        found[verdict] = f"{'; '.join(parts)} ({len(names)} {'cell' if len(names) == 1 else 'cells'})"
+    return found
+
+
+def spans(listed: list[str], seen: set[str]) -> str:
+    """Neighbouring releases as "first - last"."""
+    groups: list[list[str]] = []
+    for before, release in zip(["", *listed], listed):
+        if release in seen:
+            if before in seen:
+                groups[-1].append(release)
+            else:
+                groups.append([release])
+    return ", ".join(group[0] if len(group) == 1 else f"{group[0]} - {group[-1]}" for group in groups)
+
+
+def matrix_page() -> list[str]:
+    """Every cell and every patch."""
+    marks = {matrix.REPAIRED: "R", matrix.NOT_AFFECTED: "-", matrix.NOT_APPLICABLE: "n/a"}
+    patches = gemma4_compat.patches()
+    rows = [
+        "Every reproduction and every patch test ran in these stacks (`nox -s matrix`, raw results in",
+        "[matrix/](matrix)). **R**: affected, repaired; **-**: not affected; **n/a**: not applicable, the situation",
+        "cannot exist there (a model class or entry point that the release lacks, a CPU without AVX512-BF16).",
+        "",
+        "Columns: " + ", ".join(f"{number} `{patch.id}`" for number, patch in enumerate(patches, 1)) + ".",
+        "",
+        " | ".join(["| cell", *matrix.LIBRARIES, *map(str, range(1, len(patches) + 1))]) + " |",
+        "|" + "---|" * (5 + len(patches)),
+    ]
+    for name, result in matrix_results().items():
+        said = [result["patches"][patch.id]["verdict"] for patch in patches]
+        pins = [result["pins"][library] for library in matrix.LIBRARIES]
+        rows.append(f"| {' | '.join([name, *pins, *(marks.get(verdict, verdict) for verdict in said)])} |")
+    return rows
+
+
+def matrix_section() -> str:
+    """The matrix in a paragraph."""
+    results = matrix_results()
+    said = [entry["verdict"] for result in results.values() for entry in result["patches"].values()]
+    tests = sum(entry["tests"].get("passed", 0) for result in results.values() for entry in result["patches"].values())
+    dates = sorted({result["date"] for result in results.values()})
+    counts = ", ".join(f"{said.count(name)} {name}" for name in sorted(set(said)))
+    return (
+        f"{len(results)} stacks, {sum(result['ok'] for result in results.values())} of them as claimed: "
+        f"{len(said)} pairs of a patch and a stack ({counts}), {tests} patch tests passed, {' to '.join(dates)}; "
+        "[the table](docs/PATCHES.md#the-matrix)."
+    )
 
 
 def gpu_section() -> str:
@@ -172,6 +259,7 @@ def main() -> int:
         ("patches", table()),
         ("gpu", gpu_section()),
         ("search", search_section()),
+        ("matrix", matrix_section()),
         ("import time", import_section()),
     ):
         readme = filled(readme, name, content)

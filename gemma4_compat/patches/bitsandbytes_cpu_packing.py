@@ -113,7 +113,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     if not hasattr(functional, "has_avx512bf16"):
         return Outcome(False, "this bitsandbytes does not repack")
     if not functional.has_avx512bf16():
-        return Outcome(False, "this CPU has no AVX512-BF16: bitsandbytes does not repack")
+        return Outcome(False, "this CPU has no AVX512-BF16: bitsandbytes does not repack", applicable=False)
     worst = 0.0
     for quantization in ("4bit", "4bit-double"):
         model = _tiny.load(workspace.checkpoint, quantization)

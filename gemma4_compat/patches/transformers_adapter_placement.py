@@ -61,7 +61,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     try:
         model.load_adapter(adapter)
     except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
-        return Outcome(False, f"load_adapter does not run here, on one device either: {error}")
+        return Outcome(False, f"load_adapter does not run here, on one device either: {error}", applicable=False)
     reference = workspace.answers(model)
     model = workspace.split()
     placement = dict(model.hf_device_map)

@@ -76,7 +76,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         try:
             base.load_adapter(str(workspace.misfit()))
         except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
-            return Outcome(False, f"load_adapter does not run here: {error}")
+            return Outcome(False, f"load_adapter does not run here: {error}", applicable=False)
         except RuntimeError as error:
             message = str(error).splitlines()[0]
         left = [name for name, _ in base.named_modules() if "lora_" in name]

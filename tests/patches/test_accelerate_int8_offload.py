@@ -23,6 +23,7 @@ class TestPromise(Promise):
     patch_id = PATCH.id
     original = (
         r"RuntimeError: Cannot access accelerator device when none is available"
+        r"|RuntimeError: No CUDA GPUs are available"  # the same, of a torch built for CUDA
         r"|AttributeError: 'NoneType' object has no attribute 'unsqueeze'"
     )
 
@@ -36,11 +37,11 @@ def test_a_forward_before_the_dispatch_changes_nothing_and_keeps_nothing(
 ) -> None:
     model = workspace.load("8bit")
     workspace.answers(model)
-    taken = {name: layer.state.CB for name, layer in eight_bit(model).items()}
-    assert all(weight is not None for weight in taken.values())
+    # Transformers 5.5.1 and older have projections in KV-shared layers that nothing calls.
+    taken = {name for name, layer in eight_bit(model).items() if layer.state.CB is not None}
     model = workspace.dispatch(model)
     offloaded = [name for name, layer in eight_bit(model).items() if layer.weight.device.type == "meta"]
-    assert offloaded
+    assert taken.intersection(offloaded)
     assert all(eight_bit(model)[name].state.CB is None for name in offloaded)
     assert difference(one_device("8bit", None), workspace.answers(model)) == 0.0
 

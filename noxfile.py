@@ -1,0 +1,75 @@
+"""Sessions beside the two README commands: `pip install nox`, then `nox -l`.
+
+Each session installs torch once in an environment of its own; what needs many stacks (the matrix, a bisection) borrows
+that torch and adds the rest with uv, which takes seconds a stack. Arguments go after `--`.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.sessions = ["lint", "tests"]
+nox.options.error_on_missing_interpreters = True
+nox.options.reuse_existing_virtualenvs = True
+
+NEWEST = ("-c", "constraints/newest.txt")
+THREAD = ("-c", "constraints/thread.txt")
+#: What tools/matrix.py needs beside torch; the libraries under test are installed in each cell.
+CELLS = ("torch", "uv", "pytest>=8", "packaging>=22", "wrapt>=1.16", "typer>=0.12", "tomli>=2; python_version<'3.11'")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff and mypy."""
+    session.install(*NEWEST, ".[dev]")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy")
+
+
+@nox.session
+@nox.parametrize("stack", ["newest", "thread"])
+def tests(session: nox.Session, stack: str) -> None:
+    """The whole suite in one stack."""
+    session.install("-c", f"constraints/{stack}.txt", ".[test]")
+    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+def matrix(session: nox.Session) -> None:
+    """Patch tests in every cell of tests/matrix.toml; results in docs/matrix. `-- --ci`, `-- CELL ...`."""
+    session.install(*NEWEST, *CELLS)
+    session.run("python", "tools/matrix.py", "run", *session.posargs)
+
+
+@nox.session
+def bisect(session: nox.Session) -> None:
+    """`-- PATCH LIBRARY`: where the affected releases begin and end."""
+    session.install(*NEWEST, *CELLS)
+    session.run("python", "tools/matrix.py", "bisect", *session.posargs)
+
+
+@nox.session
+def canary(session: nox.Session) -> None:
+    """The newest pre-releases of everything: what the doctor says. Reports, never fails."""
+    session.install(*NEWEST, *CELLS)
+    session.run("python", "tools/matrix.py", "canary", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("stack", ["newest", "thread"])
+def upstream(session: nox.Session, stack: str) -> None:
+    """Accelerate's and PEFT's own tests, with the shim off and on; fails where an outcome differs."""
+    session.install("-c", f"constraints/{stack}.txt", ".[test]", *UPSTREAM)
+    session.run("python", "tools/upstream_suites.py", "--out", f"docs/upstream/{stack}.json", *session.posargs)
+
+
+#: What upstream's tests import beside the libraries.
+UPSTREAM = ("parameterized",)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Generate docs/PATCHES.md and the marked parts of README.md."""
+    session.install(".")
+    session.run("python", "tools/docs.py", *session.posargs)
