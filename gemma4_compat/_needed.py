@@ -139,7 +139,8 @@ def answer(path: Path | None, patches: tuple[Patch, ...]) -> Answer:
     if not any(stand.named for stand in stands):
         notes = [f"{source} has none of {', '.join(names)}: is it the right one?", *notes]
     notes += [
-        f"cannot tell the release of {stand.distribution}: {stand.untold}; pin it as {stand.distribution}==RELEASE"
+        f"cannot tell the release of {stand.distribution}: {stand.untold}; "
+        f"with {stand.distribution}==RELEASE in a requirements.txt there is an answer"
         for stand in stands
         if stand.untold
     ]
@@ -165,16 +166,23 @@ def _need(patch: Patch, stands: Mapping[str, Stand]) -> Need:
     verdict = next(verdict for verdict in Verdict if any(finding.verdict is verdict for finding in findings))
     # What leaves it needed is everything together; what makes it anything else is enough by itself.
     deciding = [item for item in findings if item.verdict is verdict or verdict in (Verdict.SOME, Verdict.NEEDED)]
-    newest = findings[0].newest
     return Need(
         patch=patch,
         verdict=verdict,
         because="; ".join(item.because for item in deciding),
         unnecessary_with=tuple(filter(None, (beyond(name, specifier) for name, specifier in conditions))),
-        unmeasured=verdict in (Verdict.SOME, Verdict.NEEDED)
-        and newest is not None
-        and _versions.newer(str(newest), than=patch.measured),
+        unmeasured=verdict in (Verdict.SOME, Verdict.NEEDED) and _unmeasured(patch, findings[0].newest, stands),
     )
+
+
+def _unmeasured(patch: Patch, newest: Version | None, stands: Mapping[str, Stand]) -> bool:
+    """Whether an affected release newer than the measured ones is possible.
+
+    Where there is a fix, the measured release was the last one before it: then only a pin can be newer.
+    """
+    if newest is None or not _versions.newer(str(newest), than=patch.measured):
+        return False
+    return patch.fixed is None or None not in map(_pin, stands[patch.distribution].ranges)
 
 
 @dataclass(frozen=True)
@@ -190,7 +198,7 @@ def _judge(stand: Stand, specifier: str) -> _Finding:
     name, floor = stand.distribution, _floor(stand.distribution)
     if stand.untold:
         if not specifier:
-            return _Finding(Verdict.NEEDED, str(stand))
+            return _Finding(Verdict.NEEDED, f"{name}, whichever release")
         return _Finding(Verdict.DEPENDS, f"cannot tell the release of {name}")
     if not stand.ranges:
         return _Finding(Verdict.NOT_NEEDED, str(stand))
@@ -199,7 +207,7 @@ def _judge(stand: Stand, specifier: str) -> _Finding:
         return _Finding(Verdict.UNSUPPORTED, f"{name} {_shown(stand.ranges)} is below {_versions.OLDEST[name]}")
     inside = [number for number in supported if _versions.admits(specifier, str(number))]
     if not inside:
-        return _Finding(Verdict.NOT_NEEDED, f"{name} {_shown(stand.ranges)} is not in {specifier}")
+        return _Finding(Verdict.NOT_NEEDED, f"{name} {_shown(stand.ranges)} is outside {specifier}")
     if stand.absence:
         return _Finding(Verdict.DEPENDS, str(stand))
     if len(inside) == len(supported):
@@ -216,6 +224,7 @@ def _part(ranges: tuple[str, ...], specifier: str, supported: list[Version]) -> 
     return ",".join(one for one in clauses if not all(_versions.admits(one, str(number)) for number in supported))
 
 
+@functools.cache
 def beyond(distribution: str, specifier: str) -> str | None:
     """The newer releases that a specifier leaves out, as a requirement string; None when it has no end."""
     bounds = {bound: bound for bound in _bounds(specifier)}
@@ -228,6 +237,7 @@ def beyond(distribution: str, specifier: str) -> str | None:
     return f"{distribution}>{numbers[last]}"
 
 
+@functools.cache
 def _below(stand: Stand) -> str | None:
     """What to say, once, about releases older than the supported ones."""
     floor = _floor(stand.distribution)
@@ -306,11 +316,11 @@ def _number(like: Version, release: Iterable[int], suffix: str = "") -> Version:
 
 
 def _tidy(*specifiers: str) -> str:
-    """Specifiers as one: every clause once, lower bounds first."""
+    """Specifiers as one: every clause once, lower bounds, then upper bounds, then exceptions."""
     clauses = dict.fromkeys(clause for text in specifiers for clause in text.replace(" ", "").split(",") if clause)
     # The two differ only in spelling: 1.0 is 1.0.0.
     plain = [re.sub("^===", "==", clause) for clause in clauses]
-    return ",".join(sorted(plain, key=lambda clause: clause.startswith(("<", "!="))))
+    return ",".join(sorted(plain, key=lambda clause: (clause.startswith("!"), clause.startswith("<"), clause)))
 
 
 def _pin(specifier: str) -> str | None:
@@ -470,18 +480,18 @@ def _evaluated(marker: Marker, where: str, extra: str = "", lock: Mapping[str, A
 def _installed(name: str) -> Stand:
     version = _versions.installed(name)
     versions = [] if version is None else [version]
-    return _known(name, versions, "not installed", f"the installed version is {version!r}")
+    return _known(name, versions, "not installed")
 
 
-def _known(name: str, versions: Iterable[str | None], absence: str, origin: str) -> Stand:
-    """A distribution of which every possible version is known (None: it is there, its version is not)."""
-    versions = list(versions)
-    told = [version for version in versions if version is not None]
+def _known(name: str, versions: Iterable[str], absence: str) -> Stand:
+    """A distribution that can only be one of these (what is no version is what it is installed from)."""
+    versions = list(dict.fromkeys(versions))
     if not versions:
         return Stand(distribution=name, absence=absence)
-    if len(told) < len(versions) or not all(map(_is_version, told)):
-        return Stand(distribution=name, untold=origin)
-    return Stand(distribution=name, ranges=tuple(dict.fromkeys(f"=={version}" for version in told)))
+    untold = [version for version in versions if not _is_version(version)]
+    if untold:
+        return Stand(distribution=name, untold=untold[0])
+    return Stand(distribution=name, ranges=tuple(f"=={version}" for version in versions))
 
 
 # ------------------------------------------------------------------------------------------------------------ formats
@@ -573,7 +583,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _option(line: str) -> tuple[str | None, str]:
     """``-r base.txt``, ``-rbase.txt``, ``--requirement=base.txt`` as (option, argument); (None, line) for others."""
     found = re.fullmatch(r"(--[A-Za-z0-9-]+|-[A-Za-z])(?:\s*=\s*|\s+|(?<=^-[A-Za-z])|$)(.*)", line)
-    return (found[1], found[2].strip().strip("\"'")) if found else (None, line)
+    return (found[1], re.sub(r"""^(["'])(.*)\1$""", r"\2", found[2].strip())) if found else (None, line)
 
 
 # pyproject.toml: https://packaging.python.org/en/latest/specifications/pyproject-toml/ and .../dependency-groups/
@@ -664,7 +674,7 @@ def _pylock(path: Path, names: tuple[str, ...]) -> tuple[list[str], list[Stand]]
     environments = _strings(data, "environments", str(path))
     if environments and not any(holds(text, f"{path} environments") for text in environments):
         contents.notes.append(f"{path} was locked for other environments than this one: {' or '.join(environments)}")
-    versions: dict[str, list[str | None]] = {name: [] for name in names}
+    versions: dict[str, list[str]] = {name: [] for name in names}
     for name, package in _packages(data, "packages", path):
         if name in versions:
             where = f"{path} packages.{name}"
@@ -681,7 +691,7 @@ def _pylock(path: Path, names: tuple[str, ...]) -> tuple[list[str], list[Stand]]
 def _uv_lock(path: Path, names: tuple[str, ...]) -> tuple[list[str], list[Stand]]:
     data = _toml(path)
     _supported(path, "version", data.get("version"), data.get("version") == 1)
-    versions: dict[str, list[str | None]] = {name: [] for name in names}
+    versions: dict[str, list[str]] = {name: [] for name in names}
     for name, package in _packages(data, "package", path):
         if name in versions:
             versions[name].append(_version(package, f"{path} package.{name}"))
@@ -694,9 +704,8 @@ def _supported(path: Path, key: str, value: Any, supported: bool) -> None:
         raise Gemma4CompatError(f"{path} {said}; this reads version 1: lock again, or upgrade gemma4_compat")
 
 
-def _locked(path: Path, versions: Mapping[str, list[str | None]]) -> list[Stand]:
-    origin = f"an entry of {path} without a valid version (a folder, a repository or an archive)"
-    return [_known(name, found, f"not in {path.name}", origin) for name, found in versions.items()]
+def _locked(path: Path, versions: Mapping[str, list[str]]) -> list[Stand]:
+    return [_known(name, found, f"not in {path.name}") for name, found in versions.items()]
 
 
 def _packages(data: Mapping[str, Any], key: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -706,11 +715,18 @@ def _packages(data: Mapping[str, Any], key: str, path: Path) -> Iterator[tuple[s
         yield canonicalize_name(package["name"]), package
 
 
-def _version(package: Mapping[str, Any], where: str) -> str | None:
+def _version(package: Mapping[str, Any], where: str) -> str:
+    """The locked version; without one, what the package is installed from."""
     version = package.get("version")
-    if version is not None and not isinstance(version, str):
+    if isinstance(version, str):
+        return version
+    if version is not None:
         raise Gemma4CompatError(f"{where}: the version {version!r} is not text; lock again")
-    return version
+    for kind in ("vcs", "directory", "archive", "source"):
+        for value in package[kind].values() if isinstance(package.get(kind), dict) else ():
+            if isinstance(value, str):
+                return f"{kind} {value} ({where})"
+    return f"an entry without a version ({where})"
 
 
 # TOML, with messages instead of tracebacks
