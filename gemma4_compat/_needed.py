@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from packaging.markers import InvalidMarker, Marker, UndefinedComparison, UndefinedEnvironmentName
-from packaging.requirements import InvalidRequirement, Requirement
+from packaging.markers import Marker
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import (
     InvalidSdistFilename,
@@ -298,17 +298,14 @@ def _bounds(specifier: str) -> tuple[Version, ...]:
 
 
 def _near(bound: Version, depth: int) -> Iterator[Version]:
-    """A bound and what lies just below and just above it: releases, their pre-releases, their post-releases."""
+    """A bound, its own pre- and post-releases, and the release just above it. (Below the lowest bound there is 0.)"""
     yield bound
     for suffix in (".dev0", "a0", f"rc{_MANY}", "", f".post{_MANY}"):
         yield _number(bound, bound.release, suffix)
+    if bound.pre and bound.post is None and bound.dev is None:
+        yield Version(f"{bound.public}.post{_MANY}")
     yield Version(re.sub(r"\d+$", lambda last: str(int(last[0]) + 1), bound.public))
     yield _number(bound, (*bound.release, *[0] * (depth - len(bound.release)), 1))
-    significant = list(bound.release)
-    while significant and significant[-1] == 0:
-        significant.pop()
-    if significant:
-        yield _number(bound, (*significant[:-1], significant[-1] - 1, _MANY))
 
 
 def _number(like: Version, release: Iterable[int], suffix: str = "") -> Version:
@@ -389,7 +386,7 @@ class _Contents:
         archive = re.search(r"\.(whl|zip|tar\.[a-z0-9]+)$", text.partition(" ")[0])
         try:
             requirement = None if archive and " @ " not in text else Requirement(text)
-        except InvalidRequirement as error:
+        except (ValueError, SyntaxError) as error:  # packaging 22 evaluates strings; InvalidRequirement is the former
             if not re.match(r"[./~\\]|[A-Za-z]:\\|[A-Za-z0-9+]+://|file:|[^\s=<>~!;@]+[/\\]", text):
                 hint = (
                     "write it as 'transformers>=5.5', with an operator, a comma between bounds, and ; before a marker"
@@ -463,7 +460,7 @@ def _is_version(text: str) -> bool:
 def _parsed(text: str, where: str) -> Marker:
     try:
         return Marker(text)
-    except InvalidMarker as error:
+    except (ValueError, SyntaxError) as error:
         remedy = "pip install -U packaging" if re.search("extras|dependency_groups", text) else "correct it"
         raise Gemma4CompatError(f"{where}: the marker {text!r} cannot be read; {remedy}") from error
 
@@ -473,7 +470,7 @@ def _evaluated(marker: Marker, where: str, extra: str = "", lock: Mapping[str, A
         if lock and re.search(r"\b(extras|dependency_groups)\b", str(marker)):  # known to packaging 25 and newer only
             return marker.evaluate(dict(lock), context="lock_file")
         return marker.evaluate({"extra": extra})
-    except (UndefinedComparison, UndefinedEnvironmentName) as error:
+    except ValueError as error:  # undefined comparisons, and in packaging 22 invalid versions
         raise Gemma4CompatError(f"{where}: the marker {str(marker)!r} has no answer: {error}; correct it") from error
 
 

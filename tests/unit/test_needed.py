@@ -540,6 +540,7 @@ def test_in_a_pylock_all_extras_and_groups_count(ask: Ask) -> None:
             r"no release of peft can be ==0.19,>=0.20 \(.*line 1.* 3\)",
         ),
         ("requirements.txt", "./peft ; python < 3", r"line 1: the marker 'python < 3' cannot be read; correct it"),
+        ("requirements.txt", "peft ; os_name ~= 'a'", r"line 1: the marker .* has no answer: .*; correct it"),
         (
             "environment.yml",
             "",
