@@ -171,25 +171,27 @@ def _need(patch: Patch, stands: Mapping[str, Stand]) -> Need:
         verdict=verdict,
         because="; ".join(item.because for item in deciding),
         unnecessary_with=tuple(filter(None, (beyond(name, specifier) for name, specifier in conditions))),
-        unmeasured=verdict in (Verdict.SOME, Verdict.NEEDED) and _unmeasured(patch, findings[0].newest, stands),
+        unmeasured=verdict in (Verdict.SOME, Verdict.NEEDED) and _unmeasured(patch, stands[patch.distribution]),
     )
 
 
-def _unmeasured(patch: Patch, newest: Version | None, stands: Mapping[str, Stand]) -> bool:
+def _unmeasured(patch: Patch, stand: Stand) -> bool:
     """Whether an affected release newer than the measured ones is possible.
 
     Where there is a fix, the measured release was the last one before it: then only a pin can be newer.
     """
-    if newest is None or not _versions.newer(str(newest), than=patch.measured):
+    if patch.fixed is not None and None in map(_pin, stand.ranges):
         return False
-    return patch.fixed is None or None not in map(_pin, stands[patch.distribution].ranges)
+    return any(
+        _versions.newer(number.public, than=patch.measured) and _versions.admits(patch.affected, str(number))
+        for number in admitted(stand.ranges, patch.affected, f"=={patch.measured}")
+    )
 
 
 @dataclass(frozen=True)
 class _Finding:
     verdict: Verdict
     because: str
-    newest: Version | None = None  # of the affected releases
 
 
 @functools.cache
@@ -211,8 +213,8 @@ def _judge(stand: Stand, specifier: str) -> _Finding:
     if stand.absence:
         return _Finding(Verdict.DEPENDS, str(stand))
     if len(inside) == len(supported):
-        return _Finding(Verdict.NEEDED, str(stand), inside[-1])
-    return _Finding(Verdict.SOME, f"{name} {_part(stand.ranges, specifier, supported)}", inside[-1])
+        return _Finding(Verdict.NEEDED, str(stand))
+    return _Finding(Verdict.SOME, f"{name} {_part(stand.ranges, specifier, supported)}")
 
 
 def _part(ranges: tuple[str, ...], specifier: str, supported: list[Version]) -> str:

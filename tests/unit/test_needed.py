@@ -205,6 +205,10 @@ def test_it_says_which_newer_releases_make_a_patch_unnecessary(
     [
         ("accelerate==1.13.0", None, False),
         ("accelerate==1.13.1", None, True),
+        ("accelerate==1.13.0+cpu", None, False),
+        ("accelerate==1.13.0.post1", None, True),
+        ("accelerate<=1.13.0", None, False),
+        ("accelerate>=1.12,<2", None, True),
         ("accelerate>=1.13", None, True),
         ("accelerate<1.13", None, False),
         ("accelerate>=1.13", "1.14.0", False),
