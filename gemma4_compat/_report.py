@@ -133,7 +133,7 @@ def needed_text(answer: Answer) -> str:
     lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in [*widths, len(rows[0][3])]))
     head = [f"{answer.source}: {', '.join(map(str, answer.stands))}", *(f"note: {note}" for note in answer.notes)]
-    return "\n".join([*head, "", *lines, "", *_unmeasured(answer), _sum(answer)])
+    return "\n".join([*head, "", *lines, "", *_unmeasured(answer), *_open(answer), _sum(answer)])
 
 
 def _unmeasured(answer: Answer) -> list[str]:
@@ -143,6 +143,15 @@ def _unmeasured(answer: Answer) -> list[str]:
     if not newest:
         return []
     return [f"* newer than {', '.join(newest)} is an unmeasured release; there it applies only to unchanged code."]
+
+
+def _open(answer: Answer) -> list[str]:
+    if not any(need.verdict == "depends" for need in answer.needs):
+        return []
+    return [
+        "depends: what is not named may be any release, or absent; a lock file tells, or this command without a file "
+        "where everything is installed."
+    ]
 
 
 def _sum(answer: Answer) -> str:

@@ -109,7 +109,7 @@ def explain(
 @app.command()
 def needed(
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help=f"{_needed.ACCEPTED}; default: what is installed.")
+        Path | None, typer.Argument(metavar="FILE", help=f"{_needed.ACCEPTED}; default: what is installed.")
     ] = None,
     as_json: _Json = False,
     fail_if_droppable: Annotated[

@@ -640,6 +640,13 @@ def test_the_table_has_a_line_for_each_patch_the_needed_ones_first_and_ends_with
     assert "unmeasured release" in end
 
 
+def test_what_a_verdict_depends_on_is_explained(ask: Ask, tmp_path: Path) -> None:
+    ask("transformers==5.6.2")
+    explanation, total = run(str(tmp_path / "requirements.txt")).splitlines()[-2:]
+    assert explanation.startswith("depends: what is not named may be any release, or absent; a lock file tells")
+    assert "depend on what is not said" in total
+
+
 def test_as_json_everything_is_on_stdout_and_in_the_registrys_order() -> None:
     data = json.loads(run(str(SAMPLES / "fork" / "uv.lock"), "--json"))
     assert [item["id"] for item in data["patches"]] == list(PATCHES)
