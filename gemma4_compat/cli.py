@@ -1,16 +1,17 @@
-"""The command line: ``gemma4-compat doctor | status | list | explain``."""
+"""The command line: ``gemma4-compat doctor | status | list | explain | needed``."""
 
 from __future__ import annotations
 
 import json
 import platform
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import gemma4_compat
-from gemma4_compat import _doctor, _report, _settings
+from gemma4_compat import _doctor, _needed, _report, _settings
 
 app = typer.Typer(
     add_completion=False,
@@ -103,6 +104,31 @@ def explain(
         _print_json(data)
     else:
         typer.echo("\n\n".join(_report.explanation_text(patch, statuses[patch.id]) for patch in patches))
+
+
+@app.command()
+def needed(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help=f"{_needed.ACCEPTED}; default: what is installed.")
+    ] = None,
+    as_json: _Json = False,
+    fail_if_droppable: Annotated[
+        bool, typer.Option("--fail-if-droppable", help="Exit 1 when no patch is needed any more, for CI to tell you.")
+    ] = False,
+) -> None:
+    """Which patches a stack still needs, and which releases make each unnecessary. Imports none of the libraries.
+
+    Exit 0 when the question was answered, 2 when FILE cannot be understood.
+    """
+    try:
+        answer = _needed.answer(file, gemma4_compat.patches())
+    except gemma4_compat.Gemma4CompatError as error:
+        _fail(str(error))
+    if as_json:
+        _print_json({"gemma4_compat": gemma4_compat.__version__, **_report.needed_data(answer)})
+    else:
+        typer.echo(_report.needed_text(answer))
+    raise typer.Exit(1 if fail_if_droppable and answer.droppable else 0)
 
 
 @app.callback(invoke_without_command=True)

@@ -12,7 +12,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import gemma4_compat
+from gemma4_compat import _needed
 from gemma4_compat._patch import Patch, Severity
+from gemma4_compat._versions import OLDEST
 from tests.helpers import ROOT
 
 
@@ -59,6 +61,15 @@ def test_a_fixed_patch_is_closed_by_the_release_that_fixed_it(patch: Patch) -> N
         assert operators["<"] == patch.fixed
         assert Version(patch.measured) < Version(patch.fixed)
         assert patch.applied_upstream
+
+
+def test_it_is_not_to_be_retired_yet(patch: Patch) -> None:
+    assert patch.fixed is None or Version(patch.fixed) > Version(OLDEST[patch.distribution]), (
+        "every release has the fix"
+    )
+    for condition in [Requirement(f"{patch.distribution}{patch.affected}"), *map(Requirement, patch.requires)]:
+        supported = f">={OLDEST[condition.name]}"
+        assert _needed.admitted((f"{condition.specifier},{supported}".strip(","),)), f"no {supported} is {condition}"
 
 
 def test_requirements_are_on_other_distributions(patch: Patch) -> None:
