@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat import _versions
+from gemma4_compat._engine import ISSUES
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._patch import Patch
 
@@ -26,7 +27,9 @@ REMAINS = "DEFECT REMAINS"
 DISABLED = "skipped, DEFECT REMAINS"
 FAILED = "PATCH FAILED"
 CAUSED = "BROKEN BY THE PATCH"
-_GOOD = frozenset({REPAIRED, NOT_AFFECTED})
+OFF_REMAINS = "PATCH OFF, DEFECT REMAINS"
+OFF_NOT_SEEN = "patch off, defect not seen"
+_GOOD = frozenset({REPAIRED, NOT_AFFECTED, OFF_NOT_SEEN})
 
 #: Seconds one child may take. A child takes seconds; importing everything from a cold network disk can take minutes.
 TIMEOUT = 600
@@ -40,7 +43,7 @@ class Finding:
         id: the patch.
         versions: releases of the libraries it concerns.
         without: the reproduction's result with every patch off (keys ``defect``, ``detail``, ``parity``, ``seconds``,
-            ``state``, ``reason``).
+            ``state``, ``reason``, ``detection``).
         with_shim: the same with this package as the environment configures it.
     """
 
@@ -51,17 +54,32 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        if self.with_shim["state"] == "failed":
-            return FAILED
+        state, there = self.with_shim["state"], self.without["defect"]
+        if self.with_shim["defect"] and not there:
+            return CAUSED
+        if state == "failed":
+            if there:
+                return OFF_REMAINS
+            # Code that is not known may be code without the defect; anything else that failed is our fault.
+            return OFF_NOT_SEEN if self.with_shim["detection"] == "unknown" else FAILED
         if self.with_shim["defect"]:
-            if not self.without["defect"]:
-                return CAUSED
-            return DISABLED if self.with_shim["state"] == "skipped" else REMAINS
-        return REPAIRED if self.without["defect"] else NOT_AFFECTED
+            return DISABLED if state == "skipped" else REMAINS
+        return REPAIRED if there else NOT_AFFECTED
 
     @property
     def good(self) -> bool:
         return self.verdict in _GOOD
+
+    @property
+    def report(self) -> str | None:
+        """What to tell us, and where, about a patch that could not be applied; None for any other."""
+        if self.with_shim["state"] != "failed":
+            return None
+        ask = "upstream may have fixed it; please report it, so that the patch's range is closed"
+        if self.verdict != OFF_NOT_SEEN:
+            ask = "please report it"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{ask}: {ISSUES} with: {self.id}: {self.with_shim['reason']} [{versions}]"
 
     def as_data(self) -> dict[str, Any]:
         return {
@@ -70,6 +88,7 @@ class Finding:
             "without": self.without,
             "with": self.with_shim,
             "verdict": self.verdict,
+            "report": self.report,
         }
 
 
@@ -77,7 +96,7 @@ def stack() -> dict[str, str]:
     """Installed releases of the libraries a reproduction needs.
 
     Raises:
-        Gemma4CompatError: one is missing.
+        Gemma4CompatError: one is missing, or older than the oldest supported release.
     """
     versions = {name: _versions.installed(name) for name in STACK}
     missing = [name for name, version in versions.items() if version is None]
@@ -86,7 +105,10 @@ def stack() -> dict[str, str]:
             f"{', '.join(missing)} not installed; the reproductions need {', '.join(STACK)}. "
             "Install them: pip install 'gemma4-compat[stack]'"
         )
-    return {name: str(version) for name, version in versions.items()}
+    found = {name: str(version) for name, version in versions.items()}
+    if too_old := [text for item in found.items() if (text := _versions.too_old(*item)) is not None]:
+        raise Gemma4CompatError("\n".join(too_old))
+    return found
 
 
 def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]) -> Iterator[Finding]:
@@ -158,4 +180,5 @@ def _child(command: str, folder: Path, *, shim: bool) -> dict[str, Any]:
 
 
 def _dead(detail: str) -> dict[str, Any]:
-    return {"defect": True, "detail": detail, "parity": None, "seconds": None, "state": "unknown", "reason": detail}
+    result = {"defect": True, "detail": detail, "parity": None, "seconds": None}
+    return result | {"state": "unknown", "reason": detail, "detection": None}

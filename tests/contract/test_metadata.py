@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import gemma4_compat
+from gemma4_compat import _versions
 from gemma4_compat._patch import Patch, Severity
 from tests.helpers import ROOT
 
@@ -49,6 +50,13 @@ def test_affected_is_bounded_below_and_holds_measured(patch: Patch) -> None:
     affected = SpecifierSet(patch.affected)
     assert affected.contains(patch.measured, prereleases=True)
     assert not affected.contains("0.0.1", prereleases=True)
+
+
+def test_no_release_below_the_oldest_supported_one_is_claimed(patch: Patch) -> None:
+    oldest = Version(_versions.OLDEST[patch.distribution])
+    assert max(Version(item.version) for item in SpecifierSet(patch.affected) if item.operator == ">=") >= oldest
+    first = [releases.partition(" - ")[0] for target in patch.targets for releases in target.known.values()]
+    assert min(map(Version, first)) >= oldest
 
 
 def test_a_fixed_patch_is_closed_by_the_release_that_fixed_it(patch: Patch) -> None:
