@@ -16,14 +16,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from gemma4_compat import _changes, _hooks, _settings, _versions
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._fingerprint import fingerprint
 from gemma4_compat._patch import Detection, Patch, PatchState, PatchStatus
 
+_T = TypeVar("_T")
 ISSUES = "https://github.com/gemma4-compat/gemma4-compat/issues"
 
 
@@ -69,6 +71,7 @@ class Engine:
         self._lock = threading.RLock()
         self._records = {patch.id: _Record(patch) for patch in patches}
         self._oldest = oldest
+        self._metadata: dict[tuple[Callable[[str], Any], str], Any] = {}  # what was read while the lock was held
         self._settings = _settings.Settings()
         self._hooked: set[str] = set()  # modules that have a hook; hooks cannot be taken back, so one is enough
         self._imported: set[str] = set()  # modules whose hook has fired
@@ -82,7 +85,7 @@ class Engine:
     def install(self) -> None:
         """Arm every patch that is not applied. What is imported already is patched at once, the rest on import."""
         settings = _settings.read(self._records)
-        with self._lock:
+        with self._locked():
             self._settings = settings
             for record in self._records.values():
                 if record.status.state is not PatchState.APPLIED:
@@ -101,7 +104,7 @@ class Engine:
         _hooks.sweep()
         self._apply_ready(late=True)  # a hook registered while its module was being searched for is never called
         self._fail_hopeless()
-        with self._lock:
+        with self._locked():
             return {patch_id: self._status(record) for patch_id, record in self._records.items()}
 
     def revert(self, patch_id: str | None = None) -> dict[str, PatchStatus]:
@@ -110,7 +113,7 @@ class Engine:
         Raises:
             Gemma4CompatError: no patch has that id.
         """
-        with self._lock:
+        with self._locked():
             if patch_id is not None and patch_id not in self._records:
                 raise Gemma4CompatError(_settings.unknown_id(patch_id, self._records))
             for record in reversed(list(self._records.values())):
@@ -120,9 +123,23 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ decisions
 
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Metadata is read once while the lock is held: it is slow to read, and may be another the next time."""
+        with self._lock:
+            self._metadata.clear()
+            yield
+
+    def _read(self, look_up: Callable[[str], _T], name: str) -> _T:
+        key = (look_up, name)
+        if key not in self._metadata:
+            self._metadata[key] = look_up(name)
+        value: _T = self._metadata[key]
+        return value
+
     def _on_import(self, name: str) -> None:
         self._imported.add(name)
-        with self._lock:
+        with self._locked():
             for record in self._records.values():
                 optional = name not in record.patch.modules and name in {t.module for t in record.patch.targets}
                 if optional and record.changes is not None:  # decide again, with this module
@@ -134,7 +151,7 @@ class Engine:
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
         """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""
-        with self._lock:
+        with self._locked():
             for record in self._records.values():
                 modules = record.patch.modules
                 waits = (record.again and trigger) or record.status.state is PatchState.PENDING
@@ -150,12 +167,12 @@ class Engine:
 
         Looked for where somebody asks, and not in import hooks, where a search of the disk costs too much.
         """
-        with self._lock:
+        with self._locked():
             waiting = [record for record in self._records.values() if record.status.state is PatchState.PENDING]
         absent = {
             name for name in {name for record in waiting for name in record.patch.modules} if _hooks.is_absent(name)
         }
-        with self._lock:
+        with self._locked():
             for record in waiting if absent else ():
                 patch = record.patch
                 gone = [name for name in patch.modules if name in absent and not _hooks.is_imported(name)]
@@ -210,7 +227,9 @@ class Engine:
         """What settings and versions alone decide. PENDING means: nothing against it."""
         requirements = [_versions.requirement(text) for text in patch.requires]
         names = [patch.distribution, *(name for name, _ in requirements)]
-        versions = {name: version for name in names if (version := _versions.current(name)) is not None}
+        # The loaded one counts, else the installed one.
+        current = {name: _versions.loaded(name) or self._read(_versions.installed, name) for name in names}
+        versions = {name: version for name, version in current.items() if version is not None}
         if patch.id in self._settings.disabled:
             return PatchState.SKIPPED, "disabled by GEMMA4_COMPAT_DISABLE", versions
         if patch.opt_in and patch.id not in self._settings.enabled:
@@ -234,7 +253,7 @@ class Engine:
 
     def _check_loaded(self, patch: Patch) -> None:
         for name in [patch.distribution, *(_versions.requirement(text)[0] for text in patch.requires)]:
-            loaded, installed = _versions.loaded(name), _versions.installed(name)
+            loaded, installed = _versions.loaded(name), self._read(_versions.installed, name)
             if loaded and installed and _versions.differ(loaded, installed):
                 raise Gemma4CompatError(
                     f"{name} {loaded} is loaded but {installed} is installed now (upgraded while Python was "
@@ -243,7 +262,7 @@ class Engine:
 
     def _warn_two_copies(self, names: Iterable[str]) -> None:
         for name in names:
-            found = _versions.copies(name)
+            found = self._read(_versions.copies, name)
             if len(set(found.values())) > 1 and name not in self._two_copies:
                 self._two_copies.add(name)
                 listed = ", ".join(f"{version} in {folder}" for folder, version in found.items())
