@@ -75,11 +75,11 @@ class Finding:
         """What to tell us, and where, about a patch that could not be applied; None for any other."""
         if self.with_shim["state"] != "failed":
             return None
-        ask = "upstream may have fixed it; please report it, so that the patch's range is closed"
-        if self.verdict != OFF_NOT_SEEN:
-            ask = "please report it"
+        ask = f"please report it at {ISSUES}"
+        if self.verdict == OFF_NOT_SEEN:
+            ask = f"upstream may have fixed it; {ask}, so that the patch's range is closed"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{ask}: {ISSUES} with: {self.id}: {self.with_shim['reason']} [{versions}]"
+        return f"{ask}. Say: {self.id}: {self.with_shim['reason']} [{versions}]"
 
     def as_data(self) -> dict[str, Any]:
         return {

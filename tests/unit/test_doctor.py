@@ -129,7 +129,8 @@ def test_a_patch_that_is_off_is_told_where_to_report_it(
     result = CliRunner().invoke(cli.app, ["doctor", IDS[0]])
     assert result.exit_code == code, result.output
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("  report")]
-    assert f"https://github.com/gemma4-compat/gemma4-compat/issues with: {IDS[0]}: because [" in line
+    assert "please report it at https://github.com/gemma4-compat/gemma4-compat/issues" in line
+    assert f"Say: {IDS[0]}: because [" in line
     assert result.stdout.splitlines()[-1].endswith(_doctor.OFF_REMAINS if there else _doctor.OFF_NOT_SEEN)
 
 
