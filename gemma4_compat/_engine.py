@@ -271,6 +271,7 @@ class Engine:
                 )
 
     def _revert(self, record: _Record) -> None:
+        record.again = False
         if record.changes is None:
             # One that waits for a module it will never need, on this release, stays not needed.
             if record.status.state is PatchState.PENDING and self._gate(record.patch)[0] is PatchState.PENDING:

@@ -358,6 +358,17 @@ def test_a_module_that_turns_up_after_all_is_repaired(create: Create) -> None:
     assert engine.status()[ID].state is PatchState.APPLIED
 
 
+def test_a_module_that_turns_up_after_revert_is_left_alone(create: Create) -> None:
+    library = create()
+    forget(library, "core")
+    engine = installed(library.patch())
+    library.load("__init__")
+    collected(engine.status)
+    engine.revert(ID)
+    library.write("core", CORE)
+    assert library.load().double(2) == 4
+
+
 def test_strict_refuses_to_go_on_without_the_module(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMMA4_COMPAT_STRICT", "1")
     library = create()
