@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat import _versions
+from gemma4_compat._engine import ISSUES
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._patch import Patch
 
@@ -22,11 +23,14 @@ STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
 REPAIRED = "repaired"
 NOT_AFFECTED = "not affected"
+NOT_APPLICABLE = "not applicable"
 REMAINS = "DEFECT REMAINS"
 DISABLED = "skipped, DEFECT REMAINS"
 FAILED = "PATCH FAILED"
 CAUSED = "BROKEN BY THE PATCH"
-_GOOD = frozenset({REPAIRED, NOT_AFFECTED})
+OFF_REMAINS = "PATCH OFF, DEFECT REMAINS"
+OFF_NOT_SEEN = "patch off, defect not seen"
+_GOOD = frozenset({REPAIRED, NOT_AFFECTED, NOT_APPLICABLE, OFF_NOT_SEEN})
 
 #: Seconds one child may take. A child takes seconds; importing everything from a cold network disk can take minutes.
 TIMEOUT = 600
@@ -39,8 +43,8 @@ class Finding:
     Attributes:
         id: the patch.
         versions: releases of the libraries it concerns.
-        without: the reproduction's result with every patch off (keys ``defect``, ``detail``, ``parity``, ``seconds``,
-            ``state``, ``reason``).
+        without: the reproduction's result with every patch off (keys ``defect``, ``detail``, ``parity``,
+            ``applicable``, ``seconds``, ``state``, ``reason``, ``detection``).
         with_shim: the same with this package as the environment configures it.
     """
 
@@ -51,17 +55,34 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        if self.with_shim["state"] == "failed":
-            return FAILED
+        state, there = self.with_shim["state"], self.without["defect"]
+        if self.with_shim["defect"] and not there:
+            return CAUSED
+        if state == "failed":
+            if there:
+                return OFF_REMAINS
+            # Code that is not known may be code without the defect; anything else that failed is our fault.
+            return OFF_NOT_SEEN if self.with_shim["detection"] == "unknown" else FAILED
         if self.with_shim["defect"]:
-            if not self.without["defect"]:
-                return CAUSED
-            return DISABLED if self.with_shim["state"] == "skipped" else REMAINS
-        return REPAIRED if self.without["defect"] else NOT_AFFECTED
+            return DISABLED if state == "skipped" else REMAINS
+        if there:
+            return REPAIRED
+        return NOT_AFFECTED if self.without["applicable"] else NOT_APPLICABLE
 
     @property
     def good(self) -> bool:
         return self.verdict in _GOOD
+
+    @property
+    def report(self) -> str | None:
+        """What to tell us, and where, about a patch that could not be applied; None for any other."""
+        if self.with_shim["state"] != "failed":
+            return None
+        ask = f"please report it at {ISSUES}"
+        if self.verdict == OFF_NOT_SEEN:
+            ask = f"upstream may have fixed it; {ask}, so that the patch's range is closed"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{ask}. Say: {self.id}: {self.with_shim['reason']} [{versions}]"
 
     def as_data(self) -> dict[str, Any]:
         return {
@@ -70,6 +91,7 @@ class Finding:
             "without": self.without,
             "with": self.with_shim,
             "verdict": self.verdict,
+            "report": self.report,
         }
 
 
@@ -77,7 +99,7 @@ def stack() -> dict[str, str]:
     """Installed releases of the libraries a reproduction needs.
 
     Raises:
-        Gemma4CompatError: one is missing.
+        Gemma4CompatError: one is missing, or older than the oldest supported release.
     """
     versions = {name: _versions.installed(name) for name in STACK}
     missing = [name for name, version in versions.items() if version is None]
@@ -86,7 +108,10 @@ def stack() -> dict[str, str]:
             f"{', '.join(missing)} not installed; the reproductions need {', '.join(STACK)}. "
             "Install them: pip install 'gemma4-compat[stack]'"
         )
-    return {name: str(version) for name, version in versions.items()}
+    found = {name: str(version) for name, version in versions.items()}
+    if too_old := [text for item in found.items() if (text := _versions.too_old(*item)) is not None]:
+        raise Gemma4CompatError("\n".join(too_old))
+    return found
 
 
 def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]) -> Iterator[Finding]:
@@ -102,13 +127,13 @@ def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]
     """
     folder = Path(tempfile.mkdtemp(prefix="gemma4-compat-"))
     try:
-        built = _child("build", folder, shim=False)
+        built = _child("build", folder, disabled="all")
         if "built" not in built:
             raise Gemma4CompatError(f"the tiny Gemma 4 checkpoint cannot be built: {built['detail']}")
         results: dict[tuple[str, bool], dict[str, Any]] = {}
         with ThreadPoolExecutor(max_workers=max(2, min(4, (os.cpu_count() or 2) // 4))) as pool:
             jobs = {
-                pool.submit(_child, patch.id, folder, shim=shim): (patch, shim)
+                pool.submit(_child, patch.id, folder, disabled="" if shim else "all"): (patch, shim)
                 for patch in patches
                 for shim in (False, True)
             }
@@ -129,13 +154,13 @@ def _concerned(patch: Patch) -> dict[str, str]:
     return {name: version for name in names if (version := _versions.installed(name)) is not None}
 
 
-def _child(command: str, folder: Path, *, shim: bool) -> dict[str, Any]:
+def _child(command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
     """One reproduction in a process of its own. A child that dies is a defect, with the end of what it wrote."""
     environment = dict(os.environ, PYTHONWARNINGS=os.environ.get("PYTHONWARNINGS", "ignore"), HF_HUB_OFFLINE="1")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment.setdefault("OMP_NUM_THREADS", "1")  # a tiny model computes faster in one thread
-    if not shim:
-        environment["GEMMA4_COMPAT_DISABLE"] = "all"
+    if disabled:
+        environment["GEMMA4_COMPAT_DISABLE"] = disabled
     try:
         done = subprocess.run(
             [sys.executable, "-m", "gemma4_compat._repro", command, str(folder)],
@@ -159,4 +184,4 @@ def _child(command: str, folder: Path, *, shim: bool) -> dict[str, Any]:
 
 def _dead(detail: str) -> dict[str, Any]:
     result = {"defect": True, "detail": detail, "parity": None, "applicable": True, "seconds": None}
-    return result | {"state": "unknown", "reason": detail}
+    return result | {"state": "unknown", "reason": detail, "detection": None}

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. The version says *may*, the loaded code says *is*; both are needed.
+1. The version says *may*, the loaded code says *is*; both are needed. Below the oldest supported release the version
+   says no; beyond the newest measured one only code that has not changed since says yes.
 2. ``applied`` is set after the last edit. A failed patch leaves no trace and never breaks the user's import.
 3. Nothing is imported under the lock: it is taken inside import hooks, and waiting there for a module that another
    thread is importing would be a deadlock. Nothing upstream is imported at all.
@@ -15,14 +16,16 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from gemma4_compat import _changes, _hooks, _settings, _versions
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._fingerprint import fingerprint
 from gemma4_compat._patch import Detection, Patch, PatchState, PatchStatus
 
+_T = TypeVar("_T")
 ISSUES = "https://github.com/gemma4-compat/gemma4-compat/issues"
 
 
@@ -33,10 +36,17 @@ class _Record:
         self.patch = patch
         self.changes: _changes.ChangeSet | None = None
         self.warned = False
+        self.again = False  # decide again when a module of it is imported (again), whatever was decided before
         self.enter(PatchState.REGISTERED, "known, not armed yet; gemma4_compat.install() arms it")
 
     def enter(
-        self, state: PatchState, reason: str, *, versions: Mapping[str, str] | None = None, late: bool = False
+        self,
+        state: PatchState,
+        reason: str,
+        *,
+        versions: Mapping[str, str] | None = None,
+        late: bool = False,
+        detection: Detection | None = None,
     ) -> None:
         self.status = PatchStatus(
             id=self.patch.id,
@@ -44,20 +54,29 @@ class _Record:
             reason=reason,
             versions=MappingProxyType(dict(versions or {})),
             late=late,
+            detection=detection,
             at=time.time(),
         )
 
 
 class Engine:
-    """The patches of one process. Every public method may be called from any thread, any number of times."""
+    """The patches of one process. Every public method may be called from any thread, any number of times.
 
-    def __init__(self, patches: Iterable[Patch]) -> None:
+    Args:
+        patches: what it applies, in this order.
+        oldest: the oldest supported release, by distribution; nothing is applied to, or together with, older ones.
+    """
+
+    def __init__(self, patches: Iterable[Patch], oldest: Mapping[str, str] = _versions.OLDEST) -> None:
         self._lock = threading.RLock()
         self._records = {patch.id: _Record(patch) for patch in patches}
+        self._oldest = oldest
+        self._metadata: dict[tuple[Callable[[str], Any], str], Any] = {}  # what was read while the lock was held
         self._settings = _settings.Settings()
         self._hooked: set[str] = set()  # modules that have a hook; hooks cannot be taken back, so one is enough
         self._imported: set[str] = set()  # modules whose hook has fired
         self._two_copies: set[str] = set()  # distributions already warned about
+        self._too_old: set[str] = set()  # the same
 
     def patches(self) -> tuple[Patch, ...]:
         """All patches, in the order in which they are applied."""
@@ -66,7 +85,7 @@ class Engine:
     def install(self) -> None:
         """Arm every patch that is not applied. What is imported already is patched at once, the rest on import."""
         settings = _settings.read(self._records)
-        with self._lock:
+        with self._locked():
             self._settings = settings
             for record in self._records.values():
                 if record.status.state is not PatchState.APPLIED:
@@ -84,7 +103,8 @@ class Engine:
         """Where every patch is, by id. For patches still waiting, decided from the releases installed now."""
         _hooks.sweep()
         self._apply_ready(late=True)  # a hook registered while its module was being searched for is never called
-        with self._lock:
+        self._fail_hopeless()
+        with self._locked():
             return {patch_id: self._status(record) for patch_id, record in self._records.items()}
 
     def revert(self, patch_id: str | None = None) -> dict[str, PatchStatus]:
@@ -93,7 +113,7 @@ class Engine:
         Raises:
             Gemma4CompatError: no patch has that id.
         """
-        with self._lock:
+        with self._locked():
             if patch_id is not None and patch_id not in self._records:
                 raise Gemma4CompatError(_settings.unknown_id(patch_id, self._records))
             for record in reversed(list(self._records.values())):
@@ -103,9 +123,23 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------ decisions
 
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Metadata is read once while the lock is held: it is slow to read, and may be another the next time."""
+        with self._lock:
+            self._metadata.clear()
+            yield
+
+    def _read(self, look_up: Callable[[str], _T], name: str) -> _T:
+        key = (look_up, name)
+        if key not in self._metadata:
+            self._metadata[key] = look_up(name)
+        value: _T = self._metadata[key]
+        return value
+
     def _on_import(self, name: str) -> None:
         self._imported.add(name)
-        with self._lock:
+        with self._locked():
             for record in self._records.values():
                 optional = name not in record.patch.modules and name in {t.module for t in record.patch.targets}
                 if optional and record.changes is not None:  # decide again, with this module
@@ -117,12 +151,10 @@ class Engine:
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
         """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""
-        with self._lock:
+        with self._locked():
             for record in self._records.values():
                 modules = record.patch.modules
-                # A strict failure made the import fail; the same import, tried again, must not succeed unpatched.
-                again = self._settings.strict and trigger and record.status.state is PatchState.FAILED
-                waits = again or record.status.state is PatchState.PENDING
+                waits = (record.again and trigger) or record.status.state is PatchState.PENDING
                 if not waits or (trigger and trigger not in modules):
                     continue
                 if all(name in self._imported or _hooks.is_imported(name) for name in modules):
@@ -130,14 +162,38 @@ class Engine:
                 else:
                     record.enter(PatchState.PENDING, _waiting(record.patch, self._imported))
 
+    def _fail_hopeless(self) -> None:
+        """Patches that wait for a module which the loaded release does not have: say so, instead of waiting on.
+
+        Looked for where somebody asks, and not in import hooks, where a search of the disk costs too much.
+        """
+        with self._locked():
+            waiting = [record for record in self._records.values() if record.status.state is PatchState.PENDING]
+        absent = {
+            name for name in {name for record in waiting for name in record.patch.modules} if _hooks.is_absent(name)
+        }
+        with self._locked():
+            for record in waiting if absent else ():
+                patch = record.patch
+                gone = [name for name in patch.modules if name in absent and not _hooks.is_imported(name)]
+                state, _, versions = self._gate(patch)
+                if gone and record.status.state is state is PatchState.PENDING:
+                    version = f"{patch.distribution} {versions[patch.distribution]}"
+                    reason = _unknown(patch, versions, f"module {gone[0]} does not exist in {version}")
+                    record.enter(PatchState.FAILED, reason, versions=versions, detection=Detection.UNKNOWN)
+                    record.again = True  # should it be made after all
+                    self._report_failure(record)
+
     def _decide(self, record: _Record, *, late: bool) -> None:
         patch = record.patch
+        record.again = False
+        detection = None
         state, reason, versions = self._gate(patch)
         if state is PatchState.PENDING:
             changes = _changes.ChangeSet(patch.id)
             try:
                 self._check_loaded(patch)
-                detection, reason = _detect(patch)
+                detection, reason = _detect(patch, versions)
                 if detection is Detection.AFFECTED:
                     with self._uncovered(record):
                         try:
@@ -155,9 +211,15 @@ class Engine:
             except Exception as error:  # broad: whatever goes wrong must not break the user's import
                 changes.undo()
                 state, reason = PatchState.FAILED, f"{type(error).__name__}: {error}"
-        record.enter(state, reason, versions=versions, late=late and state is PatchState.APPLIED)
+                detection = None
+                if not isinstance(error, Gemma4CompatError) and _is_unmeasured(patch, versions):
+                    detection, reason = Detection.UNKNOWN, f"{_unmeasured('unknown', patch, versions)}: {reason}"
+        late = late and state is PatchState.APPLIED
+        record.enter(state, reason, versions=versions, late=late, detection=detection)
         # Last, when everything is decided: a user may have turned warnings into errors.
         self._warn_two_copies(versions)
+        if state is PatchState.SKIPPED:
+            self._report_too_old(record)
         if state is PatchState.FAILED:
             self._report_failure(record)
 
@@ -165,7 +227,9 @@ class Engine:
         """What settings and versions alone decide. PENDING means: nothing against it."""
         requirements = [_versions.requirement(text) for text in patch.requires]
         names = [patch.distribution, *(name for name, _ in requirements)]
-        versions = {name: version for name in names if (version := _versions.current(name)) is not None}
+        # The loaded one counts, else the installed one.
+        current = {name: _versions.loaded(name) or self._read(_versions.installed, name) for name in names}
+        versions = {name: version for name, version in current.items() if version is not None}
         if patch.id in self._settings.disabled:
             return PatchState.SKIPPED, "disabled by GEMMA4_COMPAT_DISABLE", versions
         if patch.opt_in and patch.id not in self._settings.enabled:
@@ -173,6 +237,9 @@ class Engine:
         for name in names:
             if name not in versions:
                 return PatchState.SKIPPED, f"{name} is not installed", versions
+        for name in names:
+            if (too_old := _versions.too_old(name, versions[name], self._oldest)) is not None:
+                return PatchState.SKIPPED, too_old, versions
         version = versions[patch.distribution]
         if not _versions.admits(patch.affected, version):
             fixed = f" (fixed in {patch.fixed})" if patch.fixed else ""
@@ -186,7 +253,7 @@ class Engine:
 
     def _check_loaded(self, patch: Patch) -> None:
         for name in [patch.distribution, *(_versions.requirement(text)[0] for text in patch.requires)]:
-            loaded, installed = _versions.loaded(name), _versions.installed(name)
+            loaded, installed = _versions.loaded(name), self._read(_versions.installed, name)
             if loaded and installed and _versions.differ(loaded, installed):
                 raise Gemma4CompatError(
                     f"{name} {loaded} is loaded but {installed} is installed now (upgraded while Python was "
@@ -195,7 +262,7 @@ class Engine:
 
     def _warn_two_copies(self, names: Iterable[str]) -> None:
         for name in names:
-            found = _versions.copies(name)
+            found = self._read(_versions.copies, name)
             if len(set(found.values())) > 1 and name not in self._two_copies:
                 self._two_copies.add(name)
                 listed = ", ".join(f"{version} in {folder}" for folder, version in found.items())
@@ -204,6 +271,7 @@ class Engine:
                 )
 
     def _revert(self, record: _Record) -> None:
+        record.again = False
         if record.changes is None:
             # One that waits for a module it will never need, on this release, stays not needed.
             if record.status.state is PatchState.PENDING and self._gate(record.patch)[0] is PatchState.PENDING:
@@ -264,18 +332,36 @@ class Engine:
                 versions=status.versions,
                 late=status.late,
                 overridden=overridden,
+                detection=status.detection,
                 at=status.at,
             )
         return status
+
+    def _report_too_old(self, record: _Record) -> None:
+        """Once a library, when it is loaded: an old one that is only installed harms nobody."""
+        for name, version in record.status.versions.items():
+            too_old = _versions.too_old(name, version, self._oldest)
+            if record.status.reason != too_old or not _versions.is_loaded(name):
+                continue
+            message = f"{too_old}. Nothing that concerns it is repaired; GEMMA4_COMPAT_DISABLE=all silences this."
+            if self._settings.strict:
+                record.again = True  # see _report_failure
+                raise Gemma4CompatError(message)
+            if name not in self._too_old:
+                self._too_old.add(name)
+                _warn(message)
 
     def _report_failure(self, record: _Record) -> None:
         patch, status = record.patch, record.status
         versions = ", ".join(f"{name} {version}" for name, version in status.versions.items())
         message = (
             f"patch {patch.id!r} was not applied, nothing was changed: {status.reason} [{versions}]. Without it: "
-            f"{patch.symptom}. Please report it at {ISSUES}; GEMMA4_COMPAT_DISABLE={patch.id} silences this."
+            f"{patch.symptom} (`gemma4-compat doctor {patch.id}` looks whether it is still so). Please report it at "
+            f"{ISSUES}; GEMMA4_COMPAT_DISABLE={patch.id} silences this."
         )
         if self._settings.strict:
+            # It makes the import fail; the same import, tried again, must not succeed unpatched.
+            record.again = True
             raise Gemma4CompatError(message)
         if not record.warned:
             record.warned = True
@@ -288,20 +374,42 @@ def _apply(patch: Patch, changes: _changes.ChangeSet) -> None:
             changes.replace(target.module, target.name, target.replacement)
 
 
-def _detect(patch: Patch) -> tuple[Detection, str]:
-    """Compare the loaded code with the code the patch was proven on."""
+def _detect(patch: Patch, versions: Mapping[str, str]) -> tuple[Detection, str]:
+    """Compare the loaded code with the code the patch was proven on.
+
+    What the targets call is not compared. A release that changes only that is seen by ``doctor``, which runs the
+    reproductions.
+    """
     if patch.detect is not None and (said := patch.detect()) is not Detection.AFFECTED:
         return said, f"looked at the loaded {patch.distribution} on this host: {said.replace('_', ' ')}"
     for target in patch.targets:
         if not _exists(target.module, target.name):
             if target.optional:
                 continue
-            return Detection.UNKNOWN, f"{target} does not exist"
+            return Detection.UNKNOWN, _unknown(patch, versions, f"{target} does not exist")
         owner, attribute = _changes.resolve_owner(target.module, target.name)
         found = fingerprint(_changes.raw_slot(owner, attribute))
         if found not in target.known:
-            return Detection.UNKNOWN, f"the code of {target} is unknown (fingerprint {found})"
+            if _is_unmeasured(patch, versions):
+                what = f"{target} is not the code this was proven on (fingerprint {found})"
+            else:
+                what = f"the code of {target} is unknown (fingerprint {found}): edited, or replaced by another library"
+            return Detection.UNKNOWN, _unknown(patch, versions, what)
     return Detection.AFFECTED, ""
+
+
+def _unknown(patch: Patch, versions: Mapping[str, str], what: str) -> str:
+    """Why the code of a release is not what it should be; beyond what was measured, that release is the reason."""
+    return f"{_unmeasured('changed', patch, versions)}: {what}" if _is_unmeasured(patch, versions) else what
+
+
+def _unmeasured(code: str, patch: Patch, versions: Mapping[str, str]) -> str:
+    release = f"{patch.distribution} {versions[patch.distribution]}"
+    return f"unmeasured release, code {code} ({release}; measured up to {patch.measured})"
+
+
+def _is_unmeasured(patch: Patch, versions: Mapping[str, str]) -> bool:
+    return _versions.newer(versions[patch.distribution], than=patch.measured)
 
 
 def _exists(module: str, name: str) -> bool:
@@ -314,10 +422,9 @@ def _exists(module: str, name: str) -> bool:
 
 
 def _applied_reason(patch: Patch, versions: Mapping[str, str]) -> str:
-    version = versions[patch.distribution]
-    if _versions.newer(version, than=patch.measured):
-        return f"unmeasured release, code unchanged ({patch.distribution} {version}; measured up to {patch.measured})"
-    return f"repairs {patch.distribution} {version}"
+    if _is_unmeasured(patch, versions):
+        return _unmeasured("unchanged", patch, versions)
+    return f"repairs {patch.distribution} {versions[patch.distribution]}"
 
 
 def _waiting(patch: Patch, imported: Iterable[str]) -> str:

@@ -2,6 +2,9 @@
 
 It is taken from the syntax tree, not from byte code, so it is the same on every Python version: a patch lists the
 fingerprints it was proven on, and code it has never seen is never replaced.
+
+It is of one function. What that function calls may have changed although the fingerprint has not, and no fingerprint
+sees that; the reproductions, which ``doctor`` runs, are there for it.
 """
 
 from __future__ import annotations

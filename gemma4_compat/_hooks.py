@@ -13,6 +13,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from importlib.machinery import PathFinder
+from types import ModuleType
 from typing import Any
 
 import wrapt
@@ -48,6 +50,22 @@ def is_initializing(name: str) -> bool:
 def is_imported(name: str) -> bool:
     """Whether the module is in sys.modules and its body has been executed."""
     return sys.modules.get(name) is not None and not is_initializing(name)
+
+
+def is_absent(name: str) -> bool:
+    """Whether a module does not exist, as far as the packages around it that are imported can tell.
+
+    Imports nothing. Only the file system is asked: wrapt's finder, asked for a module that another thread imports just
+    then, would not call that module's hook.
+    """
+    package, _, rest = name.partition(".")
+    while rest and is_imported(package):
+        part, _, rest = rest.partition(".")
+        parent, package = sys.modules[package], f"{package}.{part}"
+        if package not in sys.modules and isinstance(parent, ModuleType):
+            path = vars(parent).get("__path__")  # None: what was a package is a module now
+            return path is None or PathFinder.find_spec(package, path) is None
+    return False
 
 
 class _Unfinished:

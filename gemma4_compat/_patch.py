@@ -38,9 +38,9 @@ class Detection(str, enum.Enum):
 class PatchState(str, enum.Enum):
     """Where a patch is in its life.
 
-    ``registered`` (known, not armed) -> ``skipped`` (opted out, library absent, requirement unmet) | ``not_needed``
-    (release outside ``affected``, or the loaded code has no defect) | ``pending`` (armed, waiting for the import) ->
-    ``applied`` | ``failed`` (unknown code; nothing of it remains) ; ``applied`` -> ``reverted``.
+    ``registered`` (known, not armed) -> ``skipped`` (opted out, library absent or too old, requirement unmet) |
+    ``not_needed`` (release outside ``affected``, or the loaded code has no defect) | ``pending`` (armed, waiting for
+    the import) -> ``applied`` | ``failed`` (unknown code; nothing of it remains) ; ``applied`` -> ``reverted``.
     """
 
     REGISTERED = "registered"
@@ -139,6 +139,7 @@ class PatchStatus:
         versions: releases seen when that was decided, by distribution (absent ones are left out).
         late: applied after its library had been imported; names other modules had taken by then were rebound.
         overridden: replaced functions that another library has replaced again since.
+        detection: what the loaded code said; None where it was not looked at, or looking at it was not what failed.
         at: when the state was entered, seconds since the epoch (``time.time()``).
     """
 
@@ -148,4 +149,5 @@ class PatchStatus:
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     late: bool = False
     overridden: tuple[str, ...] = ()
+    detection: Detection | None = None
     at: float = 0.0

@@ -170,8 +170,8 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
         message = " ".join(str(error).split())
         result = dataclasses.asdict(Outcome(True, f"{type(error).__name__}: {message}"))
     result["seconds"] = round(time.perf_counter() - started, 2)
-    result["state"] = str(gemma4_compat.status()[patch_id].state)
-    result["reason"] = gemma4_compat.status()[patch_id].reason
+    status = gemma4_compat.status()[patch_id]
+    result["state"], result["reason"], result["detection"] = status.state, status.reason, status.detection
     return result
 
 

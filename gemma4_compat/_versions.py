@@ -10,6 +10,7 @@ import contextlib
 import functools
 import re
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -45,9 +46,14 @@ def copies(distribution: str) -> dict[str, str]:
 
 def loaded(distribution: str) -> str | None:
     """``__version__`` of the imported package; None when it is not imported or does not say."""
-    module = sys.modules.get(_IMPORT_NAMES.get(distribution, distribution.replace("-", "_")))
+    module = sys.modules.get(_import_name(distribution))
     version = getattr(module, "__dict__", {}).get("__version__")
     return version if isinstance(version, str) else None
+
+
+def is_loaded(distribution: str) -> bool:
+    """Whether the package is in sys.modules, whether or not it says a version."""
+    return _import_name(distribution) in sys.modules
 
 
 def current(distribution: str) -> str | None:
@@ -71,6 +77,23 @@ def newer(version: str, than: str) -> bool:
     return Version(version) > Version(than)
 
 
+def too_old(distribution: str, version: str, oldest: Mapping[str, str] = OLDEST) -> str | None:
+    """Why a release is not supported, with the remedy, in one sentence; None when nothing is known against it.
+
+    A pre-release of the oldest one is older; a string that is no version is not judged.
+    """
+    floor = oldest.get(distribution)
+    try:
+        if floor is None or Version(version) >= Version(floor):
+            return None
+    except InvalidVersion:
+        return None
+    return (
+        f"{distribution} {version} is older than the oldest supported release {floor}; "
+        f"upgrade: pip install '{distribution}>={floor}'"
+    )
+
+
 def differ(first: str, second: str) -> bool:
     """Whether two version strings name two releases. Local parts (``+cpu``) and unparsable strings do not count."""
     try:
@@ -87,6 +110,10 @@ def requirement(text: str) -> tuple[str, str]:
     """
     name, specifier = _REQUIREMENT.fullmatch(text).groups()  # type: ignore[union-attr]
     return name, specifier
+
+
+def _import_name(distribution: str) -> str:
+    return _IMPORT_NAMES.get(distribution, distribution.replace("-", "_"))
 
 
 @functools.cache

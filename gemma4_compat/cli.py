@@ -40,7 +40,8 @@ def doctor(
 ) -> None:
     """Reproduce each defect on a tiny Gemma 4, without and with the shim, in processes of their own.
 
-    Exit 0 when everything this stack needs is repaired, 1 when a defect remains or a patch failed, 2 on bad usage.
+    Exit 0 when everything this stack needs is repaired, 1 when a defect remains or a patch failed, 2 on bad usage or
+    with a library older than the oldest supported release.
     """
     patches = _chosen(ids or [])
     try:
@@ -171,7 +172,7 @@ def _finding_text(finding: _doctor.Finding) -> str:
         f"{finding.id} ({versions})\n"
         f"  without  {_shorten(finding.without['detail'])}\n"
         f"  with     {_shorten(finding.with_shim['detail'])}\n"
-        f"  verdict  {finding.verdict}"
+        f"  verdict  {finding.verdict}" + (f"\n  report   {finding.report}" if finding.report else "")
     )
 
 

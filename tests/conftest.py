@@ -51,7 +51,7 @@ def one_device(workspace: Any) -> Callable[[str | None, str | None], Any]:
 def reproduce(workspace: Any) -> Callable[..., dict[str, Any]]:
     """``reproduce(patch_id, shim=...)``: the reproduction's result in a process of its own, each run once.
 
-    ``shim`` is "off", "on", "others" (every patch but this one), or "reverted" (armed, libraries imported, then undone).
+    ``shim`` is "off", "on", "others" (every patch but this one), or "reverted" (armed, libraries imported, undone).
     """
     known: dict[tuple[str, str], dict[str, Any]] = {}
 

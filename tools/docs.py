@@ -150,14 +150,15 @@ def matrix_page() -> list[str]:
 def matrix_section() -> str:
     """The matrix in a paragraph."""
     results = matrix_results()
-    said = [entry["verdict"] for result in results.values() for entry in result["patches"].values()]
-    tests = sum(entry["tests"].get("passed", 0) for result in results.values() for entry in result["patches"].values())
-    dates = sorted({result["date"] for result in results.values()})
+    entries = [entry for result in results.values() for entry in result["patches"].values()]
+    tests = sum(entry["tests"]["passed"] for entry in entries)
+    dates = sorted({entry["date"] for entry in entries})
+    said = [entry["verdict"] for entry in entries]
     counts = ", ".join(f"{said.count(name)} {name}" for name in sorted(set(said)))
     return (
         f"{len(results)} stacks, {sum(result['ok'] for result in results.values())} of them as claimed: "
-        f"{len(said)} pairs of a patch and a stack ({counts}), {tests} patch tests passed, {' to '.join(dates)}; "
-        "[the table](docs/PATCHES.md#the-matrix)."
+        f"{len(said)} pairs of a patch and a stack ({counts}), {tests} patch tests passed, "
+        f"measured {' and '.join(dates)}; [the table](docs/PATCHES.md#the-matrix)."
     )
 
 

@@ -2,6 +2,7 @@
 
 python tools/matrix.py run                     every cell
 python tools/matrix.py run newest bnb-0.49.0   some cells
+python tools/matrix.py run --patches PATCH     one patch in every cell, beside what is known of the others
 python tools/matrix.py run --ci                the cells of CI, in each the patches that have a gate there
 python tools/matrix.py canary                  the newest of everything, pre-releases included; reports, never fails
 python tools/matrix.py bisect PATCH LIBRARY    where a library's affected releases begin and end, and what to write
@@ -17,7 +18,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -153,6 +153,13 @@ def sides(gate: Gate, among: Iterable[Cell]) -> tuple[list[Cell], list[Cell]]:
     return below, above
 
 
+def pairs(gate: Gate, among: Iterable[Cell]) -> list[tuple[Cell, Cell]]:
+    """The cells just below and just above a gate that differ in nothing else."""
+    below, above = sides(gate, among)
+    alone = {gate.distribution: ""}
+    return [(one, other) for one in below for other in above if {**one.pins, **alone} == {**other.pins, **alone}]
+
+
 def patches_in_ci(cell: Cell, listed: Mapping[str, Sequence[str]]) -> list[Patch]:
     """What CI runs in a cell: every patch, or those that have a gate just here."""
     if cell.ci == "all":
@@ -160,7 +167,7 @@ def patches_in_ci(cell: Cell, listed: Mapping[str, Sequence[str]]) -> list[Patch
     return [
         patch
         for patch in gemma4_compat.patches()
-        if any(cell in group for gate in gates(patch, listed) for group in sides(gate, [cell]))
+        if any(cell in pair for gate in gates(patch, listed) for pair in pairs(gate, cells().values()))
     ]
 
 
@@ -209,13 +216,18 @@ def child_environment(packages: Path | None = None) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------- one cell
 
 
-def measure(cell: Cell, python: Path, patches: Sequence[Patch], packages: Path | None = None) -> dict[str, Any]:
-    """Run the tests of these patches with one cell's Python and say what they found, as data for JSON."""
+def measure(
+    cell: Cell, python: Path, patches: Sequence[Patch], packages: Path | None = None, only: str | None = None
+) -> dict[str, Any]:
+    """Run the tests of these patches with one cell's Python and say what they found, as data for JSON.
+
+    ``only`` is pytest's ``-k``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         files = [f"tests/patches/test_{patch.id.replace('-', '_')}.py" for patch in patches]
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
-        command += [f"--junitxml={report}", f"--basetemp={folder}/tmp"]
+        command += [f"--junitxml={report}", f"--basetemp={folder}/tmp", *(["-k", only] if only else [])]
         if packages is not None:  # beside other copies of the libraries; Python uses the first, as intended here
             command += ["-W", "ignore:several releases of:gemma4_compat.Gemma4CompatWarning"]
         environment = child_environment(packages)
@@ -230,9 +242,9 @@ def measure(cell: Cell, python: Path, patches: Sequence[Patch], packages: Path |
         tests = read_report(report) if report.exists() else []
         versions = json.loads(_checked_in(python, _VERSIONS, environment))
     result = summarize(cell, versions, patches, tests)
-    result["ok"] = result["ok"] and code == 0
-    if code != 0:
-        result["end of the output"] = wrote.replace(str(ROOT), ".").splitlines()[-30:]
+    failing = any(entry["failures"] for entry in result["patches"].values())
+    if code != 0 and not failing:  # pytest itself, not a test
+        result["error"] = " / ".join(wrote.replace(str(ROOT), ".").splitlines()[-5:])
     return result
 
 
@@ -283,37 +295,47 @@ def summarize(
     for patch in patches:
         own = [test for test in tests if test["file"] == patch.id.replace("-", "_")]
         runs = {shim: seen for test in own for shim, seen in test["reproductions"].items()}
+        outcomes = [test["outcome"] for test in own]
         found[patch.id] = {
             "verdict": verdict(runs),
             "claimed": claimed(patch, cell.pins),
             **{shim: {key: seen[key] for key in ("defect", "detail", "parity")} for shim, seen in runs.items()},
             "state": runs.get("on", {}).get("state"),
-            "tests": {
-                outcome: count
-                for outcome in ("passed", "failed", "error", "skipped")
-                if (count := sum(test["outcome"] == outcome for test in own))
+            "tests": {name: outcomes.count(name) for name in ("passed", "failed", "error", "skipped")},
+            "failures": {
+                test["name"]: test["message"][:400] for test in own if test["outcome"] in ("failed", "error")
             },
+            "skipped": sorted({test["message"] for test in own if test["outcome"] == "skipped"}),
+            "seconds": round(sum(test["seconds"] for test in own)),
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "python": versions["python"],
+            "torch": versions["torch"],
         }
-    wrong = {key: versions.get(key) for key, pin in cell.pins.items() if versions.get(key) != pin}
-    failures = [
-        {"test": f"{test['file']}::{test['name']}", "message": test["message"][:400]}
-        for test in tests
-        if test["outcome"] in ("failed", "error")
-    ]
-    skipped = sorted({f"{test['name']}: {test['message']}" for test in tests if test["outcome"] == "skipped"})
+    return {"cell": cell.name, "why": cell.why, "pins": dict(cell.pins), "versions": dict(versions), "patches": found}
+
+
+def joined(cell: Cell, parts: Sequence[Mapping[str, Any]], patches: Sequence[Patch]) -> dict[str, Any]:
+    """Results of one cell as one: later parts replace what earlier ones say about the same patch."""
+    versions: dict[str, str] = {}
+    entries: dict[str, Any] = {}
+    errors = []
+    for part in parts:
+        versions |= part.get("versions", {})
+        entries |= part["patches"]
+        errors += [part["error"]] if "error" in part else []
+    wrong = [f"{key} is {versions.get(key)}" for key, pin in cell.pins.items() if versions.get(key) != pin]
+    if wrong:
+        errors.append(f"other releases than pinned: {', '.join(wrong)}")
+    ordered = {patch.id: entries[patch.id] for patch in patches if patch.id in entries}
+    good = all(entry["verdict"] in AS_CLAIMED and not entry["failures"] for entry in ordered.values())
     return {
         "cell": cell.name,
+        "ok": good and bool(ordered) and not errors,
+        **({"error": "; ".join(errors)} if errors else {}),
         "why": cell.why,
         "pins": dict(cell.pins),
-        "versions": dict(versions),
-        "machine": platform.machine(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "seconds": round(sum(test["seconds"] for test in tests)),
-        "ok": bool(tests) and not wrong and not failures and all(e["verdict"] in AS_CLAIMED for e in found.values()),
-        "other releases than pinned": wrong,
-        "failures": failures,
-        "skipped": skipped,
-        "patches": found,
+        "versions": {key: value for key, value in versions.items() if key not in ("python", "torch")},
+        "patches": ordered,
     }
 
 
@@ -335,60 +357,85 @@ def verdict(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    known, listed = cells(), releases()
-    unknown = [name for name in options.cells if name not in known]
-    if unknown:
-        return _usage(f"no cell is named {', '.join(unknown)}; tests/matrix.toml has {', '.join(known)}")
+    known, listed, everything = cells(), releases(), list(gemma4_compat.patches())
+    for asked, names, what in (
+        (options.cells, list(known), "cell is named"),
+        (options.patches, [patch.id for patch in everything], "patch has the id"),
+    ):
+        if unknown := [name for name in asked if name not in names]:
+            return _usage(f"no {what} {', '.join(unknown)}; there are {', '.join(names)}")
     chosen = [cell for cell in known.values() if cell.name in options.cells or not options.cells]
     if options.ci:
         chosen = [cell for cell in chosen if cell.ci in ("all", "gates")]
+    asked_for = [patch for patch in everything if patch.id in options.patches or not options.patches]
     options.out.mkdir(parents=True, exist_ok=True)
-    everything = list(gemma4_compat.patches())
-    results: dict[str, dict[str, Any]] = {}
 
     def one(cell: Cell) -> dict[str, Any]:
-        patches = patches_in_ci(cell, listed) if options.ci else everything
-        if options.packages is not None:
-            return measure(cell, Path(sys.executable), patches, options.packages / cell.name)
+        patches, only = asked_for, None
+        if options.ci:
+            patches, only = patches_in_ci(cell, listed), "TestPromise" if cell.ci == "all" else None
+        file = options.out / f"{cell.name}.json"
+        earlier = [json.loads(file.read_text(encoding="utf-8"))] if options.patches and file.exists() else []
         folder = options.work / cell.name
         try:
-            python = build(folder, [f"{name}=={pin}" for name, pin in cell.pins.items()])
-            return measure(cell, python, patches)
+            python, packages = Path(sys.executable), None
+            if options.packages is not None:
+                packages = options.packages / cell.name
+            else:
+                python = build(folder, [f"{name}=={pin}" for name, pin in cell.pins.items()])
+            groups = split(patches, options.split, durations(earlier[0] if earlier else {}))
+            with ThreadPoolExecutor(max_workers=len(groups)) as pool:
+                parts = list(pool.map(lambda group: measure(cell, python, group, packages, only), groups))
+        except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:  # the other cells go on
+            parts = [{"error": str(error), "patches": {}}]
         finally:
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)
+        result = joined(cell, [*earlier, *parts], everything)
+        file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return result
 
+    bad = []
     with ThreadPoolExecutor(max_workers=options.jobs) as pool:
-        jobs = {pool.submit(one, cell): cell for cell in chosen}
-        for job in as_completed(jobs):
-            cell = jobs[job]
-            try:
-                result = job.result()
-            except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:  # the others go on
-                result = {"cell": cell.name, "pins": dict(cell.pins), "ok": False, "error": str(error), "patches": {}}
-            results[cell.name] = result
-            text = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-            (options.out / f"{cell.name}.json").write_text(text, encoding="utf-8")
+        for job in as_completed([pool.submit(one, cell) for cell in chosen]):
+            result = job.result()
             print(line(result), flush=True)
-    bad = [cell.name for cell in chosen if not results[cell.name]["ok"]]
+            bad += [] if result["ok"] else [result["cell"]]
     print(
         f"\n{len(chosen) - len(bad)} of {len(chosen)} cells as claimed" + (f"; not: {', '.join(bad)}" if bad else "")
     )
     return 1 if bad else 0
 
 
+def durations(result: Mapping[str, Any]) -> dict[str, float]:
+    """Patch -> seconds of its tests, from an earlier result."""
+    return {patch_id: float(entry["seconds"]) for patch_id, entry in result.get("patches", {}).items()}
+
+
+def split(patches: Sequence[Patch], parts: int, seconds: Mapping[str, float]) -> list[list[Patch]]:
+    """Groups of about equal duration, for as many processes; where nothing is known every patch counts the same."""
+    groups: list[list[Patch]] = [[] for _ in range(min(parts, len(patches)))]
+    loads = [0.0] * len(groups)
+    for patch in sorted(patches, key=lambda patch: -seconds.get(patch.id, 60.0)):
+        lightest = loads.index(min(loads))
+        groups[lightest].append(patch)
+        loads[lightest] += seconds.get(patch.id, 60.0)
+    return groups
+
+
 def line(result: Mapping[str, Any]) -> str:
     """One cell in the terminal: a line, and the failures."""
-    if "error" in result:
-        return f"{result['cell']:<22} NOT RUN: {result['error']}"
-    counts: dict[str, int] = {}
-    for entry in result["patches"].values():
-        counts[entry["verdict"]] = counts.get(entry["verdict"], 0) + 1
-    said = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-    lines = [f"{result['cell']:<22} {'ok ' if result['ok'] else 'BAD'} {said} ({result['seconds']} s)"]
-    lines += [f"    {item['test']}: {item['message'][:200]}" for item in result["failures"]]
-    if result["other releases than pinned"]:
-        lines.append(f"    installed: {result['other releases than pinned']}")
+    entries = result["patches"]
+    said = [entry["verdict"] for entry in entries.values()]
+    counts = ", ".join(f"{said.count(name)} {name}" for name in sorted(set(said)))
+    seconds = sum(entry["seconds"] for entry in entries.values())
+    lines = [f"{result['cell']:<24} {'ok ' if result['ok'] else 'BAD'} {counts} ({seconds} s)"]
+    lines += [f"    {result['error']}"] if "error" in result else []
+    lines += [
+        f"    {patch_id}::{test}: {message[:200]}"
+        for patch_id, entry in entries.items()
+        for test, message in entry["failures"].items()
+    ]
     return "\n".join(lines)
 
 
@@ -580,6 +627,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = commands.add_parser("run", help="patch tests in cells")
     command.add_argument("cells", nargs="*", metavar="CELL", help="default: all of them")
     command.add_argument("--ci", action="store_true", help="only CI's cells, and there the patches that have a gate")
+    command.add_argument(
+        "--patches",
+        nargs="+",
+        default=[],
+        metavar="PATCH",
+        help="only these; what a cell's result says about the others stays",
+    )
+    command.add_argument("--split", type=int, default=1, help="processes a cell (default: 1)")
     command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells at once (default: one a core)")
     command.add_argument("--out", type=Path, default=RESULTS, help="where the results go (default: docs/matrix)")
     command.add_argument("--keep", action="store_true", help="keep the environments")

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat import Patch
+from gemma4_compat import Patch, _versions
 from tests.contract.inside import LIBRARIES
 from tests.helpers import child
 
@@ -57,7 +58,10 @@ def predicted(patch: Patch, detected: str | None = None, **versions: str | None)
         return versions[name] if name in versions else version(name)
 
     requirements = [Requirement(text) for text in patch.requires]
-    if patch.opt_in or None in [found(name) for name in (patch.distribution, *(item.name for item in requirements))]:
+    releases = {name: found(name) for name in (patch.distribution, *(item.name for item in requirements))}
+    if patch.opt_in or None in releases.values():
+        return "skipped"
+    if any(Version(str(release)) < Version(_versions.OLDEST[name]) for name, release in releases.items()):
         return "skipped"
     if not SpecifierSet(patch.affected).contains(str(found(patch.distribution)), prereleases=True):
         return "not_needed"

@@ -8,6 +8,7 @@ scenarios are about when it is.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import json
@@ -17,7 +18,12 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
 FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
@@ -389,9 +395,67 @@ def empty_modules(modules: list[str]) -> dict[str, Any]:
     return {"said": said, "seen": look(gemma4_compat), "ours": ours()}
 
 
+# ------------------------------------------------------------------------------------------ the releases of the future
+
+
+def thread() -> dict[str, str]:
+    """The releases of the forum thread's stack, by distribution."""
+    file = Path(__file__).resolve().parents[2] / "constraints" / "thread.txt"
+    return dict(line.split("==") for line in file.read_text(encoding="utf-8").splitlines() if "==" in line)
+
+
+def as_of(patch: Any, releases: dict[str, str]) -> Any:
+    """The patch as it would be if ``releases`` were the newest: no later code known, no fix. None: not written yet."""
+    newest = Version(releases[patch.distribution])
+    targets = []
+    for target in patch.targets:
+        first = {code: Version(span.partition(" - ")[0]) for code, span in target.known.items()}
+        known = {code: span for code, span in target.known.items() if first[code] <= newest}
+        if known:
+            targets.append(dataclasses.replace(target, known=known))
+        elif not target.optional:
+            return None
+    required = map(Requirement, patch.requires)
+    return dataclasses.replace(
+        patch,
+        targets=tuple(targets),
+        affected=_open(SpecifierSet(patch.affected)),
+        requires=tuple(f"{item.name}{_open(item.specifier)}" for item in required),
+        measured=releases[patch.distribution],
+        fixed=None,
+    )
+
+
+def _open(specifiers: SpecifierSet) -> str:
+    return ",".join(str(item) for item in specifiers if not item.operator.startswith("<"))
+
+
+def future(modules: list[str]) -> dict[str, Any]:
+    """Patches that know nothing later than the thread's stack, armed before the installed libraries and after them."""
+    os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
+    import gemma4_compat
+    from gemma4_compat._changes import raw_slot
+
+    del os.environ["GEMMA4_COMPAT_DISABLE"]
+    patches = [old for patch in gemma4_compat.patches() if (old := as_of(patch, thread())) is not None]
+    early, late = engine_module().Engine(patches), engine_module().Engine(patches)
+    early.install()
+    said = with_warnings(lambda: import_libraries(modules))
+    found = {"early": {"seen": look(early), "said": said}}
+    early.revert()
+    untouched = Snapshot()
+    places = {str(target): slot(target) for patch in patches for target in patch.targets}
+    code = {name: engine_module().fingerprint(raw_slot(*place)) if place else None for name, place in places.items()}
+    detected = {patch.id: patch.detect and patch.detect() for patch in patches}
+    said = with_warnings(late.install)
+    found["late"] = {"seen": look(late), "said": said}
+    late.revert()
+    return found | {"code": code, "detected": detected, "differences": untouched.differences()}
+
+
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (before, between, after, raising_on_import, changed_on_import, empty_modules)
+    for scenario in (before, between, after, raising_on_import, changed_on_import, empty_modules, future)
 }
 
 if __name__ == "__main__":

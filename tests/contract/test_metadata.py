@@ -12,9 +12,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat import _needed
+from gemma4_compat import _needed, _versions
 from gemma4_compat._patch import Patch, Severity
-from gemma4_compat._versions import OLDEST
 from tests.helpers import ROOT
 
 
@@ -53,6 +52,13 @@ def test_affected_is_bounded_below_and_holds_measured(patch: Patch) -> None:
     assert not affected.contains("0.0.1", prereleases=True)
 
 
+def test_no_release_below_the_oldest_supported_one_is_claimed(patch: Patch) -> None:
+    oldest = Version(_versions.OLDEST[patch.distribution])
+    assert max(Version(item.version) for item in SpecifierSet(patch.affected) if item.operator == ">=") >= oldest
+    first = [releases.partition(" - ")[0] for target in patch.targets for releases in target.known.values()]
+    assert min(map(Version, first)) >= oldest
+
+
 def test_a_fixed_patch_is_closed_by_the_release_that_fixed_it(patch: Patch) -> None:
     operators = {item.operator: item.version for item in SpecifierSet(patch.affected)}
     if patch.fixed is None:
@@ -64,11 +70,11 @@ def test_a_fixed_patch_is_closed_by_the_release_that_fixed_it(patch: Patch) -> N
 
 
 def test_it_is_not_to_be_retired_yet(patch: Patch) -> None:
-    assert patch.fixed is None or Version(patch.fixed) > Version(OLDEST[patch.distribution]), (
+    assert patch.fixed is None or Version(patch.fixed) > Version(_versions.OLDEST[patch.distribution]), (
         "every release has the fix"
     )
     for condition in [Requirement(f"{patch.distribution}{patch.affected}"), *map(Requirement, patch.requires)]:
-        supported = f">={OLDEST[condition.name]}"
+        supported = f">={_versions.OLDEST[condition.name]}"
         assert _needed.admitted((f"{condition.specifier},{supported}".strip(","),)), f"no {supported} is {condition}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat import Patch
+from gemma4_compat import Patch, _versions
 from tests.contract.conftest import PATCHES, predicted
 from tests.contract.test_orderings import essence
 
@@ -130,9 +130,15 @@ def test_another_release_is_judged_by_its_number_and_nothing_is_replaced_outside
         distribution, _, number = name.partition(" ")
         state = expected(inside, patch, **{distribution: None if number == "None" else number})
         assert experiment["seen"]["state"] == state, name
-        assert experiment["said"] == []
+        too_old = f"{name} is older than the oldest supported release {_versions.OLDEST[distribution]}; upgrade: pip"
+        there = set(experiment["seen"]["replaced"].values()) != {
+            None
+        }  # else its module is not, and nothing is decided
+        assert [text.startswith(too_old) for text in experiment["said"]] == [True] * (number == "0.0.1" and there)
         assert (True in experiment["seen"]["replaced"].values()) is (state == "applied")
         assert experiment["differences"] == []
         if state == "applied" and distribution == patch.distribution:
             assert experiment["seen"]["reason"].startswith("unmeasured release, code unchanged")
-    assert experiments[f"{patch.distribution} 0.0.1"]["seen"]["state"] in ("not_needed", "skipped")
+        if number == "0.0.1":
+            assert experiment["seen"]["state"] == "skipped"
+            assert experiment["seen"]["reason"].startswith(too_old)

@@ -10,14 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import _doctor, cli
+from gemma4_compat import _doctor, _versions, cli
 
 IDS = [patch.id for patch in gemma4_compat.patches()]
 
 
-def report(defect: bool, state: str = "applied", parity: float | None = 0.0) -> dict[str, Any]:
+def report(
+    defect: bool, state: str = "applied", parity: float | None = 0.0, detection: str | None = None
+) -> dict[str, Any]:
     detail = "the defect" if defect else "as it should be"
-    return {"defect": defect, "detail": detail, "parity": parity, "seconds": 1.0, "state": state, "reason": "because"}
+    result = {"defect": defect, "detail": detail, "parity": parity, "applicable": True, "seconds": 1.0}
+    return result | {"state": state, "reason": "because", "detection": detection}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,11 @@ def report(defect: bool, state: str = "applied", parity: float | None = 0.0) -> 
         (True, "not_needed", True, _doctor.REMAINS),
         (True, "skipped", True, _doctor.DISABLED),
         (False, "applied", True, _doctor.CAUSED),
-        (True, "failed", True, _doctor.FAILED),
+        (True, "pending", True, _doctor.REMAINS),
+        (True, "unknown", True, _doctor.REMAINS),
+        (True, "failed", True, _doctor.OFF_REMAINS),
+        (True, "failed", False, _doctor.OFF_REMAINS),
+        (False, "failed", True, _doctor.CAUSED),
         (False, "failed", False, _doctor.FAILED),
     ],
 )
@@ -38,6 +45,29 @@ def test_verdict(without: bool, state: str, with_shim: bool, verdict: str) -> No
     finding = _doctor.Finding("id", {}, report(without, "skipped"), report(with_shim, state))
     assert finding.verdict == verdict
     assert finding.good is (verdict in {"repaired", "not affected"})
+    assert (finding.report is None) is (state != "failed")
+
+
+@pytest.mark.parametrize("there, verdict", [(True, _doctor.OFF_REMAINS), (False, _doctor.OFF_NOT_SEEN)])
+def test_a_patch_that_is_off_because_the_code_is_unknown_is_good_where_the_defect_is_not_seen(
+    there: bool, verdict: str
+) -> None:
+    off = report(there, "failed", detection="unknown")
+    finding = _doctor.Finding("fakelib-double", {"fakelib": "9.0"}, report(there, "skipped"), off)
+    assert finding.verdict == verdict
+    assert finding.good is not there
+    assert finding.report
+    for part in ("fakelib-double", "fakelib 9.0", "because", "https://", "please report it"):
+        assert part in finding.report
+    assert ("upstream may have fixed it" in finding.report) is not there
+    assert finding.as_data()["report"] == finding.report
+
+
+def test_what_cannot_happen_on_this_stack_is_not_applicable_and_good() -> None:
+    nothing = report(False, "applied") | {"applicable": False}
+    finding = _doctor.Finding("id", {}, nothing, nothing)
+    assert finding.verdict == "not applicable"
+    assert finding.good
 
 
 class Children:
@@ -47,7 +77,8 @@ class Children:
         self.broken = broken
         self.folders: set[Path] = set()
 
-    def __call__(self, command: str, folder: Path, *, shim: bool) -> dict[str, Any]:
+    def __call__(self, command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
+        shim = not disabled
         assert folder.is_dir()
         self.folders.add(folder)
         if command == "build":
@@ -96,6 +127,37 @@ def test_only_the_patches_asked_for_are_examined(monkeypatch: pytest.MonkeyPatch
     assert [finding["id"] for finding in json.loads(result.stdout)["findings"]] == [IDS[0], IDS[2]]
 
 
+@pytest.mark.parametrize("there, code", [(True, 1), (False, 0)])
+def test_a_patch_that_is_off_is_told_where_to_report_it(
+    monkeypatch: pytest.MonkeyPatch, there: bool, code: int
+) -> None:
+    monkeypatch.setattr(_doctor, "stack", lambda: dict.fromkeys(_doctor.STACK, "1.0"))
+    off = report(there, "failed", detection="unknown")
+    monkeypatch.setattr(_doctor, "_child", lambda name, _, **__: {"built": ""} if name == "build" else off)
+    result = CliRunner().invoke(cli.app, ["doctor", IDS[0]])
+    assert result.exit_code == code, result.output
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("  report")]
+    assert "please report it at https://github.com/gemma4-compat/gemma4-compat/issues" in line
+    assert f"Say: {IDS[0]}: because [" in line
+    assert result.stdout.splitlines()[-1].endswith(_doctor.OFF_REMAINS if there else _doctor.OFF_NOT_SEEN)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"], IDS[:1]])
+def test_below_the_oldest_supported_releases_nothing_is_built(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    versions = {"torch": "2.9", "transformers": "5.4.0", "accelerate": "1.12.0", "peft": "0.17.1"}
+    monkeypatch.setattr(_versions, "installed", lambda name: versions.get(name, "0.49.0"))
+    monkeypatch.setattr(_doctor, "_child", lambda *_, **__: pytest.fail("a child was started"))
+    result = CliRunner().invoke(cli.app, ["doctor", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "gemma4-compat: transformers 5.4.0 is older than the oldest supported release 5.5.0; "
+        "upgrade: pip install 'transformers>=5.5.0'\n"
+        "peft 0.17.1 is older than the oldest supported release 0.18.0; upgrade: pip install 'peft>=0.18.0'\n"
+    )
+
+
 def test_keep_leaves_the_folder_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     result, folder = doctor(monkeypatch, "--keep", IDS[0])
     assert folder.is_dir()
@@ -112,7 +174,7 @@ def test_a_checkpoint_that_cannot_be_built_is_bad_usage_not_a_defect(monkeypatch
 
 
 def test_a_child_that_dies_is_a_defect_that_shows_its_last_words(tmp_path: Path) -> None:
-    result = _doctor._child("no-such-patch", tmp_path, shim=False)
+    result = _doctor._child("no-such-patch", tmp_path, disabled="all")
     assert result["defect"]
     assert result["state"] == "unknown"
     assert result["detail"].startswith("the process ended with 1: ")
@@ -121,5 +183,5 @@ def test_a_child_that_dies_is_a_defect_that_shows_its_last_words(tmp_path: Path)
 
 def test_a_child_that_hangs_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_doctor, "TIMEOUT", 0)
-    result = _doctor._child("build", tmp_path, shim=False)
+    result = _doctor._child("build", tmp_path, disabled="all")
     assert (result["defect"], result["detail"]) == (True, "no answer after 0 s")

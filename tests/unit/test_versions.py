@@ -76,6 +76,22 @@ def test_so_is_a_library_whose_requirement_was_upgraded(create: Callable[..., Li
     assert engine.status()[ID].state is PatchState.FAILED
 
 
+def test_metadata_is_read_once_for_all_patches_that_are_decided_together(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    installed_version = _versions.installed
+    monkeypatch.setattr(_versions, "installed", lambda name: read.append(name) or installed_version(name))
+    engine = installed(*(library.patch(library.target(name), id=f"fakelib-{name}") for name in ("double", "triple")))
+    core = library.load()
+    assert read == [library.name]
+    engine.revert()
+    library.write_metadata("1.1")
+    with pytest.warns(Gemma4CompatWarning, match="1.0 is loaded but 1.1"):
+        engine.install()
+    assert (core.double(2), core.triple(2)) == (4, 6)
+
+
 @pytest.mark.parametrize("says, metadata", [("1.0+cpu", "1.0"), ("1.0", "1.0+cu128"), ("1.0", "1.0.0")])
 def test_spellings_of_one_release_do_not_differ(create: Callable[..., Library], says: str, metadata: str) -> None:
     library = create(version=says, installed=metadata)

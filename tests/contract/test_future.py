@@ -1,0 +1,82 @@
+"""Real releases as the future of the thread's stack: patches that know nothing later meet what is installed here.
+
+A patch that was measured up to the thread's releases must apply to a later one where none of the code it replaces has
+changed, stay off with one warning where any has, and do nothing else, whatever that release is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from gemma4_compat import Patch
+from tests.contract.conftest import version
+from tests.contract.inside import as_of, thread
+
+Inside = Callable[[str], Any]
+
+
+@pytest.fixture
+def old(patch: Patch) -> Patch:
+    """The patch as of the thread's stack; skips where the installed release is not of its future."""
+    then, now = thread()[patch.distribution], version(patch.distribution)
+    if now is None or Version(now) <= Version(then):
+        pytest.skip(f"{patch.distribution} {now} is not later than the thread's {then}")
+    old: Patch | None = as_of(patch, thread())
+    if old is None:
+        pytest.skip(f"{patch.distribution} {then} does not have the code it replaces")
+    return old
+
+
+def expected(found: dict[str, Any], old: Patch) -> str:
+    for requirement in map(Requirement, old.requires):
+        if not requirement.specifier.contains(str(version(requirement.name)), prereleases=True):
+            return "skipped"
+    if found["detected"][old.id] == "not_affected":
+        return "not_needed"
+    for target in old.targets:
+        code = found["code"][str(target)]
+        if code not in target.known and not (code is None and target.optional):
+            return "failed"
+    return "applied"
+
+
+@pytest.mark.parametrize("ordering", ["early", "late"])
+def test_a_later_release_is_repaired_exactly_where_its_code_has_not_changed(
+    inside: Inside, ordering: str, patch: Patch, old: Patch
+) -> None:
+    found = inside("future")
+    seen, said = found[ordering]["seen"][patch.id], found[ordering]["said"]
+    state = expected(found, old)
+    assert seen["state"] == state, seen["reason"]
+    if state == "applied":
+        assert seen["reason"].startswith("unmeasured release, code unchanged (")
+        assert False not in seen["replaced"].values()
+        assert True in seen["replaced"].values()
+    else:
+        assert True not in seen["replaced"].values()
+    if state == "failed":
+        assert seen["reason"].startswith("unmeasured release, code changed (")
+    assert len([text for text in said if f"patch {patch.id!r}" in text]) == (state == "failed")
+
+
+def test_the_code_of_a_measured_release_is_what_the_patch_says_it_is(inside: Inside, patch: Patch, old: Patch) -> None:
+    """So that the future of the thread's stack is judged by code that was really seen in it."""
+    now = Version(str(version(patch.distribution)))
+    if now > Version(patch.measured):
+        pytest.skip(f"measured up to {patch.measured}")
+    for target in patch.targets:
+        code = inside("future")["code"].get(str(target))
+        if code is None:
+            assert target.optional
+            continue
+        first, _, last = target.known[code].partition(" - ")
+        assert Version(first) <= now <= Version(last or first)
+
+
+def test_afterwards_everything_is_as_it_was(inside: Inside) -> None:
+    assert inside("future")["differences"] == []
