@@ -28,7 +28,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 RERUNS = 2  # of a test that differs, in both modes
 NEEDS_HUB = "needs the hub"
 SKIPPED = "skipped"
+NOTHING_YET = "no outcome"
 
 
 # What is run
@@ -67,7 +68,9 @@ def read_suites(table: Path) -> dict[str, Suite]:
         import tomli as tomllib  # pytest brings it
 
     content = tomllib.loads(table.read_text(encoding="utf-8"))
-    return {name: Suite(name=name, **{**entry, "requires": tuple(entry["requires"])}) for name, entry in content.items()}
+    return {
+        name: Suite(name=name, **{**entry, "requires": tuple(entry["requires"])}) for name, entry in content.items()
+    }
 
 
 def matching(patterns: Mapping[str, str], nodeid: str) -> str | None:
@@ -132,6 +135,7 @@ class Recorder:
         self._reached = reached
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        """Keep what the table takes."""
         self.collected = len(items)
         kept = [item for item in items if self._keeps(item.nodeid)]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
@@ -148,25 +152,31 @@ class Recorder:
         return self.only is None or nodeid in self.only
 
     def pytest_collectreport(self, report: Any) -> None:
+        """A file that cannot be imported is an outcome as well."""
         if report.failed:
             print(report.longreprtext, file=sys.stderr)
             self.outcomes[report.nodeid] = "cannot be collected"
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.outcomes[nodeid] = "died"  # stays, should the process not survive this test
+        """From here on nothing has been called yet."""
+        self.outcomes[nodeid] = NOTHING_YET
         self._reached.clear()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, call: Any) -> Any:
+        """The report gets the exception's type; it is gone afterwards."""
         report = yield
         report.error_type = error_type(call.excinfo.value) if call.excinfo is not None else None
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        """One phase, or one sub-test."""
         self.outcomes[report.nodeid] = joined(self.outcomes[report.nodeid], describe(report))
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        self.through.update(self._reached)
+        """Count it for the patches it went through."""
+        if is_executed(self.outcomes[nodeid]):
+            self.through.update(self._reached)
 
 
 def describe(report: Any) -> str:
@@ -181,8 +191,8 @@ def describe(report: Any) -> str:
 
 
 def joined(before: str, now: str) -> str:
-    """The outcome of a test by its phases (and sub-tests): the first that is worse than ``passed``, then the others."""
-    if before in ("died", "passed"):
+    """The outcome of a test by its phases (and sub-tests): what is not ``passed``, in the order it was seen."""
+    if before in (NOTHING_YET, "passed"):
         return now
     return before if now in ("passed", *before.split(", ")) else f"{before}, {now}"
 
@@ -192,7 +202,8 @@ def error_type(error: BaseException) -> str:
     todo, seen = [error], set[int]()
     while todo:
         current = todo.pop()
-        if type(current).__name__ in ("OfflineModeIsEnabled", "LocalEntryNotFoundError"):
+        # datasets says it in its message only.
+        if type(current).__name__ == "LocalEntryNotFoundError" or "OfflineModeIsEnabled" in repr(current):
             return NEEDS_HUB
         seen.add(id(current))
         for cause in (current.__cause__, current.__context__):
@@ -230,7 +241,8 @@ def watch_replacements(patches: Iterable[Any], reached: set[str]) -> None:
 
 
 def child(task: Mapping[str, Any]) -> int:
-    sys.path[:] = [*sys.path[1:], str(ROOT)]  # last: upstream's package of tests is called `tests` too
+    # Last, and not this folder: upstream's package of tests is called `tests` too.
+    sys.path[:] = [*(entry for entry in sys.path if Path(entry) != ROOT / "tools"), str(ROOT)]
     import gemma4_compat
 
     warnings.simplefilter("error", gemma4_compat.Gemma4CompatWarning)
@@ -239,7 +251,8 @@ def child(task: Mapping[str, Any]) -> int:
     if task["refuse_hub"]:
         refuse_hub()
     recorder = Recorder(task, reached)
-    arguments = ["-v", f"--tb={'short' if task['only'] else 'line'}", "--durations=80", "--color=no", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
+    arguments = ["-v", f"--tb={'short' if task['only'] else 'line'}", "--durations=30", "--color=no"]
+    arguments += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
     arguments += ["-W", "error::gemma4_compat.Gemma4CompatWarning", "--continue-on-collection-errors"]
     started = time.perf_counter()
     code = pytest.main([*arguments, *task["files"]], plugins=[recorder])
@@ -414,12 +427,14 @@ def summarize(
         "failed off and on": {
             nodeid: outcome
             for nodeid, outcome in sorted(off["outcomes"].items())
-            if on["outcomes"].get(nodeid) == outcome and outcome.startswith(("failed", "error", "died"))
+            if on["outcomes"].get(nodeid) == outcome and outcome.startswith(("failed", "error"))
         },
         "tests through a repaired function": dict(sorted(on["through"].items())),
         "applied": [patch_id for patch_id, (state, _) in on["states"].items() if state == "applied"],
         "files": {name: one_in for name, one_in in suite.files.items() if name in files},
-        "files not run": {name: suite.not_run.get(name, "not in the table") for name in files if name not in suite.files},
+        "files not run": {
+            name: suite.not_run.get(name, "not in the table") for name in files if name not in suite.files
+        },
         "deselected because": {
             pattern: {"reason": suite.deselected[pattern], "tests": count}
             for pattern, count in sorted(on["deselected"].items())
@@ -467,7 +482,7 @@ def main(arguments: list[str]) -> int:
             assert version is not None
             files = {name: one_in * asked.sample for name, one_in in suite.files.items()}
             folder, digest = fetch(suite, version, cache)
-            result, wrong = twice(Suite(**{**vars(suite), "files": files}), folder)
+            result, wrong = twice(replace(suite, files=files), folder)
             results[suite.name] = {"version": version, "sha256": digest, **result}
             found += [f"{suite.name}: {line}" for line in wrong]
             print(table_row(suite.name, results[suite.name]), flush=True)
@@ -494,11 +509,11 @@ def main(arguments: list[str]) -> int:
 
 
 def table_row(name: str, result: Mapping[str, Any]) -> str:
-    counts = " ".join(f"{mode}={number}" for mode, number in result["wall_s"].items())
+    outcomes = ", ".join(f"{mode} {result['outcomes'][mode]} in {result['wall_s'][mode]} s" for mode in ("off", "on"))
     return (
         f"{name} {result['version']}: {result['collected']} collected, {result['deselected']} deselected, "
-        f"{result['sampled out']} not in the sample; off {result['outcomes']['off']}, on {result['outcomes']['on']}; "
-        f"{result['executed']} executed, {result['identical']} identical, {len(result['flaky'])} flaky; seconds {counts}"
+        f"{result['sampled out']} not in the sample; {outcomes}; "
+        f"{result['executed']} executed, {result['identical']} identical, {len(result['flaky'])} flaky"
     )
 
 
