@@ -89,7 +89,10 @@ def complaints(suites: ModuleType, suite: Any, off: dict[str, Any], on: dict[str
 # Two processes
 
 
-def test_a_suite_is_run_twice_and_the_difference_is_found(suites: ModuleType, folder: Path) -> None:
+def test_a_suite_is_run_twice_and_the_difference_is_found(
+    suites: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suites, "RERUNS", 1)
     (folder / FILE).write_text(UPSTREAM + DIFFERENT, encoding="utf-8")
     suite = fake(suites, deselected={"*::test_slow": "it is slow"}, not_run={"tests/test_gpu.py": "needs a GPU"})
     (folder / "tests" / "test_gpu.py").write_text("", encoding="utf-8")
@@ -103,7 +106,7 @@ def test_a_suite_is_run_twice_and_the_difference_is_found(suites: ModuleType, fo
     assert result["executed"] == 5
     assert result["identical"] == 4
     assert result["different"] == {
-        f"{FILE}::test_different": {"off": ["passed"] * 3, "on": ["failed: AssertionError"] * 3}
+        f"{FILE}::test_different": {"off": ["passed"] * 2, "on": ["failed: AssertionError"] * 2}
     }
     assert result["failed off and on"] == {
         f"{FILE}::test_fails": "failed: KeyError",
