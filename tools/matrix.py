@@ -383,7 +383,7 @@ def run(options: argparse.Namespace) -> int:
                 packages = options.packages / cell.name
             else:
                 python = build(folder, [f"{name}=={pin}" for name, pin in cell.pins.items()])
-            groups = split(patches, options.split, durations(earlier[0] if earlier else {}))
+            groups = split(patches, options.split, durations(cell))
             with ThreadPoolExecutor(max_workers=len(groups)) as pool:
                 parts = list(pool.map(lambda group: measure(cell, python, group, packages, only), groups))
         except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:  # the other cells go on
@@ -407,9 +407,14 @@ def run(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def durations(result: Mapping[str, Any]) -> dict[str, float]:
-    """Patch -> seconds of its tests, from an earlier result."""
-    return {patch_id: float(entry["seconds"]) for patch_id, entry in result.get("patches", {}).items()}
+def durations(cell: Cell) -> dict[str, float]:
+    """Patch -> seconds of its tests in this cell when it was last measured, else in the newest stack."""
+    for name in (cell.name, "newest"):
+        file = RESULTS / f"{name}.json"
+        if file.exists():
+            entries = json.loads(file.read_text(encoding="utf-8"))["patches"]
+            return {patch_id: float(entry["seconds"]) for patch_id, entry in entries.items()}
+    return {}
 
 
 def split(patches: Sequence[Patch], parts: int, seconds: Mapping[str, float]) -> list[list[Patch]]:
