@@ -17,6 +17,9 @@ THREAD = ("-c", "constraints/thread.txt")
 #: What tools/matrix.py needs beside torch; the libraries under test are installed in each cell.
 CELLS = ("torch", "uv", "pytest>=8", "packaging>=22", "wrapt>=1.16", "typer>=0.12", "tomli>=2; python_version<'3.11'")
 
+#: What upstream's tests import beside the libraries (tests/upstream.toml), and what fetches them.
+UPSTREAM = ("attrs", "datasets", "diffusers", "parameterized", "scikit-learn", "scipy", "pip")
+
 
 @nox.session
 def lint(session: nox.Session) -> None:
@@ -62,10 +65,6 @@ def upstream(session: nox.Session, stack: str) -> None:
     """Accelerate's and PEFT's own tests, with the shim off and on; fails where an outcome differs."""
     session.install("-c", f"constraints/{stack}.txt", ".[test]", *UPSTREAM)
     session.run("python", "tools/upstream_suites.py", "--out", f"docs/upstream/{stack}.json", *session.posargs)
-
-
-#: What upstream's tests import beside the libraries.
-UPSTREAM = ("parameterized",)
 
 
 @nox.session

@@ -73,8 +73,8 @@ def admits(specifier: str, version: str) -> bool:
 
 
 def newer(version: str, than: str) -> bool:
-    """Whether ``version`` is a later release than ``than``."""
-    return Version(version) > Version(than)
+    """Whether ``version`` is a later release than ``than``. A local build (``+cpu``) of a release is that release."""
+    return Version(Version(version).public) > Version(than)
 
 
 def too_old(distribution: str, version: str, oldest: Mapping[str, str] = OLDEST) -> str | None:

@@ -235,6 +235,26 @@ def search_section() -> str:
     return "\n".join(rows)
 
 
+def upstream_section() -> str:
+    """Upstream's own tests, with the shim off and on."""
+    rows = [
+        "| stack | upstream tests executed | same outcome off and on | accelerate | peft | differences |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ("newest", "thread"):
+        run = json.loads((ROOT / "docs" / "upstream" / f"{name}.json").read_text(encoding="utf-8"))
+        suites = run["suites"]
+        different = [test for suite in suites.values() for test in suite["different"]]
+        rows.append(
+            f"| [{name}](docs/upstream/{name}.json), {run['date']} | {run['executed']} | {run['identical']} "
+            + "".join(
+                f"| {suites[suite]['version']}: {suites[suite]['executed']} " for suite in ("accelerate", "peft")
+            )
+            + f"| {', '.join(different) or 'none'} |"
+        )
+    return "\n".join(rows)
+
+
 def import_section() -> str:
     files = sorted((ROOT / "benchmarks" / "results").glob("*-import_time.json"))
     run = json.loads(files[-1].read_text(encoding="utf-8"))
@@ -261,6 +281,7 @@ def main() -> int:
         ("gpu", gpu_section()),
         ("search", search_section()),
         ("matrix", matrix_section()),
+        ("upstream", upstream_section()),
         ("import time", import_section()),
     ):
         readme = filled(readme, name, content)

@@ -413,7 +413,7 @@ def durations(cell: Cell) -> dict[str, float]:
         file = RESULTS / f"{name}.json"
         if file.exists():
             entries = json.loads(file.read_text(encoding="utf-8"))["patches"]
-            return {patch_id: float(entry["seconds"]) for patch_id, entry in entries.items()}
+            return {patch_id: float(entry["seconds"]) for patch_id, entry in entries.items() if entry["seconds"]}
     return {}
 
 
@@ -433,7 +433,7 @@ def line(result: Mapping[str, Any]) -> str:
     entries = result["patches"]
     said = [entry["verdict"] for entry in entries.values()]
     counts = ", ".join(f"{said.count(name)} {name}" for name in sorted(set(said)))
-    seconds = sum(entry["seconds"] for entry in entries.values())
+    seconds = sum(entry["seconds"] or 0 for entry in entries.values())  # None: not recorded
     lines = [f"{result['cell']:<24} {'ok ' if result['ok'] else 'BAD'} {counts} ({seconds} s)"]
     lines += [f"    {result['error']}"] if "error" in result else []
     lines += [

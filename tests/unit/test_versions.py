@@ -151,7 +151,13 @@ def test_differ(first: str, second: str, different: bool) -> None:
 
 @pytest.mark.parametrize(
     "version, than, later",
-    [("1.10", "1.9", True), ("1.0", "1.0", False), ("1.0.dev1", "1.0", False), ("1.0.post1", "1.0", True)],
+    [
+        ("1.10", "1.9", True),
+        ("1.0", "1.0", False),
+        ("1.0.dev1", "1.0", False),
+        ("1.0.post1", "1.0", True),
+        ("1.0+cu130", "1.0", False),
+    ],
 )
 def test_newer(version: str, than: str, later: bool) -> None:
     assert _versions.newer(version, than=than) is later
