@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat
 from gemma4_compat import _doctor, _versions
+from tests.reproductions import Forks
 
 
 @pytest.fixture(scope="session")
@@ -48,22 +50,33 @@ def one_device(workspace: Any) -> Callable[[str | None, str | None], Any]:
 
 
 @pytest.fixture(scope="session")
-def reproduce(workspace: Any) -> Callable[..., dict[str, Any]]:
+def reproduce(workspace: Any) -> Iterator[Callable[..., dict[str, Any]]]:
     """``reproduce(patch_id, shim=...)``: the reproduction's result in a process of its own, each run once.
 
     ``shim`` is "off", "on", "others" (every patch but this one), or "reverted" (armed, libraries imported, undone).
     """
+    import torch
+
     known: dict[tuple[str, str], dict[str, Any]] = {}
+    servers: dict[str, Forks] = {}
+    can_fork = hasattr(os, "fork") and not torch.cuda.is_available()
 
     def run(patch_id: str, *, shim: str) -> dict[str, Any]:
         key = (patch_id, shim)
         if key not in known:
             command = f"{patch_id}:reverted" if shim == "reverted" else patch_id
-            off = {"off": "all", "others": patch_id}.get(shim, "")
-            known[key] = _doctor._child(command, workspace.folder, disabled=off)
+            disabled = {"off": "all", "others": patch_id}.get(shim, "")
+            if can_fork and shim != "others":
+                server = servers.get(disabled) or servers.setdefault(
+                    disabled, stack.enter_context(Forks(workspace.folder, disabled))
+                )
+                known[key] = server(command)
+            else:
+                known[key] = _doctor._child(command, workspace.folder, disabled=disabled)
         return known[key]
 
-    return run
+    with contextlib.ExitStack() as stack:
+        yield run
 
 
 def is_affected(patch: gemma4_compat.Patch) -> bool:
