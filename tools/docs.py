@@ -131,7 +131,7 @@ def matrix_page() -> list[str]:
     marks = {matrix.REPAIRED: "R", matrix.NOT_AFFECTED: "-", matrix.NOT_APPLICABLE: "n/a"}
     patches = gemma4_compat.patches()
     rows = [
-        "Every reproduction and every patch test ran in these stacks (`nox -s matrix`, raw results in",
+        "Every reproduction ran in these stacks, and every patch test in those without * (`nox -s matrix`; raw results:",
         "[matrix/](matrix)). **R**: affected, repaired; **-**: not affected; **n/a**: not applicable, the situation",
         "cannot exist there (a model class or entry point that the release lacks, a CPU without AVX512-BF16).",
         "",
@@ -143,7 +143,8 @@ def matrix_page() -> list[str]:
     for name, result in matrix_results().items():
         said = [result["patches"][patch.id]["verdict"] for patch in patches]
         pins = [result["pins"][library] for library in matrix.LIBRARIES]
-        rows.append(f"| {' | '.join([name, *pins, *(marks.get(verdict, verdict) for verdict in said)])} |")
+        cell = name + ("" if matrix.cells()[name].tests == "all" else " *")
+        rows.append(f"| {' | '.join([cell, *pins, *(marks.get(verdict, verdict) for verdict in said)])} |")
     return rows
 
 

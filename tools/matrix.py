@@ -72,13 +72,15 @@ class Cell:
         name: its name in matrix.toml and of its results file.
         pins: distribution -> release, the four libraries.
         why: what this cell is there to show.
-        ci: "" (not in CI), "gates" (in CI, the patches that have a gate here), "all" (in CI, every patch) or
-            "suite" (CI runs the whole test suite there, in a step of its own).
+        tests: "all" tests of every patch, or its "reproductions" only.
+        ci: "" (not in CI), "gates" (in CI, the patches that have a gate here), "all" (in CI, every patch's
+            reproduction) or "suite" (CI runs the whole test suite there, in a step of its own).
     """
 
     name: str
     pins: Mapping[str, str]
     why: str
+    tests: str = "all"
     ci: str = ""
 
 
@@ -371,9 +373,10 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
 
     def one(cell: Cell) -> dict[str, Any]:
-        patches, only = asked_for, None
+        patches, reproductions = asked_for, cell.tests == "reproductions"
         if options.ci:
-            patches, only = patches_in_ci(cell, listed), "TestPromise" if cell.ci == "all" else None
+            patches, reproductions = patches_in_ci(cell, listed), cell.ci == "all"
+        only = "TestPromise" if reproductions else None
         file = options.out / f"{cell.name}.json"
         earlier = [json.loads(file.read_text(encoding="utf-8"))] if options.patches and file.exists() else []
         folder = options.work / cell.name
