@@ -131,7 +131,7 @@ def matrix_page() -> list[str]:
     marks = {matrix.REPAIRED: "R", matrix.NOT_AFFECTED: "-", matrix.NOT_APPLICABLE: "n/a"}
     patches = gemma4_compat.patches()
     rows = [
-        "Every reproduction ran in these stacks, and every patch test in those without * (`nox -s matrix`; raw results:",
+        "Every reproduction ran in these stacks, every patch test in those without * (`nox -s matrix`; raw results:",
         "[matrix/](matrix)). **R**: affected, repaired; **-**: not affected; **n/a**: not applicable, the situation",
         "cannot exist there (a model class or entry point that the release lacks, a CPU without AVX512-BF16).",
         "",
