@@ -301,7 +301,7 @@ def summarize(
         found[patch.id] = {
             "verdict": verdict(runs),
             "claimed": claimed(patch, cell.pins),
-            **{shim: {key: seen[key] for key in ("defect", "detail", "parity")} for shim, seen in runs.items()},
+            **{shim: _shown(seen) for shim, seen in runs.items()},
             "state": runs.get("on", {}).get("state"),
             "tests": {name: outcomes.count(name) for name in ("passed", "failed", "error", "skipped")},
             "failures": {
@@ -314,6 +314,12 @@ def summarize(
             "torch": versions["torch"],
         }
     return {"cell": cell.name, "why": cell.why, "pins": dict(cell.pins), "versions": dict(versions), "patches": found}
+
+
+def _shown(seen: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of a reproduction; an ImportError names a file of this machine, which is not."""
+    detail = re.sub(r" \((/|[A-Za-z]:\\)[^)]*\)", "", seen["detail"])
+    return {"defect": seen["defect"], "detail": detail, "parity": seen["parity"]}
 
 
 def joined(cell: Cell, parts: Sequence[Mapping[str, Any]], patches: Sequence[Patch]) -> dict[str, Any]:

@@ -97,6 +97,8 @@ def test_the_measured_release_of_every_patch_is_in_a_cell_that_claims_it() -> No
 
 def test_every_cell_has_a_result_and_every_result_a_cell() -> None:
     assert {file.stem for file in matrix.RESULTS.glob("*.json")} == set(CELLS)
+    for file in matrix.RESULTS.glob("*.json"):
+        assert "site-packages" not in file.read_text(encoding="utf-8"), f"{file.name} names paths of a machine"
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -162,6 +164,13 @@ def test_the_verdict_on_one_patch(off: bool, on: bool, reverted: bool, expected:
     runs = {"off": run_of(off), "on": run_of(on), "reverted": run_of(reverted)}
     assert matrix.verdict(runs) == expected
     assert matrix.verdict({key: runs[key] for key in ("off", "on")}) == matrix.UNKNOWN
+
+
+def test_a_result_does_not_name_files_of_the_machine() -> None:
+    seen = run_of(False) | {
+        "detail": "cannot import name 'x' from 'peft' (/home/me/peft/__init__.py); the rest (kept)"
+    }
+    assert matrix._shown(seen)["detail"] == "cannot import name 'x' from 'peft'; the rest (kept)"
 
 
 def test_what_cannot_happen_here_is_not_applicable() -> None:
