@@ -56,7 +56,6 @@ AS_CLAIMED = frozenset({REPAIRED, NOT_AFFECTED, NOT_APPLICABLE})
 TIMEOUT = 3600
 
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("GEMMA4_COMPAT_DISABLE", "all")  # this process only reads the registry
 
 import gemma4_compat  # noqa: E402
 from gemma4_compat import Patch, _versions  # noqa: E402
