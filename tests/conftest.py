@@ -19,6 +19,16 @@ from gemma4_compat import _doctor, _versions
 from tests.reproductions import Forks
 
 
+_SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
+
+
+def pytest_collection_finish() -> None:
+    """No module of the tests may change what every later test and child process inherits."""
+    now = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
+    if now != _SETTINGS:
+        raise pytest.UsageError(f"importing the tests changed the shim's settings: {_SETTINGS} became {now}")
+
+
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The tiny Gemma 4 checkpoint and its adapters, built once a run with the shim on."""
