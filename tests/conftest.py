@@ -18,7 +18,6 @@ import gemma4_compat
 from gemma4_compat import _doctor, _versions
 from tests.reproductions import Forks
 
-
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
 
 
