@@ -373,7 +373,11 @@ def run(options: argparse.Namespace) -> int:
             return _usage(f"no {what} {', '.join(unknown)}; there are {', '.join(names)}")
     chosen = [cell for cell in known.values() if cell.name in options.cells or not options.cells]
     if options.ci:
+        if options.patches:
+            return _usage("--ci chooses the patches of each cell; leave out --patches")
         chosen = [cell for cell in chosen if cell.ci in ("all", "gates")]
+    if not chosen:
+        return _usage(f"CI's matrix step runs none of {', '.join(options.cells)}, so nothing would be measured")
     asked_for = [patch for patch in everything if patch.id in options.patches or not options.patches]
     options.out.mkdir(parents=True, exist_ok=True)
 

@@ -258,6 +258,8 @@ def test_a_cell_in_several_processes_has_every_patch_once(parts: int) -> None:
     [
         (["run", "no-such-cell"], "no cell is named no-such-cell"),
         (["run", "--patches", "no-such-patch"], "no patch has the id no-such-patch"),
+        (["run", "newest", "--ci"], "runs none of newest, so nothing would be measured"),
+        (["run", "--ci", "--patches", "peft-keep-dispatch"], "leave out --patches"),
         (["bisect", "no-such-patch", "peft"], "no patch has the id 'no-such-patch'"),
         (["bisect", "peft-keep-dispatch", "numpy"], "'numpy' is none of transformers"),
         (["bisect", "peft-keep-dispatch", "peft", "--cell", "nowhere"], "no cell is named 'nowhere'"),
