@@ -11,11 +11,18 @@ Importing it imports none of them. ``GEMMA4_COMPAT_DISABLE=id,id`` (or ``all``) 
 
 from __future__ import annotations
 
-from gemma4_compat import _registry
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat import _quantize_offloaded, _registry
 from gemma4_compat._engine import Engine
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._inspect import MetaTensor, find_meta_tensors, input_device
 from gemma4_compat._patch import Patch, PatchState, PatchStatus
+
+if TYPE_CHECKING:
+    from gemma4_compat._plan import Plan
 
 __version__ = "0.1.0"
 
@@ -31,6 +38,8 @@ __all__ = [
     "input_device",
     "install",
     "patches",
+    "plan_device_map",
+    "quantize_offloaded",
     "revert",
     "status",
 ]
@@ -64,9 +73,63 @@ def revert(id: str | None = None) -> dict[str, PatchStatus]:
     return _engine.revert(id)
 
 
+def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
+    """A device map for ``model`` that stays inside ``vram`` while loading, in the prefill and while decoding.
+
+    >>> plan = gemma4_compat.plan_device_map("E4B", "4GiB", context=2048)
+    >>> plan.device_map["model.language_model.embed_tokens_per_layer"]
+    'cpu'
+
+    Needs torch and transformers, no weights and no accelerator. What leaves the accelerator first costs the
+    least: the per-layer embedding table, the towers, then as many decoder layers as must, which are paged.
+
+    Args:
+        model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
+            "31B"), a Gemma 4 configuration, or a model (on meta is enough).
+        vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
+            mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
+        options: of :func:`gemma4_compat._plan.plan_device_map`: ``context``, ``batch``, ``prompt``, ``quantize``
+            ("4bit", "4bit-double", "8bit", None), ``adapter``, ``vision``, ``audio``, ``cpu``, ``disk``,
+            ``attention``, ``balanced``.
+
+    Returns:
+        The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
+
+    Raises:
+        Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
+    """
+    from gemma4_compat import _plan
+
+    return _plan.plan_device_map(model, vram, **options)
+
+
 def patches() -> tuple[Patch, ...]:
     """Every patch the package knows, whether or not this environment needs it."""
     return _engine.patches()
+
+
+@contextlib.contextmanager
+def quantize_offloaded() -> Iterator[None]:
+    """Models loaded inside are quantized everywhere, also where their device map offloads them.
+
+    >>> with gemma4_compat.quantize_offloaded():
+    ...     model = AutoModelForImageTextToText.from_pretrained(..., device_map={...}, quantization_config=four_bit)
+
+    For Gemma 4 and bitsandbytes, 4-bit and 8-bit. Upstream keeps what a dict ``device_map`` puts on ``"cpu"`` or
+    ``"disk"`` unquantized, wants ``llm_int8_enable_fp32_cpu_offload=True`` for that, and answers accordingly; inside,
+    answers are those of the same quantization on one device, and the flag is not needed. It concerns this thread
+    alone; ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded`` does the same for the whole process.
+
+    Raises:
+        Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
+    """
+    found = _engine.status()[_quantize_offloaded.ID]
+    if found.state not in (PatchState.APPLIED, PatchState.PENDING):
+        raise Gemma4CompatError(
+            f"quantize_offloaded() needs the patch {found.id}, which is {found.state}: {found.reason}."
+        )
+    with _quantize_offloaded.asked():
+        yield
 
 
 install()

@@ -92,14 +92,19 @@ def inject_adapter(
 ) -> Any:
     config = self.peft_config[adapter_name]
     _refuse_offloaded_biases(config, model)
-    if _only_adds(config) or not any(_placement.is_offloaded(module) for module in model.modules()):
+    # Not `is_offloaded`: accelerate leaves one of two tied weights in until its module's first forward.
+    if _only_adds(config) or not any(_placement.offload_hook(module) for module in model.modules()):
         return original(self, model, adapter_name, *args, **kwargs)
     # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, when it is made and later.
     create = self._create_and_replace
 
     def create_with_weights(config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
         base = _base(target)
-        offloaded = _placement.is_offloaded(base)
+        hook = _placement.offload_hook(base)
+        if hook is not None and not _placement.is_offloaded(base):  # tied: take it out, as its first forward does
+            hook.pre_forward(base)
+            hook.post_forward(base, None)
+        offloaded = hook is not None
         with _placement.weights_brought_in(base):
             create(config, name, target, target_name, parent, *rest, **kw)
         if offloaded:
@@ -134,7 +139,8 @@ def _keep_weights_in_for_the_whole_forward(layer: Any) -> None:
 def _bring_in(layer: Any, _inputs: Any) -> None:
     base = _base(layer)
     hook = _placement.offload_hook(base)
-    if hook is not None:  # None: not offloaded any more, or a layer around this one has done it
+    # Not so: not offloaded any more, or a layer around this one has done it, or a page it is in.
+    if hook is not None and _placement.is_offloaded(base):
         hook.pre_forward(base)
         hook.offload = False  # the base layer's own forward leaves the weights alone
         vars(layer)[_BROUGHT_IN] = hook

@@ -6,6 +6,7 @@ this package is not installed. Tensors of a state are never written in place, by
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
@@ -58,6 +59,44 @@ def check_not_lost(state: Any) -> None:
             "earlier move to meta, before the patch bitsandbytes-meta-quant-state was active; its scales are gone. "
             "Import gemma4_compat first and load the model again."
         )
+
+
+def tensors(state: Any) -> Iterator[Any]:
+    """Every tensor of a state, those of the nested one included."""
+    import torch
+
+    for name, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif name == "state2" and value is not None:
+            yield from tensors(value)
+
+
+def with_tensors(pristine: Any, known: Mapping[int, Any]) -> Any:
+    """A state like a pristine one that remembers it, with other tensors, by the ``id`` of those they stand for."""
+    import torch
+
+    copied = object.__new__(type(pristine))
+    for name, value in vars(pristine).items():
+        if isinstance(value, torch.Tensor):
+            value = known[id(value)]
+        elif name == "state2" and value is not None:
+            value = with_tensors(value, known)
+        vars(copied)[name] = value
+    if vars(copied).pop(PRISTINE, False):
+        setattr(copied, ORIGIN, pristine)
+    return copied
+
+
+def replace_tensors(pristine: Any, known: Mapping[int, Any]) -> None:
+    """Let a pristine state keep the same values in other tensors, by the ``id`` of those it has."""
+    import torch
+
+    for name, value in list(vars(pristine).items()):
+        if isinstance(value, torch.Tensor):
+            vars(pristine)[name] = known[id(value)]
+        elif name == "state2" and value is not None:
+            replace_tensors(value, known)
 
 
 def _copy(state: Any, device: Any, *, copy: bool) -> Any:

@@ -32,6 +32,12 @@ def read(known: Collection[str], environ: Mapping[str, str] | None = None) -> Se
     )
 
 
+def is_enabled(patch_id: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``GEMMA4_COMPAT_ENABLE`` names the patch now. Says nothing about other ids: :func:`read` does."""
+    environ = os.environ if environ is None else environ
+    return patch_id in {item.strip() for item in environ.get("GEMMA4_COMPAT_ENABLE", "").split(",")}
+
+
 def unknown_id(patch_id: str, known: Collection[str]) -> str:
     """One sentence about an id that no patch has, with the nearest that one has."""
     import difflib

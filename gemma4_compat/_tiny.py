@@ -50,12 +50,15 @@ def text_shape(layers: int = 6) -> dict[str, Any]:
     return {**TEXT, "num_hidden_layers": layers, "layer_types": _LAYER_TYPES * (layers // 3)}
 
 
-def config(layers: int = 6) -> Any:
-    """A ``Gemma4Config``: 2 vision and 2 audio layers, and the text model of :func:`text_shape`."""
+def config(layers: int = 6, *, table: int = VOCABULARY) -> Any:
+    """A ``Gemma4Config``: 2 vision and 2 audio layers, and the text model of :func:`text_shape`.
+
+    ``table`` is the number of rows of the per-layer embedding.
+    """
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
     shape = text_shape(layers)
-    text = gemma4.Gemma4TextConfig(**shape, vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=64)
+    text = gemma4.Gemma4TextConfig(**shape, vocab_size_per_layer_input=table, hidden_size_per_layer_input=64)
     vision = gemma4.Gemma4VisionConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -91,13 +94,13 @@ def config(layers: int = 6) -> Any:
     )
 
 
-def build_checkpoint(folder: Path, *, seed: int = 0, layers: int = 6) -> Path:
+def build_checkpoint(folder: Path, *, seed: int = 0, layers: int = 6, table: int = VOCABULARY) -> Path:
     """Write a ``Gemma4ForConditionalGeneration`` checkpoint (bf16, about 1 MB) into ``folder`` and return it."""
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
     torch.manual_seed(seed)
-    model = Gemma4ForConditionalGeneration(config(layers))
+    model = Gemma4ForConditionalGeneration(config(layers, table=table))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:

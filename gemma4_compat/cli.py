@@ -1,4 +1,4 @@
-"""The command line: ``gemma4-compat doctor | status | list | explain | needed``."""
+"""The command line: ``gemma4-compat doctor | status | list | explain | needed | plan``."""
 
 from __future__ import annotations
 
@@ -130,6 +130,56 @@ def needed(
     else:
         typer.echo(_report.needed_text(answer))
     raise typer.Exit(1 if fail_if_droppable and answer.droppable else 0)
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint's folder, or a cached id."),
+    ],
+    vram: Annotated[
+        list[str], typer.Option("--vram", help="What PyTorch may allocate, such as 8GiB; once for each accelerator.")
+    ],
+    context: Annotated[int, typer.Option("--context", help="Tokens of a sequence, prompt and answer.")] = 8192,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
+    prompt: Annotated[int | None, typer.Option("--prompt", help="Tokens of the prompt; default: the context.")] = None,
+    quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
+    adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of a PEFT adapter to be loaded.")] = None,
+    vision: Annotated[bool, typer.Option("--vision", help="Images will be given.")] = False,
+    audio: Annotated[bool, typer.Option("--audio", help="Sound will be given.")] = False,
+    cpu: Annotated[str | None, typer.Option("--cpu", help="Host memory for what is offloaded.")] = None,
+    disk: Annotated[str | None, typer.Option("--disk", help="Disk space for what is offloaded.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Which part of a model goes where in the memory there is, what that will use, and the code that loads it.
+
+    Needs torch and transformers, no weights and no GPU. Exit 0 with a plan, 2 when nothing fits or on bad usage.
+    """
+    from gemma4_compat import _plan_text
+
+    try:
+        made = gemma4_compat.plan_device_map(
+            model,
+            vram,
+            context=context,
+            batch=batch,
+            prompt=prompt,
+            quantize=quantize,
+            adapter=adapter,
+            vision=vision,
+            audio=audio,
+            cpu=cpu,
+            disk=disk,
+        )
+    except gemma4_compat.Gemma4CompatError as error:
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} is not installed; a plan needs it: pip install 'gemma4-compat[stack]'")
+    if as_json:
+        _print_json({"gemma4_compat": gemma4_compat.__version__, **made.as_data()})
+    else:
+        typer.echo(_plan_text.plan_text(made, blocks=_plan_text.can_show_blocks(sys.stdout.encoding)))
 
 
 @app.callback(invoke_without_command=True)

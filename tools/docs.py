@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "benchmarks")]
 os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
 import matrix  # noqa: E402
+import small_card_report  # noqa: E402
 
 import gemma4_compat  # noqa: E402
 from gemma4_compat import _report  # noqa: E402
@@ -131,9 +132,10 @@ def matrix_page() -> list[str]:
     marks = {matrix.REPAIRED: "R", matrix.NOT_AFFECTED: "-", matrix.NOT_APPLICABLE: "n/a"}
     patches = gemma4_compat.patches()
     rows = [
-        "Every reproduction ran in these stacks, every patch test in those without * (`nox -s matrix`; raw results:",
-        "[matrix/](matrix)). **R**: affected, repaired; **-**: not affected; **n/a**: not applicable, the situation",
-        "cannot exist there (a model class or entry point that the release lacks, a CPU without AVX512-BF16).",
+        "Every reproduction ran in these stacks: without the patch, with it, and undone. Where there is no *, the",
+        "other tests of the patch ran, too (`nox -s matrix`; raw results: [matrix/](matrix)). **R**: affected,",
+        "repaired; **-**: not affected; **n/a**: not applicable, the situation cannot exist there (a model class or",
+        "entry point that the release lacks, a CPU without AVX512-BF16).",
         "",
         "Columns: " + ", ".join(f"{number} `{patch.id}`" for number, patch in enumerate(patches, 1)) + ".",
         "",
@@ -141,10 +143,13 @@ def matrix_page() -> list[str]:
         "|" + "---|" * (5 + len(patches)),
     ]
     for name, result in matrix_results().items():
-        said = [result["patches"][patch.id]["verdict"] for patch in patches]
+        entries = [result["patches"][patch.id] for patch in patches]
+        said = [
+            marks.get(entry["verdict"], entry["verdict"]) + (" *" if sum(entry["tests"].values()) <= 3 else "")
+            for entry in entries
+        ]
         pins = [result["pins"][library] for library in matrix.LIBRARIES]
-        cell = name + ("" if matrix.cells()[name].tests == "all" else " *")
-        rows.append(f"| {' | '.join([cell, *pins, *(marks.get(verdict, verdict) for verdict in said)])} |")
+        rows.append(f"| {' | '.join([name, *pins, *said])} |")
     return rows
 
 
@@ -284,14 +289,18 @@ def main() -> int:
         ("matrix", matrix_section()),
         ("upstream", upstream_section()),
         ("import time", import_section()),
+        *([("small card", small_card_report.section())] if small_card_report.committed() else []),
     ):
         readme = filled(readme, name, content)
     wanted = {ROOT / "README.md": readme, ROOT / "docs" / "PATCHES.md": patches_page()}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    pictures = small_card_report.stale()
+    for path in pictures:  # drawing them needs matplotlib, which this script does without
+        print(f"{path.relative_to(ROOT)} is stale; run python benchmarks/small_card_report.py", file=sys.stderr)
     if "--check" in sys.argv:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is stale; run python tools/docs.py", file=sys.stderr)
-        return 1 if stale else 0
+        return 1 if stale or pictures else 0
     for path in stale:
         path.write_text(wanted[path], encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")

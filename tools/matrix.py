@@ -73,7 +73,7 @@ class Cell:
         why: what this cell is there to show.
         tests: "all" tests of every patch, or its "reproductions" only.
         ci: "" (not in CI), "gates" (in CI, the patches that have a gate here), "all" (in CI, every patch's
-            reproduction) or "suite" (CI runs the whole test suite there, in a step of its own).
+            reproduction) or "suite" (in steps of their own: every reproduction, in the newest stack the whole suite).
     """
 
     name: str
@@ -382,7 +382,7 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
 
     def one(cell: Cell) -> dict[str, Any]:
-        patches, reproductions = asked_for, cell.tests == "reproductions"
+        patches, reproductions = asked_for, options.reproductions or cell.tests == "reproductions"
         if options.ci:
             patches, reproductions = patches_in_ci(cell, listed), cell.ci == "all"
         only = "TestPromise" if reproductions else None
@@ -650,6 +650,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         metavar="PATCH",
         help="only these; what a cell's result says about the others stays",
+    )
+    command.add_argument(
+        "--reproductions",
+        action="store_true",
+        help="without the patch, with it, undone; none of the patch's other tests",
     )
     command.add_argument("--split", type=int, default=1, help="processes a cell (default: 1)")
     command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cells at once (default: one a core)")

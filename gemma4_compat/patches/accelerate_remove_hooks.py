@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat import _paging, _quiet_hooks
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def remove_hook_from_module(original: Callable[..., Any], module: Any, recurse: 
 
 
 def detach_hook(original: Callable[..., Any], self: Any, module: Any) -> Any:
+    _paging.forget(module)
+    _quiet_hooks.uninstall(module)
     detached = original(self, module)
     if not self.offload or self.weights_map is None:
         return detached

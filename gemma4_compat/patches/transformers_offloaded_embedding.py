@@ -18,7 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _placement
+from gemma4_compat import _host_memory, _placement
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     config = self.config.text_config
     if _placement.offload_hook(embedding) is None or not config.hidden_size_per_layer_input:
         return original(self, *args, **kwargs)
-    with _padding_row_shown(embedding, config.pad_token_id):
+    with _padding_row_shown(self.language_model.embed_tokens, embedding, config.pad_token_id):
         return original(self, *args, **kwargs)
 
 
@@ -50,12 +50,16 @@ def _base_layer(module: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _padding_row_shown(embedding: Any, token: int) -> Iterator[None]:
-    """Inside, whenever the embedding's weight would be on meta, each of its rows reads as that of ``token``."""
+def _padding_row_shown(outermost: Any, embedding: Any, token: int) -> Iterator[None]:
+    """Inside, whenever the embedding's weight would be on meta, each of its rows reads as that of ``token``.
+
+    Not so in the forward of the ``outermost`` layer around it: that of an adapter may need the real weight (DoRA).
+    """
     import torch
 
     hook = _placement.offload_hook(embedding)
-    row = hook.weights_map["weight"][token].to(_placement.execution_device(embedding))
+    stored = _host_memory.stored(hook.weights_map, "weight")  # asked for by name, the map reads a whole table
+    row = stored.raw[token].to(_placement.execution_device(embedding), stored.dtype)
     between_forwards = embedding.weight
     stand_in = torch.nn.Parameter(row.expand(between_forwards.shape), requires_grad=False)
 
@@ -70,7 +74,7 @@ def _padding_row_shown(embedding: Any, token: int) -> Iterator[None]:
 
     show()
     # Around accelerate's hook, which is inside `forward` and must not see the stand-in: it remembers addresses.
-    handles = embedding.register_forward_pre_hook(hide), embedding.register_forward_hook(show)
+    handles = outermost.register_forward_pre_hook(hide, prepend=True), outermost.register_forward_hook(show)
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _tiny
+from gemma4_compat import _placement, _quantize_offloaded, _tiny
 from gemma4_compat._repro import Answers, difference
 
 GIB = 2**30
@@ -186,61 +186,98 @@ def largest_block(model: Any) -> int:
 
 
 def max_memory(folder: Path) -> dict[str, Any]:
-    """A budget below the model with ``device_map="auto"``, tiny checkpoint: 4-bit modules go to the CPU.
+    """The smallest budget there is with ``device_map="auto"``, a tiny model with a large table, and an adapter.
 
-    bitsandbytes quantizes on the device a module is meant for, and its CPU and CUDA kernels do not agree on every
-    scale. So the reference, everything on the GPU, gets for these modules the 4-bit weights of a model that was
-    quantized on the CPU and never offloaded; how many differ is reported. The budget is the largest of a few that
-    offloads anything. Offloaded embeddings are another defect (F11).
+    4-bit layers go to the CPU and are quantized on the GPU, because bitsandbytes' CPU kernels do not agree with those
+    of the GPU on every scale: how many weights differ from everything on the GPU is reported.
     """
-    from accelerate.utils import compute_module_sizes
     from peft import PeftModel
 
-    from gemma4_compat import _placement
+    from gemma4_compat import _layout, _memory
     from gemma4_compat._repro import Workspace
 
     workspace = Workspace.build(folder / "tiny")
-    whole = workspace.load("4bit-double")
-    sizes = compute_module_sizes(whole)
-    tried = []
-    for share in (0.9, 0.85, 0.8, 0.75, 0.7):
-        budget = {0: int(sizes[""] * share / 0.9), "cpu": "8GiB"}
-        model = _tiny.load(workspace.checkpoint, "4bit-double", device_map="auto", max_memory=budget)
-        placement = dict(getattr(model, "hf_device_map", {}))
-        offloaded = sorted(name for name, device in placement.items() if device == "cpu")
-        if not offloaded or any("language_model" in name for name in offloaded):
-            tried.append({"share": share, "offloaded": offloaded})
-            continue
-        names = [
-            name
-            for name, module in model.named_modules()
-            if _placement.is_offloaded(module) and type(getattr(module, "weight", None)).__name__ == "Params4bit"
-        ]
-        differ = take_weights(whole, _tiny.load(workspace.checkpoint, "4bit-double", device="cpu"), names)
-        reference = workspace.answers(PeftModel.from_pretrained(whole, workspace.adapter("all")))
-        model = PeftModel.from_pretrained(model, workspace.adapter("all"))
-        return {
-            "share": share,
-            "offloaded": offloaded,
-            "parity": difference(reference, workspace.answers(model)),
-            "kept": model.hf_device_map == placement,
-            "offloaded_4bit_weights": len(names),
-            "quantized_differently_on_the_cpu": differ,
-        }
-    raise RuntimeError(f"no budget offloaded something and kept the language model on the GPU: {tried}")
+    checkpoint = _tiny.build_checkpoint(folder / "large-table", table=1 << 16)
+    whole = _tiny.load(checkpoint, "4bit-double", device=0)
+    budget = _layout.smallest_budget(_memory.describe(whole), _memory.Load(context=256))
+    model = _tiny.load(checkpoint, "4bit-double", device_map="auto", max_memory={0: budget, "cpu": "8GiB"})
+    placement = dict(getattr(model, "hf_device_map", {}))
+    names = offloaded_4bit(model)
+    differ = differing(whole, model, names)
+    reference = workspace.answers(PeftModel.from_pretrained(whole, workspace.adapter("all")))
+    model = PeftModel.from_pretrained(model, workspace.adapter("all"))
+    return {
+        "budget": budget,
+        "offloaded": sorted(name for name, device in placement.items() if device == "cpu"),
+        "parity": difference(reference, workspace.answers(model)),
+        "kept": model.hf_device_map == placement,
+        "offloaded_4bit_weights": len(names),
+        "quantized_differently": differ,
+    }
 
 
-def take_weights(model: Any, source: Any, names: list[str]) -> int:
-    """Give ``model`` the 4-bit weights of ``source`` for these modules; how many of them differed, scales included."""
+def small_budget(folder: Path) -> dict[str, Any]:
+    """E2B with ``device_map="auto"`` and 2 GiB: the peak from before the load to after the answers."""
+    return measured(folder, "auto", max_memory={0: "2GiB", "cpu": "60GiB"})
+
+
+def quantized_layers(folder: Path) -> dict[str, Any]:
+    """E2B with every other layer, the towers and the per-layer table on the CPU, layers in 4 bits."""
+    away = [*TOWERS, PER_LAYER, *(f"model.language_model.layers.{index}" for index in range(0, 35, 2))]
+    # Without the shim the layers are in bf16, so the answers are others.
+    with _quantize_offloaded.asked():
+        return measured(folder, {"": 0, **dict.fromkeys(away, "cpu")})
+
+
+def measured(folder: Path, placement: Any, **kwargs: Any) -> dict[str, Any]:
+    """Parity with everything on the GPU, and what was allocated there while loading and running."""
+    import gc
+
+    import torch
+
+    whole = base(folder, {"": 0})
+    reference = answers(whole)
+    del whole
+    gc.collect()
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = base(folder, placement, **kwargs)
+    torch.cuda.synchronize()
+    result: dict[str, Any] = {
+        "left_gib": left / GIB,
+        "resident_gib": torch.cuda.memory_allocated() / GIB,
+        "load_peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "largest_block_gib": largest_block(model) / GIB,
+        "offloaded_4bit_weights": len(offloaded_4bit(model)),
+    }
+    result["parity"] = difference(reference, answers(model))
+    result["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return result
+
+
+def offloaded_4bit(model: Any) -> list[str]:
+    """Modules with 4-bit weights that are not on the GPU between forwards."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if _placement.is_offloaded(module) and type(getattr(module, "weight", None)).__name__ == "Params4bit"
+    ]
+
+
+def differing(whole: Any, model: Any, names: list[str]) -> int:
+    """How many of these modules have other 4-bit weights, scales included, than in ``whole``."""
     import torch
 
     differed = 0
     for name in names:
-        target, new = model.get_submodule(name), source.get_submodule(name).weight
-        before, after = target.weight.quant_state.as_dict(packed=True), new.quant_state.as_dict(packed=True)
-        same = all(torch.equal(before[key].cpu(), after[key].cpu()) for key in before)
-        differed += not (same and torch.equal(target.weight.data.cpu(), new.data.cpu()))
-        target.weight = new.to(target.weight.device)
+        weight = whole.get_submodule(name).weight
+        expected = weight.quant_state.as_dict(packed=True)
+        with _placement.weights_brought_in(model.get_submodule(name)):
+            other = model.get_submodule(name).weight
+            found = other.quant_state.as_dict(packed=True)
+            same = all(torch.equal(expected[key].cpu(), found[key].cpu()) for key in expected)
+            differed += not (same and torch.equal(weight.data.cpu(), other.data.cpu()))
     return differed
 
 

@@ -76,3 +76,26 @@ def test_max_memory_below_the_model(tmp_path: Path, record: Callable[[str, Any],
     assert repaired["error"] is None, repaired
     assert repaired["parity"] == 0.0
     assert repaired["kept"]
+    assert repaired["offloaded_4bit_weights"] > 0
+    assert repaired["quantized_differently"] == 0
+
+
+def test_a_budget_of_2_gib_is_the_peak(e2b: tuple[Path, dict[str, Any]], record: Callable[[str, Any], None]) -> None:
+    without, repaired = (run("small_budget", e2b[0], shim=shim) for shim in (False, True))
+    record("e2b small_budget", {"without": without, "with": repaired})
+    assert without["error"] is not None or without["parity"] != 0.0 or without["peak_gib"] > 2, without
+    assert repaired["error"] is None, repaired
+    assert repaired["parity"] == 0.0
+    assert repaired["peak_gib"] - repaired["left_gib"] <= 2.0
+
+
+def test_offloaded_layers_quantized_when_asked(
+    e2b: tuple[Path, dict[str, Any]], record: Callable[[str, Any], None]
+) -> None:
+    without, repaired = (run("quantized_layers", e2b[0], shim=shim) for shim in (False, True))
+    record("e2b quantized_layers", {"without": without, "with": repaired})
+    assert without["error"] is not None or without["parity"] != 0.0, without
+    assert repaired["error"] is None, repaired
+    assert repaired["parity"] == 0.0
+    assert repaired["offloaded_4bit_weights"] > 0
+    assert repaired["load_peak_gib"] <= repaired["resident_gib"] + repaired["largest_block_gib"]

@@ -115,7 +115,7 @@ def test_bad_usage_exits_2_and_says_so_on_stderr(arguments: list[str]) -> None:
 
 def test_without_a_command_the_help_is_shown() -> None:
     output = cli_says(code=2).output
-    for command in ("doctor", "status", "list", "explain"):
+    for command in ("doctor", "status", "list", "explain", "plan"):
         assert command in output
 
 
@@ -174,3 +174,11 @@ def test_status_without_the_libraries_says_that_they_are_absent(bare: Path) -> N
     assert (done.code, done.stderr) == (0, "")
     for item, patch in zip(json.loads(done.stdout), PATCHES, strict=True):
         assert (item["state"], item["reason"]) == ("skipped", f"{patch.distribution} is not installed")
+
+
+def test_plan_without_the_libraries_exits_2_and_says_how_to_get_them(bare: Path) -> None:
+    done = in_bare(bare, "plan", "E2B", "--vram", "8GiB")
+    assert (done.code, done.stdout) == (2, "")
+    assert "torch is not installed" in done.stderr
+    assert "pip install 'gemma4-compat[stack]'" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -68,6 +68,8 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "input_device",
         "install",
         "patches",
+        "plan_device_map",
+        "quantize_offloaded",
         "revert",
         "status",
     ]

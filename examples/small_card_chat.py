@@ -1,0 +1,253 @@
+"""Chat with Gemma 4, text and images, inside a VRAM budget.
+
+python examples/small_card_chat.py                                          a tiny random model: no download, no GPU
+python examples/small_card_chat.py --model google/gemma-4-E4B-it --vram 4GiB
+python examples/small_card_chat.py --model FOLDER --vram 2GiB --adapter FOLDER --image cat.jpg --prompt "What is it?"
+
+What goes where, and the peak to expect, is said before anything is loaded. Images need pillow
+(`pip install "gemma4-compat[images]"`).
+"""
+
+from __future__ import annotations
+
+import gemma4_compat  # isort: skip  (before the libraries it repairs)
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+#: Room for the tiny model's activations; its weights would fit in less than a MiB.
+TINY_VRAM = "64MiB"
+
+
+class UsageError(Exception):
+    """Something the user gave cannot be used; the text says what to do."""
+
+
+class Bytes:
+    """The tiny model's stand-in for a processor: a token a byte, an image as one square of 6 by 6 patches."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __call__(self, turns: list[dict[str, Any]], image: Any) -> dict[str, Any]:
+        """Inputs for the conversation so far; the image belongs to the first turn."""
+        import torch
+
+        text = "\n".join(str(turn["content"]) for turn in turns)
+        ids = [3 + byte % 200 for byte in text.encode()][-64:]
+        batch: dict[str, Any] = {}
+        if image is not None:
+            size, side = self.config.vision_config.patch_size, 6
+            pixels = torch.tensor(list(image.resize((side * size, side * size)).tobytes()), dtype=torch.float32) / 255
+            patches = pixels.reshape(side, size, side, size, 3).permute(0, 2, 1, 3, 4).reshape(1, side**2, -1)
+            grid = torch.arange(side)
+            batch["pixel_values"] = patches
+            batch["image_position_ids"] = torch.cartesian_prod(grid, grid).flip(-1)[None]
+            soft = (side // self.config.vision_config.pooling_kernel_size) ** 2
+            ids = [self.config.image_token_id] * soft + ids
+        batch["input_ids"] = torch.tensor([ids])
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["mm_token_type_ids"] = (batch["input_ids"] == self.config.image_token_id).long()
+        return batch
+
+    def decode(self, ids: Any, **_options: Any) -> str:
+        """A printable character for each token, and a space after it, so that it is shown at once."""
+        return "".join(f"{chr(33 + int(token) % 94)} " for token in ids)
+
+
+class Processor:
+    """A checkpoint's own processor."""
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoProcessor
+
+        self.processor = AutoProcessor.from_pretrained(model)
+
+    def __call__(self, turns: list[dict[str, Any]], image: Any) -> Any:
+        """Inputs for the conversation so far; the image belongs to the first turn."""
+        messages = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+        if image is not None:
+            messages[0]["content"].insert(0, {"type": "image", "image": image})
+        return self.processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+
+    def decode(self, ids: Any, **options: Any) -> str:
+        """The text of these tokens."""
+        return str(self.processor.decode(ids, **options))
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or id of a checkpoint (default: a tiny random one)")
+    parser.add_argument("--vram", help="what PyTorch may use of the card, such as 4GiB (default: 4GiB)")
+    parser.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
+    parser.add_argument("--image", type=Path, help="an image that the conversation begins with")
+    parser.add_argument("--prompt", help="answer this and end; without it, a conversation")
+    parser.add_argument("--context", type=int, default=2048, help="tokens to plan for (default: 2048)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer (default: 256)")
+    given = parser.parse_args(argv)
+    if given.max_new_tokens < 1 or given.context < 1:
+        parser.error("--max-new-tokens and --context must be 1 or more")
+    if given.prompt is not None and not given.prompt.strip():
+        parser.error("--prompt is empty")
+    return given
+
+
+def opened(path: Path | None) -> Any:
+    """The image, in RGB."""
+    if path is None:
+        return None
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError:
+        raise UsageError("--image needs pillow: pip install 'gemma4-compat[images]'") from None
+    try:
+        return Image.open(path).convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise UsageError(f"--image {path} cannot be read as an image: {error}") from error
+
+
+def planned(model: str, given: argparse.Namespace, *, on_gpu: bool) -> Any:
+    """Where everything goes; said before it is loaded."""
+    tiny = given.model is None
+    vram = given.vram or (TINY_VRAM if tiny else "4GiB")
+    plan = gemma4_compat.plan_device_map(
+        model,
+        vram,
+        context=min(given.context, 256) if tiny else given.context,
+        quantize="4bit-double" if on_gpu else None,
+        adapter=given.adapter,
+        vision=given.image is not None,
+    )
+    for device, names in sorted(by_device(plan.device_map).items()):
+        print(f"{device:>5}: {', '.join(names)}")
+    for device, use in plan.use.items():
+        print(f"expected peak on {device}: {use.peak / MIB:,.1f} of {use.budget / MIB:,.1f} MiB")
+    print(f"in host memory: {plan.cpu / MIB:,.1f} MiB, longest context: {plan.longest_context} tokens", flush=True)
+    return plan
+
+
+def by_device(device_map: dict[str, Any]) -> dict[str, list[str]]:
+    """Device -> what is on it, numbered modules counted."""
+    found: dict[str, Counter[str]] = {}
+    for name, device in device_map.items():
+        head, _, last = name.rpartition(".")
+        key = f"{head.removeprefix('model.')} ({{}} of them)" if last.isdigit() else name.removeprefix("model.")
+        found.setdefault(str(device), Counter())[key] += 1
+    return {device: [name.format(count) for name, count in names.items()] for device, names in found.items()}
+
+
+def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, folder: Path) -> Any:
+    """The model, where the plan says. Without a GPU the CPU stands for the card, the disk for host memory."""
+    import torch
+    import transformers
+    from packaging.version import Version
+    from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
+
+    transformers.utils.logging.enable_progress_bar()
+    placement = dict(plan.device_map)
+    options: dict[str, Any] = {}
+    if on_gpu:
+        skip = ["lm_head"]
+        if Version(transformers.__version__) < Version("5.13"):  # quantized towers are blind there
+            skip += ["model.vision_tower", "model.audio_tower"]
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            llm_int8_enable_fp32_cpu_offload=True,
+            llm_int8_skip_modules=skip,
+        )
+    else:
+        placement = {name: "disk" if device in ("cpu", "disk") else "cpu" for name, device in placement.items()}
+    if "disk" in placement.values():
+        options["offload_folder"] = folder / "offload"
+    inside = gemma4_compat.quantize_offloaded() if plan.quantize_offloaded else contextlib.nullcontext()
+    with inside:
+        loaded = Gemma4ForConditionalGeneration.from_pretrained(
+            model, dtype=torch.bfloat16, device_map=placement, **options
+        )
+    if given.adapter is not None:
+        from peft import PeftModel
+
+        loaded = PeftModel.from_pretrained(loaded, given.adapter)
+    return loaded.eval()
+
+
+def answer(model: Any, processor: Any, turns: list[dict[str, Any]], image: Any, limit: int) -> str:
+    """Print the answer as it comes, and return it."""
+    import torch
+    from transformers import TextStreamer
+
+    batch = {name: value.to(gemma4_compat.input_device(model)) for name, value in processor(turns, image).items()}
+    streamer = TextStreamer(processor, skip_prompt=True, skip_special_tokens=True)
+    with torch.no_grad():
+        tokens = model.generate(**batch, max_new_tokens=limit, do_sample=False, streamer=streamer)
+    return str(processor.decode(tokens[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def chat(given: argparse.Namespace, folder: Path) -> None:
+    import torch
+
+    image = opened(given.image)
+    if given.adapter is not None and not (given.adapter / "adapter_config.json").is_file():
+        raise UsageError(f"--adapter {given.adapter} is no folder with an adapter_config.json")
+    on_gpu = torch.cuda.is_available()
+    if given.model is None:
+        from gemma4_compat import _tiny
+
+        print("No --model: a tiny one with random weights. Its answers are noise.")
+        model = str(_tiny.build_checkpoint(folder / "tiny"))
+    else:
+        model = given.model
+    if not on_gpu:
+        print("No GPU: the CPU stands for the card and the disk for host memory; nothing is quantized.")
+    plan = planned(model, given, on_gpu=on_gpu)
+    loaded_model = loaded(model, plan, given, on_gpu=on_gpu, folder=folder)
+    processor = Bytes(loaded_model.config) if given.model is None else Processor(model)
+    if on_gpu:
+        print(f"on the card now: {torch.cuda.memory_allocated() / MIB:,.1f} MiB")
+    turns: list[dict[str, Any]] = []
+    while True:
+        text = given.prompt
+        if text is None:
+            try:
+                text = input("> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            if not text:
+                continue
+        turns.append({"role": "user", "content": text})
+        said = answer(loaded_model, processor, turns, image, given.max_new_tokens)
+        turns.append({"role": "assistant", "content": said})
+        if given.prompt is not None:
+            return
+
+
+def main(argv: list[str] | None = None) -> int:
+    given = arguments(argv)
+    with tempfile.TemporaryDirectory(prefix="small-card-chat-", ignore_cleanup_errors=True) as folder:
+        try:
+            chat(given, Path(folder))
+        except (UsageError, gemma4_compat.Gemma4CompatError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except OSError as error:  # what transformers raises for a checkpoint it cannot find or read
+            if given.model is None:
+                raise
+            print(f"error: --model {given.model} cannot be loaded: {str(error).splitlines()[0]}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

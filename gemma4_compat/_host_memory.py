@@ -1,0 +1,198 @@
+"""Host memory that an accelerator reads: where an offloaded weight lies, pinned in place, seen from the device.
+
+Nothing is copied here. ``cudaHostRegister`` pins memory that exists already (``Tensor.pin_memory`` would copy it and
+round its size up to a power of two), and pinned memory has the same address on the device (unified virtual
+addressing, CUDA C++ Programming Guide, "Mapped memory"), so a kernel can read single rows of a table on the host.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import math
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatWarning
+
+
+class Stored:
+    """An offloaded weight where it is stored, nothing copied.
+
+    Attributes:
+        raw: as it is stored; backed by the file, memory-mapped, when ``on_disk``.
+        dtype: what its user reads it as. Another one than that of ``raw`` where a checkpoint is loaded in another
+            dtype and stays on disk.
+        on_disk: whether reading it reads a file.
+        holder: the dict that holds it under ``key``, where host memory does; else None.
+        key: its name there.
+    """
+
+    def __init__(
+        self, raw: Any, *, on_disk: bool, dtype: Any = None, holder: dict[str, Any] | None = None, key: str = ""
+    ) -> None:
+        self.raw, self.on_disk, self.holder, self.key = raw, on_disk, holder, key
+        self.dtype = raw.dtype if dtype is None else dtype
+
+    @property
+    def tensor(self) -> Any:
+        """The whole weight in its dtype: a copy in memory where that is not the stored one."""
+        return self.raw.to(self.dtype)
+
+
+def stored(weights_map: Any, name: str) -> Stored:
+    """Look up ``name`` in the ``weights_map`` of an accelerate hook without loading a file or going to a device.
+
+    Raises:
+        KeyError: it is not there.
+    """
+    import torch
+
+    if isinstance(weights_map, collections.ChainMap):
+        for part in weights_map.maps:
+            # To ask whether it is there would load it: accelerate's mappings have no ``in`` of their own.
+            with contextlib.suppress(KeyError):
+                return stored(part, name)
+        raise KeyError(name)
+    prefix = getattr(weights_map, "prefix", None)
+    if prefix is not None and hasattr(weights_map, "dataset"):
+        return stored(weights_map.dataset, f"{prefix}{name}")
+    held = getattr(weights_map, "state_dict", weights_map if isinstance(weights_map, dict) else {})
+    if name in held:
+        return Stored(held[name], on_disk=False, holder=held, key=name)
+    index = getattr(weights_map, "index", {})
+    if name in index:
+        entry = index[name]
+        dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
+        return Stored(_mapped(entry, name, weights_map.save_folder), on_disk=True, dtype=dtype)
+    return Stored(weights_map[name], on_disk=False)  # somebody else's mapping: as it gives it
+
+
+def _mapped(entry: dict[str, Any], name: str, folder: Any) -> Any:
+    """A tensor over a file: an entry of accelerate's index of offloaded weights, or of a safetensors file."""
+    import torch
+
+    if entry.get("safetensors_file") is not None:
+        from safetensors import safe_open
+
+        with safe_open(entry["safetensors_file"], framework="pt", device="cpu") as file:
+            return file.get_tensor(entry.get("weight_name", name))
+    shape, dtype = tuple(entry["shape"]), getattr(torch, entry["dtype"])
+    path = Path(folder, f"{name}.dat")
+    return torch.from_file(str(path), shared=False, size=math.prod(shape), dtype=dtype).view(shape)
+
+
+class Pinned:
+    """Host memory of a contiguous CPU tensor, pinned in place for as long as this object, or a view of it, lives.
+
+    Args:
+        tensor: on the CPU.
+        pinned_by: what pinned the same memory before, and is kept alive for it.
+    """
+
+    def __init__(self, tensor: Any, pinned_by: Pinned | None = None) -> None:
+        self.tensor, self.pinned_by = tensor, pinned_by
+
+    def view_on(self, device: Any) -> Any:
+        """The same memory as a tensor on ``device``, or None where the device has another address for it."""
+        import torch
+
+        flat = self.tensor.view(-1).view(torch.uint8)
+        interface = _ArrayInterface(self, flat.data_ptr(), flat.numel())
+        with torch.cuda.device(device):
+            seen = torch.as_tensor(interface, device=device)
+        if seen.data_ptr() != flat.data_ptr():  # it was copied
+            return None
+        return seen.view(self.tensor.dtype).view(self.tensor.shape)
+
+
+class _ArrayInterface:
+    """What ``torch.as_tensor`` makes a tensor of without a copy; the tensor keeps it, and so the memory, alive."""
+
+    def __init__(self, memory: Pinned, address: int, size: int) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+def pin(tensor: Any, device: Any) -> Pinned | None:
+    """Pin the memory of a contiguous CPU tensor for ``device``; None, with one warning, where that cannot be done.
+
+    Costs about 0.04 s a GiB and no memory. None without a warning where the device is no CUDA (or ROCm) device.
+    """
+    import torch
+
+    if torch.device(device).type != "cuda" or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+    before = _registered.get((address, size))
+    if before is not None:  # a tied weight, or a model that is dispatched again: no memory is pinned twice
+        return Pinned(tensor, before)
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        error = int(runtime.cudaHostRegister(address, size, _PORTABLE))
+        if error:
+            _forget_error()
+    if error:
+        _warn_once(f"cudaHostRegister: error {error}")
+        return None
+    memory = _registered[address, size] = Pinned(tensor)
+    # The finalizer's own reference keeps the tensor until it has run: the memory is unpinned before it is freed.
+    weakref.finalize(memory, _unpin, tensor, address).atexit = False
+    return memory
+
+
+def staging(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An empty CPU tensor for copies to a device: pinned, or pageable with one warning where that cannot be had.
+
+    torch gives its pinned memory to nobody else before the copies out of it have finished.
+    """
+    import torch
+
+    try:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        _warn_once(" ".join(str(error).split())[:120])
+        return torch.empty(shape, dtype=dtype)
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+#: What is pinned now, by address and size in bytes.
+_registered: weakref.WeakValueDictionary[tuple[int, int], Pinned] = weakref.WeakValueDictionary()
+
+
+def _forget_error() -> None:
+    """CUDA keeps the error of a call, and torch takes it for that of the next kernel: launch that one here."""
+    import torch
+
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as late:
+        if "CUDA error" not in str(late):
+            raise
+
+
+def _unpin(_tensor: Any, address: int) -> None:
+    import torch
+
+    torch.cuda.synchronize()  # a kernel may still be reading it
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@functools.cache  # one warning for each reason
+def _warn_once(error: str) -> None:
+    warnings.warn(
+        f"host memory cannot be pinned here ({error}): offloaded weights travel through "
+        "pageable memory, slower and not beside the computation. Free host memory, or raise the limit on locked "
+        "memory (ulimit -l).",
+        Gemma4CompatWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,76 @@
+"""The examples run as their documentation says, on a machine without a GPU and without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, Finished, child
+
+CHAT = str(ROOT / "examples" / "small_card_chat.py")
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_libraries() -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+
+
+def chat(*options: str) -> Finished:
+    return child(CHAT, *options, timeout=200)
+
+
+def test_the_chat_says_what_goes_where_and_answers() -> None:
+    done = chat("--prompt", "Hello", "--max-new-tokens", "5")
+    assert done.code == 0, done.stderr
+    lines = done.stdout.strip().splitlines()
+    assert "random weights" in lines[0]
+    assert any("language_model.layers (6 of them)" in line for line in lines)
+    assert any("expected peak on 0:" in line for line in lines)
+    assert 1 <= len(lines[-1].split()) <= 5, "the answer, a character a token"
+    assert "Loading weights" in done.stderr, "a progress bar"
+
+
+def test_the_chat_looks_at_an_image_and_offloads_to_stay_inside_the_budget(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="needs pillow: pip install 'gemma4-compat[images]'")
+    image.new("RGB", (40, 30), (200, 30, 30)).save(tmp_path / "red.png")
+    image.new("RGB", (40, 30), (20, 230, 90)).save(tmp_path / "green.png")
+    answers = []
+    for name in ("red", "green"):
+        done = chat(
+            "--prompt", "Hi", "--max-new-tokens", "8", "--image", str(tmp_path / f"{name}.png"), "--vram", "44MiB"
+        )
+        assert done.code == 0, done.stderr
+        lines = done.stdout.strip().splitlines()
+        assert "  cpu: language_model.embed_tokens_per_layer" in done.stdout
+        answers.append(lines[-1])
+    assert answers[0] != answers[1], "the image is not looked at"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--vram", "tiny"], "'tiny' is no size"),
+        (["--vram", "1MiB"], "does not fit into 1 MiB"),
+        (["--adapter", "/no/such/adapter"], "is no folder with an adapter_config.json"),
+        (["--model", "/no/such/model"], "'/no/such/model' is no folder"),
+        (["--max-new-tokens", "0"], "must be 1 or more"),
+        (["--prompt", " "], "--prompt is empty"),
+    ],
+)
+def test_bad_input_is_one_clear_error(options: list[str], message: str) -> None:
+    done = chat("--prompt", "Hi", *options)
+    assert done.code == 2
+    errors = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_an_image_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="needs pillow: pip install 'gemma4-compat[images]'")
+    (tmp_path / "x.png").write_text("no image", encoding="utf-8")
+    done = chat("--prompt", "Hi", "--image", str(tmp_path / "x.png"))
+    assert done.code == 2
+    assert "cannot be read as an image" in done.stderr
+    assert "Traceback" not in done.stderr
