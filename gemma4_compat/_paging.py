@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat import _host_memory, _placement, _quant_state
-from gemma4_compat._quiet_hooks import Forward
+from gemma4_compat._quiet_hooks import Forward, is_hooks_own
 
 _ALIGNMENT = 512  # bytes; what the caching allocator gives, and more than any kernel asks for
 _HELD = 2  # pages that a backward pass keeps: of the layer it is in, and of the one it comes from
@@ -287,6 +287,8 @@ class Page:
             if hook is not None:
                 if hook.offload_buffers or hook.place_submodules or hook.tied_params_names:
                     return None
+                if not is_hooks_own(part):  # somebody's own forward is around the hook's, and has to run
+                    return None
                 for name, parameter in part._parameters.items():
                     if parameter is not None:
                         weight = _Weight.of(part, name, parameter, hook)
@@ -299,11 +301,12 @@ class Page:
 
     def is_stale(self) -> bool:
         """Whether somebody has changed a weight, a hook or where weights are kept since this page was made."""
-        for parameters, name, meta, state, attributes, hooks, hook, weights_map, held, key, value in self._current:
+        for parameters, name, meta, state, attributes, forward, hooks, hook, places, held, key, value in self._current:
             if (
                 parameters.get(name) is not meta
                 or attributes.get("_hf_hook") is not hooks
-                or hook.weights_map is not weights_map
+                or attributes.get("forward") is not forward
+                or hook.weights_map is not places
                 or not hook.offload
                 or (held is not None and held.get(key) is not value)
                 or (state is not None and meta.quant_state is not state)
@@ -415,6 +418,7 @@ class _Weight:
         self.module, self.stored = module, stored
         self._name, self._meta, self._hook = name, meta, hook
         self._hooks, self._map = vars(module)["_hf_hook"], hook.weights_map
+        self._forward = vars(module)["forward"]
         self._value, self._state = stored.raw, vars(meta).get("quant_state")
         self._beside = beside  # scales and code books
         self._first = 0  # of its tensors in the page
@@ -479,7 +483,8 @@ class _Weight:
         attributes, stored = vars(self.module), self.stored
         return (
             *(attributes["_parameters"], self._name, self._meta, self._state),
-            *(attributes, self._hooks, self._hook, self._map, stored.holder, stored.key, self._value),
+            *(attributes, self._forward, self._hooks, self._hook, self._map),
+            *(stored.holder, stored.key, self._value),
         )
 
     @property

@@ -10,6 +10,7 @@ They are taken off for the forward of the model and put back after it. Whoever c
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -59,7 +60,18 @@ def uninstall(model: Any) -> None:
 
 def _only_moves_inputs(module: Any) -> bool:
     hook = vars(module)["_hf_hook"]
-    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload and not hook.io_same_device
+    return (
+        type(hook).__name__ == "AlignDevicesHook"
+        and not hook.offload
+        and not hook.io_same_device
+        and is_hooks_own(module)
+    )
+
+
+def is_hooks_own(module: Any) -> bool:
+    """Whether the ``forward`` of a module with a hook is the one that accelerate put there."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, functools.partial) and forward.func.__module__ == "accelerate.hooks"
 
 
 class Quiet:
@@ -105,6 +117,7 @@ class Forward:
         self.module = module
         self._attributes = vars(module)
         self._hook = self._attributes["_hf_hook"]
+        self._hooked = self._attributes["forward"] if is_hooks_own(module) else None
         self._outer: Any = None
         self._watched: Any = None
 
@@ -120,13 +133,18 @@ class Forward:
         self._watched = forward
 
     def unwrap(self, *, watched: bool = False) -> None:
-        """Let the module run without its hook. Does nothing where the hook has been replaced or removed since."""
+        """Let the module run without its hook. Does nothing where the hook has been replaced or removed since.
+
+        Neither does it where somebody has put a ``forward`` of his own around the hook's: a profiler, a spy.
+        """
         attributes = self._attributes
         if attributes.get("_hf_hook") is not self._hook or "_old_forward" not in attributes:
             return
-        own = self._watched if watched and self._watched is not None else attributes["_old_forward"]
-        if attributes.get("forward") is not own:  # it is where somebody else has unwrapped it
-            self._outer, attributes["forward"] = attributes.get("forward"), own
+        inner, current = attributes["_old_forward"], attributes.get("forward")
+        own = self._watched if watched and self._watched is not None else inner
+        # It is the inner one where another of these has unwrapped the module.
+        if current is not own and (current is self._hooked or current is inner):
+            self._outer, attributes["forward"] = current, own
 
     def wrap(self) -> None:
         """Undo :meth:`unwrap`."""

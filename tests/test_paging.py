@@ -22,9 +22,10 @@ def toy(layers: int = 5, *, order: list[int] | None = None) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+            self.activation = nn.ReLU()
 
         def forward(self, x: Any) -> Any:
-            return x + self.down(torch.relu(self.up(x)))
+            return x + self.down(self.activation(self.up(x)))
 
     class Toy(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -305,6 +306,34 @@ def test_layers_that_are_left_to_accelerate(dispatched: Callable[..., Any], chan
             assert _paging.Page.of(model.layers[1]) is None
             return
         assert torch.equal(model(x()), expected)
+    assert [page is None for page in pager._pages] == [False, True, False]
+
+
+@pytest.mark.parametrize("when", ["before the first forward", "between two"])
+def test_a_forward_that_somebody_put_around_accelerates_runs_and_its_layer_is_left_to_accelerate(
+    dispatched: Callable[..., Any], when: str
+) -> None:
+    import torch
+
+    with torch.no_grad():
+        expected = toy(3)(x())
+        model = dispatched(toy(3))
+        pager = pager_of(model)
+        if when == "between two":
+            assert torch.equal(model(x()), expected)
+        seen = []
+        parts = model.layers[1].up, model.layers[2].activation, model.layers[2]  # two without weights of their own
+        for part in parts:
+            forward = part.forward
+
+            def spy(*args: Any, part: Any = part, forward: Any = forward) -> Any:
+                seen.append(part)
+                return forward(*args)
+
+            part.forward = spy
+        for _ in range(2):
+            assert torch.equal(model(x()), expected)
+    assert seen == [parts[0], parts[2], parts[1]] * 2
     assert [page is None for page in pager._pages] == [False, True, False]
 
 

@@ -152,6 +152,28 @@ def test_a_deep_copy_keeps_its_hooks(model: Any) -> None:
     assert states(model) == [False] * 3
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_that_somebody_put_around_accelerates_still_runs(model: Any, when: str) -> None:
+    import torch
+
+    expected = model(x())
+    if when == "after":
+        _quiet_hooks.install(model)
+    inner, seen = model[0].forward, []
+
+    def spy(inputs: Any) -> Any:
+        seen.append(states(model))
+        return inner(inputs)
+
+    model[0].forward = spy
+    if when == "before":
+        _quiet_hooks.install(model)
+    for _ in range(2):
+        assert torch.equal(model(x()), expected)
+        assert model[0].forward is spy
+    assert seen == [[False, True, False]] * 2
+
+
 def test_a_watched_forward() -> None:
     import torch
     from accelerate.hooks import ModelHook, add_hook_to_module
