@@ -149,6 +149,41 @@ def difference(reference: Answers, other: Answers) -> float:
     return max(found) if all(math.isfinite(value) for value in found) else math.inf
 
 
+def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
+    """What the language model gets of the image (``sense`` "vision") or the sound ("audio") in ``batch``; float32,
+    a row a soft token.
+    """
+    import torch
+
+    inner = model.model  # not every release has these on the outer class
+    with torch.no_grad():
+        if sense == "vision":
+            found = inner.get_image_features(batch["pixel_values"], batch["image_position_ids"], return_dict=True)
+            parts = found.pooler_output
+            pooled = torch.cat(list(parts)) if isinstance(parts, (list, tuple)) else parts
+        else:
+            found = inner.get_audio_features(batch["input_features"], batch["input_features_mask"], return_dict=True)
+            pooled = found.pooler_output[found.attention_mask]
+    return pooled.float().cpu()
+
+
+def sensed(workspace: Workspace, quantization: str, sense: str) -> tuple[float, float]:
+    """How a tower quantized with everything else compares: with the same weights, dequantized; and with itself for a
+    quite different image or sound. Relative differences of its features, so 0 and about 1.4 are perfect.
+    """
+    batch = _tiny.inputs(workspace.main)
+    other = dict(batch, pixel_values=1 - batch["pixel_values"], input_features=-batch["input_features"])
+    model = _tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True)
+    found, another = features(model, batch, sense), features(model, other, sense)
+    plain = _tiny.dequantize(_tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True))
+    return relative(found, features(plain, batch, sense)), relative(another, found)
+
+
+def relative(found: Any, reference: Any) -> float:
+    """The size of the difference as a share of the size of ``reference`` (2-norms)."""
+    return float((found - reference).norm() / reference.norm())
+
+
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
     """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C.
 

@@ -159,6 +159,7 @@ def load(
     device: Any = "cpu",
     device_map: Any = None,
     skip_modules: list[str] | None = None,
+    towers: bool = False,
     **kwargs: Any,
 ) -> Any:
     """The checkpoint through ``from_pretrained``, in eval mode.
@@ -169,6 +170,7 @@ def load(
         device: where everything goes.
         device_map: a map for ``from_pretrained`` instead of ``device``.
         skip_modules: more modules that stay unquantized.
+        towers: quantize the vision and the audio tower on every release, see :func:`quantization_config`.
         kwargs: for ``from_pretrained``.
     """
     import torch
@@ -180,18 +182,25 @@ def load(
         checkpoint,
         dtype=torch.bfloat16,
         device_map=placement,
-        quantization_config=quantization_config(quantization, cpu_offload=split, skip_modules=skip_modules),
+        quantization_config=quantization_config(
+            quantization, cpu_offload=split, skip_modules=skip_modules, towers=towers
+        ),
         **kwargs,
     ).eval()
 
 
 def quantization_config(
-    quantization: str | None, *, cpu_offload: bool = False, skip_modules: list[str] | None = None
+    quantization: str | None,
+    *,
+    cpu_offload: bool = False,
+    skip_modules: list[str] | None = None,
+    towers: bool = False,
 ) -> Any:
     """The ``BitsAndBytesConfig`` for a name that :func:`load` knows.
 
     ``cpu_offload`` must be set for a map with CPU entries beside others; transformers then leaves those unquantized.
-    The towers stay in bf16 before transformers 5.13: quantized, they are blind (F9) or raise (F10) there.
+    The towers stay in bf16 before transformers 5.13, where quantized ones are blind (F9) or raise (F10), unless
+    ``towers``.
 
     Raises:
         ValueError: another name.
@@ -203,7 +212,7 @@ def quantization_config(
     from transformers import BitsAndBytesConfig
 
     skip = ["lm_head", *(skip_modules or [])]
-    if _versions.admits("<5.13", transformers.__version__):
+    if not towers and _versions.admits("<5.13", transformers.__version__):
         skip += ["model.vision_tower", "model.audio_tower"]
     if quantization == "8bit":
         return BitsAndBytesConfig(
@@ -278,6 +287,29 @@ def inputs(device: Any = "cpu", *, text_only: bool = False) -> dict[str, Any]:
         batch["input_features_mask"] = torch.ones(1, 16, dtype=torch.bool)
         batch["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long() + 3 * (ids == AUDIO_TOKEN).long()
     return {name: value.to(device) for name, value in batch.items()}
+
+
+def dequantize(model: Any) -> Any:
+    """Exchange each quantized linear of ``model`` for an ``nn.Linear`` with the bf16 weight it stands for; returns
+    ``model``.
+    """
+    import torch
+    from bitsandbytes import functional
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            weight: Any = getattr(child, "weight", None)
+            if type(weight).__name__ == "Params4bit":
+                values = functional.dequantize_4bit(weight.data, weight.quant_state)
+            elif type(weight).__name__ == "Int8Params":
+                values = weight.data.float() * weight.SCB.view(-1, 1) / 127
+            else:
+                continue
+            plain = torch.nn.Linear(child.in_features, child.out_features, bias=child.bias is not None)
+            plain.weight = torch.nn.Parameter(values.to(torch.bfloat16), requires_grad=False)
+            plain.bias = child.bias
+            setattr(parent, name, plain)
+    return model
 
 
 def build_adapter(checkpoint: Path, folder: Path, targets: str = "language", *, rank: int = 4, seed: int = 1) -> Path:

@@ -1,0 +1,50 @@
+"""A module as upstream code sees it whose quantized linears tell the dtype they compute with, not the one they are
+stored in.
+
+Upstream asks ``linear.weight.dtype`` what to cast to; a quantized weight says ``uint8`` or ``int8``. A stand-in is
+handed to upstream's own function in place of the module: everything else of it is the module's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def for_quantized(module: Any, dtype: Any, *names: str) -> Any:
+    """``module`` itself, or a stand-in if one of its linears (or clipped linears) ``names`` has a quantized weight.
+
+    Args:
+        module: whose method is about to be called.
+        dtype: what the weights of these linears shall say.
+        names: attributes of ``module``.
+    """
+    for name in names:
+        linear = getattr(module, name)
+        if not getattr(linear, "linear", linear).weight.dtype.is_floating_point:
+            return _Module(module, {name: _Linear(getattr(module, name), dtype) for name in names})
+    return module
+
+
+class _Module:
+    def __init__(self, module: Any, linears: dict[str, Any]) -> None:
+        self._module = module
+        self._linears = linears
+
+    def __getattr__(self, name: str) -> Any:
+        linears = self._linears
+        return linears[name] if name in linears else getattr(self._module, name)
+
+
+class _Linear:
+    def __init__(self, module: Any, dtype: Any) -> None:
+        self._module = module
+        self.linear = self  # of a clipped linear
+        self.weight = _Weight(dtype)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module(*args, **kwargs)
+
+
+class _Weight:
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype

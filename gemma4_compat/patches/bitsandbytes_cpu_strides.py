@@ -1,0 +1,89 @@
+"""silent: on a CPU with AVX512-BF16, a 4-bit linear returns garbage for an input whose last dimension is not
+contiguous, such as ``x.transpose(1, 2)``; for one without rows the process dies (SIGFPE).
+
+Gemma 4's audio tower has such inputs: the convolution in each of its layers ends in a transpose. A 4-bit audio tower
+on the CPU hears something else.
+
+Why: the fused kernel is told the stride of a row, and takes the elements of a row to lie next to each other. It
+divides by the number of rows.
+
+Here: such an input is made contiguous first; nothing is computed for no rows.
+
+Goes when bitsandbytes does that, or tells its kernel the other stride; no release since 0.49.0, which brought the
+kernel, does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat.patches.bitsandbytes_cpu_packing import detect
+
+if TYPE_CHECKING:
+    from gemma4_compat._repro import Outcome, Workspace
+
+
+def gemv_4bit(
+    original: Callable[..., Any],
+    A: Any,  # noqa: N803  (upstream's name; callers may use it as a keyword)
+    B: Any,  # noqa: N803
+    out: Any = None,
+    transposed_A: bool = False,  # noqa: N803
+    transposed_B: bool = False,  # noqa: N803
+    state: Any = None,
+) -> Any:
+    if A.device.type == "cpu":
+        if A.numel() == 0 and state is not None:
+            return A.new_empty((*A.shape[:-1], state.shape[0])) if out is None else out
+        if A.stride(-1) != 1:
+            A = A.contiguous()  # noqa: N806
+    return original(A, B, out, transposed_A, transposed_B, state)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from bitsandbytes import functional
+
+    from gemma4_compat import _tiny
+    from gemma4_compat._repro import Outcome
+
+    if not hasattr(functional, "has_avx512bf16"):
+        return Outcome(False, "this bitsandbytes has no fused kernel for the CPU", applicable=False)
+    if not functional.has_avx512bf16():
+        return Outcome(False, "this CPU has no AVX512-BF16: the fused kernel does not run", applicable=False)
+    layer = _tiny.load(workspace.checkpoint, "4bit").model.language_model.layers[0].mlp.up_proj
+    columns = torch.randn(1, layer.in_features, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    with torch.no_grad():
+        found, expected = layer(columns.transpose(1, 2)), layer(columns.transpose(1, 2).contiguous())
+    worst = (found - expected).abs().max().item()
+    scale = expected.abs().max().item()
+    if worst:
+        return Outcome(True, f"a transposed input's outputs, of up to {scale:.2g}, are off by up to {worst:.2g}")
+    return Outcome(False, "a transposed input and its contiguous copy have bit-equal outputs", 0.0)
+
+
+PATCH = Patch(
+    id="bitsandbytes-cpu-strides",
+    summary="4-bit linears on the CPU read inputs that are not contiguous as they are",
+    symptom="silent: a 4-bit linear returns garbage for a transposed input on CPUs with AVX512-BF16 (audio tower)",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F10", "F18"),
+    distribution="bitsandbytes",
+    affected=">=0.49.0",
+    measured="0.50.2",
+    retire_when="bitsandbytes makes the input of its CPU kernel contiguous",
+    detect=detect,
+    targets=(
+        Target(
+            module="bitsandbytes.functional",
+            name="gemv_4bit",
+            replacement=gemv_4bit,
+            known={
+                "6d7fbf7ae088": "0.49.0 - 0.50.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

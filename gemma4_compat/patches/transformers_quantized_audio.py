@@ -1,0 +1,92 @@
+"""``TypeError: torch.finfo() requires a floating point input type`` in the audio tower when it is quantized.
+
+Why: ``Gemma4AudioFeedForward`` and ``Gemma4AudioLightConv1d`` take ``torch.finfo`` of a weight's dtype, and
+``Gemma4AudioAttention`` casts to that of ``post``'s. Quantized, that is ``uint8`` or ``int8``.
+
+Here: upstream's functions run with linears that tell the dtype of the hidden states, as later releases ask for.
+
+Goes when transformers below 5.11.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat import _stand_in
+from gemma4_compat._patch import Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._repro import Outcome, Workspace
+
+#: As in ``transformers_quantized_vision.py``: 0.02 in 4-bit and in 8-bit on transformers 5.23.
+BOUND = 0.15
+
+
+def feed_forward(original: Callable[..., Any], self: Any, hidden_states: Any) -> Any:
+    return original(_stand_in.for_quantized(self, hidden_states.dtype, "ffw_layer_1", "ffw_layer_2"), hidden_states)
+
+
+def convolution(original: Callable[..., Any], self: Any, hidden_states: Any) -> Any:
+    return original(_stand_in.for_quantized(self, hidden_states.dtype, "linear_start", "linear_end"), hidden_states)
+
+
+def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(_stand_in.for_quantized(self, hidden_states.dtype, "post"), hidden_states, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat import _tiny
+    from gemma4_compat._repro import Outcome, features, sensed
+
+    error, contrast = sensed(workspace, "8bit", "audio")
+    if not error < BOUND or contrast < BOUND:
+        return Outcome(True, f"sound features are off by {error:.2g} of their size")
+    # That it runs: what a CPU's 4-bit kernel makes of it is the business of bitsandbytes-cpu-strides.
+    model = _tiny.load(workspace.checkpoint, "4bit", device=workspace.main, towers=True)
+    features(model, _tiny.inputs(workspace.main), "audio")
+    return Outcome(False, f"sound features in 8-bit are those of the dequantized weights, to {error:.2g}")
+
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+
+PATCH = Patch(
+    id="transformers-quantized-audio",
+    summary="a quantized audio tower hears the sound",
+    symptom="TypeError: torch.finfo() requires a floating point input type",
+    severity=Severity.CRASH,
+    failure_points=("F10",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.11.0",
+    measured="5.10.4",
+    fixed="5.11.0",
+    requires=("bitsandbytes",),
+    retire_when="transformers below 5.11.0 is no longer supported",
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioFeedForward.forward",
+            replacement=feed_forward,
+            known={
+                "caaf18a24d08": "5.5.0 - 5.10.4",
+            },
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioLightConv1d.forward",
+            replacement=convolution,
+            known={
+                "17254b87bf65": "5.5.0 - 5.10.4",
+            },
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioAttention.forward",
+            replacement=attention,
+            known={
+                "e10f4f093247": "5.5.0 - 5.10.4",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

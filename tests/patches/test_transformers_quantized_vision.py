@@ -1,0 +1,100 @@
+"""F9: a quantized vision tower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemma4_compat import _tiny
+from gemma4_compat._repro import features, relative, sensed
+from gemma4_compat.patches.transformers_quantized_vision import BOUND, PATCH
+from tests.patches.promise import Promise
+
+
+class TestPromise(Promise):
+    patch_id = PATCH.id
+    original = r"have the same features"
+    exact = False
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "4bit-double", "8bit"])
+def test_features_are_those_of_the_same_weights_dequantized(workspace: Any, quantization: str) -> None:
+    error, contrast = sensed(workspace, quantization, "vision")
+    assert error < BOUND
+    assert contrast > 1, "an image and its negative"
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+def test_an_offloaded_tower_sees_what_it_sees_on_one_device(workspace: Any, tmp_path: Path, quantization: str) -> None:
+    batch = _tiny.inputs()
+    model = _tiny.load(workspace.checkpoint, quantization, towers=True)
+    expected = features(model, batch, "vision")
+    placement = _tiny.device_map(model, "towers", main="cpu", offloaded="disk")
+    split = _tiny.dispatch(model, placement, tmp_path)
+    for _ in range(2):
+        assert relative(features(split, batch, "vision"), expected) == 0.0
+
+
+def test_an_adapter_on_the_first_layer_of_the_tower(workspace: Any) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    batch = _tiny.inputs()
+    model = _tiny.load(workspace.checkpoint, "4bit", towers=True)
+    expected = features(model, batch, "vision")
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=r".*patch_embedder\.input_proj"))
+    assert relative(features(adapted.base_model.model, batch, "vision"), expected) == 0.0
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    assert relative(features(adapted.base_model.model, batch, "vision"), expected) > 0.01
+
+
+def test_it_compiles(workspace: Any) -> None:
+    import torch
+
+    torch.compiler.reset()
+    model = _tiny.load(workspace.checkpoint, "8bit", towers=True)
+    batch = _tiny.inputs()
+    expected = features(model, batch, "vision")
+    embedder = model.model.vision_tower.patch_embedder
+    embedder.forward = torch.compile(embedder.forward, backend="eager")
+    assert relative(features(model, batch, "vision"), expected) < 1e-6
+
+
+def test_the_12b_s_embedder_casts_to_its_own_dtype() -> None:
+    import torch
+
+    try:
+        from transformers.models.gemma4_unified import configuration_gemma4_unified as configuration
+        from transformers.models.gemma4_unified import modeling_gemma4_unified as modeling
+    except ImportError:
+        pytest.skip("this release has no gemma4_unified")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    torch.manual_seed(0)
+    vision = configuration.Gemma4UnifiedVisionConfig(mm_embed_dim=64, output_proj_dims=64, patch_size=4)
+    text = configuration.Gemma4UnifiedTextConfig(**_tiny.text_shape())
+    embedder = modeling.Gemma4UnifiedVisionEmbedder(vision, text).to(torch.bfloat16).eval()
+    with torch.no_grad():
+        for parameter in embedder.parameters():
+            parameter.normal_(0.0, 0.1)
+    pixels = torch.rand(1, 9, embedder.patch_dense.in_features)
+    positions = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="xy"), -1).reshape(1, 9, 2)
+    for name in ("patch_dense", "multimodal_embedder.embedding_projection"):
+        parent, _, attribute = name.rpartition(".")
+        module = embedder.get_submodule(parent)
+        plain = getattr(module, attribute)
+        layer = bitsandbytes.nn.Linear4bit(
+            plain.in_features, plain.out_features, plain.bias is not None, compute_dtype=torch.bfloat16
+        )
+        layer.load_state_dict(plain.state_dict())
+        setattr(module, attribute, layer.to("cpu"))
+    with torch.no_grad():
+        found = embedder(pixels, positions).float()
+        other = embedder(1 - pixels, positions).float()
+        expected = _tiny.dequantize(embedder)(pixels, positions).float()
+    assert relative(found, expected) < 0.05
+    assert relative(other, found) > 0.1
