@@ -1,8 +1,7 @@
 """silent: with a quantized vision tower the model sees grey; two different images give the same features.
 
 Why: ``Gemma4VisionPatchEmbedder.forward`` casts the pixels to ``input_proj.weight.dtype``. Quantized, that is
-``uint8`` or ``int8``, and of values between -1 and 1 little is left. ``Gemma4UnifiedVisionEmbedder`` (the 12B) and its
-``Gemma4UnifiedMultimodalEmbedder`` do the same with ``patch_dense`` and ``embedding_projection``.
+``uint8`` or ``int8``, and of values between -1 and 1 little is left.
 
 Here: upstream's function runs with linears that tell the dtype of the unquantized parameters beside them, to which the
 unquantized model casts. With it the tower needs no exclusion from quantization.
@@ -30,16 +29,6 @@ def patch_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     return original(_stand_in.for_quantized(self, self.position_embedding_table.dtype, "input_proj"), *args, **kwargs)
 
 
-def unified_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(_stand_in.for_quantized(self, self.pos_embedding.dtype, "patch_dense"), *args, **kwargs)
-
-
-def unified_bridge(original: Callable[..., Any], self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
-    # It has no other parameter; what comes in is a tower's output or a norm's.
-    known = _stand_in.for_quantized(self, inputs_embeds.dtype, "embedding_projection")
-    return original(known, inputs_embeds, *args, **kwargs)
-
-
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._repro import Outcome, sensed
 
@@ -55,14 +44,13 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
-_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 PATCH = Patch(
     id="transformers-quantized-vision",
     summary="a quantized vision tower sees the image",
     symptom="silent: with a quantized vision tower, answers about grey, distorted shapes; the same ones for any image",
     severity=Severity.WRONG_RESULT,
-    failure_points=("F9", "F30"),
+    failure_points=("F9",),
     distribution="transformers",
     affected=">=5.5.0,<5.13.0",
     measured="5.12.1",
@@ -77,24 +65,6 @@ PATCH = Patch(
             known={
                 "a6d6c013ef0d": "5.5.0 - 5.12.1",
             },
-        ),
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedVisionEmbedder.forward",
-            replacement=unified_embedder,
-            known={
-                "07a1a393a95b": "5.10.1 - 5.12.1",
-            },
-            optional=True,
-        ),
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedMultimodalEmbedder.forward",
-            replacement=unified_bridge,
-            known={
-                "8bca126ce889": "5.10.1 - 5.12.1",
-            },
-            optional=True,
         ),
     ),
     reproduce=reproduce,
