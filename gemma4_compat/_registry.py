@@ -32,6 +32,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_auto_map",
     "transformers_quantize_offloaded",
     "transformers_map_boundaries",
+    "transformers_text_only_checkpoint",
     "transformers_tied_split",
     "transformers_offloaded_embedding",
 )
