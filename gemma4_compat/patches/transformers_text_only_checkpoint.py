@@ -54,8 +54,8 @@ def load_pretrained_model(
     from transformers.core_model_loading import WeightRenaming
 
     before, after = rename
-    # not "^": 5.5 takes it off
-    conversion = WeightRenaming(source_patterns=rf"(?<![\w.]){re.escape(before)}", target_patterns=after)
+    # the whole name, as every occurrence of what is matched is replaced: "model." is in "language_model." too
+    conversion = WeightRenaming(source_patterns=rf"^{re.escape(before)}(.+)", target_patterns=rf"{after}\1")
     load_config = dataclasses.replace(load_config, weight_mapping=[conversion, *(load_config.weight_mapping or [])])
     info, index = original(model, state_dict, checkpoint_files, load_config)
     model._weight_conversions = [item for item in model._weight_conversions or [] if item is not conversion]
