@@ -119,7 +119,7 @@ def plan_device_map(
         Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
     """
     quantize = None if quantize in (None, "none") else quantize
-    built, name, assumed = _built(model)
+    built, name, assumed = on_meta(model)
     quantize = _prequantized(built.config, quantize)
     skip = skip_modules(built)
     quantized = _memory.linear_names(built, skip) if quantize else None
@@ -201,7 +201,7 @@ def parse_size(size: int | str) -> int:
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
-def _built(model: Any) -> tuple[Any, str, str]:
+def on_meta(model: Any) -> tuple[Any, str, str]:
     """The model on meta, what ``from_pretrained`` takes for it, and what was assumed."""
     import torch
     import transformers
@@ -216,7 +216,7 @@ def _built(model: Any) -> tuple[Any, str, str]:
     wanted = _CLASSES.get(config.model_type)
     if wanted is None:
         raise Gemma4CompatError(
-            f"{str(model)!r} is a {config.model_type} model; plans are for {', '.join(sorted(_CLASSES))}"
+            f"{str(model)!r} is a {config.model_type} model, and no Gemma 4; known are {', '.join(sorted(_CLASSES))}"
         )
     named = (config.architectures or [wanted])[0]
     if named.startswith("Gemma4") and hasattr(transformers, named):
