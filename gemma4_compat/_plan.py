@@ -120,7 +120,7 @@ def plan_device_map(
     """
     quantize = None if quantize in (None, "none") else quantize
     built, name, assumed = on_meta(model)
-    quantize = _prequantized(built.config, quantize)
+    quantize = prequantized(built.config, quantize)
     skip = skip_modules(built)
     quantized = _memory.linear_names(built, skip) if quantize else None
     sizes = None if adapter is None else _memory.adapter_sizes(adapter)
@@ -252,7 +252,7 @@ def _line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _prequantized(config: Any, quantize: str | None) -> str | None:
+def prequantized(config: Any, quantize: str | None) -> str | None:
     """How the checkpoint says its weights are stored, or else ``quantize``."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:

@@ -100,7 +100,9 @@ def header(file: Path) -> dict[str, Tensor]:
         tensors = {key: _tensor(entry) for key, entry in entries.items() if key != "__metadata__"}
         ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != "__metadata__"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Gemma4CompatError(f"{str(file)!r} is no safetensors file: its header cannot be read ({error})") from error
+        raise Gemma4CompatError(
+            f"{str(file)!r} is no safetensors file: its header cannot be read ({error})"
+        ) from error
     expected = 8 + length + max(ends, default=0)
     if size < expected:
         raise _truncated(file, size, expected, "its header describes")
@@ -184,8 +186,8 @@ def _no_config(folder: Path) -> Gemma4CompatError:
     if (folder / WEIGHTS).is_file() or (folder / PICKLE).is_file():
         name = WEIGHTS if (folder / WEIGHTS).is_file() else PICKLE
         return Gemma4CompatError(
-            f"there is {name} in {str(folder)!r} and no {CONFIG}, without which PEFT cannot load it; copy it from where "
-            "the adapter was saved"
+            f"there is {name} in {str(folder)!r} and no {CONFIG}, without which PEFT cannot load it; copy it from "
+            "where the adapter was saved"
         )
     inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG}"))
     if inside:
@@ -204,8 +206,8 @@ def _no_weights(folder: Path) -> Gemma4CompatError:
     index = folder / f"{WEIGHTS}.index.json"
     if index.is_file():
         return Gemma4CompatError(
-            f"{str(index)!r} says that the weights are in several files, which PEFT neither writes nor loads; join them "
-            f"into {WEIGHTS}"
+            f"{str(index)!r} says that the weights are in several files, which PEFT neither writes nor loads; join "
+            f"them into {WEIGHTS}"
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     there = f"; there is {', '.join(others)}, which PEFT does not look for" if others else ""
