@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat import _adapter_keys
 from gemma4_compat._errors import Gemma4CompatError
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -77,7 +78,7 @@ def read(adapter: str | os.PathLike[str]) -> SavedAdapter:
 
 def module_of(key: str) -> str:
     """The module that a key belongs to, by its text alone, without PEFT's prefix."""
-    path = _TUNER.split(key.removeprefix("base_model.model."), maxsplit=1)[0]
+    path = _TUNER.split(key.removeprefix(_adapter_keys.PREFIX), maxsplit=1)[0]
     return path.removesuffix(".weight").removesuffix(".bias")
 
 
@@ -89,11 +90,13 @@ def header(file: Path) -> dict[str, Tensor]:
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > _LONGEST_HEADER:
-            raise Gemma4CompatError(f"{str(file)!r} is no safetensors file{_what_it_is(file)}")
+        start = stream.read(64)
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > _LONGEST_HEADER or start[8:9] not in (b"{", b""):
+            raise Gemma4CompatError(f"{str(file)!r} is no safetensors file: {_what_it_is(start)}")
         if 8 + length > size:
             raise _truncated(file, size, 8 + length, "its header alone takes")
+        stream.seek(8)
         text = stream.read(length)
     try:
         entries = json.loads(text)
@@ -129,16 +132,14 @@ def _truncated(file: Path, size: int, expected: int, what: str) -> Gemma4CompatE
     )
 
 
-def _what_it_is(file: Path) -> str:
-    with file.open("rb") as stream:
-        start = stream.read(64)
+def _what_it_is(start: bytes) -> str:
     if not start:
-        return ": it is empty"
+        return "it is empty"
     if start.startswith(b"version https://git-lfs"):
-        return ": it is a pointer of Git LFS. Fetch what it points to with: git lfs pull"
+        return "it is a pointer of Git LFS. Fetch what it points to with: git lfs pull"
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
-        return ": it is a pickle, as torch.save writes it, under another name"
-    return f": it starts with {start[:16]!r}"
+        return "it is a pickle, as torch.save writes it, under another name"
+    return f"it starts with {start[:16]!r}"
 
 
 def _configuration(file: Path) -> dict[str, Any]:
@@ -194,7 +195,8 @@ def _no_config(folder: Path) -> Gemma4CompatError:
         return Gemma4CompatError(
             f"{str(folder)!r} is no saved adapter, but holds some: {', '.join(inside)}. Give one of these folders"
         )
-    return Gemma4CompatError(f"{str(folder)!r} is no saved adapter: there is no {CONFIG} in it")
+    model = ", but the folder of a model, which comes after the adapter" if (folder / "config.json").is_file() else ""
+    return Gemma4CompatError(f"{str(folder)!r} is no saved adapter{model}: there is no {CONFIG} in it")
 
 
 def _no_weights(folder: Path) -> Gemma4CompatError:

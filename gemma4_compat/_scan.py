@@ -11,12 +11,12 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gemma4_compat import _adapter_keys, _saved_adapter
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._saved_adapter import SavedAdapter
 
 #: Parts of the model that keys are counted by.
@@ -25,9 +25,9 @@ TOWERS = ("text", "vision", "audio", "embeddings", "bridges", "other")
 #: PEFT's types, those of prompts first; one that is missing here is asked of the installed PEFT.
 _PROMPT_NAMES = "PROMPT_TUNING MULTITASK_PROMPT_TUNING P_TUNING PREFIX_TUNING CPT CARTRIDGE ADAPTION_PROMPT"
 _NAMES = """
-    LORA ADALORA ADAMSS BOFT IA3 BEFT LILY LOHA LOKR OFT POLY LN_TUNING VERA FROD PVERA FOURIERFT GLORA XLORA HRA VBLORA
-    UNILORA MISS BONE RANDLORA ROAD TRAINABLE_TOKENS HIRA SHIRA C3A WAVEFT OSF DELORA GRALORA TINYLORA PSOFT PEANUT
-    SHADOW SUPERTUNING DEFT
+    LORA ADALORA ADAMSS BOFT IA3 BEFT LILY LOHA LOKR OFT POLY LN_TUNING VERA FROD PVERA FOURIERFT GLORA XLORA HRA
+    VBLORA UNILORA MISS BONE RANDLORA ROAD TRAINABLE_TOKENS HIRA SHIRA C3A WAVEFT OSF DELORA GRALORA TINYLORA PSOFT
+    PEANUT SHADOW SUPERTUNING DEFT
 """
 _PROMPTS = frozenset(_PROMPT_NAMES.split())
 _TYPES = _PROMPTS | frozenset(_NAMES.split())
@@ -60,8 +60,8 @@ class Problem:
     """Something that keeps the adapter from doing on this base what it was trained to do.
 
     Attributes:
-        id: what it is, for programs: "empty", "unmatched", "shape", "rank", "half", "flat", "missing", "untargeted",
-            "refused".
+        id: what it is, for programs. Of the file: "empty", "flat", "half". Of file and configuration: "rank". Of file
+            and base: "unmatched", "shape", "quantized", "missing", "untargeted", "renamed", "refused".
         message: what it is, with an example and the remedy.
         keys: the keys of the file it is about; for "missing" the ones that the file should have.
     """
@@ -195,6 +195,7 @@ class _Scanner:
     def __init__(self, saved: SavedAdapter, peft_type: str) -> None:
         self.saved = saved
         self.peft_type = peft_type
+        self._rank, self._patterns = _configured_ranks(saved) if peft_type == "LORA" else (1, {})
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self._whole: dict[str, tuple[int, ...]] = {}
@@ -216,22 +217,22 @@ class _Scanner:
         modules = dict(model.named_modules())
         quantization, quantized = self._quantization(model, quantize)
         found = _adapter_keys.translate(self.saved.tensors, [path for path in modules if path])
-        hits: dict[str, str] = {}
-        for key, (_, path) in found.modules.items():
-            kind = _kind(path, modules, quantized, _QUANTIZATIONS.get(quantization or "", ""))
-            own = found.names[key] in (f"base_model.model.{path}.weight", f"base_model.model.{path}.bias")
-            if own and not hits.get(path):
-                hits[path] = f"full weight of {kind}"
-            elif not own:
-                hits[path] = kind
         redirected: tuple[str, ...] = ()
         expected = None
         if self.peft_type not in _PROMPTS:
             redirected, expected = self._expected(model)
         else:
             self.notes.append(f"{self.peft_type} adapts no module, so its keys are not held against the base")
+        found = _as_they_are(found, expected or {}, modules)
+        hits: dict[str, str] = {}
+        for key, (_, path) in found.modules.items():
+            kind = _kind(path, modules, quantized, _QUANTIZATIONS.get(quantization or "", ""))
+            if found.names[key] not in (f"{_adapter_keys.PREFIX}{path}.weight", f"{_adapter_keys.PREFIX}{path}.bias"):
+                hits[path] = kind
+            else:
+                hits.setdefault(path, f"full weight of {kind}")
         self._examine_file(ranks=expected is None)
-        placed = self._compare(found, expected)
+        placed = self._compare(found, expected, quantized)
         if found.dead:
             self.notes.append(
                 f"{len(found.dead)} keys adapt keys and values of layers that share those of another layer and have "
@@ -287,17 +288,12 @@ class _Scanner:
         return ranks
 
     def _wanted_rank(self, stem: str) -> int:
-        module = stem.removeprefix("base_model.model.").removesuffix(".base_layer")
-        for pattern, rank in (self.saved.config.get("rank_pattern") or {}).items():
-            try:
-                if any(re.match(rf"(.*\.)?({pattern})$", name) for name in (module, module.removesuffix(".linear"))):
-                    return max(int(rank), 1)
-            except re.error as error:
-                raise Gemma4CompatError(
-                    f"the rank_pattern {pattern!r} in adapter_config.json is no regular expression: {error}"
-                ) from error
-        rank = self.saved.config.get("r", 8)
-        return rank if isinstance(rank, int) and rank > 0 else 1
+        module = stem.removeprefix(_adapter_keys.PREFIX).removesuffix(".base_layer")
+        names = (module, module.removesuffix(".linear"))
+        for pattern, rank in self._patterns.items():
+            if any(pattern.match(name) for name in names):
+                return rank
+        return self._rank
 
     def _is_parameter(self, stem: str) -> bool:
         module = stem.removesuffix(".base_layer")
@@ -400,6 +396,7 @@ class _Scanner:
             str(item.message)
             for item in caught
             if "keyword arguments" in str(item.message)  # settings this PEFT does not know and ignores
+            or issubclass(item.category, Gemma4CompatWarning)
         ]
         shapes = {key: tuple(tensor.shape) for key, tensor in own.items()}
         # Weights of the base itself, which PEFT saves with a resized vocabulary and loads over the base's.
@@ -408,7 +405,10 @@ class _Scanner:
         return redirected, shapes
 
     def _compare(
-        self, found: _adapter_keys.Translation, expected: Mapping[str, tuple[int, ...]] | None
+        self,
+        found: _adapter_keys.Translation,
+        expected: Mapping[str, tuple[int, ...]] | None,
+        quantized: frozenset[str],
     ) -> dict[str, str]:
         """Note what does not fit. Returns the module of each key: the base's, or as the key has it."""
         tensors = self.saved.tensors
@@ -422,6 +422,18 @@ class _Scanner:
             unmatched += nowhere
             self._compare_shapes(found, expected)
             self._problem(
+                "quantized",
+                "{count} keys replace a weight that is quantized in this base, such as {first}: PEFT cannot load them "
+                "over it (KeyError or a size mismatch). Name the module in llm_int8_skip_modules",
+                [
+                    key
+                    for key, name in found.names.items()
+                    if key in found.modules
+                    and found.modules[key][1] in quantized
+                    and name == f"{_adapter_keys.PREFIX}{found.modules[key][1]}.weight"
+                ],
+            )
+            self._problem(
                 "untargeted",
                 "{count} keys are of modules that the targets in adapter_config.json leave out, such as {first}: PEFT "
                 "drops their weights without an error",
@@ -434,6 +446,13 @@ class _Scanner:
             f"{some} of no module that this base has, such as {{first}}: the adapter was made for another model",
             unmatched,
         )
+        if not _renames():
+            self._problem(
+                "renamed",
+                "{count} keys need another name in this base, such as {first}, and the patch that gives it to them is "
+                "off: PEFT drops their weights with a warning. Leave F22's patch on",
+                [key for key, name in found.names.items() if key != name],
+            )
         self.problems.sort(key=lambda item: item.id not in ("empty", "refused", "unmatched"))
         return placed
 
@@ -488,6 +507,30 @@ class _Scanner:
             )
 
 
+def _as_they_are(
+    found: _adapter_keys.Translation, expected: Collection[str], modules: Collection[str]
+) -> _adapter_keys.Translation:
+    """``found``, with the keys that PEFT itself asks for as they are."""
+    same = [key for key in found.unmatched if key in expected]
+    owners = {key: _saved_adapter.module_of(key) for key in same}
+    return replace(
+        found,
+        names={**found.names, **dict(zip(same, same))},
+        unmatched=tuple(key for key in found.unmatched if key not in expected),
+        modules={**found.modules, **{key: (path, path) for key, path in owners.items() if path in modules}},
+    )
+
+
+def _renames() -> bool:
+    """Whether this package gives keys of another class their names here when an adapter is loaded."""
+    import gemma4_compat
+
+    states = gemma4_compat.status()
+    on = (gemma4_compat.PatchState.APPLIED, gemma4_compat.PatchState.PENDING)
+    found = [states[patch.id].state in on for patch in gemma4_compat.patches() if "F22" in patch.failure_points]
+    return not found or all(found)
+
+
 def _peft_config(saved: SavedAdapter, peft_type: str) -> Any:
     import peft
 
@@ -522,12 +565,28 @@ def _peft_type(saved: SavedAdapter) -> str:
         raise Gemma4CompatError(
             f"adapter_config.json in {str(saved.folder)!r} names no peft_type, so it is not PEFT's{made}"
         )
-    if name not in _TYPES and name not in _installed_types():
+    if not isinstance(name, str) or (name not in _TYPES and name not in _installed_types()):
         raise Gemma4CompatError(
             f"the peft_type {name!r} in {str(saved.folder / _saved_adapter.CONFIG)!r} is unknown, also to the PEFT "
             "that is installed; a newer one may have it: pip install -U peft"
         )
-    return str(name)
+    return name
+
+
+def _configured_ranks(saved: SavedAdapter) -> tuple[int, dict[re.Pattern[str], int]]:
+    """``r`` and ``rank_pattern``, matched as PEFT does: the first pattern that fits the end of a module's name."""
+    file = str(saved.folder / _saved_adapter.CONFIG)
+    rank, patterns = saved.config.get("r", 8), saved.config.get("rank_pattern") or {}
+    ranks = [rank, *patterns.values()] if isinstance(patterns, dict) else [None]
+    if not all(type(value) is int and value > 0 for value in ranks):
+        raise Gemma4CompatError(
+            f"r and rank_pattern in {file!r} are {rank!r} and {patterns!r}; they must be a positive number, and "
+            "positive numbers by pattern"
+        )
+    try:
+        return rank, {re.compile(rf"(.*\.)?({pattern})$"): value for pattern, value in patterns.items()}
+    except re.error as error:
+        raise Gemma4CompatError(f"a rank_pattern in {file!r} is no regular expression: {error}") from error
 
 
 def _installed_types() -> set[str]:
@@ -550,7 +609,7 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
 def _saved_from(keys: Iterable[str]) -> str:
     """The class whose names the keys are, by where the decoder layers are."""
     for key in keys:
-        path = key.removeprefix("base_model.model.")
+        path = key.removeprefix(_adapter_keys.PREFIX)
         if tower_of(path) in ("vision", "audio", "bridges"):
             names = {"model": "Gemma4ForConditionalGeneration"}
             return names.get(path.partition(".")[0], "Gemma4Model")

@@ -103,7 +103,12 @@ def _value(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list):
         shown = [str(item) for item in value]
-        return ", ".join(shown) if len(shown) <= 8 else f"{', '.join(shown[:6])} and {len(shown) - 6} more"
+        if len(shown) <= 8:
+            return ", ".join(shown)
+        ends = list(dict.fromkeys(item.rpartition(".")[2] for item in shown))  # long names differ in layers
+        return (
+            f"{len(shown)} that end in {', '.join(ends)}" if len(ends) <= 12 else f"{len(shown)}, such as {shown[0]}"
+        )
     if isinstance(value, dict):
         return _value([f"{name}: {item}" for name, item in value.items()])
     return str(value)
