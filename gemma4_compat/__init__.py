@@ -22,7 +22,10 @@ from gemma4_compat._inspect import MetaTensor, find_meta_tensors, input_device
 from gemma4_compat._patch import Patch, PatchState, PatchStatus
 
 if TYPE_CHECKING:
+    import os
+
     from gemma4_compat._plan import Plan
+    from gemma4_compat._scan import Scan
 
 __version__ = "0.1.0"
 
@@ -41,6 +44,7 @@ __all__ = [
     "plan_device_map",
     "quantize_offloaded",
     "revert",
+    "scan_adapter",
     "status",
 ]
 
@@ -101,6 +105,35 @@ def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
     from gemma4_compat import _plan
 
     return _plan.plan_device_map(model, vram, **options)
+
+
+def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None) -> Scan:
+    """What a saved PEFT adapter is, and what it would do on ``base``: problems first.
+
+    >>> scan = gemma4_compat.scan_adapter("my-adapter", "E2B")
+    >>> scan.keys, [problem.message for problem in scan.problems]
+    ({'text': 490, 'vision': 224, 'audio': 72}, [])
+
+    Reads ``adapter_config.json``, the header of ``adapter_model.safetensors`` and the configuration of the base; no
+    weights, and never a pickle. Without a base it needs no other library; with one torch, transformers and PEFT.
+
+    Args:
+        adapter: its folder, or the id of one in the cache of the hub.
+        base: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
+            "31B"), or a Gemma 4 configuration; of a model its configuration counts.
+        quantize: how the base will be quantized ("4bit", "4bit-double", "8bit"), where its configuration does not
+            say.
+
+    Returns:
+        Keys by tower, ranks, types, bytes, what the keys hit in the base, what this package redirects or renames, what
+        has no use there, and the problems.
+
+    Raises:
+        Gemma4CompatError: there is no such adapter or base, a file is damaged or a pickle, or the PEFT type unknown.
+    """
+    from gemma4_compat import _scan
+
+    return _scan.scan_adapter(adapter, base, quantize=quantize)
 
 
 def patches() -> tuple[Patch, ...]:

@@ -10,12 +10,12 @@ bytes). :data:`COSTS` holds the few numbers that are measured, not derived.
 from __future__ import annotations
 
 import inspect
-import re
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gemma4_compat import _versions
+from gemma4_compat import _saved_adapter, _versions
 from gemma4_compat._errors import Gemma4CompatError
 
 #: How weights are stored; the names of the command line's ``--quantize`` (its "none" is None here).
@@ -593,38 +593,13 @@ def adapter_sizes(folder: Any) -> dict[str, int]:
     PEFT loads a bf16 or fp16 adapter into fp32 (``autocast_adapter_dtype``), so four bytes a value count.
 
     Raises:
-        Gemma4CompatError: no adapter in that folder, or not in safetensors.
+        Gemma4CompatError: no adapter in that folder, not in safetensors, or damaged.
     """
-    from pathlib import Path
-
-    folder = Path(folder)
-    file = folder / "adapter_model.safetensors"
-    if not (folder / "adapter_config.json").is_file() or not file.is_file():
-        raise Gemma4CompatError(
-            f"{str(folder)!r} is no saved adapter: adapter_config.json and adapter_model.safetensors must be in it"
-        )
     sizes: dict[str, int] = {}
-    for key, shape in _safetensors_shapes(file).items():
-        path = re.sub(r"^base_model\.model\.", "", key)
-        path = re.split(r"\.(?:lora_|modules_to_save|base_layer|token_adapter)", path)[0]
-        path = path.removesuffix(".weight").removesuffix(".bias")
-        count = 4
-        for extent in shape:
-            count *= extent
-        sizes[path] = sizes.get(path, 0) + rounded(count)
+    for key, tensor in _saved_adapter.read(folder).tensors.items():
+        path = _saved_adapter.module_of(key)
+        sizes[path] = sizes.get(path, 0) + rounded(4 * math.prod(tensor.shape))
     return sizes
-
-
-def _safetensors_shapes(file: Any) -> dict[str, tuple[int, ...]]:
-    import json
-
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise Gemma4CompatError(f"{str(file)!r} is not a safetensors file: {error}") from error
-    return {key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"}
 
 
 def _first(names: Mapping[str, Any]) -> str:

@@ -119,8 +119,8 @@ def plan_device_map(
         Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
     """
     quantize = None if quantize in (None, "none") else quantize
-    built, name, assumed = _built(model)
-    quantize = _prequantized(built.config, quantize)
+    built, name, assumed = on_meta(model)
+    quantize = prequantized(built.config, quantize)
     skip = skip_modules(built)
     quantized = _memory.linear_names(built, skip) if quantize else None
     sizes = None if adapter is None else _memory.adapter_sizes(adapter)
@@ -201,7 +201,7 @@ def parse_size(size: int | str) -> int:
 # ---------------------------------------------------------------------------------------------------------- the model
 
 
-def _built(model: Any) -> tuple[Any, str, str]:
+def on_meta(model: Any) -> tuple[Any, str, str]:
     """The model on meta, what ``from_pretrained`` takes for it, and what was assumed."""
     import torch
     import transformers
@@ -216,7 +216,7 @@ def _built(model: Any) -> tuple[Any, str, str]:
     wanted = _CLASSES.get(config.model_type)
     if wanted is None:
         raise Gemma4CompatError(
-            f"{str(model)!r} is a {config.model_type} model; plans are for {', '.join(sorted(_CLASSES))}"
+            f"{str(model)!r} is a {config.model_type} model, and no Gemma 4; known are {', '.join(sorted(_CLASSES))}"
         )
     named = (config.architectures or [wanted])[0]
     if named.startswith("Gemma4") and hasattr(transformers, named):
@@ -252,7 +252,7 @@ def _line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-def _prequantized(config: Any, quantize: str | None) -> str | None:
+def prequantized(config: Any, quantize: str | None) -> str | None:
     """How the checkpoint says its weights are stored, or else ``quantize``."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:

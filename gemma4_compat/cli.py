@@ -1,4 +1,4 @@
-"""The command line: ``gemma4-compat doctor | status | list | explain | needed | plan``."""
+"""The command line: ``gemma4-compat doctor | status | list | explain | needed | plan | scan``."""
 
 from __future__ import annotations
 
@@ -180,6 +180,40 @@ def plan(
         _print_json({"gemma4_compat": gemma4_compat.__version__, **made.as_data()})
     else:
         typer.echo(_plan_text.plan_text(made, blocks=_plan_text.can_show_blocks(sys.stdout.encoding)))
+
+
+@app.command()
+def scan(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A saved adapter's folder, or a cached id.")],
+    base: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[BASE]", help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint's folder, or a cached id; default: none."
+        ),
+    ] = None,
+    quantize: Annotated[
+        str, typer.Option("--quantize", help="How BASE will be quantized: 4bit, 4bit-double, 8bit or none.")
+    ] = "none",
+    as_json: _Json = False,
+) -> None:
+    """What a saved adapter is, and what it would do on BASE: problems first.
+
+    Reads headers and configurations, no weights and no pickle. Needs torch, transformers and PEFT only with BASE.
+    Exit 0 without problems, 1 with some, 2 when ADAPTER or BASE cannot be read.
+    """
+    from gemma4_compat import _scan_text
+
+    try:
+        found = gemma4_compat.scan_adapter(adapter, base, quantize=quantize)
+    except gemma4_compat.Gemma4CompatError as error:
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} is not installed; a scan with BASE needs it: pip install 'gemma4-compat[stack]'")
+    if as_json:
+        _print_json({"gemma4_compat": gemma4_compat.__version__, **found.as_data()})
+    else:
+        typer.echo(_scan_text.scan_text(found))
+    raise typer.Exit(0 if found.ok else 1)
 
 
 @app.callback(invoke_without_command=True)

@@ -26,7 +26,7 @@ VARIANTS = [name for name in _variants.NAMES if name != "12B" or HAS_UNIFIED]
 
 @functools.cache
 def on_meta(variant: str) -> Any:
-    return _plan._built(variant)[0]
+    return _plan.on_meta(variant)[0]
 
 
 def planned(model: Any, quantization: str | None) -> _memory.Blueprint:
@@ -76,7 +76,7 @@ def test_4_bit_weights_take_what_bitsandbytes_says(shape: tuple[int, int], doubl
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_loaded_model_has_the_planned_bytes(workspace: Any, quantization: str | None) -> None:
-    model, *_ = _plan._built(str(workspace.checkpoint))
+    model, *_ = _plan.on_meta(str(workspace.checkpoint))
     blueprint = planned(model, quantization)
     loaded = workspace.load(quantization)
     assert stored(blueprint) == held(loaded)
@@ -99,7 +99,7 @@ def test_what_transformers_replaces_is_what_is_planned(variant: str, quantizatio
     import torch
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-    model = _plan._built(variant)[0]
+    model = _plan.on_meta(variant)[0]
     expected = planned(model, quantization)
     skip = _plan.skip_modules(model)
     torch.set_default_dtype(torch.bfloat16)  # as while transformers builds a model: new biases have it
@@ -301,7 +301,7 @@ def test_temporaries_of_the_vision_tower_are_as_measured(variant: str) -> None:
     """To 6 %, eager: its encoder on meta, with as many patches as an image has at most."""
     import torch
 
-    model, *_ = _plan._built(variant)
+    model, *_ = _plan.on_meta(variant)
     blueprint = planned(model, None)
     tower = model.model.vision_tower
     tower.config._attn_implementation = "eager"
@@ -317,7 +317,7 @@ def test_temporaries_of_the_vision_tower_are_as_measured(variant: str) -> None:
 def test_temporaries_of_the_audio_tower_are_as_measured() -> None:
     import torch
 
-    model, *_ = _plan._built("E2B")
+    model, *_ = _plan.on_meta("E2B")
     frames = torch.zeros(1, _memory.COSTS.audio_frames, 128, dtype=torch.bfloat16, device="meta")
     mask = torch.ones(frames.shape[:2], dtype=torch.bool, device="meta")
     with torch.no_grad(), watched() as counts:
@@ -363,7 +363,7 @@ def test_the_code_loads_the_model_and_it_answers_as_on_one_device(
 ) -> None:
     """A CPU host: the main device is the cpu, and what leaves goes to the disk."""
     monkeypatch.chdir(tmp_path)
-    built = _plan._built(str(workspace.checkpoint))[0]
+    built = _plan.on_meta(str(workspace.checkpoint))[0]
     blueprint = _memory.describe(built)
     budget = _layout.smallest_budget(blueprint, Load(context=64)) if tower else 1 << 40
     plan = gemma4_compat.plan_device_map(str(workspace.checkpoint), {"cpu": budget}, context=64, quantize=None, cpu=0)
@@ -395,7 +395,7 @@ def test_the_code_loads_offloaded_layers_quantized(
     workspace: Any, one_device: Any, quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = _plan._built(str(workspace.checkpoint))[0]
+    names = _plan.on_meta(str(workspace.checkpoint))[0]
     budget = _layout.smallest_budget(planned(names, quantization), Load(context=64))
     plan = gemma4_compat.plan_device_map(
         str(workspace.checkpoint), {"cpu": budget}, context=64, quantize=quantization, cpu=0

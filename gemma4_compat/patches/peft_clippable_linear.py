@@ -48,8 +48,7 @@ def redirect(config: Any, model: Any) -> None:
         config: a PEFT config with ``target_modules`` set (names or regular expression).
         model: the model it will be applied to, without PEFT's prefix.
     """
-    wrappers = [name for name, module in model.named_modules() if is_wrapper(module)]
-    matched = [name for name in wrappers if _matches(config, name)]
+    matched = matched_wrappers(config, model)
     if not matched:
         return
     keys = [name for name, _ in model.named_modules() if name]
@@ -68,6 +67,12 @@ def redirect(config: Any, model: Any) -> None:
             setattr(config, attribute, _patterns_with_inner(patterns, matched))
     if feedforward := getattr(config, "feedforward_modules", None):
         config.feedforward_modules = _with_inner(feedforward, matched)
+
+
+def matched_wrappers(config: Any, model: Any) -> list[str]:
+    """Names of the clipped linears that ``config``, as it is, targets."""
+    wrappers = [name for name, module in model.named_modules() if is_wrapper(module)]
+    return [name for name in wrappers if _matches(config, name)]
 
 
 def is_wrapper(module: Any) -> bool:
