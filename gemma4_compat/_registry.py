@@ -34,6 +34,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_map_boundaries",
     "transformers_tied_split",
     "transformers_offloaded_embedding",
+    "transformers_dequantized_adapter",
 )
 
 
