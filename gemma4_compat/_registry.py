@@ -27,6 +27,7 @@ PATCHES: tuple[str, ...] = (
     "peft_keep_dispatch",
     "peft_clippable_linear",
     "transformers_adapter_keys",
+    "peft_quantized_merge",
     "transformers_failed_adapter",
     "transformers_adapter_placement",
     "transformers_shared_kv",
@@ -40,6 +41,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_text_only_checkpoint",
     "transformers_tied_split",
     "transformers_offloaded_embedding",
+    "transformers_dequantized_adapter",
 )
 
 
