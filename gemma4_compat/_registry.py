@@ -26,6 +26,7 @@ PATCHES: tuple[str, ...] = (
     "peft_clippable_linear",
     "transformers_failed_adapter",
     "transformers_adapter_placement",
+    "transformers_uncached_sharing",
     "transformers_shared_kv",
     "transformers_shared_kv_unified",
     "transformers_placement_names",
@@ -34,6 +35,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_map_boundaries",
     "transformers_tied_split",
     "transformers_offloaded_embedding",
+    "transformers_reentrant_checkpointing",
 )
 
 
