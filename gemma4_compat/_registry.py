@@ -24,6 +24,7 @@ PATCHES: tuple[str, ...] = (
     "peft_failed_load",
     "peft_keep_dispatch",
     "peft_clippable_linear",
+    "peft_kbit_dtypes",
     "transformers_failed_adapter",
     "transformers_adapter_placement",
     "transformers_uncached_sharing",
