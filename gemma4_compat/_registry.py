@@ -18,6 +18,7 @@ PATCHES: tuple[str, ...] = (
     "accelerate_map_check",
     "accelerate_embedding_lookup",
     "accelerate_paged_layers",
+    "accelerate_train_offloaded",
     "bitsandbytes_meta_quant_state",
     "bitsandbytes_cpu_packing",
     "bitsandbytes_int8_meta_scales",
