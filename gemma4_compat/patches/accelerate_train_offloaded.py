@@ -53,8 +53,8 @@ def _refuse_trained_and_offloaded(model: Any) -> None:
     if names:
         raise Gemma4CompatError(
             f"{len(names)} weights are to be trained and are offloaded, {names[0]!r} among them: they would never "
-            "change. Freeze them (model.requires_grad_(False)) and train an adapter (get_peft_model), or load the model "
-            "with a device_map that keeps their modules on the accelerator. Nothing was moved."
+            "change. Freeze them (model.requires_grad_(False)) and train an adapter (get_peft_model), or load the "
+            "model with a device_map that keeps their modules on the accelerator. Nothing was moved."
         )
 
 

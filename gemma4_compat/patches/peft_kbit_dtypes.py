@@ -8,7 +8,7 @@ the stand-in on meta, and the stored weight is of another dtype from then on.
 Here: of a quantized bfloat16 Gemma 4 model the norms are cast, as documented, and nothing else: the embeddings, the
 head (which is the embedding, or gets its bfloat16 output), experts and unquantized layers keep their dtype, for the
 model computes in bfloat16 as it does without a preparation, with the same bits. Gemma 4's norms compute in float32
-whatever their dtype. The cast of an offloaded norm would change nothing and is left out. A float16 model needs the
+whatever their dtype. Of an offloaded norm the stored weight is cast, too. A float16 model needs the
 float32 between its layers and gets it, but for the per-layer embedding, which is kept. Freezing and checkpointing are
 upstream's. So are models that are not quantized with bitsandbytes.
 
@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _device_map
+from gemma4_compat import _device_map, _placement
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def prepare_model_for_kbit_training(original: Callable[..., Any], model: Any, *a
     if not _device_map.is_gemma4(model) or not _is_quantized(model):
         return original(model, *args, **kwargs)
     with _uncast_hidden(model):
-        return original(model, *args, **kwargs)
+        prepared = original(model, *args, **kwargs)
+    _cast_offloaded_norms(model)
+    return prepared
 
 
 def _is_quantized(model: Any) -> bool:
@@ -64,6 +66,15 @@ def _uncast_hidden(model: Any) -> Iterator[None]:
     finally:
         for module, own, weight in hidden:
             module._parameters[own] = weight
+
+
+def _cast_offloaded_norms(model: Any) -> None:
+    import torch
+
+    for module in model.modules():
+        if _is_norm(module) and _placement.is_offloaded(module) and module.weight.dtype == torch.bfloat16:
+            with _placement.weights_brought_in(module):
+                module.weight.data = module.weight.data.to(torch.float32)
 
 
 def _is_norm(module: Any) -> bool:

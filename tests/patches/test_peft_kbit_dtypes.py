@@ -59,6 +59,7 @@ def test_a_split_model_gives_the_answers_of_one_device(
 ) -> None:
     model = prepare(workspace.split(quantization, offload))
     assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert dtypes(model) == dtypes(prepare(workspace.load(quantization)))
     meta = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
     assert meta
     hooks = {name: module._hf_hook for name, module in model.named_modules() if hasattr(module, "_hf_hook")}
