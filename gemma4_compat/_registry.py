@@ -18,6 +18,7 @@ PATCHES: tuple[str, ...] = (
     "accelerate_map_check",
     "accelerate_embedding_lookup",
     "accelerate_paged_layers",
+    "accelerate_train_offloaded",
     "bitsandbytes_meta_quant_state",
     "bitsandbytes_cpu_packing",
     "bitsandbytes_cpu_strides",
@@ -28,8 +29,10 @@ PATCHES: tuple[str, ...] = (
     "peft_clippable_linear",
     "transformers_adapter_keys",
     "peft_quantized_merge",
+    "peft_kbit_dtypes",
     "transformers_failed_adapter",
     "transformers_adapter_placement",
+    "transformers_uncached_sharing",
     "transformers_shared_kv",
     "transformers_shared_kv_unified",
     "transformers_quantized_vision",
@@ -42,6 +45,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_tied_split",
     "transformers_offloaded_embedding",
     "transformers_dequantized_adapter",
+    "transformers_reentrant_checkpointing",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import tempfile
@@ -351,9 +352,16 @@ def test_training_steps_leave_nothing_behind(workspace: Any, quantization: str |
 
 
 def checkpoint(model: Any, reentrant: bool | None) -> None:
+    import torch
+
     if reentrant is not None:
         model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in model.modules():  # the other kind past transformers-reentrant-checkpointing
+            if reentrant and getattr(module, "gradient_checkpointing", False):
+                module._gradient_checkpointing_func = functools.partial(
+                    torch.utils.checkpoint.checkpoint, use_reentrant=True
+                )
 
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
