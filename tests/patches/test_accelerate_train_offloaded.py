@@ -79,7 +79,7 @@ def test_a_model_that_is_offloaded_as_a_whole_is_refused_as_before(workspace: An
     base = workspace.dispatch_map(workspace.load("4bit"), {"": workspace.main})
     base.hf_device_map = {"": "disk"}
     base.requires_grad_(False)
-    with pytest.raises(ValueError, match="disk offload|different device"):
+    with pytest.raises(ValueError, match=r"disk offload|different device"):
         accelerator.prepare_model(base)
     assert base.hf_device_map == {"": "disk"}
 
