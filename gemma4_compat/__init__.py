@@ -128,7 +128,7 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, **opti
             "8bit" or a ``BitsAndBytesConfig``; default: what the base says, else "4bit-double") and ``skip_modules``
             (``llm_int8_skip_modules``); ``dtype``, "bf16", "fp16" or "fp32" (default: the base's); ``device_map``,
             where the check runs (default: the first GPU, else the CPU); ``max_shard_size`` ("5GB"); ``check``, how
-            many prompts (4; 0: no check); ``tolerance``, a largest difference of logits in place of the measured bound;
+            many prompts (4; 0: no check); ``tolerance``, a largest difference of logits for the measured bound;
             ``allow_pickle``; ``progress`` (default: on a terminal).
 
     Returns:

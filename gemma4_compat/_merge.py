@@ -158,7 +158,7 @@ def merge_adapter(
     out = Path(out)
     _refuse_existing(out)
     base_folder, adapter_folder = local(base, "base"), local(adapter, "adapter")
-    model, *_ = _plan._built(str(base_folder))
+    model = _on_meta(base_folder)
     how = _start_of(model, start, quantize, skip_modules)
     entries = _tensors.checkpoint(base_folder)
     kind = dtype or _stored_dtype(model, entries, how)
@@ -211,6 +211,14 @@ def merge_adapter(
 
 
 # ------------------------------------------------------------------------------------------------------------- places
+
+
+def _on_meta(folder: Path) -> Any:
+    try:
+        return _plan._built(str(folder))[0]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        line = " ".join(str(error).split())
+        raise Gemma4CompatError(f"no model can be built from config.json in {str(folder)!r}: {line}") from error
 
 
 def local(given: str | Path, what: str) -> Path:

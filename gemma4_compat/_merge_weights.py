@@ -102,6 +102,15 @@ def find_base(entries: Mapping[str, Entry], model: Any) -> Base:
             f"the base has no weight for {len(missing)} parameters of {type(model).__name__}, {min(missing)!r} among "
             "them. Its config.json and its weights are not of the same model"
         )
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        if name in base.disk and name not in base.stored and base.disk[name].shape != tuple(tensor.shape):
+            raise Gemma4CompatError(
+                f"{name} is {list(base.disk[name].shape)} in the weights and {list(tensor.shape)} by config.json: they "
+                "are not of the same model"
+            )
     return base
 
 
