@@ -74,15 +74,16 @@ def find_base(entries: Mapping[str, Entry], model: Any) -> Base:
         model: the model on meta.
 
     Raises:
-        Gemma4CompatError: the checkpoint has weights for hardly any of the model's modules.
+        Gemma4CompatError: it lacks weights of the model, or has them in other shapes.
     """
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    parameters = set(shapes)
+    shapes |= {name: tuple(value.shape) for name, value in model.named_buffers(remove_duplicate=False)}
     renamings = _renamings(model)
     base = Base({}, {}, {})
     extra: dict[str, Entry] = {}
     for key, entry in entries.items():
-        name = next((name for name in _names_of(key, renamings) if name in names), None)
+        name = next((name for name in _names_of(key, renamings) if name in shapes), None)
         if name is None:
             extra[key] = entry
         else:
@@ -96,20 +97,17 @@ def find_base(entries: Mapping[str, Entry], model: Any) -> Base:
             base.stored.setdefault(name, {})[key.removeprefix(base.keys[name]).removeprefix(".")] = entry
     base.quantized = frozenset(base.stored)
     tied = set(getattr(model, "all_tied_weights_keys", None) or {}) | set(model._tied_weights_keys or {})
-    missing = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(base.disk) - tied
+    missing = parameters - set(base.disk) - tied
     if missing:
         raise Gemma4CompatError(
             f"the base has no weight for {len(missing)} parameters of {type(model).__name__}, {min(missing)!r} among "
             "them. Its config.json and its weights are not of the same model"
         )
-    for name, tensor in (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ):
-        if name in base.disk and name not in base.stored and base.disk[name].shape != tuple(tensor.shape):
+    for name, entry in base.disk.items():
+        if name not in base.stored and entry.shape != shapes[name]:
             raise Gemma4CompatError(
-                f"{name} is {list(base.disk[name].shape)} in the weights and {list(tensor.shape)} by config.json: they "
-                "are not of the same model"
+                f"{name} is {list(entry.shape)} in the weights and {list(shapes[name])} by config.json: they are not "
+                "of the same model"
             )
     return base
 
