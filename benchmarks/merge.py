@@ -174,10 +174,10 @@ def compared(work: Path) -> tuple[int, int, int]:
 
 def show(result: dict[str, Any]) -> None:
     mib = 1 << 20
-    print(
-        f"{result['checkpoint'] / mib:.0f} MiB in {result['shards']} shards, the largest "
-        f"{result['largest_shard'] / mib:.0f} MiB; a layer {result['largest_layer'] / mib:.0f} MiB; the adapter {result['adapter'] / mib:.0f} MiB"
-    )
+    sizes = {
+        name: f"{result[name] / mib:.0f} MiB" for name in ("checkpoint", "largest_shard", "largest_layer", "adapter")
+    }
+    print(", ".join(f"{name.replace('_', ' ')} {size}" for name, size in sizes.items()))
     for name, way in result["ways"].items():
         print(
             f"{name:<17} peak {way['peak'] / mib:>6.0f} MiB  {way['of_shard_and_layer']:>6.3f} of shard and layer  "

@@ -463,6 +463,8 @@ class _Job:
             if self._stays_tied(target, source):
                 self._owned.pop(target, None)
                 self.adapter.replaced.pop(target, None)
+                self.base.disk.pop(target, None)  # some checkpoints hold it twice, and one would be stale
+                self.base.keys.pop(target, None)
             else:
                 self.untied = True
 
