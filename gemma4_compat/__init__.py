@@ -23,7 +23,9 @@ from gemma4_compat._patch import Patch, PatchState, PatchStatus
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
+    from gemma4_compat._merge import MergeReport
     from gemma4_compat._plan import Plan
     from gemma4_compat._scan import Scan
 
@@ -40,6 +42,7 @@ __all__ = [
     "find_meta_tensors",
     "input_device",
     "install",
+    "merge_adapter",
     "patches",
     "plan_device_map",
     "quantize_offloaded",
@@ -134,6 +137,42 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     from gemma4_compat import _scan
 
     return _scan.scan_adapter(adapter, base, quantize=quantize)
+
+
+def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, **options: Any) -> MergeReport:
+    """Merge a LoRA, or what else PEFT can merge, into its base, and measure that the answers are the adapter's.
+
+    >>> report = gemma4_compat.merge_adapter("gemma-4-E4B-it", "my-adapter", "merged")
+    >>> report.parity.ok
+    True
+
+    One module at a time, in float32, by PEFT's own code, rounded once. In host memory are the adapter and three times
+    the largest adapted module in float32, whatever the size of the model; the check then loads the model, twice, one
+    after the other. ``out`` appears when all is done: the model, all that lies beside the base's weights,
+    ``merge_report.json`` and ``merge_report.txt``. The base and the adapter are only read.
+
+    Args:
+        base: the folder of a Gemma 4 checkpoint in safetensors, or the id of a cached one.
+        adapter: the folder of an adapter, or the id of a cached one; keys of another Gemma 4 class are understood.
+        out: a folder that does not exist, or is empty.
+        options: ``start``, "original" (default: the weights as they are on disk) or "dequantized" (what the 4-bit or
+            8-bit base computes with, as the adapter saw it); for the latter ``quantize`` ("4bit", "4bit-double",
+            "8bit" or a ``BitsAndBytesConfig``; default: what the base says, else "4bit-double") and ``skip_modules``
+            (``llm_int8_skip_modules``); ``dtype``, "bf16", "fp16" or "fp32" (default: the base's); ``device_map``,
+            where the check runs (default: the first GPU, else the CPU); ``max_shard_size`` ("5GB"); ``check``, how
+            many prompts (4; 0: no check); ``tolerance``, a largest difference of logits for the measured bound;
+            ``allow_pickle``; ``progress`` (default: on a terminal).
+
+    Returns:
+        What was merged, and the measured parity: logits, KL divergence, greedy tokens.
+
+    Raises:
+        Gemma4CompatError: it cannot be done; the message says why and nothing is left behind. When parity is out of
+            bounds it is a ``MergeParityError``, whose ``report`` has what was measured.
+    """
+    from gemma4_compat import _merge
+
+    return _merge.merge_adapter(base, adapter, out, **options)
 
 
 def patches() -> tuple[Patch, ...]:

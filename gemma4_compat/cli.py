@@ -1,4 +1,4 @@
-"""The command line: ``gemma4-compat doctor | status | list | explain | needed | plan | scan``."""
+"""The command line: ``gemma4-compat doctor | status | list | explain | needed | plan | scan | merge``."""
 
 from __future__ import annotations
 
@@ -214,6 +214,100 @@ def scan(
     else:
         typer.echo(_scan_text.scan_text(found))
     raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
+def merge(
+    base_model: Annotated[
+        str, typer.Argument(metavar="BASE", help="Folder of the base's checkpoint in safetensors, or a cached id.")
+    ],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of a PEFT adapter, or a cached id.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder of the merged model; must not exist, or be empty.")
+    ],
+    start: Annotated[
+        str,
+        typer.Option(
+            "--base",
+            metavar="original|dequantized",
+            help="The weights to merge into. original: as they are on disk; right when the merged model is used in "
+            "bf16, or is quantized again by another tool. dequantized: each weight that bitsandbytes would quantize "
+            "goes to 4 bits and back first; right when the adapter was trained and judged on the quantized base and "
+            "the merged model shall answer as that did. The first has better weights that the adapter never saw; the "
+            "second has the errors the adapter learned to live with, and keeps them.",
+        ),
+    ] = "original",
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize",
+            help="For dequantized: 4bit, 4bit-double or 8bit; default: what the base says, or 4bit-double.",
+        ),
+    ] = None,
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip-module", help="For dequantized: an entry of llm_int8_skip_modules; may be repeated."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="bf16, fp16 or fp32; default: the base's.")] = None,
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            "--device-map", help="Where the check runs: auto, cpu, cuda:0 or JSON; default: a GPU, or the CPU."
+        ),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file with weights.")] = "5GB",
+    check: Annotated[int, typer.Option("--check", help="Prompts to compare answers on; 0: no check.")] = 4,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", help="Largest difference of logits; default: a bound measured on this model."),
+    ] = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read an adapter_model.bin (tensors and nothing else).")
+    ] = False,
+    as_json: _Json = False,
+) -> None:
+    """Merge an adapter into its base with little memory, and measure that the answers are those of the adapter.
+
+    Exit 0 when OUT is there and parity is within bounds, 1 when it is not (then there is no OUT), 2 on bad input.
+    """
+    from gemma4_compat import _merge, _merge_text
+
+    try:
+        report = gemma4_compat.merge_adapter(
+            base_model,
+            adapter,
+            out,
+            start=start,
+            quantize=quantize,
+            skip_modules=skip or None,
+            dtype=dtype,
+            device_map=_device_map(device_map),
+            max_shard_size=max_shard_size,
+            check=check,
+            tolerance=tolerance,
+            allow_pickle=allow_pickle,
+        )
+    except _merge.MergeParityError as error:
+        typer.echo(f"gemma4-compat: {error}", err=True)
+        report = error.report
+    except gemma4_compat.Gemma4CompatError as error:
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} is not installed; a merge needs it: pip install 'gemma4-compat[stack]'")
+    if as_json:
+        _print_json({"gemma4_compat": gemma4_compat.__version__, **report.as_data()})
+    else:
+        typer.echo(_merge_text.report_text(report))
+    raise typer.Exit(0 if report.parity is None or report.parity.ok else 1)
+
+
+def _device_map(text: str | None) -> Any:
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        _fail(f"--device-map is neither a name nor JSON: {error}")
 
 
 @app.callback(invoke_without_command=True)
