@@ -116,6 +116,19 @@ class Workspace:
         """The base model, everything on the main device, eval mode."""
         return _tiny.load(self.checkpoint, quantization, device=self.main)
 
+    def load_text(self) -> Any:
+        """:meth:`load`'s language model as a ``Gemma4ForCausalLM``: the same weights, from a checkpoint of its own."""
+        if not (self.folder / "text").is_dir():
+            _tiny.build_text_twin(self.checkpoint, self.folder / "text")
+        return _tiny.load(self.folder / "text", device=self.main, cls="Gemma4ForCausalLM")
+
+    def text_adapter(self) -> Path:
+        """An adapter made with :meth:`load_text`, for layers that only a language model has."""
+        folder = self.folder / "adapter-text"
+        if not folder.is_dir():
+            _tiny.write_adapter(self.load_text(), ["per_layer_input_gate", "per_layer_projection"], folder)
+        return folder
+
     def split(self, quantization: str | None = None, offload: str = "both") -> Any:
         """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`_tiny.device_map`)."""
         return self.dispatch(self.load(quantization), offload)

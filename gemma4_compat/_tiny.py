@@ -127,6 +127,21 @@ def build_text_checkpoint(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
+def build_text_twin(checkpoint: Path, folder: Path) -> Path:
+    """Write a multimodal checkpoint's language model, the same tensors, as a text-only checkpoint into ``folder``."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig
+
+    inside = "model.language_model."
+    weights = load_file(checkpoint / "model.safetensors")
+    text = {f"model.{name[len(inside) :]}": value for name, value in weights.items() if name.startswith(inside)}
+    config = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    config.architectures = ["Gemma4ForCausalLM"]
+    config.save_pretrained(folder)
+    save_file(text, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def unified_text_model(*, seed: int = 0) -> Any:
     """A ``Gemma4UnifiedForCausalLM`` (the 12B's classes) of the shape of :data:`TEXT`, random, bf16, in eval mode.
 
@@ -159,6 +174,7 @@ def load(
     device: Any = "cpu",
     device_map: Any = None,
     skip_modules: list[str] | None = None,
+    cls: str = "Gemma4ForConditionalGeneration",
     **kwargs: Any,
 ) -> Any:
     """The checkpoint through ``from_pretrained``, in eval mode.
@@ -169,20 +185,25 @@ def load(
         device: where everything goes.
         device_map: a map for ``from_pretrained`` instead of ``device``.
         skip_modules: more modules that stay unquantized.
+        cls: the class that loads it.
         kwargs: for ``from_pretrained``.
     """
     import torch
-    from transformers import Gemma4ForConditionalGeneration
+    import transformers
 
     placement = {"": device} if device_map is None else device_map
     split = isinstance(placement, str) or len(set(placement.values())) > 1
-    return Gemma4ForConditionalGeneration.from_pretrained(
-        checkpoint,
-        dtype=torch.bfloat16,
-        device_map=placement,
-        quantization_config=quantization_config(quantization, cpu_offload=split, skip_modules=skip_modules),
-        **kwargs,
-    ).eval()
+    return (
+        getattr(transformers, cls)
+        .from_pretrained(
+            checkpoint,
+            dtype=torch.bfloat16,
+            device_map=placement,
+            quantization_config=quantization_config(quantization, cpu_offload=split, skip_modules=skip_modules),
+            **kwargs,
+        )
+        .eval()
+    )
 
 
 def quantization_config(
@@ -285,14 +306,23 @@ def build_adapter(checkpoint: Path, folder: Path, targets: str = "language", *, 
 
     Wrapper targets are written the way adapters in the wild have them, on the inner ``.linear``; so it needs no patch.
     """
-    import torch
-    from peft import LoraConfig, get_peft_model
-
     model = load(checkpoint)
     wrapped = {name for name, module in model.named_modules() if type(module).__name__ == "Gemma4ClippableLinear"}
     matched = [name for name, _ in model.named_modules() if re.fullmatch(TARGETS[targets], name)]
-    names = [f"{name}.linear" if name in wrapped else name for name in matched]
-    peft_model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names))
+    return write_adapter(
+        model, [f"{name}.linear" if name in wrapped else name for name in matched], folder, rank, seed
+    )
+
+
+def write_adapter(model: Any, targets: Any, folder: Path, rank: int = 4, seed: int = 1, **options: Any) -> Path:
+    """Write a LoRA adapter with non-zero weights for ``target_modules=targets`` of ``model``; ``options`` go to its
+    config.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, **options)
+    peft_model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
