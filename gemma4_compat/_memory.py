@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gemma4_compat import _saved_adapter, _versions
+from gemma4_compat import _versions
 from gemma4_compat._errors import Gemma4CompatError
 
 #: How weights are stored; the names of the command line's ``--quantize`` (its "none" is None here).
@@ -595,6 +595,8 @@ def adapter_sizes(folder: Any) -> dict[str, int]:
     Raises:
         Gemma4CompatError: no adapter in that folder, not in safetensors, or damaged.
     """
+    from gemma4_compat import _saved_adapter  # with json, which importing the package does not load
+
     sizes: dict[str, int] = {}
     for key, tensor in _saved_adapter.read(folder).tensors.items():
         path = _saved_adapter.module_of(key)

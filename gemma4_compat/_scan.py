@@ -377,6 +377,7 @@ class _Scanner:
         """
         import peft
 
+        from gemma4_compat import _foreign_adapter
         from gemma4_compat.patches import peft_clippable_linear
 
         with warnings.catch_warnings(record=True) as caught:
@@ -386,7 +387,8 @@ class _Scanner:
                 redirected: tuple[str, ...] = ()
                 if getattr(config, "target_modules", None):
                     redirected = tuple(peft_clippable_linear.matched_wrappers(config, model))
-                adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+                with _foreign_adapter.loading(self.saved.folder, tuple(self.saved.tensors)):
+                    adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
             except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
                 reason = str(error).strip().splitlines()[0][:300]
                 self._problem("refused", f"PEFT {peft.__version__} refuses it: {type(error).__name__}: {reason}", ())
@@ -450,7 +452,7 @@ class _Scanner:
             self._problem(
                 "renamed",
                 "{count} keys need another name in this base, such as {first}, and the patch that gives it to them is "
-                "off: PEFT drops their weights with a warning. Leave F22's patch on",
+                "off: PEFT drops their weights with a warning. Leave the patch on (gemma4-compat explain F22)",
                 [key for key, name in found.names.items() if key != name],
             )
         self.problems.sort(key=lambda item: item.id not in ("empty", "refused", "unmatched"))
@@ -527,8 +529,11 @@ def _renames() -> bool:
 
     states = gemma4_compat.status()
     on = (gemma4_compat.PatchState.APPLIED, gemma4_compat.PatchState.PENDING)
-    found = [states[patch.id].state in on for patch in gemma4_compat.patches() if "F22" in patch.failure_points]
-    return not found or all(found)
+    return all(
+        states[patch.id].state in on
+        for patch in gemma4_compat.patches()
+        if "F22" in patch.failure_points and patch.distribution == "peft"
+    )
 
 
 def _peft_config(saved: SavedAdapter, peft_type: str) -> Any:

@@ -221,10 +221,26 @@ def test_an_adapter_of_the_text_model_is_renamed(bare: Path, tmp_path: Path) -> 
     assert found.remapped[f"{PREFIX}model.layers.0.self_attn.q_proj.lora_A.weight"] == (
         f"{PREFIX}model.language_model.layers.0.self_attn.q_proj.lora_A.weight"
     )
+    assert found.notes == ()
+    gemma4_compat.revert("peft-adapter-keys")
+    try:
+        found = scan(folder, bare)
+    finally:
+        gemma4_compat.install()
+    assert ids(found) == ["renamed"]
+    assert len(found.problems[0].keys) == found.keys["text"]
     assert [note.split(",")[0] for note in found.notes] == [
         "the targets also reach vision",
         "the targets also reach audio",
     ]
+
+
+def test_targets_in_the_words_of_another_class_are_fitted(bare: Path, tmp_path: Path) -> None:
+    model = transformers.Gemma4ForCausalLM(_tiny.config().text_config)
+    config = peft.LoraConfig(r=4, target_modules=r"model\.layers\.\d+\.self_attn\.q_proj")
+    found = scan(saved_with(config, model, tmp_path / "adapter"), bare)
+    assert ids(found) == []
+    assert hits(found) == {("text", "linear"): 6}
 
 
 def test_keys_of_layers_that_share_keys_and_values_have_no_use(changed: Any, workspace: Any, bare: Path) -> None:
@@ -248,9 +264,10 @@ def test_an_adapter_of_a_larger_model(workspace: Any) -> None:
     assert result.exit_code == 1
     assert result.stdout.splitlines()[0].endswith(("problem:", "problems:"))
     assert "  - shape: " in result.stdout.splitlines()[1]
-    (problem,) = [item for item in scan(workspace.adapter("language"), "E2B").problems if item.id == "shape"]
+    found = scan(workspace.adapter("language"), "E2B")
+    (problem,) = [item for item in found.problems if item.id == "shape"]
     assert "is [4, 128] instead of [4, 6144]" in problem.message
-    assert len(problem.keys) == 76
+    assert len(problem.keys) == found.keys["text"] == sum(found.keys.values())
 
 
 def test_a_rank_that_the_configuration_does_not_say(changed: Any, workspace: Any, bare: Path) -> None:

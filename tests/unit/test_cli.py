@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from tests.adapter_files import lora, write_adapter
 from tests.helpers import Finished, child
 from tests.unit.test_import_cost import UPSTREAM, imported_by
 
@@ -115,7 +116,7 @@ def test_bad_usage_exits_2_and_says_so_on_stderr(arguments: list[str]) -> None:
 
 def test_without_a_command_the_help_is_shown() -> None:
     output = cli_says(code=2).output
-    for command in ("doctor", "status", "list", "explain", "plan"):
+    for command in ("doctor", "status", "list", "explain", "plan", "scan"):
         assert command in output
 
 
@@ -174,6 +175,18 @@ def test_status_without_the_libraries_says_that_they_are_absent(bare: Path) -> N
     assert (done.code, done.stderr) == (0, "")
     for item, patch in zip(json.loads(done.stdout), PATCHES, strict=True):
         assert (item["state"], item["reason"]) == ("skipped", f"{patch.distribution} is not installed")
+
+
+def test_scan_without_the_libraries_reads_an_adapter_and_says_what_a_base_needs(bare: Path, tmp_path: Path) -> None:
+    folder = str(write_adapter(tmp_path, lora("model.layers.0.self_attn.q_proj")))
+    done = in_bare(bare, "scan", folder, "--json")
+    assert (done.code, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["keys"] == {"text": 2}
+    done = in_bare(bare, "scan", folder, "E2B")
+    assert (done.code, done.stdout) == (2, "")
+    assert "torch is not installed" in done.stderr
+    assert "pip install 'gemma4-compat[stack]'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_plan_without_the_libraries_exits_2_and_says_how_to_get_them(bare: Path) -> None:

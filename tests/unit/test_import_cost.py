@@ -71,6 +71,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "plan_device_map",
         "quantize_offloaded",
         "revert",
+        "scan_adapter",
         "status",
     ]
     assert all(hasattr(gemma4_compat, name) for name in gemma4_compat.__all__)
