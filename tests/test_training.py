@@ -243,34 +243,40 @@ def test_trls_trainer(workspace: Any, tmp_path: Path) -> None:
 
 def test_the_documentations_example(workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the tiny checkpoint, which is dispatched after loading: on a CPU a quantized load takes no disk entries."""
+    import torch
     from peft import PeftModel
     from transformers import Gemma4ForConditionalGeneration, TrainingArguments
 
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8"), re.S)
+    block = block.replace("gradient_accumulation_steps=4", "gradient_accumulation_steps=1")  # in less time
     asked: dict[str, Any] = {}
-    model = workspace.split("4bit")
+    again = workspace.load("4bit")
+    bases = [workspace.split("4bit"), workspace.load("4bit")]
 
     def load(folder: Path, **kwargs: Any) -> Any:
         asked.update(kwargs)
         assert folder == workspace.checkpoint
-        return model
+        return bases.pop()
 
     monkeypatch.setattr(Gemma4ForConditionalGeneration, "from_pretrained", load)
     if workspace.main == "cpu":
         monkeypatch.setattr(TrainingArguments, "__post_init__", _on_the_cpu(TrainingArguments.__post_init__))
-    names = {"MODEL": workspace.checkpoint, "FOLDER": str(tmp_path), "DATASET": examples()}
-    exec(compile(block, "TRAINING.md", "exec"), names)
+    found = []
+    names: dict[str, Any] = {}
+    for _ in range(2):
+        torch.manual_seed(0)
+        names = {"MODEL": workspace.checkpoint, "FOLDER": str(tmp_path), "DATASET": examples()}
+        exec(compile(block, "TRAINING.md", "exec"), names)
+        found.append(losses(names["trainer"]))
     assert asked["quantization_config"].load_in_4bit
-    training: Any = names["trainer"]
-    found = losses(training)
-    assert len(found) == STEPS
-    assert found[-1] < found[0]
+    assert len(found[0]) == STEPS
+    assert found[0] == found[1]
     assert (tmp_path / "checkpoint-10").is_dir()
     monkeypatch.undo()
-    again = PeftModel.from_pretrained(workspace.load("4bit"), tmp_path)
-    weights = {name: weight for name, weight in training.model.named_parameters() if "lora_" in name}
-    loaded = dict(again.named_parameters())
+    weights = {name: weight for name, weight in names["model"].named_parameters() if "lora_" in name}
+    loaded = dict(PeftModel.from_pretrained(again, tmp_path).named_parameters())
     assert len(weights) > 50
+    assert all(weight.any() for weight in weights.values()), "adapters that never learned"
     assert all(loaded[name].cpu().equal(weight.detach().cpu()) for name, weight in weights.items())
 
 
