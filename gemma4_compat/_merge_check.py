@@ -2,8 +2,8 @@
 
 Merging rounds each weight once more, and that shows in the logits; how much depends on the model and the prompt. So
 the bound is taken from the model itself: the adapter-loaded model answers again with noise of one rounding of its
-dtype on the output of every adapted module, which is what rounding their weights does. What differs by more than a few
-times that is no rounding.
+dtype on the output of every adapted module, which is what rounding their weights does (and of every 4-bit layer, which
+another kernel computes). What differs by more than a few times that is no rounding.
 
 Both models are never in memory at once.
 """
@@ -356,7 +356,11 @@ def _noise(model: Any, paths: Sequence[str], *, seed: int) -> Iterator[None]:
         scale = torch.maximum(values.abs(), values.square().mean(-1, keepdim=True).sqrt())
         return (values + sign * scale * rounding(output.dtype)).to(output.dtype)
 
-    handles = [model.base_model.model.get_submodule(path).register_forward_hook(perturb) for path in paths]
+    chosen = {model.base_model.model.get_submodule(path) for path in paths}
+    # These compute with another kernel than the merged model's linears.
+    quantized = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    inside = {part for module in chosen for part in module.modules()}
+    handles = [module.register_forward_hook(perturb) for module in chosen | (set(quantized) - inside)]
     try:
         yield
     finally:
