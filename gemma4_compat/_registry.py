@@ -25,6 +25,8 @@ PATCHES: tuple[str, ...] = (
     "peft_keep_dispatch",
     "peft_clippable_linear",
     "peft_quantized_merge",
+    "peft_quantized_tuners",
+    "peft_adalora_unused",
     "transformers_failed_adapter",
     "transformers_adapter_placement",
     "transformers_shared_kv",
