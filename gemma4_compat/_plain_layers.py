@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 from typing import Any
@@ -45,3 +46,47 @@ def make_plain(layer: Any) -> None:
             method = value.__func__.__name__
             if value.__func__ is getattr(before, method, None):
                 attributes[name] = types.MethodType(getattr(after, method), layer)
+
+
+def scales(base: Any) -> Any:
+    """The scales of an 8-bit layer's weight as they are now (a merge throws them away); None for a 4-bit layer."""
+    state = getattr(base, "state", None)
+    if state is None:
+        return None
+    return state.SCB if state.SCB is not None else base.weight.SCB
+
+
+def dequantized(weight: Any, scales: Any) -> Any:
+    """A bitsandbytes weight in float32, ``[out, in]``; ``scales`` are those of :func:`scales`."""
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    state = weight.quant_state if scales is None else types.SimpleNamespace(SCB=scales)
+    return dequantize_bnb_weight(weight, state=state).detach().float()
+
+
+def over_plain_weight(layer: Any, weight: Any = None) -> Any:
+    """A plain layer with the adapters of a quantized one, over the same weight (or ``weight``) in float32."""
+    import torch
+
+    quantized = layer.get_base_layer()
+    if weight is None:
+        weight = dequantized(quantized.weight, scales(quantized))
+    base = torch.nn.Linear(quantized.in_features, quantized.out_features, bias=False, device="meta")
+    base.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if quantized.bias is not None:
+        base.bias = torch.nn.Parameter(quantized.bias.detach().float(), requires_grad=False)
+    twin = twin_over(layer, base)
+    make_plain(twin)
+    return twin
+
+
+def twin_over(layer: Any, base: Any) -> Any:
+    """Another layer with the same adapters over ``base``. Merging it leaves ``layer`` as it is."""
+    twin = copy.copy(layer)
+    attributes = vars(twin)
+    attributes.pop("merge", None)
+    for name, value in attributes.items():
+        if isinstance(value, (dict, list)):
+            attributes[name] = value.copy()
+    attributes["_modules"]["base_layer"] = base
+    return twin

@@ -30,6 +30,8 @@ PATCHES: tuple[str, ...] = (
     "transformers_adapter_keys",
     "peft_quantized_merge",
     "peft_kbit_dtypes",
+    "peft_quantized_tuners",
+    "peft_adalora_unused",
     "transformers_failed_adapter",
     "transformers_adapter_placement",
     "transformers_uncached_sharing",

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,11 +26,13 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat import _device_map, _placement
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._patch import Patch, Severity, Target
-from gemma4_compat._plain_layers import is_quantized, make_plain
+from gemma4_compat._plain_layers import dequantized, is_quantized, over_plain_weight, scales, twin_over
 
 if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
 
+#: Of the weight's size: four bits stay below a fifth of it.
+_TOLERANCE = 0.5
 _UPSTREAM = r"Merge \w+ module to [48]-bit linear may get different generations"
 _WITHOUT_LOSS = (
     "To merge without loss, merge into the unquantized checkpoint: gemma4-compat merge BASE ADAPTER FOLDER; or call "
@@ -87,60 +88,21 @@ def _merge(layer: Any, name: str, losses: dict[str, tuple[float, float]], *args:
     import torch
 
     base = layer.get_base_layer()
-    before, done = (base.weight, _scales(base)), len(layer.merged_adapters)
+    before, done = (base.weight, scales(base)), len(layer.merged_adapters)
     type(layer).merge(layer, *args, **kwargs)
     merged = layer.merged_adapters[done:]
     if not merged:
         return
     try:
-        old = _dequantized(*before)
-        wanted = _exactly_merged(layer, old, done, merged)
-        lost, change = _dequantized(base.weight, _scales(base)).sub_(wanted), wanted.sub_(old)
+        old = dequantized(*before)
+        twin = over_plain_weight(layer, old.clone())
+        twin.merged_adapters = layer.merged_adapters[:done]
+        twin.merge(adapter_names=merged)
+        wanted = twin.get_base_layer().weight.detach()
+        lost, change = dequantized(base.weight, scales(base)).sub_(wanted), wanted.sub_(old)
         losses[name] = (float(lost.square().sum()), float(change.square().sum()))
     except torch.OutOfMemoryError:  # the merge itself is done; a layer that is not measured is said to be so
         losses[name] = (float("nan"), float("nan"))
-
-
-def _scales(base: Any) -> Any:
-    """The scales of an 8-bit weight as they are now: its layer's merge throws them away. None for a 4-bit weight."""
-    state = getattr(base, "state", None)
-    if state is None:
-        return None
-    return state.SCB if state.SCB is not None else base.weight.SCB
-
-
-def _dequantized(weight: Any, scales: Any) -> Any:
-    from peft.utils.integrations import dequantize_bnb_weight
-
-    state = weight.quant_state if scales is None else types.SimpleNamespace(SCB=scales)
-    return dequantize_bnb_weight(weight, state=state).detach().float()
-
-
-def _exactly_merged(layer: Any, weight: Any, done: int, merged: list[str]) -> Any:
-    """What merging gives on float32 weights of shape ``[out, in]``: the same merge, by the tuner's plain layer."""
-    import torch
-
-    base = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    base.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    if (bias := layer.get_base_layer().bias) is not None:
-        base.bias = torch.nn.Parameter(bias.detach().float(), requires_grad=False)
-    twin = _twin(layer, base)
-    twin.merged_adapters = layer.merged_adapters[:done]
-    make_plain(twin)
-    twin.merge(adapter_names=merged)
-    return twin.get_base_layer().weight.detach()
-
-
-def _twin(layer: Any, base: Any) -> Any:
-    """Another layer with the same adapters over ``base``. Merging it leaves ``layer`` as it is."""
-    twin = copy.copy(layer)
-    attributes = vars(twin)
-    attributes.pop("merge", None)
-    for name, value in attributes.items():
-        if isinstance(value, (dict, list)):
-            attributes[name] = value.copy()
-    attributes["_modules"]["base_layer"] = base
-    return twin
 
 
 def _refuse_tuners_that_cannot_merge(layers: dict[str, Any]) -> None:
@@ -150,17 +112,22 @@ def _refuse_tuners_that_cannot_merge(layers: dict[str, Any]) -> None:
         if type(layer) in tried or layer.base_layer is not base or _placement.is_offloaded(base):
             continue
         tried.add(type(layer))
-        shape = (base.out_features, base.in_features)
-        twin = _twin(layer, copy.deepcopy(base))
+        twin, plain = twin_over(layer, copy.deepcopy(base)), over_plain_weight(layer)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 twin.merge()
-            found = tuple(_dequantized(twin.get_base_layer().weight, _scales(twin.get_base_layer())).shape)
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+            changed = twin.get_base_layer()
+            found = dequantized(changed.weight, scales(changed))
+        except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             raise _refusal(layer, name, " ".join(str(error).split()) or type(error).__name__) from error
-        if found != shape:
-            raise _refusal(layer, name, f"the merged weight has shape {list(found)} in place of {list(shape)}")
+        plain.merge()
+        wanted = plain.get_base_layer().weight.detach()
+        if found.shape != wanted.shape:
+            raise _refusal(layer, name, f"the weight gets the shape {list(found.shape)}, not {list(wanted.shape)}")
+        share = float((found - wanted).norm() / wanted.norm())
+        if not share < _TOLERANCE:
+            raise _refusal(layer, name, f"the merged weight is wrong by {share:.1f} times its size")
 
 
 def _refusal(layer: Any, name: str, reason: str) -> Gemma4CompatError:

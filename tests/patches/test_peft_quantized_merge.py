@@ -118,8 +118,10 @@ def test_other_tuners_are_measured_by_their_own_merge_or_refused(workspace: Any,
             if parameter.requires_grad:
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
     weights = {name: dequantized(module) for name, module in model.named_modules() if is_quantized(module)}
-    if tuner == "oft" and _versions.admits("<0.21", peft.__version__):  # leaves weights of another shape
-        with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"cannot merge oft adapters .*Nothing was changed"):
+    # They take the new weight for quantized already, or give it another shape.
+    cannot = {"randlora": ">=0.18", "vera": "<0.20", "oft": "<0.21"}.get(tuner)
+    if cannot is not None and _versions.admits(cannot, peft.__version__):
+        with pytest.raises(gemma4_compat.Gemma4CompatError, match=rf"cannot merge {tuner} .*Nothing was changed"):
             model.merge_and_unload()
         assert all(torch.equal(dequantized(model.get_submodule(name)), old) for name, old in weights.items())
         return
