@@ -77,7 +77,6 @@ PATCH = Patch(
     distribution="transformers",
     affected=">=5.5.0,<5.5.2",
     measured="5.5.1",
-    fixed="5.5.2",
     retire_when="transformers below 5.5.2 is no longer supported",
     targets=(
         Target(
