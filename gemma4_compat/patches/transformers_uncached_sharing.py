@@ -78,6 +78,8 @@ PATCH = Patch(
     affected=">=5.5.0,<5.5.2",
     measured="5.5.1",
     fixed="5.5.2",
+    bug=("https://github.com/huggingface/transformers/issues/45242",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/45312",
     retire_when="transformers below 5.5.2 is no longer supported",
     targets=(
         Target(
