@@ -40,7 +40,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.child:
         what, folder = arguments.child
-        print("\n" + json.dumps(merge(what, Path(folder))))
+        measured = build(arguments.shape, Path(folder)) if what == "build" else merge(what, Path(folder))
+        print("\n" + json.dumps(measured))
         return 0
     with tempfile.TemporaryDirectory(prefix="merge-", dir=arguments.work) as work:
         result = run(arguments.shape, Path(work))
@@ -52,9 +53,10 @@ def main() -> int:
 
 
 def run(shape: str, work: Path) -> dict[str, Any]:
-    built = build(shape, work)
+    # Not here: a child's peak begins with what its parent holds.
+    built = child(shape, "build", work)
     unit = built["largest_shard"] + built["largest_layer"]
-    ways = {way: child(way, work) for way in WAYS}
+    ways = {way: child(shape, way, work) for way in WAYS}
     for way in ways.values():
         way["of_shard_and_layer"] = round(way["peak"] / unit, 3)
         way["of_checkpoint"] = round(way["peak"] / built["checkpoint"], 3)
@@ -74,8 +76,8 @@ def run(shape: str, work: Path) -> dict[str, Any]:
     }
 
 
-def child(what: str, work: Path) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--child", what, str(work)]
+def child(shape: str, what: str, work: Path) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).resolve()), "--shape", shape, "--child", what, str(work)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{what} ended with {done.returncode}:\n{done.stderr}")
