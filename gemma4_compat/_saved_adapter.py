@@ -10,40 +10,20 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _adapter_keys
+from gemma4_compat import _adapter_keys, _safetensors
 from gemma4_compat._errors import Gemma4CompatError
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
-#: Bits of an element, by the name safetensors has for a type.
-_BITS = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
-    **dict.fromkeys(("U32", "I32", "F32"), 32),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
-}
 #: Where a key stops naming a module of the base and begins to name what a tuner put there.
 _TUNER = re.compile(
     r"\.(?:lora_|base_layer|modules_to_save|token_adapter|trainable_tokens_|ia3_|hada_|lokr_|oft_|boft_|vera_|pvera_|"
     r"vblora_|randlora_|fourierft_|waveft_|hra_|miss_|bone_|c3a_|shira_|road_|delora_|gralora_|adamss_|hira_|"
     r"ln_tuning_layers)"
 )
-_LONGEST_HEADER = 100_000_000  # safetensors' own limit
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One entry of a safetensors header: the type as safetensors names it (``"BF16"``), the shape, bytes in the
-    file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +38,7 @@ class SavedAdapter:
 
     folder: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, _safetensors.Tensor]
 
 
 def read(adapter: str | os.PathLike[str]) -> SavedAdapter:
@@ -73,73 +53,13 @@ def read(adapter: str | os.PathLike[str]) -> SavedAdapter:
         raise _no_config(folder)
     if not (folder / WEIGHTS).is_file():
         raise _no_weights(folder)
-    return SavedAdapter(folder, _configuration(folder / CONFIG), header(folder / WEIGHTS))
+    return SavedAdapter(folder, _configuration(folder / CONFIG), _safetensors.header(folder / WEIGHTS))
 
 
 def module_of(key: str) -> str:
     """The module that a key belongs to, by its text alone, without PEFT's prefix."""
     path = _TUNER.split(key.removeprefix(_adapter_keys.PREFIX), maxsplit=1)[0]
     return path.removesuffix(".weight").removesuffix(".bias")
-
-
-def header(file: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, from its header; the data is not touched.
-
-    Raises:
-        Gemma4CompatError: it is no safetensors file, or not all of one.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        start = stream.read(64)
-        length = int.from_bytes(start[:8], "little")
-        if size < 8 or length > _LONGEST_HEADER or start[8:9] not in (b"{", b""):
-            raise Gemma4CompatError(f"{str(file)!r} is no safetensors file: {_what_it_is(start)}")
-        if 8 + length > size:
-            raise _truncated(file, size, 8 + length, "its header alone takes")
-        stream.seek(8)
-        text = stream.read(length)
-    try:
-        entries = json.loads(text)
-        tensors = {key: _tensor(entry) for key, entry in entries.items() if key != "__metadata__"}
-        ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != "__metadata__"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Gemma4CompatError(
-            f"{str(file)!r} is no safetensors file: its header cannot be read ({error})"
-        ) from error
-    expected = 8 + length + max(ends, default=0)
-    if size < expected:
-        raise _truncated(file, size, expected, "its header describes")
-    if size > expected:
-        raise Gemma4CompatError(
-            f"{str(file)!r} is damaged: it has {size} bytes and its header describes {expected}. Get it again"
-        )
-    return tensors
-
-
-def _tensor(entry: Any) -> Tensor:
-    dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(f"shape {list(shape)} at {[begin, end]}")
-    if dtype in _BITS and end - begin != prod(shape) * _BITS[dtype] // 8:
-        raise ValueError(f"{dtype} of shape {list(shape)} in {end - begin} bytes")
-    return Tensor(dtype, shape, end - begin)
-
-
-def _truncated(file: Path, size: int, expected: int, what: str) -> Gemma4CompatError:
-    return Gemma4CompatError(
-        f"{str(file)!r} is truncated: it has {size} bytes and {what} {expected}. Get it again; a download or a save "
-        "was interrupted"
-    )
-
-
-def _what_it_is(start: bytes) -> str:
-    if not start:
-        return "it is empty"
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS. Fetch what it points to with: git lfs pull"
-    if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
-        return "it is a pickle, as torch.save writes it, under another name"
-    return f"it starts with {start[:16]!r}"
 
 
 def _configuration(file: Path) -> dict[str, Any]:

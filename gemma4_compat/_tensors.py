@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat import _safetensors
 from gemma4_compat._errors import Gemma4CompatError
 
 #: Bytes that travel at a time where a tensor is only copied.
 PIECE = 64 << 20
-_LONGEST_HEADER = 100 << 20
 
 _TORCH = {
     "F64": "float64",
@@ -60,41 +60,19 @@ def entries(file: Path) -> dict[str, Entry]:
     Raises:
         Gemma4CompatError: it is not one, or it ends early.
     """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            start = stream.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise _broken(file, f"its header would take {length} of {size} bytes")
-            header = json.loads(stream.read(length))
-    except OSError as error:
-        raise Gemma4CompatError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise _broken(file, f"its header is not JSON ({error})") from error
-    try:
-        header.pop("__metadata__", None)
-        found = [
-            Entry(
-                name,
-                _TORCH[entry["dtype"]],
-                tuple(map(int, entry["shape"])),
-                file,
-                8 + length + int(entry["data_offsets"][0]),
-                int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]),
-            )
-            for name, entry in header.items()
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise _broken(file, f"an entry of its header cannot be understood ({error!r})") from error
-    found.sort(key=lambda entry: (entry.start, entry.nbytes))
-    end = max((entry.start + entry.nbytes for entry in found), default=8 + length)
-    if end != size:
-        raise _broken(file, f"its tensors end at byte {end}, the file at byte {size}")
-    for entry in found:
-        if entry.nbytes != nbytes_of(entry.dtype, entry.shape):
-            raise _broken(file, f"{entry.name} has {entry.nbytes} bytes for {entry.dtype} {list(entry.shape)}")
-    return {entry.name: entry for entry in found}
+    found = [
+        Entry(name, _torch_name(file, name, tensor.dtype), tensor.shape, file, tensor.start, tensor.nbytes)
+        for name, tensor in _safetensors.header(file).items()
+    ]
+    return {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.start, entry.nbytes))}
+
+
+def _torch_name(file: Path, name: str, dtype: str) -> str:
+    if dtype not in _TORCH:
+        raise Gemma4CompatError(
+            f"{name} in {str(file)!r} is of the type {dtype}, which is not merged: {', '.join(_TORCH)} are"
+        )
+    return _TORCH[dtype]
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
@@ -137,16 +115,10 @@ def _fill(entry: Entry, offset: int, tensor: Any) -> None:
             while done < len(view):
                 got = stream.readinto(view[done:])
                 if not got:
-                    raise _broken(entry.file, f"it ended while {entry.name} was read")
+                    raise Gemma4CompatError(f"{str(entry.file)!r} ended while {entry.name} was read; get it again")
                 done += got
     except OSError as error:
         raise Gemma4CompatError(f"{str(entry.file)!r} cannot be read: {error.strerror or error}") from error
-
-
-def _broken(file: Path, why: str) -> Gemma4CompatError:
-    return Gemma4CompatError(
-        f"{str(file)!r} is not a whole safetensors file: {why}. Download or copy it again; nothing was written."
-    )
 
 
 def checkpoint(folder: Path) -> dict[str, Entry]:

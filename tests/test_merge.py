@@ -496,8 +496,8 @@ def broken(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     "how, message",
     [
-        ("truncated", r"is not a whole safetensors file: its tensors end at byte"),
-        ("no header", r"is not a whole safetensors file: its header"),
+        ("truncated", r"is truncated: it has \d+ bytes and its header describes \d+"),
+        ("no header", r"is no safetensors file"),
         ("pickle", r"is a pickle .* --allow-pickle"),
         ("rank", r"the adapter does not fit .*down_proj.* size mismatch"),
         ("shape", r"the adapter does not fit .* size mismatch"),
@@ -569,7 +569,7 @@ def test_targets_without_weights_are_said(workspace: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "how, message",
     [
-        ("truncated", r"is not a whole safetensors file"),
+        ("truncated", r"is truncated"),
         ("missing shard", r"names the shard .*, which is not in"),
         ("llama", r"is a llama model"),
         ("no weights", r"there are no weights in safetensors"),

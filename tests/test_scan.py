@@ -18,7 +18,7 @@ import peft
 import transformers
 
 import gemma4_compat
-from gemma4_compat import Gemma4CompatError, _plan, _saved_adapter, _scan, _tiny, cli
+from gemma4_compat import Gemma4CompatError, _plan, _safetensors, _saved_adapter, _scan, _tiny, cli
 from tests.adapter_files import PREFIX, as_in_the_forum_thread, write_adapter
 
 HAS_UNIFIED = hasattr(transformers, "Gemma4UnifiedConfig")
@@ -459,7 +459,7 @@ def test_the_header_is_what_safetensors_reads(workspace: Any, name: str) -> None
     from safetensors import safe_open
 
     file = workspace.adapter(name) / "adapter_model.safetensors"
-    tensors = _saved_adapter.header(file)
+    tensors = _safetensors.header(file)
     with safe_open(file, framework="pt") as opened:
         assert set(tensors) == set(opened.keys())
         for key, tensor in tensors.items():

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import Gemma4CompatError, _saved_adapter, _scan, _scan_text, cli
+from gemma4_compat import Gemma4CompatError, _safetensors, _scan, _scan_text, cli
 from tests.adapter_files import LORA, PREFIX, as_in_the_forum_thread, lora, write_adapter
 from tests.helpers import child
 from tests.unit.test_import_cost import UPSTREAM
@@ -322,7 +322,7 @@ def test_a_download_that_stopped_anywhere_is_truncated(tmp_path: Path) -> None:
     for length in range(0, len(content), 7):
         file.write_bytes(content[:length])
         with pytest.raises(Gemma4CompatError, match="truncated" if length >= 8 else "no safetensors file"):
-            _saved_adapter.header(file)
+            _safetensors.header(file)
 
 
 def test_quantize_without_a_base_is_refused(tmp_path: Path) -> None:
