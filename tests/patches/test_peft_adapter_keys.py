@@ -121,6 +121,28 @@ def answers(workspace: Any, base: Any, folder: Path) -> Any:
     return workspace.answers(PeftModel.from_pretrained(base, folder).eval(), text_only=True)
 
 
+def test_the_12b_s_text_class_takes_the_keys_of_its_multimodal_class(tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+
+    try:
+        base = _tiny.unified_text_model()
+    except ImportError:
+        pytest.skip("this release has no gemma4_unified")
+    batch = _tiny.inputs(text_only=True)
+    plain = output(base, batch)
+    folder = _tiny.write_adapter(_tiny.unified_text_model(), ["q_proj", "up_proj"], tmp_path / "adapter")
+    expected = output(PeftModel.from_pretrained(_tiny.unified_text_model(), folder), batch)
+    weights = load_file(folder / "adapter_model.safetensors")
+    renamed = {key.replace("model.layers", "model.language_model.layers"): value for key, value in weights.items()}
+    assert not renamed.keys() & weights.keys()
+    save_file(renamed, folder / "adapter_model.safetensors")
+    found = output(PeftModel.from_pretrained(base, folder), batch)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, plain)
+
+
 def test_towers_get_no_idle_layers_and_what_is_saved_loads_on_both_classes(workspace: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
