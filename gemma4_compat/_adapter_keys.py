@@ -21,6 +21,8 @@ _OF_WRAPPERS = frozenset({"input_min", "input_max", "output_min", "output_max", 
 #: What a KV-shared layer has in some releases and lacks in others; none of it is ever used there.
 _SHARED = frozenset({"k_proj", "v_proj", "k_norm", "v_norm"})
 _OWN = frozenset({"weight", "bias"})
+#: A child without weights: the experts have no other, for theirs are parameters of their own.
+_ACTIVATION = "act_fn"
 #: PEFT's names for a trained copy of a module, and for trained rows of an embedding.
 _COPY, _TOKENS = "modules_to_save", "token_adapter"
 
@@ -122,7 +124,7 @@ class _Modules:
             path = _shared_part(name)
             if path:
                 self._names.setdefault(path, name)
-        self._parents = {path[:-1] for path in self._names}
+        self._parents = {path[:-1] for path in self._names if path[-1] != _ACTIVATION}
 
     def find(self, key: str) -> _Place:
         path = _shared_part(key)
@@ -134,6 +136,7 @@ class _Modules:
         if inner in self._names and rest and rest[0] not in _OF_WRAPPERS:
             module = inner
         is_leaf = module not in self._parents or inner in self._names
+        is_leaf &= not (rest and rest[0].isdigit())  # one module of a list that is one module here
         if is_leaf and rest[1:] and rest[0] == INNER:  # no clipped linear here
             rest = rest[1:]
         parts = [part for part in key.removeprefix(PREFIX).split(".") if part not in _TRANSPARENT]

@@ -6,6 +6,9 @@ quantized base, and with AdaLoRA on an 8-bit one. ``mat1 and mat2 shapes cannot 
 tensor as input. Got Byte``: with LoHa, LoKr, HRA, DeLoRA, BOFT (before PEFT 0.20) and ``orthogonal`` or ``pissa``
 initialization. Silent: HRA on an 8-bit base makes another model.
 
+``only Tensors of floating point dtype can require gradients``: with ``modules_to_save`` that is quantized; ``KeyError:
+'base_model.model...weight.absmax'`` where such an adapter is loaded.
+
 Why: the first group converts its input to float32 and answers in that dtype, where the bitsandbytes layer below
 answers in the dtype it was asked in; the next unquantized layer, of which Gemma 4 has several in each block, has bf16
 weights.
@@ -14,20 +17,21 @@ The second uses the base weight as it is stored, as packed bytes.
 Here: the first group answers in the dtype of its input (outside of autocast). For the second, on Gemma 4 models, one
 layer of each kind is asked, once it is made, whether it answers what the same layer over the unpacked weight answers.
 If not, or if it cannot be made, that is one error that names the layer and what works instead, and the model is as it
-was.
+was. So are copies of quantized modules.
 
 Goes when PEFT's layers for bitsandbytes answer in the dtype of their input, and the others refuse quantized layers.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _rollback
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._patch import Patch, Severity, Target
-from gemma4_compat._plain_layers import is_quantized, over_plain_weight
+from gemma4_compat._plain_layers import is_quantized, over_plain_weight, twin_over
 
 if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
@@ -42,6 +46,7 @@ def inject_adapter(
     if not _device_map.is_gemma4(model) or not any(is_quantized(module) for module in model.modules()):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
+    _refuse_quantized_copies(config, model)
     create = self._create_and_replace
 
     def create_or_say_why_not(config: Any, name: str, target: Any, *rest: Any, **kw: Any) -> None:
@@ -60,6 +65,24 @@ def inject_adapter(
             vars(self).pop("_create_and_replace", None)
         _try_one_of_each_kind(config, model, adapter_name)
     return result
+
+
+def _refuse_quantized_copies(config: Any, model: Any) -> None:
+    """Raise for ``modules_to_save`` that reach quantized layers: packed weights cannot be trained."""
+    saved = tuple(getattr(config, "modules_to_save", None) or ())
+    names = [
+        name
+        for name, module in model.named_modules()
+        if saved and name.endswith(saved) and any(is_quantized(part) for part in module.modules())
+    ]
+    if names:
+        skip = ", ".join(repr(name) for name in ["lm_head", *names[:3]]) + (", ..." if names[3:] else "")
+        raise Gemma4CompatError(
+            f"modules_to_save={sorted(saved)} asks for a trained copy of {names[0]!r}, whose weights are quantized: "
+            "they cannot be trained. Nothing was changed. Keep it unquantized with "
+            f"BitsAndBytesConfig(..., llm_int8_skip_modules=[{skip}]), or put an adapter on its linears with "
+            "target_modules."
+        )
 
 
 def forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,15 +116,15 @@ def _difference(layer: Any, dtype: Any) -> str | None:
 
     base = layer.get_base_layer()
     x = torch.randn(4, base.in_features, generator=torch.Generator().manual_seed(0)).to(base.weight.device, dtype)
-    modes = [(module, module.training) for module in layer.modules()]
+    layer = _settled(layer)
+    modes = [(module, module.training) for module in base.modules()]
     layer.eval()
     try:
         with torch.no_grad():
             try:
                 found = type(layer).forward(layer, x)
             except (RuntimeError, TypeError) as error:
-                # PEFT settles the dtypes of adapter weights (VeRA's are mixed until then) after this.
-                return None if "dtype" in str(error) else " ".join(str(error).split())
+                return " ".join(str(error).split())
             twin = over_plain_weight(layer)
             twin.get_base_layer().to(dtype)
             try:
@@ -113,6 +136,19 @@ def _difference(layer: Any, dtype: Any) -> str | None:
             module.training = training
     share = float((found.float() - wanted.float()).norm() / wanted.float().norm())
     return None if share < _TOLERANCE else f"its answer is wrong by {share:.1f} times its size"
+
+
+def _settled(layer: Any) -> Any:
+    """A copy over the same base, its adapter weights in float32 as PEFT makes them once all layers are there.
+
+    Until then VeRA's are mixed before PEFT 0.19, and no layer answers, over whatever weight.
+    """
+    copied = twin_over(layer, layer.base_layer)
+    children = copied._modules
+    for name, child in children.items():
+        if name != "base_layer":
+            children[name] = copy.deepcopy(child).float()
+    return copied
 
 
 def _refusal(config: Any, name: str | None, reason: str) -> Gemma4CompatError:

@@ -106,6 +106,30 @@ def test_an_adapters_name_is_only_what_all_keys_have() -> None:
     assert list(translate(keys, CAUSAL).names.values()) == keys
 
 
+def test_parameters_that_are_experts_themselves() -> None:
+    """``target_parameters``: the experts have weights and a child without any, and both are in one file or alone."""
+    extra = ("layers.0.experts", "layers.0.experts.act_fn", "layers.0.router", "layers.0.router.proj")
+    modules = {name: (*found, *(STEM[name] + module for module in extra)) for name, found in CLASSES.items()}
+    ends = ("base_layer.lora_A.weight", "base_layer.lora_B.weight", "lora_A.weight", "lora_B.weight")
+    for source in CLASSES:
+        keys = [f"{P}{STEM[source]}layers.0.experts.{end}" for end in ends]
+        assert translate(keys, modules[source]).is_identity
+        for target in CLASSES:
+            wanted = [f"{P}{STEM[target]}layers.0.experts.{end}" for end in ends]
+            for written in (keys, [key.replace(".weight", ".default.weight") for key in keys]):
+                found = translate(written, modules[target])
+                assert list(found.names.values()) == wanted
+                assert found.unmatched == ()
+                assert set(found.modules.values()) == {
+                    (f"{STEM[source]}layers.0.experts", f"{STEM[target]}layers.0.experts")
+                }
+    alone = f"{P}model.layers.0.experts.7.up_proj.lora_A.weight"  # each expert a module of its own
+    assert translate([alone], modules["causal"]).unmatched == (alone,)
+    beside = f"{P}model.layers.0.experts.lora_A.weight"
+    assert translate([beside, alone], modules["causal"]).unmatched == (alone,)
+    assert translate([beside], CAUSAL).unmatched == (beside,)  # a model without experts
+
+
 def test_a_clipped_linear_and_its_inner_layer() -> None:
     name = f"{P}model.vision_tower.layers.0.self_attn.q_proj.linear.lora_A.weight"
     assert translate([name], MULTIMODAL).is_identity

@@ -1,0 +1,96 @@
+"""silent: an AdaLoRA adapter that was trained on a bf16 base gives other answers once it is saved and loaded again.
+
+Why: each layer divides by its number of ranks, which PEFT keeps as a frozen parameter and does not save. Where the
+base is not float32, changing its dtype makes it a trained one. The optimizer changes the number, and what
+is loaded has the right one again.
+
+Here: it stays frozen.
+
+Goes when PEFT keeps it frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._patch import Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._repro import Outcome, Workspace
+
+
+def update_layer(original: Callable[..., Any], self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, adapter_name, *args, **kwargs)
+    self.ranknum[adapter_name].requires_grad_(False)
+    return result
+
+
+def cast_adapter_dtype(original: Callable[..., Any], self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    # PEFT makes adapter weights float32 once all layers are there, and this one anew with them.
+    result = original(self, adapter_name, *args, **kwargs)
+    for module in self.model.modules():
+        ranks = module._modules.get("ranknum")
+        if ranks is not None and adapter_name in ranks:
+            ranks[adapter_name].requires_grad_(False)
+    return result
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from peft import AdaLoraConfig, PeftModel, get_peft_model
+
+    from gemma4_compat import _tiny
+    from gemma4_compat._repro import Outcome, difference
+
+    torch.manual_seed(0)
+    targets = r".*language_model\..*\.up_proj"
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, init_lora_weights=False, target_modules=targets)
+    model = get_peft_model(workspace.load(), config)
+    batch = _tiny.inputs(workspace.main)
+    optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=0.1)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
+    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
+    model.save_pretrained(folder)
+    again = PeftModel.from_pretrained(workspace.load(), folder)
+    found = difference(workspace.answers(model.eval()), workspace.answers(again.eval()))
+    return Outcome.of_parity(found, "AdaLoRA after one step, saved and loaded again")
+
+
+PATCH = Patch(
+    id="peft-adalora-ranks",
+    summary="AdaLoRA's number of ranks is not trained, so an adapter is loaded as it was saved",
+    symptom="silent: an AdaLoRA adapter trained on a bf16 base gives other answers once it is saved and loaded again",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F4",),
+    distribution="peft",
+    affected=">=0.18.0",
+    measured="0.21.2",
+    requires=("transformers>=5.5",),
+    retire_when="AdaLoraLayer.ranknum has no gradient on a bf16 base",
+    targets=(
+        Target(
+            module="peft.tuners.adalora.layer",
+            name="AdaLoraLayer.update_layer",
+            replacement=update_layer,
+            known={
+                "d7513777cfbb": "0.18.0 - 0.18.1",
+                "568c42dc69dc": "0.19.0 - 0.19.1",
+                "c1b213bbc723": "0.20.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.tuners.tuners_utils",
+            name="BaseTuner._cast_adapter_dtype",
+            replacement=cast_adapter_dtype,
+            known={
+                "3e35cf83392d": "0.18.0 - 0.21.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,29 @@
+"""F4: AdaLoRA's number of ranks is no trained weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gemma4_compat.patches.peft_adalora_ranks import PATCH
+from tests.patches.promise import Promise
+
+
+class TestPromise(Promise):
+    patch_id = PATCH.id
+    original = r"AdaLoRA after one step, saved and loaded again: logits differ by"
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("quantization", [None, "4bit"])
+def test_the_number_of_ranks_is_frozen_and_the_weights_are_not(
+    workspace: Any, quantization: str | None, autocast: bool
+) -> None:
+    import peft
+
+    config = peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=["up_proj"])
+    model = peft.get_peft_model(workspace.load(quantization), config, autocast_adapter_dtype=autocast)
+    trained = {name.split(".")[-2] for name, value in model.named_parameters() if value.requires_grad}
+    assert trained == {"lora_A", "lora_B", "lora_E"}
+    assert {float(value) for name, value in model.named_parameters() if ".ranknum.default" in name} == {4.0}
