@@ -67,6 +67,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "find_meta_tensors",
         "input_device",
         "install",
+        "merge_adapter",
         "patches",
         "plan_device_map",
         "quantize_offloaded",
