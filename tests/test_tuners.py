@@ -171,6 +171,8 @@ def test_what_else_is_trained_is_saved_and_loaded(
     import peft
     import torch
 
+    if options.get("modules_to_save") == ["embed_vision"] and not since("0.20"):
+        pytest.skip("before PEFT 0.20 a trained copy takes no input by name, as embed_vision is given its own")
     options = {"target_modules": ["q_proj"], **options}
     if "trainable_token_indices" in options:
         options["trainable_token_indices"] = {"embed_tokens": _tiny.inputs()["input_ids"][0, -3:].tolist()}
@@ -200,6 +202,9 @@ def test_a_copy_of_a_quantized_module_is_kept_unquantized_or_refused_where_it_is
 ) -> None:
     import peft
     import torch
+
+    if not since("0.20"):
+        pytest.skip("before PEFT 0.20 a trained copy takes no input by name, as embed_vision is given its own")
 
     def load() -> Any:
         return _tiny.load(workspace.checkpoint, "4bit", device=workspace.main, skip_modules=["model.embed_vision"])

@@ -1,10 +1,10 @@
 """silent: an AdaLoRA adapter that was trained on a bf16 base gives other answers once it is saved and loaded again.
 
-Why: each layer divides by its number of ranks, which PEFT keeps as a frozen parameter and does not save. Where the
-base is not float32, changing its dtype makes it a trained one. The optimizer changes the number, and what
-is loaded has the right one again.
+Why: each layer divides by its number of ranks, which PEFT keeps as a frozen parameter and does not save. Where
+the base is not float32, changing its dtype puts another parameter in its place, a trained one; since PEFT 0.21 nothing
+freezes that again. The optimizer changes the number, and what is loaded has the right one again.
 
-Here: it stays frozen.
+Here: it stays frozen, and so do the weights of other tuners' adapters that were loaded to be used, not trained.
 
 Goes when PEFT keeps it frozen.
 """
@@ -26,13 +26,15 @@ def update_layer(original: Callable[..., Any], self: Any, adapter_name: str, *ar
     return result
 
 
-def cast_adapter_dtype(original: Callable[..., Any], self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    # PEFT makes adapter weights float32 once all layers are there, and this one anew with them.
-    result = original(self, adapter_name, *args, **kwargs)
-    for module in self.model.modules():
-        ranks = module._modules.get("ranknum")
-        if ranks is not None and adapter_name in ranks:
-            ranks[adapter_name].requires_grad_(False)
+def cast_adapter_dtype(original: Callable[..., Any], model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    frozen = [
+        module._parameters
+        for module in model.modules()
+        if adapter_name in module._parameters and not module._parameters[adapter_name].requires_grad
+    ]
+    result = original(model, adapter_name, *args, **kwargs)
+    for parameters in frozen:
+        parameters[adapter_name].requires_grad_(False)
     return result
 
 
@@ -68,7 +70,7 @@ PATCH = Patch(
     severity=Severity.WRONG_RESULT,
     failure_points=("F4",),
     distribution="peft",
-    affected=">=0.18.0",
+    affected=">=0.21.0",
     measured="0.21.2",
     requires=("transformers>=5.5",),
     retire_when="AdaLoraLayer.ranknum has no gradient on a bf16 base",
@@ -78,17 +80,16 @@ PATCH = Patch(
             name="AdaLoraLayer.update_layer",
             replacement=update_layer,
             known={
-                "d7513777cfbb": "0.18.0 - 0.18.1",
-                "568c42dc69dc": "0.19.0 - 0.19.1",
-                "c1b213bbc723": "0.20.0 - 0.21.2",
+                "c1b213bbc723": "0.21.0 - 0.21.2",
             },
         ),
         Target(
             module="peft.tuners.tuners_utils",
-            name="BaseTuner._cast_adapter_dtype",
+            name="cast_adapter_dtype",
             replacement=cast_adapter_dtype,
             known={
-                "3e35cf83392d": "0.18.0 - 0.21.2",
+                "8fc79f162ef0": "0.21.0",
+                "60172c2f2b51": "0.21.1 - 0.21.2",
             },
         ),
     ),

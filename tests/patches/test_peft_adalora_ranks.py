@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,3 +28,14 @@ def test_the_number_of_ranks_is_frozen_and_the_weights_are_not(
     trained = {name.split(".")[-2] for name, value in model.named_parameters() if value.requires_grad}
     assert trained == {"lora_A", "lora_B", "lora_E"}
     assert {float(value) for name, value in model.named_parameters() if ".ranknum.default" in name} == {4.0}
+
+
+@pytest.mark.parametrize("kind", ["AdaLoraConfig", "IA3Config"])
+def test_what_is_loaded_to_be_used_is_frozen(workspace: Any, tmp_path: Path, kind: str) -> None:
+    import peft
+
+    options = {"total_step": 10} if kind == "AdaLoraConfig" else {"feedforward_modules": ["up_proj"]}
+    config = getattr(peft, kind)(target_modules=["up_proj"], **options)
+    peft.get_peft_model(workspace.load(), config).save_pretrained(tmp_path)
+    model = peft.PeftModel.from_pretrained(workspace.load(), tmp_path)
+    assert not [name for name, value in model.named_parameters() if value.requires_grad]
