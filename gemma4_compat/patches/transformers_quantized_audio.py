@@ -60,6 +60,8 @@ PATCH = Patch(
     affected=">=5.5.0,<5.11.0",
     measured="5.10.4",
     fixed="5.11.0",
+    bug=("https://github.com/huggingface/transformers/issues/45672",),
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.11.0",
     requires=("bitsandbytes",),
     retire_when="transformers below 5.11.0 is no longer supported",
     targets=(

@@ -55,6 +55,8 @@ PATCH = Patch(
     affected=">=5.5.0,<5.13.0",
     measured="5.12.1",
     fixed="5.13.0",
+    bug=("https://github.com/huggingface/transformers/issues/46932",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/46933",
     requires=("bitsandbytes",),
     retire_when="transformers below 5.13.0 is no longer supported",
     targets=(
