@@ -92,8 +92,9 @@ def test_every_target_is_code_of_the_distribution_that_was_seen(patch: Patch) ->
         assert target.module.partition(".")[0] == patch.distribution.replace("-", "_")
         assert target.known
         assert all(re.fullmatch("[0-9a-f]{12}", fingerprint) for fingerprint in target.known)
-        newest = [releases.rpartition(" - ")[2] for releases in target.known.values()]
-        assert max(map(Version, newest)) == Version(patch.measured), f"{target} was not measured on {patch.measured}"
+        newest = max(Version(releases.rpartition(" - ")[2]) for releases in target.known.values())
+        # An optional one may be gone from later releases; where it is there, its code must be known.
+        assert newest == Version(patch.measured) or (target.optional and newest < Version(patch.measured)), target
 
 
 def test_every_replacement_takes_the_original_first_and_lives_in_the_file_or_in_a_shared_module(patch: Patch) -> None:
