@@ -13,11 +13,16 @@ import ast
 import hashlib
 import inspect
 import textwrap
+import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 # Absent from the tree of some Python versions, or without meaning at run time.
 _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_params", "type_comment", "kind", "ctx"})
+
+# Finding the source of a function and parsing it is most of what a decision costs, and an engine decides again.
+_known: dict[int, tuple[weakref.ref[types.CodeType], str]] = {}
 
 
 def fingerprint(function: Any) -> str:
@@ -29,7 +34,14 @@ def fingerprint(function: Any) -> str:
     """
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
-    return fingerprint_source(inspect.getsource(function))
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return fingerprint_source(inspect.getsource(function))
+    key = id(code)  # equal code may have another source
+    if key not in _known or _known[key][0]() is not code:
+        found = fingerprint_source(inspect.getsource(function))
+        _known[key] = weakref.ref(code, lambda _: _known.pop(key, None)), found
+    return _known[key][1]
 
 
 def fingerprint_source(source: str) -> str:
