@@ -73,15 +73,30 @@ class Snapshot:
         }
 
     def differences(self) -> list[str]:
-        """What was replaced, removed or added since, and every name that still holds a function of ours."""
-        now = self._look()
-        absent = ("", None, None)
-        changed = [
-            (self.held.get(key) or now[key])[0]
-            for key in self.held.keys() | now.keys()
-            if self.held.get(key, absent)[1] is not now.get(key, absent)[1]
-        ]
-        return sorted({*changed, *ours()})
+        """What was replaced, removed or added since, and every name that still holds a function of ours.
+
+        One look at everything, asked hundreds of times: there are hundreds of thousands of names.
+        """
+        changed, kept, owners = set(), 0, set()
+        for label, owner in namespaces():
+            if id(owner) in owners:  # a class that several modules hold
+                continue
+            owners.add(id(owner))
+            is_library = label.partition(".")[0] in LIBRARIES
+            for name, value in list(vars(owner).items()):
+                if type(value) not in FUNCTIONS:
+                    continue
+                if is_library:
+                    before = self.held.get((id(owner), name))
+                    if before is None or before[1] is not value:
+                        changed.add(f"{label}.{name}")
+                    kept += before is not None
+                if hasattr(getattr(value, "__func__", value), "__gemma4_compat__"):
+                    changed.add(f"{label}.{name}")
+        if kept != len(self.held):  # something is gone
+            now = self._look()
+            changed |= {entry[0] for key, entry in self.held.items() if key not in now}
+        return sorted(changed)
 
 
 def ours() -> list[str]:
