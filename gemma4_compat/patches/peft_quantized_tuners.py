@@ -119,6 +119,7 @@ def _difference(layer: Any, dtype: Any) -> str | None:
     layer = _settled(layer)
     modes = [(module, module.training) for module in base.modules()]
     layer.eval()
+    base.train()  # in eval mode bitsandbytes may repack the weight for the CPU
     try:
         with torch.no_grad():
             try:
