@@ -1,3 +1,7 @@
+"""F4: tuners on quantized bases: those that can run do, the others are refused and leave no trace."""
+
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
