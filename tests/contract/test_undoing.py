@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+
 from gemma4_compat import Patch, _versions
-from tests.contract.conftest import PATCHES, predicted
+from tests.contract.conftest import PATCHES, predicted, version
 from tests.contract.test_orderings import essence
 
 Inside = Callable[[str], Any]
@@ -121,6 +123,11 @@ def test_empty_modules_in_place_of_the_libraries_fail_cleanly(inside: Inside, pa
     assert found["ours"] == []
 
 
+def _is_in_range(patch: Patch) -> bool:
+    found = version(patch.distribution)
+    return found is not None and SpecifierSet(patch.affected).contains(found, prereleases=True)
+
+
 def test_another_release_is_judged_by_its_number_and_nothing_is_replaced_outside_affected(
     inside: Inside, patch: Patch
 ) -> None:
@@ -129,6 +136,12 @@ def test_another_release_is_judged_by_its_number_and_nothing_is_replaced_outside
     for name, experiment in experiments.items():
         distribution, _, number = name.partition(" ")
         state = expected(inside, patch, **{distribution: None if number == "None" else number})
+        failed = experiment["seen"]["state"] == "failed"
+        if failed and state == "applied" and distribution == patch.distribution and not _is_in_range(patch):
+            # The code is really that of a release before the first affected one, and unknown.
+            assert untouched(experiment)
+            assert len(experiment["said"]) == 1
+            continue
         assert experiment["seen"]["state"] == state, name
         too_old = f"{name} is older than the oldest supported release {_versions.OLDEST[distribution]}; upgrade: pip"
         there = set(experiment["seen"]["replaced"].values()) != {
