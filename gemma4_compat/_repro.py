@@ -13,9 +13,11 @@ import dataclasses
 import importlib
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,21 +86,37 @@ class Workspace:
     def adapter(self, targets: str) -> Path:
         return self.folder / f"adapter-{targets}"
 
+    def made(self, build: Callable[..., Any], **options: Any) -> Path:
+        """A folder that ``build(folder, **options)`` filled, the first time it is asked for; options are numbers or
+        names. Another reproduction that runs at the same time gets the complete folder or makes it itself.
+        """
+        name = "-".join([build.__name__.strip("_"), *(f"{key}-{value}" for key, value in sorted(options.items()))])
+        folder = self.folder / name
+        if not folder.exists():
+            unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self.folder))
+            build(unfinished, **options)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.exists():  # nobody else was faster
+                    raise
+                shutil.rmtree(unfinished)
+        return folder
+
     def misfit(self) -> Path:
         """An adapter that was made for a base model of another width (two of its tensors are)."""
-        import shutil
+        return self.made(self._misfit)
 
+    def _misfit(self, folder: Path) -> None:
         import torch
         from safetensors.torch import load_file, save_file
 
-        folder = self.folder / "adapter-misfit"
         shutil.copytree(self.adapter("language"), folder, dirs_exist_ok=True)
         weights = load_file(folder / "adapter_model.safetensors")
         for end, shape in (("0.mlp.up_proj.lora_A.weight", (4, 96)), ("3.mlp.up_proj.lora_B.weight", (96, 4))):
             (name,) = [name for name in weights if name.endswith(f"language_model.layers.{end}")]
             weights[name] = torch.zeros(shape)
         save_file(weights, folder / "adapter_model.safetensors")
-        return folder
 
     @property
     def main(self) -> Any:
@@ -118,16 +136,17 @@ class Workspace:
 
     def load_text(self) -> Any:
         """:meth:`load`'s language model as a ``Gemma4ForCausalLM``: the same weights, from a checkpoint of its own."""
-        if not (self.folder / "text").is_dir():
-            _tiny.build_text_twin(self.checkpoint, self.folder / "text")
-        return _tiny.load(self.folder / "text", device=self.main, cls="Gemma4ForCausalLM")
+        return _tiny.load(self.made(self._text_twin), device=self.main, cls="Gemma4ForCausalLM")
+
+    def _text_twin(self, folder: Path) -> None:
+        _tiny.build_text_twin(self.checkpoint, folder)
 
     def text_adapter(self) -> Path:
         """An adapter made with :meth:`load_text`, for layers that only a language model has."""
-        folder = self.folder / "adapter-text"
-        if not folder.is_dir():
-            _tiny.write_adapter(self.load_text(), ["per_layer_input_gate", "per_layer_projection"], folder)
-        return folder
+        return self.made(self._text_adapter)
+
+    def _text_adapter(self, folder: Path) -> None:
+        _tiny.write_adapter(self.load_text(), ["per_layer_input_gate", "per_layer_projection"], folder)
 
     def split(self, quantization: str | None = None, offload: str = "both") -> Any:
         """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`_tiny.device_map`)."""

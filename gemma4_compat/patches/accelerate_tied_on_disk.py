@@ -55,9 +55,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
-    checkpoint = workspace.folder / "text"
-    if not checkpoint.exists():
-        _tiny.build_text_checkpoint(checkpoint)
+    checkpoint = workspace.made(_tiny.build_text_checkpoint)
 
     def load(placement: dict[str, Any]) -> Any:
         folder = tempfile.mkdtemp(dir=workspace.folder)

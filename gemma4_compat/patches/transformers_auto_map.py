@@ -157,9 +157,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
-    checkpoint = workspace.folder / "large-table"
-    if not checkpoint.exists():
-        _tiny.build_checkpoint(checkpoint, table=1 << 16)
+    checkpoint = workspace.made(_tiny.build_checkpoint, table=1 << 16)
     found = []
     for quantization in (None, "4bit-double"):
         reference = _tiny.load(checkpoint, quantization, device=workspace.main)
