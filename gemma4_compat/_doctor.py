@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import os
+import queue
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _versions
+from gemma4_compat import _children, _versions
 from gemma4_compat._engine import ISSUES
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._patch import Patch
@@ -31,9 +31,6 @@ CAUSED = "BROKEN BY THE PATCH"
 OFF_REMAINS = "PATCH OFF, DEFECT REMAINS"
 OFF_NOT_SEEN = "patch off, defect not seen"
 _GOOD = frozenset({REPAIRED, NOT_AFFECTED, NOT_APPLICABLE, OFF_NOT_SEEN})
-
-#: Seconds one child may take. A child takes seconds; importing everything from a cold network disk can take minutes.
-TIMEOUT = 600
 
 
 @dataclass(frozen=True)
@@ -127,21 +124,14 @@ def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]
     """
     folder = Path(tempfile.mkdtemp(prefix="gemma4-compat-"))
     try:
-        built = _child("build", folder, disabled="all")
+        built = _children.alone("build", folder, disabled="all")
         if "built" not in built:
             raise Gemma4CompatError(f"the tiny Gemma 4 checkpoint cannot be built: {built['detail']}")
         results: dict[tuple[str, bool], dict[str, Any]] = {}
-        with ThreadPoolExecutor(max_workers=max(2, min(4, (os.cpu_count() or 2) // 4))) as pool:
-            jobs = {
-                pool.submit(_child, patch.id, folder, disabled="" if shim else "all"): (patch, shim)
-                for patch in patches
-                for shim in (False, True)
-            }
-            for job in as_completed(jobs):
-                patch, shim = jobs[job]
-                results[patch.id, shim] = job.result()
-                if (patch.id, not shim) in results:
-                    yield Finding(patch.id, _concerned(patch), results[patch.id, False], results[patch.id, True])
+        for patch, shim, result in _results(patches, folder, forks=built.get("forks", False)):
+            results[patch.id, shim] = result
+            if (patch.id, not shim) in results:
+                yield Finding(patch.id, _concerned(patch), results[patch.id, False], results[patch.id, True])
     finally:
         if keep:
             note(f"kept: {folder}")
@@ -149,39 +139,37 @@ def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]
             shutil.rmtree(folder, ignore_errors=True)  # on Windows a memory-mapped file may outlive its reader
 
 
+def _results(patches: Sequence[Patch], folder: Path, *, forks: bool) -> Iterator[tuple[Patch, bool, dict[str, Any]]]:
+    """Each patch's reproduction with the shim (True) and without (False), as they end."""
+    jobs: dict[Future[dict[str, Any]], tuple[Patch, bool]] = {}
+    with contextlib.ExitStack() as stack:
+        for shim in (False, True):
+            beside = max(1, min(2, (os.cpu_count() or 2) // 4))
+            idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]] = queue.SimpleQueue()
+            for _ in range(beside):
+                disabled = "" if shim else "all"
+                if forks:
+                    idle.put(stack.enter_context(_children.Forks(folder, disabled)))
+                else:
+                    idle.put(functools.partial(_children.alone, folder=folder, disabled=disabled))
+            pool = stack.enter_context(ThreadPoolExecutor(beside))
+            jobs.update({pool.submit(_with_one_of, idle, patch.id): (patch, shim) for patch in patches})
+        try:
+            for job in as_completed(jobs):
+                yield *jobs[job], job.result()
+        finally:
+            for job in jobs:
+                job.cancel()
+
+
+def _with_one_of(idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]], command: str) -> dict[str, Any]:
+    run = idle.get()
+    try:
+        return run(command)
+    finally:
+        idle.put(run)
+
+
 def _concerned(patch: Patch) -> dict[str, str]:
     names = [patch.distribution, *(_versions.requirement(text)[0] for text in patch.requires)]
     return {name: version for name in names if (version := _versions.installed(name)) is not None}
-
-
-def _child(command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
-    """One reproduction in a process of its own. A child that dies is a defect, with the end of what it wrote."""
-    environment = dict(os.environ, PYTHONWARNINGS=os.environ.get("PYTHONWARNINGS", "ignore"), HF_HUB_OFFLINE="1")
-    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    environment.setdefault("OMP_NUM_THREADS", "1")  # a tiny model computes faster in one thread
-    if disabled:
-        environment["GEMMA4_COMPAT_DISABLE"] = disabled
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "gemma4_compat._repro", command, str(folder)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=TIMEOUT,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return _dead(f"no answer after {TIMEOUT} s")
-    last = done.stdout.strip().rpartition("\n")[2]
-    if done.returncode != 0 or not last.startswith("{"):
-        wrote = (done.stderr or done.stdout).strip().splitlines()
-        return _dead(f"the process ended with {done.returncode}: {wrote[-1] if wrote else 'no output'}")
-    result: dict[str, Any] = json.loads(last)
-    return result
-
-
-def _dead(detail: str) -> dict[str, Any]:
-    result = {"defect": True, "detail": detail, "parity": None, "applicable": True, "seconds": None}
-    return result | {"state": "unknown", "reason": detail, "detection": None}

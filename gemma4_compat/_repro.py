@@ -245,8 +245,10 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     command, folder = argv[0], Path(argv[1])
     if command == "build":
-        Workspace.build(folder)
-        result: dict[str, Any] = {"built": str(folder)}
+        workspace = Workspace.build(folder)
+        # Beside a GPU a fork is not safe, and where a system's own libraries start threads.
+        forks = sys.platform == "linux" and workspace.main == "cpu"
+        result: dict[str, Any] = {"built": str(folder), "forks": forks}
     else:
         result = run(command, folder)
     print("\n" + json.dumps(result, allow_nan=True), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat
-from gemma4_compat import _doctor, _versions
-from tests.reproductions import Forks
+from gemma4_compat import _children, _versions
 
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
 
@@ -67,8 +67,8 @@ def reproduce(workspace: Any) -> Iterator[Callable[..., dict[str, Any]]]:
     import torch
 
     known: dict[tuple[str, str], dict[str, Any]] = {}
-    servers: dict[str, Forks] = {}
-    can_fork = hasattr(os, "fork") and not torch.cuda.is_available()
+    servers: dict[str, _children.Forks] = {}
+    can_fork = sys.platform == "linux" and not torch.cuda.is_available()
 
     def run(patch_id: str, *, shim: str) -> dict[str, Any]:
         key = (patch_id, shim)
@@ -77,11 +77,11 @@ def reproduce(workspace: Any) -> Iterator[Callable[..., dict[str, Any]]]:
             disabled = {"off": "all", "others": patch_id}.get(shim, "")
             if can_fork and shim != "others":
                 server = servers.get(disabled) or servers.setdefault(
-                    disabled, stack.enter_context(Forks(workspace.folder, disabled))
+                    disabled, stack.enter_context(_children.Forks(workspace.folder, disabled))
                 )
                 known[key] = server(command)
             else:
-                known[key] = _doctor._child(command, workspace.folder, disabled=disabled)
+                known[key] = _children.alone(command, workspace.folder, disabled=disabled)
         return known[key]
 
     with contextlib.ExitStack() as stack:

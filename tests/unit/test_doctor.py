@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import _doctor, _versions, cli
+from gemma4_compat import _children, _doctor, _versions, cli
 
 IDS = [patch.id for patch in gemma4_compat.patches()]
 
@@ -90,7 +90,7 @@ class Children:
 def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str, broken: frozenset[str] = frozenset()) -> Any:
     children = Children(broken)
     monkeypatch.setattr(_doctor, "stack", lambda: dict.fromkeys(_doctor.STACK, "1.0"))
-    monkeypatch.setattr(_doctor, "_child", children)
+    monkeypatch.setattr(_children, "alone", children)
     result = CliRunner().invoke(cli.app, ["doctor", *arguments])
     (folder,) = children.folders
     return result, folder
@@ -133,7 +133,7 @@ def test_a_patch_that_is_off_is_told_where_to_report_it(
 ) -> None:
     monkeypatch.setattr(_doctor, "stack", lambda: dict.fromkeys(_doctor.STACK, "1.0"))
     off = report(there, "failed", detection="unknown")
-    monkeypatch.setattr(_doctor, "_child", lambda name, _, **__: {"built": ""} if name == "build" else off)
+    monkeypatch.setattr(_children, "alone", lambda name, folder, **_: {"built": ""} if name == "build" else off)
     result = CliRunner().invoke(cli.app, ["doctor", IDS[0]])
     assert result.exit_code == code, result.output
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("  report")]
@@ -148,7 +148,7 @@ def test_below_the_oldest_supported_releases_nothing_is_built(
 ) -> None:
     versions = {"torch": "2.9", "transformers": "5.4.0", "accelerate": "1.12.0", "peft": "0.17.1"}
     monkeypatch.setattr(_versions, "installed", lambda name: versions.get(name, "0.49.0"))
-    monkeypatch.setattr(_doctor, "_child", lambda *_, **__: pytest.fail("a child was started"))
+    monkeypatch.setattr(_children, "alone", lambda *_, **__: pytest.fail("a child was started"))
     result = CliRunner().invoke(cli.app, ["doctor", *arguments])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
@@ -167,14 +167,14 @@ def test_keep_leaves_the_folder_and_says_where(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_checkpoint_that_cannot_be_built_is_bad_usage_not_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_doctor, "stack", dict)
-    monkeypatch.setattr(_doctor, "_child", lambda *_, **__: report(True))
+    monkeypatch.setattr(_children, "alone", lambda *_, **__: report(True))
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 2
     assert "the tiny Gemma 4 checkpoint cannot be built: the defect" in result.stderr
 
 
 def test_a_child_that_dies_is_a_defect_that_shows_its_last_words(tmp_path: Path) -> None:
-    result = _doctor._child("no-such-patch", tmp_path, disabled="all")
+    result = _children.alone("no-such-patch", tmp_path, disabled="all")
     assert result["defect"]
     assert result["state"] == "unknown"
     assert result["detail"].startswith("the process ended with 1: ")
@@ -182,6 +182,6 @@ def test_a_child_that_dies_is_a_defect_that_shows_its_last_words(tmp_path: Path)
 
 
 def test_a_child_that_hangs_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doctor, "TIMEOUT", 0)
-    result = _doctor._child("build", tmp_path, disabled="all")
+    monkeypatch.setattr(_children, "TIMEOUT", 0)
+    result = _children.alone("build", tmp_path, disabled="all")
     assert (result["defect"], result["detail"]) == (True, "no answer after 0 s")
