@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gemma4_compat._merge import MergeReport
     from gemma4_compat._plan import Plan
     from gemma4_compat._scan import Scan
+    from gemma4_compat._skip_modules import SkipModule
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ __all__ = [
     "merge_adapter",
     "patches",
     "plan_device_map",
+    "quantization_skip_modules",
     "quantize_offloaded",
     "revert",
     "scan_adapter",
@@ -108,6 +110,33 @@ def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
     from gemma4_compat import _plan
 
     return _plan.plan_device_map(model, vram, **options)
+
+
+def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str, SkipModule]:
+    """The modules worth keeping in bf16 when the rest of ``model`` is quantized, each with the reason and its cost.
+
+    >>> keep = gemma4_compat.quantization_skip_modules("26B-A4B")
+    >>> keep["router.proj"].modules
+    30
+    >>> config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=list(keep))
+
+    Names are those of this model only, as ``llm_int8_skip_modules`` takes them on every supported transformers. That
+    list replaces upstream's own, so the head is among them. Needs torch and transformers, no weights.
+
+    Args:
+        model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
+            "31B"), a Gemma 4 configuration, or a model (on meta is enough).
+        quantize: "4bit" (nf4), "4bit-double" (nested) or "8bit"; the costs are against it.
+
+    Returns:
+        By name: the reason, how many such modules and weights there are, and the bytes that bf16 takes more.
+
+    Raises:
+        Gemma4CompatError: it is no Gemma 4, or the quantization is unknown.
+    """
+    from gemma4_compat import _skip_modules
+
+    return _skip_modules.quantization_skip_modules(model, quantize=quantize)
 
 
 def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None) -> Scan:
