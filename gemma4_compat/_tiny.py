@@ -50,10 +50,10 @@ def text_shape(layers: int = 6) -> dict[str, Any]:
     return {**TEXT, "num_hidden_layers": layers, "layer_types": _LAYER_TYPES * (layers // 3)}
 
 
-def config(layers: int = 6, *, table: int = VOCABULARY) -> Any:
+def config(layers: int = 6, *, table: int = VOCABULARY, positions: int = 16) -> Any:
     """A ``Gemma4Config``: 2 vision and 2 audio layers, and the text model of :func:`text_shape`.
 
-    ``table`` is the number of rows of the per-layer embedding.
+    ``table`` is the number of rows of the per-layer embedding, ``positions`` the patches an image may have a side.
     """
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
@@ -67,7 +67,7 @@ def config(layers: int = 6, *, table: int = VOCABULARY) -> Any:
         num_key_value_heads=2,
         head_dim=32,
         patch_size=8,
-        position_embedding_size=16,
+        position_embedding_size=positions,
         pooling_kernel_size=3,
         use_clipped_linears=True,
     )
@@ -94,13 +94,15 @@ def config(layers: int = 6, *, table: int = VOCABULARY) -> Any:
     )
 
 
-def build_checkpoint(folder: Path, *, seed: int = 0, layers: int = 6, table: int = VOCABULARY) -> Path:
+def build_checkpoint(
+    folder: Path, *, seed: int = 0, layers: int = 6, table: int = VOCABULARY, positions: int = 16
+) -> Path:
     """Write a ``Gemma4ForConditionalGeneration`` checkpoint (bf16, about 1 MB) into ``folder`` and return it."""
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
     torch.manual_seed(seed)
-    model = Gemma4ForConditionalGeneration(config(layers, table=table))
+    model = Gemma4ForConditionalGeneration(config(layers, table=table, positions=positions))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
