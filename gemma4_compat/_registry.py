@@ -41,6 +41,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_shared_kv_unified",
     "transformers_quantized_vision",
     "transformers_quantized_audio",
+    "transformers_audio_attention",
     "transformers_placement_names",
     "transformers_auto_map",
     "transformers_quantize_offloaded",
