@@ -178,6 +178,7 @@ def load(
     skip_modules: list[str] | None = None,
     towers: bool = False,
     cls: str = "Gemma4ForConditionalGeneration",
+    dtype: Any = None,
     **kwargs: Any,
 ) -> Any:
     """The checkpoint through ``from_pretrained``, in eval mode.
@@ -190,6 +191,7 @@ def load(
         skip_modules: more modules that stay unquantized.
         towers: quantize the vision and the audio tower on every release, see :func:`quantization_config`.
         cls: the class that loads it.
+        dtype: of what is not quantized, and of 4-bit computation; bf16 without.
         kwargs: for ``from_pretrained``.
     """
     import torch
@@ -201,10 +203,10 @@ def load(
         getattr(transformers, cls)
         .from_pretrained(
             checkpoint,
-            dtype=torch.bfloat16,
+            dtype=dtype or torch.bfloat16,
             device_map=placement,
             quantization_config=quantization_config(
-                quantization, cpu_offload=split, skip_modules=skip_modules, towers=towers
+                quantization, cpu_offload=split, skip_modules=skip_modules, towers=towers, dtype=dtype
             ),
             **kwargs,
         )
@@ -218,6 +220,7 @@ def quantization_config(
     cpu_offload: bool = False,
     skip_modules: list[str] | None = None,
     towers: bool = False,
+    dtype: Any = None,
 ) -> Any:
     """The ``BitsAndBytesConfig`` for a name that :func:`load` knows.
 
@@ -247,7 +250,7 @@ def quantization_config(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=quantization == "4bit-double",
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=dtype or torch.bfloat16,
         llm_int8_enable_fp32_cpu_offload=cpu_offload,
         llm_int8_skip_modules=skip,
     )

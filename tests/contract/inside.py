@@ -131,7 +131,7 @@ def slot(target: Any) -> tuple[Any, str] | None:
     *path, name = target.name.split(".")
     for part in path:
         owner = getattr(owner, part, None)
-    return (owner, name) if hasattr(owner, name) else None
+    return (owner, name) if owner is not None and hasattr(owner, name) else None
 
 
 def is_replaced(patch: Any) -> dict[str, bool | None]:
