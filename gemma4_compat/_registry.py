@@ -39,6 +39,8 @@ PATCHES: tuple[str, ...] = (
     "transformers_uncached_sharing",
     "transformers_shared_kv",
     "transformers_shared_kv_unified",
+    "transformers_static_cache",
+    "transformers_sliding_cache",
     "transformers_quantized_vision",
     "transformers_quantized_audio",
     "transformers_placement_names",
