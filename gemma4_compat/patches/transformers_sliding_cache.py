@@ -51,8 +51,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     size = sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
     return Outcome(
         held > text.sliding_window,
-        f"after {_CONTEXT + 1} tokens the cache has {size} bytes: {len(sliding)} of {len(cache.layers)} layers, with a "
-        f"window of {text.sliding_window}, hold {held} tokens each",
+        f"after {_CONTEXT + 1} tokens the cache has {size} bytes: {len(sliding)} of {len(cache.layers)} layers, "
+        f"with a window of {text.sliding_window}, hold {held} tokens each",
     )
 
 
