@@ -40,6 +40,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_shared_kv",
     "transformers_shared_kv_unified",
     "transformers_static_cache",
+    "transformers_vision_masks",
     "transformers_sliding_cache",
     "transformers_assisted_cache",
     "transformers_static_chunks",

@@ -170,6 +170,22 @@ def unified_text_model(*, seed: int = 0) -> Any:
     return _randomized(Gemma4UnifiedForCausalLM(Gemma4UnifiedTextConfig(**text_shape()))).eval()
 
 
+def unified_model(*, seed: int = 0) -> Any:
+    """The 12B's ``Gemma4UnifiedForConditionalGeneration``, float32, without vision and audio: no KV-shared layers, and
+    tokens of one image, whatever they are, see each other.
+
+    Raises:
+        ImportError: the installed transformers has no such model.
+    """
+    import torch
+    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration, Gemma4UnifiedTextConfig
+
+    torch.manual_seed(seed)
+    shape = {**text_shape(), "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}
+    config = Gemma4UnifiedConfig(text_config=Gemma4UnifiedTextConfig(**shape), vision_config=None, audio_config=None)
+    return _randomized(Gemma4UnifiedForConditionalGeneration(config)).float().eval()
+
+
 def _randomized(model: Any) -> Any:
     """``model`` in bf16 with random matrices."""
     import torch
