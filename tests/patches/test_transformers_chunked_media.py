@@ -23,7 +23,7 @@ def test_the_error_names_what_would_be_left_out(workspace: Any) -> None:
     model = workspace.load()
     with pytest.raises(
         gemma4_compat.Gemma4CompatError,
-        match="24 tokens with pixel_values and input_features .*prefill_chunk_size=5: .*prefill_chunk_size=None",
+        match=r"24 tokens with pixel_values and input_features .*prefill_chunk_size=5: .*prefill_chunk_size=None",
     ):
         model.generate(**_tiny.inputs(model.device), max_new_tokens=2, prefill_chunk_size=5)
 
