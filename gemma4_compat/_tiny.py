@@ -43,6 +43,19 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 2,
 }
 _LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+#: What a text model has of a released variant: none of the larger ones has KV-shared layers or per-layer embeddings.
+_LARGE: dict[str, Any] = {
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "use_bidirectional_attention": "vision",
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "E2B": {},
+    "31B": _LARGE,
+    "26B-A4B": {**_LARGE, "enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 64, "top_k_experts": 2},
+}
 
 
 def text_shape(layers: int = 6) -> dict[str, Any]:
@@ -50,15 +63,16 @@ def text_shape(layers: int = 6) -> dict[str, Any]:
     return {**TEXT, "num_hidden_layers": layers, "layer_types": _LAYER_TYPES * (layers // 3)}
 
 
-def config(layers: int = 6, *, table: int = VOCABULARY, positions: int = 16) -> Any:
+def config(layers: int = 6, *, table: int = VOCABULARY, positions: int = 16, variant: str = "E2B") -> Any:
     """A ``Gemma4Config``: 2 vision and 2 audio layers, and the text model of :func:`text_shape`.
 
-    ``table`` is the number of rows of the per-layer embedding, ``positions`` the patches an image may have a side.
+    ``table`` is the number of rows of the per-layer embedding, ``positions`` the patches an image may have a side;
+    ``variant`` is a key of :data:`VARIANTS`.
     """
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
-    shape = text_shape(layers)
-    text = gemma4.Gemma4TextConfig(**shape, vocab_size_per_layer_input=table, hidden_size_per_layer_input=64)
+    inputs = {"vocab_size_per_layer_input": table, "hidden_size_per_layer_input": 64}
+    text = gemma4.Gemma4TextConfig(**{**text_shape(layers), **inputs, **VARIANTS[variant]})
     vision = gemma4.Gemma4VisionConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -95,14 +109,20 @@ def config(layers: int = 6, *, table: int = VOCABULARY, positions: int = 16) -> 
 
 
 def build_checkpoint(
-    folder: Path, *, seed: int = 0, layers: int = 6, table: int = VOCABULARY, positions: int = 16
+    folder: Path,
+    *,
+    seed: int = 0,
+    layers: int = 6,
+    table: int = VOCABULARY,
+    positions: int = 16,
+    variant: str = "E2B",
 ) -> Path:
     """Write a ``Gemma4ForConditionalGeneration`` checkpoint (bf16, about 1 MB) into ``folder`` and return it."""
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
     torch.manual_seed(seed)
-    model = Gemma4ForConditionalGeneration(config(layers, table=table, positions=positions))
+    model = Gemma4ForConditionalGeneration(config(layers, table=table, positions=positions, variant=variant))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -119,13 +139,13 @@ def build_checkpoint(
     return folder
 
 
-def build_text_checkpoint(folder: Path, *, seed: int = 0) -> Path:
+def build_text_checkpoint(folder: Path, *, seed: int = 0, variant: str = "E2B") -> Path:
     """Write a checkpoint of :func:`config`'s language model alone, a ``Gemma4ForCausalLM``, and return ``folder``."""
     import torch
     from transformers import Gemma4ForCausalLM
 
     torch.manual_seed(seed)
-    _randomized(Gemma4ForCausalLM(config().text_config)).save_pretrained(folder)
+    _randomized(Gemma4ForCausalLM(config(variant=variant).text_config)).save_pretrained(folder)
     return folder
 
 
@@ -155,6 +175,22 @@ def unified_text_model(*, seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     return _randomized(Gemma4UnifiedForCausalLM(Gemma4UnifiedTextConfig(**text_shape()))).eval()
+
+
+def unified_model(*, seed: int = 0) -> Any:
+    """The 12B's ``Gemma4UnifiedForConditionalGeneration``, float32, without vision and audio: no KV-shared layers, and
+    tokens of one image, whatever they are, see each other.
+
+    Raises:
+        ImportError: the installed transformers has no such model.
+    """
+    import torch
+    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration, Gemma4UnifiedTextConfig
+
+    torch.manual_seed(seed)
+    shape = {**text_shape(), "num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}
+    config = Gemma4UnifiedConfig(text_config=Gemma4UnifiedTextConfig(**shape), vision_config=None, audio_config=None)
+    return _randomized(Gemma4UnifiedForConditionalGeneration(config)).float().eval()
 
 
 def _randomized(model: Any) -> Any:

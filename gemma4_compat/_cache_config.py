@@ -1,0 +1,32 @@
+"""What a cache asks of a configuration, for the patches that correct what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SHARED = "num_kv_shared_layers"
+
+
+def is_gemma4(config: Any) -> bool:
+    """Whether this is a configuration of any Gemma 4 model, or of the text model of one."""
+    return str(getattr(config, "model_type", "")).startswith("gemma4")
+
+
+def shares_nothing(config: Any) -> bool:
+    """Whether the text model's configuration says, in so many words, that no layer is KV-shared."""
+    return getattr(config.get_text_config(decoder=True), _SHARED, None) == 0
+
+
+class Unshared:
+    """The text model's part of ``config`` for a cache, as if there were no such thing as KV-shared layers."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config.get_text_config(decoder=True)
+
+    def get_text_config(self, decoder: bool | None = None) -> Unshared:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in (_SHARED, "_config"):
+            raise AttributeError(name)
+        return getattr(self._config, name)

@@ -1,0 +1,65 @@
+"""Masks for prompts with images, of a cache whose layers do not all hold the same tokens.
+
+transformers 5.13.0 to 5.16.1 make the mask of the sliding layers in the shape of a layer of full attention. Seen
+through :class:`OneKind`, all layers of the cache are of the kind whose mask is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gemma4_compat._repro import Outcome
+
+_CACHE = "past_key_values"
+
+
+class OneKind:
+    """A cache that answers every question about a layer with what holds for the first one of a kind."""
+
+    def __init__(self, cache: Any, sliding: bool) -> None:
+        self._cache = cache
+        self._index = cache.is_sliding.index(sliding)
+        self.is_sliding = [sliding] * len(cache.layers)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> Any:
+        return self._cache.get_mask_sizes(query_length, self._index)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return self._cache.get_query_offset(self._index)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_cache":
+            raise AttributeError(name)
+        return getattr(self._cache, name)
+
+
+def masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``create_masks_for_vision_model`` (called with keywords), each mask with the sizes of its own layers."""
+    cache = kwargs.get(_CACHE)
+    if len(set(getattr(cache, "is_sliding", ()))) < 2:
+        return original(*args, **kwargs)
+    kinds = {"full_attention": False, "sliding_attention": True}
+    return {
+        kind: original(*args, **{**kwargs, _CACHE: OneKind(cache, sliding)})[kind] for kind, sliding in kinds.items()
+    }
+
+
+def outcome(model: Any, batch: dict[str, Any]) -> Outcome:
+    """A prompt in two parts, an image in the second, with a static cache, against the same prompt at once."""
+    import torch
+    from transformers import StaticCache
+
+    from gemma4_compat._repro import Outcome
+
+    ids = batch["input_ids"]
+    kinds = torch.zeros_like(ids)
+    kinds[:, 18:22] = 1
+    cache = StaticCache(config=model.config, max_cache_len=2 * ids.shape[1])
+    with torch.no_grad():
+        expected = model(ids, mm_token_type_ids=kinds, use_cache=False).logits
+        model(ids[:, :12], past_key_values=cache)
+        found = model(ids[:, 12:], mm_token_type_ids=kinds, past_key_values=cache).logits
+    off = (expected[:, 12:] - found).abs().max().item()
+    return Outcome(off > 1e-3, f"after an image in the second part of a text the logits are off by {off:.2g}")

@@ -1,0 +1,82 @@
+"""silent: with a static cache the 12B, the 26B-A4B and the 31B see images differently: their image tokens do not see
+each other, and the logits are off by as much as between any two prompts.
+
+Why: in these models the tokens of one image attend to each other in both directions. For a cache that can be compiled
+``generate`` makes the masks itself, at a moment when it has not yet taken up ``mm_token_type_ids``, which say where
+the images are.
+
+Here: for the prompt, the model gets its mask as it does with any other cache, and makes these masks itself. Decoding,
+the part that is compiled, is as it was.
+
+Goes when transformers below 5.23.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._cache_config import is_gemma4
+from gemma4_compat._patch import Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._repro import Outcome, Workspace
+
+
+def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    inputs = original(self, input_ids, *args, **kwargs)
+    if (
+        kwargs.get("is_first_iteration")
+        and kwargs.get("mm_token_type_ids") is not None
+        and isinstance(inputs.get("attention_mask"), dict)
+        and is_gemma4(self.config)
+        and getattr(self.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    ):
+        inputs["attention_mask"] = kwargs.get("attention_mask")
+    return inputs
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat import _tiny
+    from gemma4_compat._repro import Outcome
+
+    model = _tiny.load(workspace.made(_tiny.build_checkpoint, variant="31B"), device=workspace.main).float()
+    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options |= {
+        name: value.float() if value.is_floating_point() else value
+        for name, value in _tiny.inputs(workspace.main).items()
+    }
+    expected, found = model.generate(**options), model.generate(**options, cache_implementation="static")
+    off = (expected.logits[0] - found.logits[0]).abs().max().item()
+    return Outcome(off > 1e-3, f"the first token's logits after an image are off by {off:.2g} with a static cache")
+
+
+PATCH = Patch(
+    id="transformers-static-images",
+    summary="images with a static cache (12B, 26B-A4B, 31B)",
+    symptom="silent: with a static cache image tokens do not see each other",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F24",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.23.0",
+    measured="5.22.2",
+    fixed="5.23.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.23.0",
+    retire_when="transformers below 5.23.0 is no longer supported",
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin.prepare_inputs_for_generation",
+            replacement=prepare_inputs,
+            known={
+                "7e7a07c5a505": "5.5.0 - 5.8.1",
+                "5c2befa63e40": "5.9.0 - 5.12.1",
+                "10f65fc6bf4a": "5.13.0 - 5.14.1",
+                "805fed6a86fd": "5.15.0 - 5.17.0",
+                "78a3ce421893": "5.18.0 - 5.19.0",
+                "2ea18346946a": "5.20.0 - 5.22.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

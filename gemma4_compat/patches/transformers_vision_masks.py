@@ -1,0 +1,54 @@
+"""``IndexError: index ... is out of bounds`` in ``create_masks_for_vision_model``, with an image and a static cache;
+or silently other answers where the sliding layers have forgotten something and an image comes then, as in the second
+turn of a chat. On the 26B-A4B and the 31B, whose image tokens see each other.
+
+Why: of a cache whose layers do not all hold the same tokens, the mask for the sliding layers gets the size and the
+beginning of the first layer of full attention.
+
+Here: each of the two masks is made from what the layers of its kind hold.
+
+Goes when transformers 5.13 to 5.16 are no longer supported.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gemma4_compat import _vision_masks
+from gemma4_compat._patch import Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._repro import Outcome, Workspace
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat import _tiny
+
+    model = _tiny.load(workspace.made(_tiny.build_checkpoint, variant="31B"), device=workspace.main).float()
+    return _vision_masks.outcome(model, _tiny.inputs(workspace.main, text_only=True))
+
+
+PATCH = Patch(
+    id="transformers-vision-masks",
+    summary="images with caches whose sliding layers hold less than the others (26B-A4B, 31B)",
+    symptom="IndexError: index is out of bounds in create_masks_for_vision_model; silent: other answers to an image",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F24",),
+    distribution="transformers",
+    affected=">=5.13.0,<5.17.0",
+    measured="5.16.1",
+    fixed="5.17.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.17.0",
+    retire_when="transformers 5.13 to 5.16 are no longer supported",
+    targets=(
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="create_masks_for_vision_model",
+            replacement=_vision_masks.masks,
+            known={
+                "8dfa74433ad7": "5.13.0 - 5.16.1",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,66 @@
+"""Assisted generation with caches of all origins. Each cache and model: tests/test_caches.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat import _tiny
+from gemma4_compat.patches.transformers_assisted_cache import PATCH, keep_everything
+from tests.conftest import is_affected
+from tests.patches.promise import Promise
+
+
+class TestPromise(Promise):
+    patch_id = PATCH.id
+    original = r"ValueError: Cannot `crop` a `DynamicSlidingWindowLayer`"
+    exact = False  # tokens are compared
+
+
+def generate(model: Any, **options: Any) -> Any:
+    batch = _tiny.inputs(model.device, text_only=True)
+    return model.generate(**batch, max_new_tokens=10, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("variant", ["E2B", "31B"])
+def test_an_assistant_and_prompt_lookup(workspace: Any, variant: str) -> None:
+    import torch
+
+    model = _tiny.load(workspace.made(_tiny.build_checkpoint, variant=variant), device=workspace.main).float()
+    assistant = workspace.load_text().float()
+    expected = generate(model)
+    assert torch.equal(expected, generate(model, prompt_lookup_num_tokens=2))
+    assert torch.equal(expected, generate(model, assistant_model=assistant))
+
+
+@pytest.mark.skipif(
+    not is_affected(PATCH), reason="sliding layers can be cropped, or this is not transformers' matter"
+)
+def test_a_cache_that_has_forgotten_is_refused_and_one_that_has_not_is_taken(workspace: Any) -> None:
+    import torch
+    from transformers import DynamicCache
+
+    model = workspace.load().float()
+    ids = _tiny.inputs(model.device, text_only=True)["input_ids"]
+    for held in (4, 12):
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids[:, :held], past_key_values=cache)
+        before = [layer.keys.clone() for layer in cache.layers[:4]]
+        if held < 8:
+            assert torch.equal(generate(model), generate(model, prompt_lookup_num_tokens=2, past_key_values=cache))
+        else:
+            with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"holds 12 tokens.*DynamicCache\(\)"):
+                generate(model, prompt_lookup_num_tokens=2, past_key_values=cache)
+            assert all(torch.equal(old, layer.keys) for old, layer in zip(before, cache.layers))
+
+
+def test_other_caches_are_left_alone() -> None:
+    from transformers import DynamicCache, StaticCache
+
+    for cache in (DynamicCache(), StaticCache(config=_tiny.config(), max_cache_len=8)):
+        layers = list(cache.layers)
+        keep_everything(cache)
+        assert cache.layers == layers
