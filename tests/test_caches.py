@@ -6,7 +6,6 @@ docs/CACHES.md shows the table of tests/caches.py.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -384,7 +384,7 @@ def run(options: argparse.Namespace) -> int:
     def one(cell: Cell) -> dict[str, Any]:
         patches, reproductions = asked_for, options.reproductions or cell.tests == "reproductions"
         if options.ci:
-            patches, reproductions = patches_in_ci(cell, listed), cell.ci == "all"
+            patches, reproductions = patches_in_ci(cell, listed), reproductions or cell.ci == "all"
         only = "TestPromise" if reproductions else None
         file = options.out / f"{cell.name}.json"
         earlier = [json.loads(file.read_text(encoding="utf-8"))] if options.patches and file.exists() else []
