@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _quantize_offloaded, _registry
+from gemma4_compat import _quantize_offloaded, _quantized_experts, _registry
 from gemma4_compat._engine import Engine
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._inspect import MetaTensor, find_meta_tensors, input_device
@@ -45,6 +45,7 @@ __all__ = [
     "merge_adapter",
     "patches",
     "plan_device_map",
+    "quantize_experts",
     "quantize_offloaded",
     "revert",
     "scan_adapter",
@@ -195,13 +196,36 @@ def quantize_offloaded() -> Iterator[None]:
     Raises:
         Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
     """
-    found = _engine.status()[_quantize_offloaded.ID]
-    if found.state not in (PatchState.APPLIED, PatchState.PENDING):
-        raise Gemma4CompatError(
-            f"quantize_offloaded() needs the patch {found.id}, which is {found.state}: {found.reason}."
-        )
+    _check_is_on(_quantize_offloaded.ID, "quantize_offloaded()")
     with _quantize_offloaded.asked():
         yield
+
+
+@contextlib.contextmanager
+def quantize_experts() -> Iterator[None]:
+    """Models loaded inside in 4 bits are loaded with their experts in 4 bits; 26B-A4B: see docs/QUANTIZATION.md.
+
+    >>> with gemma4_compat.quantize_experts():
+    ...     model = AutoModelForImageTextToText.from_pretrained(..., quantization_config=four_bit)
+
+    For Gemma 4 and bitsandbytes. Upstream keeps experts in bf16, for they are parameters and no linear layers; inside,
+    each expert's matrix is quantized by itself. ``llm_int8_skip_modules`` counts for them, too ("experts", or one
+    layer's). A model that was saved so is loaded so anywhere. It concerns this thread alone;
+    ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts`` does the same for the whole process. Goes together with
+    :func:`quantize_offloaded`: ``with quantize_experts(), quantize_offloaded(): ...``.
+
+    Raises:
+        Gemma4CompatError: the patch ``transformers-quantized-experts`` is off, so nothing could be done.
+    """
+    _check_is_on(_quantized_experts.ID, "quantize_experts()")
+    with _quantized_experts.asked():
+        yield
+
+
+def _check_is_on(patch_id: str, needed_by: str) -> None:
+    found = _engine.status()[patch_id]
+    if found.state not in (PatchState.APPLIED, PatchState.PENDING):
+        raise Gemma4CompatError(f"{needed_by} needs the patch {found.id}, which is {found.state}: {found.reason}.")
 
 
 install()
