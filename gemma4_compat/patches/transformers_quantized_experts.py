@@ -83,7 +83,7 @@ def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> lis
             beside = [f"{target}.{key}" for key in (*_quantized_experts.STORED, *_quantized_experts.STORED_STATES)]
             # The longest first: older releases take the first that matches the beginning of a key.
             sources = [*sorted(beside, key=len, reverse=True), target]
-            conversions.append(WeightConverter(sources, target, [Bnb4bitDeserialize(self)]))
+            conversions.append(WeightConverter(sources, target, operations=[Bnb4bitDeserialize(self)]))
     return conversions
 
 
