@@ -44,15 +44,16 @@ def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list
     import torch
 
     module, name = wrapper.get_base_layer(), wrapper.parameter_name
-    holder = torch.nn.Module()
+    holder: Any = torch.nn.Module()
     values = _quantized_experts.logical(module, name)
     holder.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
     vars(wrapper)["get_base_layer"] = lambda *_args, **_kwargs: holder
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(original(wrapper, active_adapters))
-            for add in getattr(holder, "parametrizations", {}).get(name, ()):
-                stack.enter_context(_quantized_experts.adding(module, name, add))
+            if torch.nn.utils.parametrize.is_parametrized(holder, name):  # else no adapter is active
+                for add in holder.parametrizations[name]:
+                    stack.enter_context(_quantized_experts.adding(module, name, add))
             yield
     finally:
         del vars(wrapper)["get_base_layer"]

@@ -349,7 +349,9 @@ def test_dequantized_they_are_what_they_computed_with(workspace: Any, load: Call
         for path, module in _quantized_experts.all_experts(model).items()
     }
     if split:
-        placement = dict.fromkeys(_tiny.device_map(model, "none", main=workspace.main, offloaded="disk"), workspace.main)
+        placement = dict.fromkeys(
+            _tiny.device_map(model, "none", main=workspace.main, offloaded="disk"), workspace.main
+        )
         model = workspace.dispatch_map(model, placement | {f"{LAYERS}.1.experts": workspace.offloaded})
     model = model.dequantize()
     assert kinds(model) == {"Parameter"}
