@@ -97,8 +97,8 @@ def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
             mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
         options: of :func:`gemma4_compat._plan.plan_device_map`: ``context``, ``batch``, ``prompt``, ``quantize``
-            ("4bit", "4bit-double", "8bit", None), ``adapter``, ``vision``, ``audio``, ``cpu``, ``disk``,
-            ``attention``, ``balanced``.
+            ("4bit", "4bit-double", "8bit", None), ``quantize_experts``, ``adapter``, ``vision``, ``audio``, ``cpu``,
+            ``disk``, ``attention``, ``balanced``.
 
     Returns:
         The map, what is expected to be used where, the longest context that fits, and the code that loads the model.

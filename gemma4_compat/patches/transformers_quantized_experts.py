@@ -1,4 +1,4 @@
-"""silent: the 26B-A4B "in 4 bits" takes 48.5 GB of memory; 45.9 GB of them are experts in bf16.
+"""silent: the 26B-A4B "in 4 bits" takes 48.5 GB of memory; 45.7 GB of them are experts in bf16.
 
 Why: bitsandbytes quantizes ``nn.Linear`` modules, and the experts of a layer are two parameters with three dimensions.
 
