@@ -44,11 +44,12 @@ def table() -> str:
     layer = found.layers[0].experts
     assert found.experts is not None
     number, used, _ = found.experts
+    loading = max(layer.loading for layer in found.layers)
     lines += [
         "",
-        f"Beside that, in use for a moment: {gigabytes(max(layer.loading for layer in found.layers))} while loading (one "
-        f"parameter in bf16), {gigabytes(layer)} for a prompt (a layer's experts, dequantized), "
-        f"{gigabytes(layer * used // number)} for a decoded token ({used} of {number} experts).",
+        f"Beside that, in use for a moment: {gigabytes(loading)} while loading (one parameter in bf16), "
+        f"{gigabytes(layer)} for a prompt (a layer's experts, dequantized), {gigabytes(layer * used // number)} for a "
+        f"decoded token ({used} of {number} experts).",
     ]
     return "\n".join(lines)
 

@@ -328,6 +328,19 @@ def test_training_keeps_the_packed_weights_for_the_backward_pass(workspace: Any,
     assert kept[1] == []
 
 
+def test_prepared_for_training_they_stay_as_they_are(workspace: Any, load: Callable[..., Any]) -> None:
+    import peft
+    import torch
+
+    model = load()
+    before = {name: weight.data for name, weight in model.named_parameters() if ".experts." in name}
+    answers = workspace.answers(model, text_only=True)
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert len(before) == 6
+    assert all(torch.equal(model.get_parameter(name), data) for name, data in before.items())
+    assert is_exact(workspace, answers, model)
+
+
 def test_compiled(workspace: Any, load: Callable[..., Any]) -> None:
     import torch
 
