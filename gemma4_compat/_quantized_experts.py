@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _device_map, _placement, _quantize_offloaded, _safetensors, _settings
+from gemma4_compat import _device_map, _placement, _quantize_offloaded, _settings
 from gemma4_compat._errors import Gemma4CompatError
 
 ID = "transformers-quantized-experts"
@@ -301,6 +301,8 @@ def from_checkpoint(tensors: dict[str, Any]) -> Any:
 
 def in_checkpoint(files: Iterable[Any]) -> frozenset[str]:
     """Which parameters of experts are quantized in these files, as ``layers.<number>.experts.<name>``."""
+    from gemma4_compat import _safetensors  # with json, which importing the package does not load
+
     found = set()
     for file in map(Path, files):
         if file.suffix == ".safetensors":

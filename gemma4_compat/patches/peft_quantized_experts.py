@@ -1,7 +1,8 @@
 """silent: a LoRA with ``target_parameters`` on experts that are quantized to 4 bits is made for the packed bytes.
 
-Its ``lora_A`` takes one value and its ``lora_B`` gives as many as there are bytes; the first forward then ends in
-``AssertionError`` or a ``RuntimeError`` about shapes, and a merge adds to packed bytes.
+Its ``lora_A`` takes one value and its ``lora_B`` gives as many as there are bytes. The first forward ends in
+``ValueError: Registering a parametrization may not change the dtype of the tensor`` or ``RuntimeError: Expected mat_a
+to be Float32, BFloat16 or Float16 matrix, got Byte``.
 
 Why: PEFT reads shape and dtype off the parameter and adds to what it holds.
 
@@ -126,7 +127,7 @@ PATCH = Patch(
     id="peft-quantized-experts",
     summary="LoRA with target_parameters works on experts in 4 bits; a merge into them is refused",
     symptom="silent: lora_A over quantized experts takes one value, and the first forward fails",
-    severity=Severity.CRASH,
+    severity=Severity.WRONG_RESULT,
     failure_points=("F21",),
     distribution="peft",
     affected=">=0.18.0",
