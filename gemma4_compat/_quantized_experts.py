@@ -325,30 +325,45 @@ def tail_of(name: str) -> str | None:
 def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     """``Gemma4TextExperts.forward`` by upstream's own code, over the dequantized weights of the experts that are hit.
 
-    For the backward pass the packed weights are kept, and dequantized again.
+    For the backward pass the packed weights are kept, and dequantized again. ``torch.compile`` has to get through it
+    in one graph.
     """
     import torch
 
-    names = [name for name in NAMES if quantized_parameter(self, name) is not None]
-    if not names:
+    if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
         return original(self, hidden_states, top_k_index, top_k_weights)
-    added = vars(self).get(_ADDED, {})
+    added = getattr(self, _ADDED, {})
     # What PEFT adds is added to all experts, as it does to those in bf16.
     chosen = None if added else _hit(self, top_k_index)
-    make = {name: functools.partial(_values, self._parameters[name], chosen, added.get(name, ())) for name in names}
-    weights = {name: make[name]() for name in names}
-    stand_in = object.__new__(type(self))
-    vars(stand_in).update(vars(self))
-    vars(stand_in)["_parameters"] = {key: value for key, value in self._parameters.items() if key not in names}
-    vars(stand_in).update(weights)
+    weights, make = {}, {}
+    for name in NAMES:
+        parameter = getattr(self, name)
+        if hasattr(parameter, "quant_state"):
+            make[name] = functools.partial(_values, parameter, chosen, added.get(name, ()))
+            weights[name] = make[name]()
+        else:
+            weights[name] = parameter if chosen is None else parameter[chosen]
+    number = self.num_experts if chosen is None else len(chosen)
+    stand_in = _Experts(self, number, weights["gate_up_proj"], weights["down_proj"])
     if chosen is not None:
-        for name in set(NAMES) - set(names):
-            vars(stand_in)[name] = self._parameters[name][chosen]
-        vars(stand_in)["num_experts"] = len(chosen)
         top_k_index = torch.searchsorted(chosen, top_k_index)
-    keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    with _kept_packed(weights, make) if keeps else contextlib.nullcontext():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return original(stand_in, hidden_states, top_k_index, top_k_weights)
+    with _kept_packed(weights, make):
+        return original(stand_in, hidden_states, top_k_index, top_k_weights)
+
+
+class _Experts:
+    """An experts module as its forward sees it, with other weights."""
+
+    def __init__(self, module: Any, num_experts: int, gate_up_proj: Any, down_proj: Any) -> None:
+        self._module = module
+        self.num_experts = num_experts
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _hit(module: Any, top_k_index: Any) -> Any:
@@ -377,7 +392,7 @@ def current(module: Any, name: str) -> Any:
     """The values of all experts that a forward of ``module`` would compute with now, what PEFT adds included."""
     if quantized_parameter(module, name) is None:
         return getattr(module, name)
-    return _values(module._parameters[name], None, vars(module).get(_ADDED, {}).get(name, ()))
+    return _values(module._parameters[name], None, getattr(module, _ADDED, {}).get(name, ()))
 
 
 @contextlib.contextmanager
@@ -385,7 +400,7 @@ def _kept_packed(weights: Mapping[str, Any], make: Mapping[str, Callable[[], Any
     """Inside, autograd keeps of ``weights`` how to ``make`` them again: in bf16 they would be the whole model."""
     import torch
 
-    known = {weight.untyped_storage().data_ptr(): make[name] for name, weight in weights.items()}
+    known = {weights[name].untyped_storage().data_ptr(): again for name, again in make.items()}
 
     def pack(tensor: Any) -> Any:
         again = known.get(tensor.untyped_storage().data_ptr())

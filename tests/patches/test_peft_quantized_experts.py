@@ -154,8 +154,8 @@ def test_offloaded_experts(workspace: Any, load: Callable[..., Any], tmp_path: P
 
 
 @pytest.mark.skipif(
-    _versions.admits("<0.19", _versions.installed("peft") or "0"),
-    reason="before PEFT 0.19 one adapter alone can have target_parameters",
+    _versions.admits("<0.20", _versions.installed("peft") or "0"),
+    reason="before PEFT 0.20 one adapter alone can have target_parameters",
 )
 def test_two_adapters(workspace: Any, load: Callable[..., Any]) -> None:
     import peft
