@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _quantize_offloaded, _registry
+from gemma4_compat import _quantize_offloaded, _quantized_experts, _registry
 from gemma4_compat._engine import Engine
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._inspect import MetaTensor, find_meta_tensors, input_device
@@ -47,6 +47,7 @@ __all__ = [
     "patches",
     "plan_device_map",
     "quantization_skip_modules",
+    "quantize_experts",
     "quantize_offloaded",
     "revert",
     "scan_adapter",
@@ -98,8 +99,8 @@ def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
             mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
         options: of :func:`gemma4_compat._plan.plan_device_map`: ``context``, ``batch``, ``prompt``, ``quantize``
-            ("4bit", "4bit-double", "8bit", None), ``adapter``, ``vision``, ``audio``, ``cpu``, ``disk``,
-            ``attention``, ``balanced``.
+            ("4bit", "4bit-double", "8bit", None), ``quantize_experts``, ``adapter``, ``vision``, ``audio``, ``cpu``,
+            ``disk``, ``attention``, ``balanced``.
 
     Returns:
         The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
@@ -224,13 +225,36 @@ def quantize_offloaded() -> Iterator[None]:
     Raises:
         Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
     """
-    found = _engine.status()[_quantize_offloaded.ID]
-    if found.state not in (PatchState.APPLIED, PatchState.PENDING):
-        raise Gemma4CompatError(
-            f"quantize_offloaded() needs the patch {found.id}, which is {found.state}: {found.reason}."
-        )
+    _check_is_on(_quantize_offloaded.ID, "quantize_offloaded()")
     with _quantize_offloaded.asked():
         yield
+
+
+@contextlib.contextmanager
+def quantize_experts() -> Iterator[None]:
+    """Models loaded inside in 4 bits are loaded with their experts in 4 bits; 26B-A4B: see docs/QUANTIZATION.md.
+
+    >>> with gemma4_compat.quantize_experts():
+    ...     model = AutoModelForImageTextToText.from_pretrained(..., quantization_config=four_bit)
+
+    For Gemma 4 and bitsandbytes. Upstream keeps experts in bf16, for they are parameters and no linear layers; inside,
+    each expert's matrix is quantized by itself. ``llm_int8_skip_modules`` counts for them, too ("experts", or one
+    layer's). A model that was saved so is loaded so anywhere. It concerns this thread alone;
+    ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts`` does the same for the whole process. Goes together with
+    :func:`quantize_offloaded`: ``with quantize_experts(), quantize_offloaded(): ...``.
+
+    Raises:
+        Gemma4CompatError: the patch ``transformers-quantized-experts`` is off, so nothing could be done.
+    """
+    _check_is_on(_quantized_experts.ID, "quantize_experts()")
+    with _quantized_experts.asked():
+        yield
+
+
+def _check_is_on(patch_id: str, needed_by: str) -> None:
+    found = _engine.status()[patch_id]
+    if found.state not in (PatchState.APPLIED, PatchState.PENDING):
+        raise Gemma4CompatError(f"{needed_by} needs the patch {found.id}, which is {found.state}: {found.reason}.")
 
 
 install()

@@ -303,7 +303,7 @@ def use_of(
     adapter = sum(block.adapter for block in (*resident, *paged, *evicted))
     layers = [block for block in (*resident, *paged) if block.kind == "layer"]
     if paged and not quantize_offloaded:  # computed as they are: no dequantized copy
-        layers = [replace(block, workspace=0) if block in paged else block for block in layers]
+        layers = [replace(block, workspace=0, experts=0) if block in paged else block for block in layers]
     kv = sum(_memory.kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
     held = weights + pages + adapter + COSTS.blas_workspace
     prefill = _memory.activations(blueprint, layers, load, prefill=True, head=main)
@@ -423,9 +423,12 @@ def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quant
         remedies.append("4-bit weights")
     elif not quantize_offloaded and _first_that_fits(blueprint, budgets, load, True) is not None:
         remedies.append("offloaded layers quantized too (gemma4_compat.quantize_offloaded)")
+    experts = ""
+    if blueprint.quantization != "8bit" and blueprint.experts and not any(layer.experts for layer in blueprint.layers):
+        experts = " Its experts are in bf16 here; quantize_experts counts, and loads, them in 4 bits."
     return (
         f"{blueprint.model_class} with a context of {load.context} and a batch of {load.batch} does not fit into "
-        f"{given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}."
+        f"{given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}.{experts}"
     )
 
 

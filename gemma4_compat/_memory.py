@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gemma4_compat import _versions
+from gemma4_compat import _quantized_experts, _versions
 from gemma4_compat._errors import Gemma4CompatError
 
 #: How weights are stored; the names of the command line's ``--quantize`` (its "none" is None here).
@@ -101,6 +101,7 @@ class Block:
         modality: "vision" or "audio" for a tower.
         attention: of a decoder layer.
         intermediate: width of a decoder layer's MLP.
+        experts: bytes of a decoder layer's quantized experts once they are dequantized; 0 where none are quantized.
         tied: name of the block that holds its weight, for a head tied to the embedding.
     """
 
@@ -114,6 +115,7 @@ class Block:
     modality: str | None = None
     attention: Attention | None = None
     intermediate: int = 0
+    experts: int = 0
     tied: str | None = None
 
 
@@ -211,12 +213,24 @@ def quantized_tensors(rows: int, columns: int, quantization: str) -> list[int]:
     return [*packed, scales, 4 * 16, 4 * -(-scales // 256), 4 * 256, 4]
 
 
+def quantized_experts(count: int, rows: int, columns: int, quantization: str) -> list[int]:
+    """Bytes of each tensor of ``count`` experts' ``rows`` x ``columns`` weights in 4 bits: what bitsandbytes keeps for
+    one, with shared code books and, under double quantization, an offset for each.
+    """
+    if quantization == "4bit":
+        packed, scales, book = quantized_tensors(rows, columns, quantization)
+        return [count * packed, count * scales, book]
+    packed, scales, book, nested, nested_book, offset = quantized_tensors(rows, columns, quantization)
+    return [count * packed, count * scales, book, count * nested, nested_book, count * offset]
+
+
 def describe(
     model: Any,
     quantization: str | None = None,
     quantized: Callable[[str], bool] | Collection[str] | None = None,
     *,
     adapter: Mapping[str, int] | None = None,
+    experts: bool = False,
 ) -> Blueprint:
     """Cut a model into blocks.
 
@@ -226,6 +240,7 @@ def describe(
         quantized: which ``nn.Linear`` modules will be, by path: a predicate, or the paths. Modules that are
             bitsandbytes' already count as quantized whatever it says. None: no others.
         adapter: bytes of an adapter by path of the module they sit on (:func:`adapter_sizes`).
+        experts: experts will be quantized, too (``gemma4_compat.quantize_experts``); those that are count as such.
 
     Raises:
         Gemma4CompatError: the model is no Gemma 4 language model, or the quantization is unknown.
@@ -236,7 +251,7 @@ def describe(
         )
     path, text = _text_model(model)
     chosen = quantized if callable(quantized) else frozenset(quantized or ()).__contains__
-    sizes = _Sizes(model, quantization, chosen)
+    sizes = _Sizes(model, quantization, chosen, experts)
     remaining = dict(adapter or {})
     blocks = []
     for name, kind, module in _pieces(model, path):
@@ -270,8 +285,9 @@ def linear_names(model: Any, skip: Collection[str]) -> frozenset[str]:
 class _Sizes:
     """Sizes of modules; a tied weight counts where it is met first."""
 
-    def __init__(self, model: Any, quantization: str | None, chosen: Callable[[str], bool]) -> None:
+    def __init__(self, model: Any, quantization: str | None, chosen: Callable[[str], bool], experts: bool) -> None:
         self.quantization = quantization
+        self.experts = experts
         self.found: str | None = None
         self._chosen = chosen
         self._owners: dict[int, str] = {}
@@ -279,19 +295,26 @@ class _Sizes:
         ties = getattr(model, "all_tied_weights_keys", None) or {}
         self._ties = ties if isinstance(ties, dict) else {}
 
-    def tensors(self, name: str, module: Any) -> Iterator[tuple[str, list[int], list[int], int, int]]:
-        """For each module below ``name``: its path, bytes of its tensors stored and plain, workspace, loading."""
+    def tensors(self, name: str, module: Any) -> Iterator[tuple[str, list[int], list[int], int, int, int]]:
+        """For each module below ``name``: its path, bytes of its tensors stored and plain, workspace, loading, and of
+        its quantized experts.
+        """
         for part, leaf in module.named_modules():
             path = ".".join(filter(None, (name, part)))
             way = self._way(path, leaf)
             stored: list[int] = []
             plain: list[int] = []
-            workspace = loading = 0
+            workspace = loading = experts = 0
             for key, tensor in (*leaf.named_parameters(recurse=False), *leaf.named_buffers(recurse=False)):
                 full = f"{path}.{key}"
                 if self._ties.get(full, full) != full or self._owners.setdefault(id(tensor), full) != full:
                     continue
-                if way is not None and key == "weight":
+                if (shape := self._expert_shape(leaf, tensor)) is not None:
+                    stored += quantized_experts(*shape, self.found or "4bit")
+                    plain.append(2 * math.prod(shape))
+                    experts += plain[-1]
+                    loading = max(loading, plain[-1])
+                elif way is not None and key == "weight":
                     rows, columns = leaf.out_features, leaf.in_features
                     stored += quantized_tensors(rows, columns, way)
                     plain.append(2 * rows * columns)
@@ -300,11 +323,25 @@ class _Sizes:
                 elif not (way == "8bit" and key == "SCB"):
                     stored.append(tensor.numel() * tensor.element_size())
                     plain.append(stored[-1])
-            yield path, stored, plain, workspace, loading
+            yield path, stored, plain, workspace, loading, experts
 
     def owner(self, tensor: Any, path: str) -> str:
         """The path at which a weight was counted."""
         return self._ties.get(path) or self._owners.get(id(tensor), path)
+
+    def _expert_shape(self, module: Any, tensor: Any) -> tuple[int, int, int] | None:
+        """(experts, rows, columns) of a parameter of experts that is quantized, or will be; else None."""
+        if not _quantized_experts.is_experts(module):
+            return None
+        state = vars(tensor).get("quant_state")
+        if state is not None:
+            self.found = "4bit-double" if state.nested else "4bit"
+        elif not self.experts or tensor.ndim != 3 or tensor[0].numel() % 64:
+            return None
+        else:
+            self.found = self.quantization
+        count, rows, columns = tensor.shape if state is None else state.shape
+        return count, rows, columns
 
     def _way(self, path: str, module: Any) -> str | None:
         names = {base.__name__ for base in type(module).__mro__}
@@ -341,6 +378,7 @@ def _block(name: str, kind: Kind, module: Any, sizes: _Sizes, adapter: int) -> B
         plain=_size([part[2] for part in parts]),
         workspace=max(part[3] for part in parts),
         loading=max(part[4] for part in parts),
+        experts=sum(part[5] for part in parts),
         adapter=adapter,
         modality=("vision" if "vision" in name else "audio") if kind == "tower" else None,
         attention=_attention(module.self_attn) if layer else None,
@@ -488,8 +526,8 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
     - attention: queries with their norm in fp32, keys and values repeated for every head where the kernel has no
       grouped heads, the output with its fp32 accumulator, and all scores twice where the kernel is "math" (in fp32)
       or eager;
-    - the dequantized bf16 copy of a layer's largest 4-bit weight, where the forward has more than one token, and
-      8-bit's quantized inputs and int32 products;
+    - the dequantized bf16 copy of a layer's largest 4-bit weight, where the forward has more than one token, of its
+      quantized experts (while decoding: of those that are hit), and 8-bit's quantized inputs and int32 products;
     - LoRA: the layer's widest input and output in fp32.
 
     Where transformers takes only the last position through the KV-shared layers of a prefill (5.23), they count as in
@@ -555,6 +593,10 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
     if blueprint.experts is not None:
         number, used, inner = blueprint.experts
         experts = tokens * used * (8 * (number + 1) + item * (2 * inner + hidden)) + 2 * residual
+        if block.experts and tokens * used < number:  # those that are hit, and their packed bytes
+            experts += block.experts * tokens * used // number * 5 // 4
+        else:
+            experts += block.experts
     lora = tokens * 4 * (block.intermediate + hidden) if block.adapter else 0
     return residual + workspace + lora + max(projected, kernel, mlp, experts, COSTS.norm * tokens * hidden)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _layout, _memory, _variants, _versions
+from gemma4_compat import _layout, _memory, _quantized_experts, _variants, _versions
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._layout import Layout, Use
 from gemma4_compat._memory import Blueprint, Load
@@ -37,6 +37,7 @@ class Plan:
         device_map: for ``from_pretrained``; the first accelerator in it computes what is offloaded.
         quantization: "4bit", "4bit-double", "8bit", or None.
         quantize_offloaded: whether offloaded modules must be loaded inside ``gemma4_compat.quantize_offloaded()``.
+        experts: how the experts are stored, as ``quantization`` says; None: in bf16, or there are none.
         use: expected bytes by accelerator (peaks ``loading``, ``prefill``, ``decode``; what they hold).
         cpu: bytes in host memory.
         disk: bytes on disk.
@@ -52,6 +53,7 @@ class Plan:
     device_map: dict[str, int | str]
     quantization: str | None
     quantize_offloaded: bool
+    experts: str | None
     use: dict[int | str, Use]
     cpu: int
     disk: int
@@ -81,6 +83,7 @@ def plan_device_map(
     batch: int = 1,
     prompt: int | None = None,
     quantize: str | None = "4bit",
+    quantize_experts: bool = False,
     adapter: str | Path | None = None,
     vision: bool = False,
     audio: bool = False,
@@ -107,6 +110,7 @@ def plan_device_map(
         batch: sequences at a time.
         prompt: tokens of the prompt; default: all of the context, the worst case.
         quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
+        quantize_experts: experts are quantized to 4 bits, too; otherwise they stay in bf16, as upstream keeps them.
         adapter: folder of a PEFT adapter that will be loaded onto it.
         vision: images will be given, one a sequence.
         audio: sound will be given, 30 s a sequence.
@@ -121,10 +125,16 @@ def plan_device_map(
     quantize = None if quantize in (None, "none") else quantize
     built, name, assumed = on_meta(model)
     quantize = prequantized(built.config, quantize)
+    if quantize_experts and quantize not in ("4bit", "4bit-double"):
+        raise Gemma4CompatError(
+            f"quantize_experts quantizes to 4 bits, and quantize is {quantize!r}; use quantize='4bit' or '4bit-double'"
+        )
+    stored = _stored_experts(built, name)
     skip = skip_modules(built)
     quantized = _memory.linear_names(built, skip) if quantize else None
     sizes = None if adapter is None else _memory.adapter_sizes(adapter)
-    blueprint = _memory.describe(built, quantize, quantized, adapter=sizes)
+    blueprint = _memory.describe(built, quantize, quantized, adapter=sizes, experts=quantize_experts or stored)
+    experts = quantize if any(block.experts for block in blueprint.blocks) else None
     budgets = _budgets(vram)
     load = Load(context=context, batch=batch, prompt=prompt, vision=vision, audio=audio, attention=attention)
     offloaded = quantize is not None
@@ -150,6 +160,7 @@ def plan_device_map(
         device_map=placed.device_map,
         quantization=quantize,
         quantize_offloaded=inside,
+        experts=experts,
         use=placed.use,
         cpu=placed.cpu,
         disk=placed.disk,
@@ -160,7 +171,17 @@ def plan_device_map(
         audio=audio,
         longest_context=longest,
         assumed=assumed,
-        code=_code(name, blueprint, placed, quantize, skip, adapter, bool(away), inside, attention),
+        code=_code(
+            name,
+            blueprint,
+            placed,
+            quantize,
+            skip,
+            adapter,
+            bool(away),
+            [*(["quantize_experts"] if experts and not stored else []), *(["quantize_offloaded"] if inside else [])],
+            attention,
+        ),
     )
 
 
@@ -268,6 +289,13 @@ def prequantized(config: Any, quantize: str | None) -> str | None:
     )
 
 
+def _stored_experts(model: Any, name: str) -> bool:
+    """Whether the checkpoint in the folder ``name`` has its experts in 4 bits."""
+    if getattr(model.config, "quantization_config", None) is None or not Path(name).is_dir():
+        return False
+    return bool(_quantized_experts.in_checkpoint(Path(name).glob("*.safetensors")))
+
+
 def _budgets(vram: Any) -> dict[int | str, int]:
     if isinstance(vram, Mapping):
         return {device: parse_size(size) for device, size in vram.items()}
@@ -286,7 +314,7 @@ def _code(
     skip: Sequence[str],
     adapter: str | Path | None,
     split: bool,
-    inside: bool,
+    inside: Sequence[str],
     attention: str,
 ) -> str:
     imports = f"BitsAndBytesConfig, {blueprint.model_class}" if quantize else blueprint.model_class
@@ -312,7 +340,8 @@ def _code(
     call = [f"model = {blueprint.model_class}.from_pretrained(", f"    {_quoted(name)},"]
     call += [f"    {argument}," for argument in arguments] + [")"]
     if inside:
-        lines += ["with gemma4_compat.quantize_offloaded():", *(f"    {line}" for line in call)]
+        contexts = ", ".join(f"gemma4_compat.{context}()" for context in inside)
+        lines += [f"with {contexts}:", *(f"    {line}" for line in call)]
     else:
         lines += call
     lines += [f"model = PeftModel.from_pretrained(model, {_quoted(str(adapter))})"] if adapter is not None else []

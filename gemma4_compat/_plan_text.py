@@ -49,7 +49,8 @@ def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> s
 def _heading(plan: Plan, width: int) -> Iterator[str]:
     stored = {None: "bf16", "8bit": "8 bit", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}
     given = [name for name in ("vision", "audio") if getattr(plan, name)]
-    title = f"{plan.model} ({plan.model_class}), {stored[plan.quantization]}, context {plan.context}"
+    experts = ", experts too" if plan.experts else ""
+    title = f"{plan.model} ({plan.model_class}), {stored[plan.quantization]}{experts}, context {plan.context}"
     title += f", batch {plan.batch}" + "".join(f", {name}" for name in given)
     yield from textwrap.wrap(title, width)
     if plan.assumed:

@@ -139,6 +139,51 @@ def build_checkpoint(
     return folder
 
 
+def moe_config(layers: int = 3) -> Any:
+    """A ``Gemma4Config`` like the 26B-A4B's: 32 experts of which a token has 2, values that are keys, no per-layer
+    inputs, no shared keys and values, no sound; ``layers`` is a multiple of 3.
+    """
+    from transformers.models.gemma4 import configuration_gemma4 as gemma4
+
+    shape = text_shape(layers) | {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 32,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    }
+    other = config()
+    return gemma4.Gemma4Config(
+        text_config=gemma4.Gemma4TextConfig(**shape),
+        vision_config=other.vision_config,
+        audio_config=None,
+        **{
+            name: getattr(other, name) for name in ("image_token_id", "video_token_id", "boi_token_id", "eoi_token_id")
+        },
+        tie_word_embeddings=True,
+    )
+
+
+def build_moe_checkpoint(folder: Path, *, seed: int = 0, layers: int = 3) -> Path:
+    """Write a ``Gemma4ForConditionalGeneration`` of :func:`moe_config` (bf16) into ``folder`` and return it."""
+    import torch
+    from transformers import Gemma4ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    model = Gemma4ForConditionalGeneration(moe_config(layers))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.1)
+            elif "router" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def build_text_checkpoint(folder: Path, *, seed: int = 0, variant: str = "E2B") -> Path:
     """Write a checkpoint of :func:`config`'s language model alone, a ``Gemma4ForCausalLM``, and return ``folder``."""
     import torch

@@ -145,6 +145,9 @@ def plan(
     batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
     prompt: Annotated[int | None, typer.Option("--prompt", help="Tokens of the prompt; default: the context.")] = None,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
+    quantize_experts: Annotated[
+        bool, typer.Option("--quantize-experts", help="Experts to 4 bits, too; otherwise they stay in bf16.")
+    ] = False,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of a PEFT adapter to be loaded.")] = None,
     vision: Annotated[bool, typer.Option("--vision", help="Images will be given.")] = False,
     audio: Annotated[bool, typer.Option("--audio", help="Sound will be given.")] = False,
@@ -166,6 +169,7 @@ def plan(
             batch=batch,
             prompt=prompt,
             quantize=quantize,
+            quantize_experts=quantize_experts,
             adapter=adapter,
             vision=vision,
             audio=audio,

@@ -117,7 +117,7 @@ def deserialize(
 ) -> dict[str, Any]:
     result = original(self, input_dict, *args, **kwargs)
     placement, name = vars(self.hf_quantizer).get(_PLACEMENT), kwargs.get("full_layer_name")
-    weight = result.get("weight")
+    weight = result.get("weight", next(iter(result.values()), None))  # or a parameter with a name of its own
     if placement and name and hasattr(weight, "to") and _quantize_offloaded.device_of(name, placement) == "disk":
         _leave_on_meta(kwargs["model"], name, weight)
     return result
