@@ -39,6 +39,8 @@ PATCHES: tuple[str, ...] = (
     "transformers_uncached_sharing",
     "transformers_shared_kv",
     "transformers_shared_kv_unified",
+    "transformers_assistant_sharing",
+    "transformers_assistant_sharing_unified",
     "transformers_quantized_vision",
     "transformers_quantized_audio",
     "transformers_quantized_vision_unified",

@@ -159,6 +159,19 @@ class Workspace:
         """:func:`_tiny.inputs` for the checkpoint at hand, on the main device."""
         return _tiny.inputs(self.main, text_only=text_only, variant=self.variant)
 
+    def load_assistant(self, quantization: str | None = None) -> Any:
+        """An assistant model for :meth:`load`'s, to be given to its ``generate`` as ``assistant_model``.
+
+        Raises:
+            ImportError: the installed transformers has none for it.
+        """
+        return _tiny.load(
+            self.made(self._assistant), quantization, device=self.main, cls=_tiny.assistant_class(self.checkpoint)
+        )
+
+    def _assistant(self, folder: Path) -> None:
+        _tiny.build_assistant(self.checkpoint, folder, variant=self.variant)
+
     def _misfit(self, folder: Path) -> None:
         import torch
         from safetensors.torch import load_file, save_file
@@ -237,6 +250,23 @@ def difference(reference: Answers, other: Answers) -> float:
     found = [(a - b).abs().max().item() for a, b in zip(reference.logits, other.logits)]
     # Each one is looked at: `max` would pass over a NaN that is not the first.
     return max(found) if all(math.isfinite(value) for value in found) else math.inf
+
+
+def assisted(workspace: Workspace) -> Outcome:
+    """Whether generating with an assistant model gives the tokens that it gives without."""
+    import torch
+
+    model, batch = workspace.load(), workspace.inputs()
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    alone = model.generate(**batch, **options)
+    try:
+        assistant = workspace.load_assistant()
+    except ImportError as error:
+        return Outcome(False, str(error), applicable=False)
+    helped = model.generate(**batch, **options, assistant_model=assistant)
+    if torch.equal(alone, helped):
+        return Outcome(False, f"{NEW_TOKENS} tokens with an assistant model are those without")
+    return Outcome(True, "with an assistant model other tokens are generated")
 
 
 def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:

@@ -76,6 +76,7 @@ _UNIFIED_VISION: dict[str, Any] = {
     "output_proj_dims": 64,
 }
 _UNIFIED_SAMPLES = 128  # of a sound, in each of its tokens
+_ASSISTANT = ("AssistantConfig", "TextConfig")  # the classes of its configuration
 _TOKENS: dict[str, Any] = {
     "image_token_id": IMAGE_TOKEN,
     "audio_token_id": AUDIO_TOKEN,
@@ -170,8 +171,8 @@ def build_checkpoint(
     import transformers
 
     torch.manual_seed(seed)
-    cls = getattr(transformers, _class_of(variant == _variants.UNIFIED))
-    model = cls(config(layers, table=table, variant=variant))
+    shape = config(layers, table=table, variant=variant)
+    model = getattr(transformers, _class_of(variant == _variants.UNIFIED))(shape)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -191,6 +192,46 @@ def build_checkpoint(
 def build_unified_checkpoint(folder: Path) -> Path:
     """Write the 12B's checkpoint made small, a ``Gemma4UnifiedForConditionalGeneration``, and return ``folder``."""
     return build_checkpoint(folder, variant=_variants.UNIFIED)
+
+
+def assistant_class(checkpoint: Path) -> str:
+    """The class of an assistant model for the model in ``checkpoint``.
+
+    Raises:
+        ImportError: the installed transformers does not have it.
+    """
+    import transformers
+
+    name = class_name(checkpoint).replace("ForConditionalGeneration", "AssistantForCausalLM")
+    if not hasattr(transformers, name):
+        raise ImportError(f"transformers {transformers.__version__} has no {name}")
+    return name
+
+
+def build_assistant(checkpoint: Path, folder: Path, *, variant: str | None = None, seed: int = 0) -> Path:
+    """Write an assistant model for the model in ``checkpoint`` into ``folder`` and return it: one round of the model's
+    layers, each with the keys and values of the model's last one of its kind. Random, so few of its guesses are taken.
+
+    Raises:
+        ImportError: the installed transformers has none.
+    """
+    import torch
+    import transformers
+
+    name = assistant_class(checkpoint)
+    text = text_shape() if variant is None else _scaled_text(_variants.shape(variant), 1, VOCABULARY)
+    period = text["layer_types"].index("full_attention") + 1
+    text |= {"layer_types": text["layer_types"][:period], "num_hidden_layers": period, "num_kv_shared_layers": period}
+    text |= {"enable_moe_block": False, "use_double_wide_mlp": False}
+    if variant != _variants.UNIFIED:
+        text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    classes = {kind: getattr(transformers, name.replace("AssistantForCausalLM", kind)) for kind in _ASSISTANT}
+    torch.manual_seed(seed)
+    shape = classes["AssistantConfig"](text_config=classes["TextConfig"](**text), backbone_hidden_size=64)
+    model = _randomized(getattr(transformers, name)(shape))
+    model.generation_config.num_assistant_tokens = 3
+    model.save_pretrained(folder)
+    return folder
 
 
 def _class_of(unified: bool, *, text_only: bool = False) -> str:

@@ -131,6 +131,7 @@ PARTS = {
     "vision_tower": "vision tower",
     "audio_tower": "audio tower",
     "clipped_linears": "linears that are wrapped to be clipped",
+    "gemma4": "classes of the other variants (gemma4)",
     "unified": "classes of its own (gemma4_unified)",
 }
 
@@ -145,6 +146,7 @@ def parts(name: str) -> set[str]:
         "vision_tower": not unified,
         "audio_tower": not unified and _SHAPES[name]["audio"] is not None,
         "clipped_linears": not unified,  # the wrapper is there with its clipping off, too
+        "gemma4": not unified,
         "unified": unified,
     }
     return {part for part, there in has.items() if there}

@@ -93,27 +93,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     patches = [patch for patch in gemma4_compat.patches() if not options.patches or patch.id in options.patches]
     file = RESULTS / f"{options.name}.json"
     known = json.loads(file.read_text(encoding="utf-8"))["variants"] if file.exists() else {}
-    result: dict[str, Any] = {
-        "versions": _doctor.stack(),
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "variants": {},
-    }
     every = [patch.id for patch in gemma4_compat.patches()]
+    found: dict[str, Any] = {}
     for variant in _variants.NAMES:
-        before = known.get(variant, {})
-        if variant in options.variants:
-            with tempfile.TemporaryDirectory() as folder:
-                fresh = measure(variant, patches, Path(folder))
-        else:
-            fresh = {}
-        joined = fresh if "missing" in fresh else {**before, **fresh}
-        result["variants"][variant] = {key: joined[key] for key in ["missing", *every] if key in joined}
-    RESULTS.mkdir(exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        found[variant] = known.get(variant, {})
+        if variant not in options.variants:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            fresh = measure(variant, patches, Path(folder))
+        joined = fresh if "missing" in fresh else {**found[variant], **fresh}
+        found[variant] = {key: joined[key] for key in ["missing", *every] if key in joined}
+        result = {
+            "versions": _doctor.stack(),
+            "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            "variants": {**known, **found},
+        }
+        RESULTS.mkdir(exist_ok=True)
+        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     bad = [
         f"{variant} {name}"
-        for variant, found in result["variants"].items()
-        for name, row in found.items()
+        for variant, rows in found.items()
+        for name, row in rows.items()
         if name != "missing" and row["verdict"] in (UNREPAIRED, BROKEN)
     ]
     print(f"wrote {file.relative_to(ROOT)}; not repaired: {', '.join(bad) or 'none'}")

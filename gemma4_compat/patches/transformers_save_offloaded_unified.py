@@ -68,7 +68,7 @@ PATCH = Patch(
     failure_points=("F30",),
     distribution="transformers",
     affected=">=5.10.1,<5.14.0",
-    measured="5.13.0",
+    measured="5.13.1",
     fixed="5.14.0",
     requires=("accelerate",),
     retire_when="transformers below 5.14.0 is no longer supported",
