@@ -159,7 +159,7 @@ def _scaled_text(shape: dict[str, Any], layers: int, table: int) -> dict[str, An
         "num_hidden_layers": rounds * period,
         "layer_types": shape["layer_types"][:period] * rounds,
     }
-    small = {"num_global_key_value_heads": 1, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+    small = {"num_global_key_value_heads": 1, "num_experts": 32, "top_k_experts": 2, "moe_intermediate_size": 64}
     return text | {name: value for name, value in small.items() if name in real}
 
 
