@@ -64,9 +64,13 @@ def test_the_model_may_be_split_and_quantized(
     import torch
 
     space = spaces(variant)
+    assistant = space.load_assistant()
+    expected = alone(variant, quantization)
+    if quantization == "8bit":  # whose kernel rounds a token by those it is computed with
+        expected = generate(space, space.load(quantization), assistant)
     model = space.split(quantization, offload)
     for _ in range(2):
-        assert torch.equal(generate(space, model, space.load_assistant()), alone(variant, quantization))
+        assert torch.equal(generate(space, model, assistant), expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
