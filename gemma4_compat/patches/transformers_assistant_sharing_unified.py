@@ -13,13 +13,18 @@ Goes when transformers knows models all of whose layers reuse keys and values, o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _shared_kv
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
+
+
+def kv_sharing_modes(original: Callable[..., list[str | None]], self: Any) -> list[str | None]:
+    return _shared_kv.sharing_modes(original, self)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -45,7 +50,7 @@ PATCH = Patch(
         Target(
             module="transformers.models.gemma4_unified.configuration_gemma4_unified",
             name="Gemma4UnifiedTextConfig.kv_sharing_modes",
-            replacement=_shared_kv.sharing_modes,
+            replacement=kv_sharing_modes,
             known={
                 "7e8cea83fb49": "5.23.0",
             },

@@ -70,6 +70,7 @@ PATCH = Patch(
     affected=">=5.10.1,<5.14.0",
     measured="5.13.1",
     fixed="5.14.0",
+    applied_upstream="https://github.com/huggingface/transformers/pull/47018",
     requires=("accelerate",),
     retire_when="transformers below 5.14.0 is no longer supported",
     targets=(
