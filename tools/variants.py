@@ -38,6 +38,7 @@ NOT_AFFECTED = "not affected"
 NOT_APPLICABLE = "not applicable"
 UNREPAIRED = "NOT REPAIRED"
 BROKEN = "BROKEN BY THE PATCH"
+UNKNOWN = "NOT MEASURED"
 #: Kept of a reproduction's result.
 SHOWN = ("defect", "detail", "parity", "applicable")
 
@@ -173,13 +174,14 @@ def page() -> str:
 def best(entries: Iterable[Mapping[str, Any] | None]) -> str:
     """The verdict of a row: of several, the one that says most."""
     seen = {entry["verdict"] for entry in entries if entry is not None}
-    return next(kind for kind in (UNREPAIRED, BROKEN, REPAIRED, NOT_AFFECTED, NOT_APPLICABLE) if kind in seen)
+    known = (UNREPAIRED, BROKEN, REPAIRED, NOT_AFFECTED, NOT_APPLICABLE)
+    return next((kind for kind in known if kind in seen), UNKNOWN)
 
 
 def by_stack(stacks: Mapping[str, Mapping[str, Any]], variant: str, patch_id: str) -> str:
     """One verdict where all stacks that have the variant agree, else each one's."""
     found = {
-        name: run["variants"][variant][patch_id]["verdict"]
+        name: run["variants"][variant].get(patch_id, {"verdict": UNKNOWN})["verdict"]
         for name, run in stacks.items()
         if "missing" not in run["variants"][variant]
     }
