@@ -49,23 +49,25 @@ class ChangeSet:
     def replace(self, module: str, name: str, replacement: Callable[..., Any]) -> None:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
 
-        Static and class methods stay what they are.
+        Static and class methods stay what they are; of a property it is the getter.
 
         Raises:
             AttributeError: nothing of that name is there.
-            TypeError: what is there is not a function, a static method or a class method.
+            TypeError: what is there is not a function, a static method, a class method or a property.
         """
         owner, attribute = resolve_owner(module, name)
         raw = raw_slot(owner, attribute)
         label = f"{module}.{name}"
         if isinstance(raw, (staticmethod, classmethod)):
             installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label))
+        elif isinstance(raw, property):
+            installed = raw.getter(self._wrap(raw.fget, replacement, label))
         else:
             installed = self._wrap(raw, replacement, label)
         before = vars(owner).get(attribute, _ABSENT)
         if before is _ABSENT and isinstance(owner, type):
             # Inherited: the name it is pickled by would otherwise lead to the base class, and to another function.
-            function = getattr(installed, "__func__", installed)
+            function = _function(installed)
             function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{attribute}"
         self._set(owner, attribute, before, installed, label)
         if isinstance(installed, FunctionType) and not isinstance(owner, type):
@@ -121,13 +123,17 @@ class ChangeSet:
 
 def _is_under(current: Any, installed: Any) -> bool:
     """Whether ``installed`` is what the slot holds, other patches of ours on top of it or not."""
-    current = getattr(current, "__func__", current)
-    installed = getattr(installed, "__func__", installed)
+    current, installed = _function(current), _function(installed)
     while current is not installed:
         if not isinstance(current, FunctionType) or current not in _installed:
             return False
         current = vars(current)["__wrapped__"]
     return True
+
+
+def _function(raw: Any) -> Any:
+    """The function in a raw slot: a static or class method's, a property's getter, or what is there itself."""
+    return raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
 
 
 def resolve_owner(module: str, name: str) -> tuple[Any, str]:

@@ -34,6 +34,8 @@ def fingerprint(function: Any) -> str:
     """
     if isinstance(function, (staticmethod, classmethod)):
         function = function.__func__
+    elif isinstance(function, property):
+        function = function.fget
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:
         return fingerprint_source(inspect.getsource(function))

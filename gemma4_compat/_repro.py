@@ -1,9 +1,9 @@
 """Reproductions: the situation a patch is for, built through public API on a tiny checkpoint, in a process of its own.
 
 ``python -m gemma4_compat._repro ID FOLDER`` runs one and prints one line of JSON; ``doctor`` runs it twice, with the
-shim off and on. The main device is the first GPU where there is one; then "cpu" entries are offloaded to the host.
-Without a GPU the main device is the CPU and modules are offloaded to disk: accelerate uses the same hooks and meta
-weights for both.
+shim off and on. ``build FOLDER [VARIANT]`` instead makes the folder. The main device is the first GPU where there is
+one; then "cpu" entries are offloaded to the host. Without a GPU the main device is the CPU and modules are offloaded
+to disk: accelerate uses the same hooks and meta weights for both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _tiny
+from gemma4_compat import _tiny, _variants
 
 ADAPTERS = ("language", "towers", "all")
 #: A parity figure is the largest absolute logit difference over this many forwards; tokens of a generate must agree.
@@ -64,20 +64,45 @@ class Answers:
     tokens: Any
 
 
+class LackingError(Exception):
+    """The variant in the workspace has nothing of what a reproduction is about; says what it lacks."""
+
+
 class Workspace:
-    """A folder with the tiny checkpoint and its adapters, and the ways a reproduction uses them."""
+    """A folder with the tiny checkpoint and its adapters, and the ways a reproduction uses them.
+
+    Its ``variant`` is None for the checkpoint that has nearly everything, or one of :data:`_variants.NAMES`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        file = folder / "variant"
+        self.variant = file.read_text(encoding="utf-8") if file.exists() else None
 
     @classmethod
-    def build(cls, folder: Path) -> Workspace:
-        """Write the checkpoint and one adapter for each of :data:`ADAPTERS`."""
+    def build(cls, folder: Path, variant: str | None = None) -> Workspace:
+        """Write the checkpoint and one adapter for each of :data:`ADAPTERS`.
+
+        Raises:
+            Gemma4CompatError: the installed transformers has no such variant.
+        """
+        if variant is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "variant").write_text(variant, encoding="utf-8")
         workspace = cls(folder)
-        _tiny.build_checkpoint(workspace.checkpoint)
+        _tiny.build_checkpoint(workspace.checkpoint, variant=variant)
         for targets in ADAPTERS:
             _tiny.build_adapter(workspace.checkpoint, workspace.adapter(targets), targets)
         return workspace
+
+    def needs(self, part: str) -> None:
+        """Say that a reproduction is about ``part``, one of :data:`_variants.PARTS`.
+
+        Raises:
+            LackingError: the variant at hand has none; the reproduction is then not applicable.
+        """
+        if self.variant is not None and part not in _variants.parts(self.variant):
+            raise LackingError(f"the {self.variant} has no {_variants.PARTS[part]}")
 
     @property
     def checkpoint(self) -> Path:
@@ -107,6 +132,46 @@ class Workspace:
         """An adapter that was made for a base model of another width (two of its tensors are)."""
         return self.made(self._misfit)
 
+    def unified(self) -> Workspace | None:
+        """A workspace with the 12B in it; None where the installed transformers has no such model.
+
+        Raises:
+            LackingError: another variant is in this one.
+        """
+        import transformers
+
+        self.needs("unified")
+        if not hasattr(transformers, "Gemma4UnifiedConfig"):
+            return None
+        if self.variant == _variants.UNIFIED:
+            return self
+        return Workspace(self.made(self._unified))
+
+    def _unified(self, folder: Path) -> None:
+        Workspace.build(folder, _variants.UNIFIED)
+
+    def larger(self, **options: int) -> Path:
+        """The checkpoint with more ``layers``, or another ``table``, see :func:`_tiny.build_checkpoint`."""
+        variant = {} if self.variant is None else {"variant": self.variant}
+        return self.made(_tiny.build_checkpoint, **options, **variant)
+
+    def inputs(self, *, text_only: bool = False) -> dict[str, Any]:
+        """:func:`_tiny.inputs` for the checkpoint at hand, on the main device."""
+        return _tiny.inputs(self.main, text_only=text_only, variant=self.variant)
+
+    def load_assistant(self, quantization: str | None = None) -> Any:
+        """An assistant model for :meth:`load`'s, to be given to its ``generate`` as ``assistant_model``.
+
+        Raises:
+            ImportError: the installed transformers has none for it.
+        """
+        return _tiny.load(
+            self.made(self._assistant), quantization, device=self.main, cls=_tiny.assistant_class(self.checkpoint)
+        )
+
+    def _assistant(self, folder: Path) -> None:
+        _tiny.build_assistant(self.checkpoint, folder, variant=self.variant)
+
     def _misfit(self, folder: Path) -> None:
         import torch
         from safetensors.torch import load_file, save_file
@@ -135,8 +200,11 @@ class Workspace:
         return _tiny.load(self.checkpoint, quantization, device=self.main)
 
     def load_text(self) -> Any:
-        """:meth:`load`'s language model as a ``Gemma4ForCausalLM``: the same weights, from a checkpoint of its own."""
-        return _tiny.load(self.made(self._text_twin), device=self.main, cls="Gemma4ForCausalLM")
+        """:meth:`load`'s language model as a ``Gemma4ForCausalLM`` (or the 12B's): the same weights, from a checkpoint
+        of its own.
+        """
+        twin = self.made(self._text_twin)
+        return _tiny.load(twin, device=self.main, cls=_tiny.class_name(twin, text_only=True))
 
     def _text_twin(self, folder: Path) -> None:
         _tiny.build_text_twin(self.checkpoint, folder)
@@ -146,7 +214,10 @@ class Workspace:
         return self.made(self._text_adapter)
 
     def _text_adapter(self, folder: Path) -> None:
-        _tiny.write_adapter(self.load_text(), ["per_layer_input_gate", "per_layer_projection"], folder)
+        targets: Any = ["per_layer_input_gate", "per_layer_projection"]
+        if self.variant is not None and "per_layer_embeddings" not in _variants.parts(self.variant):
+            targets = r".*\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
+        _tiny.write_adapter(self.load_text(), targets, folder)
 
     def split(self, quantization: str | None = None, offload: str = "both") -> Any:
         """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`_tiny.device_map`)."""
@@ -163,10 +234,13 @@ class Workspace:
         """Three forwards and a greedy generate on a prompt with an image and a sound, without gradients."""
         import torch
 
-        batch = _tiny.inputs(self.main, text_only=text_only)
+        batch = self.inputs(text_only=text_only)
+        # A place for an image that is not there is read by some classes as padding, by others as a word.
+        places = [_tiny.IMAGE_TOKEN, _tiny.AUDIO_TOKEN, _tiny.VIDEO_TOKEN]
+        options = {} if self.variant is None else {"suppress_tokens": places}
         with torch.no_grad():
             logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
-            tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False).cpu()
+            tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **options).cpu()
         return Answers(logits, tokens)
 
 
@@ -179,6 +253,37 @@ def difference(reference: Answers, other: Answers) -> float:
     found = [(a - b).abs().max().item() for a, b in zip(reference.logits, other.logits)]
     # Each one is looked at: `max` would pass over a NaN that is not the first.
     return max(found) if all(math.isfinite(value) for value in found) else math.inf
+
+
+def assisted(workspace: Workspace) -> Outcome:
+    """Whether generating with an assistant model gives the tokens that it gives without."""
+    import torch
+
+    model, batch = workspace.load(), workspace.inputs()
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    alone = model.generate(**batch, **options)
+    try:
+        assistant = workspace.load_assistant()
+    except ImportError as error:
+        return Outcome(False, str(error), applicable=False)
+    try:
+        helped = model.generate(**batch, **options, assistant_model=assistant)
+    except ValueError as error:
+        if "Cannot `crop`" not in str(error):
+            raise
+        return Outcome(False, "this release cannot take tokens back from a sliding cache", applicable=False)
+    if torch.equal(alone, helped):
+        return Outcome(False, f"{NEW_TOKENS} tokens with an assistant model are those without")
+    return Outcome(True, "with an assistant model other tokens are generated")
+
+
+def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:
+    """Of which kinds of layers a model returns the keys and values that an assistant model asks for."""
+    import torch
+
+    with torch.no_grad():
+        outputs = model(**batch, return_shared_kv_states=True)
+    return sorted(getattr(outputs, "shared_kv_states", None) or {})
 
 
 def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
@@ -203,8 +308,10 @@ def sensed(workspace: Workspace, quantization: str, sense: str) -> tuple[float, 
     """How a tower quantized with everything else compares: with the same weights, dequantized; and with itself for a
     quite different image or sound. Relative differences of its features, so 0 and about 1.4 are perfect.
     """
-    batch = _tiny.inputs(workspace.main)
-    other = dict(batch, pixel_values=1 - batch["pixel_values"], input_features=-batch["input_features"])
+    batch = workspace.inputs()
+    other = dict(batch, pixel_values=1 - batch["pixel_values"])
+    if sense == "audio":
+        other["input_features"] = -batch["input_features"]
     model = _tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True)
     found, another = features(model, batch, sense), features(model, other, sense)
     plain = _tiny.dequantize(_tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True))
@@ -219,20 +326,22 @@ def relative(found: Any, reference: Any) -> float:
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
     """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C.
 
-    ``ID:reverted`` undoes every patch first, after the libraries were imported with them.
+    ``ID:reverted`` undoes every patch first, after the libraries were imported with them; ``ID:alone`` this one.
     """
     import gemma4_compat
 
     patch_id, _, mode = patch_id.partition(":")
     patch = {patch.id: patch for patch in gemma4_compat.patches()}[patch_id]
-    if mode == "reverted":
+    if mode:
         for target in patch.targets:
             with contextlib.suppress(ModuleNotFoundError):  # of another release; the patch waits for it in vain
                 importlib.import_module(target.module)
-        gemma4_compat.revert()
+        gemma4_compat.revert(*([patch_id] if mode == "alone" else []))
     started = time.perf_counter()
     try:
         result: dict[str, Any] = dataclasses.asdict(patch.reproduce(Workspace(folder)))
+    except LackingError as error:
+        result = dataclasses.asdict(Outcome(False, str(error), applicable=False))
     except Exception as error:  # the user's crash is the result here
         message = " ".join(str(error).split())
         result = dataclasses.asdict(Outcome(True, f"{type(error).__name__}: {message}"))
@@ -245,7 +354,7 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     command, folder = argv[0], Path(argv[1])
     if command == "build":
-        workspace = Workspace.build(folder)
+        workspace = Workspace.build(folder, argv[2] if len(argv) > 2 else None)
         # Beside a GPU a fork is not safe, and where a system's own libraries start threads.
         forks = sys.platform == "linux" and workspace.main == "cpu"
         result: dict[str, Any] = {"built": str(folder), "forks": forks}

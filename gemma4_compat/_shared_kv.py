@@ -75,3 +75,16 @@ def _kept(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 
 def _safe(value: Any) -> Any:
     return SharedStates(value) if isinstance(value, MutableMapping) and not hasattr(value, "to") else value
+
+
+def sharing_modes(original: Callable[..., list[str | None]], self: Any) -> list[str | None]:
+    """For ``kv_sharing_modes`` of a text configuration: all layers may reuse those of another model, and where none
+    reuses any, an assistant model still gets the last ones of each kind.
+    """
+    if self.num_kv_shared_layers == self.num_hidden_layers:
+        return ["reuse"] * self.num_hidden_layers
+    modes = original(self)
+    if not self.num_kv_shared_layers:
+        for index in {kind: index for index, kind in enumerate(self.layer_types)}.values():
+            modes[index] = "store"
+    return modes

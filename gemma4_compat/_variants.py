@@ -6,6 +6,7 @@ head width, per-layer inputs, audio) is the configuration classes' default, whic
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
@@ -104,6 +105,8 @@ _SHAPES: dict[str, dict[str, Any]] = {
 
 #: The variants' names.
 NAMES = tuple(_SHAPES)
+#: The one whose classes are transformers' ``gemma4_unified``.
+UNIFIED = "12B"
 
 #: What a plan for a variant takes for granted; a plan for a checkpoint does not.
 ASSUMED = "shapes as in transformers' conversion script, the rest at the configuration classes' defaults"
@@ -113,6 +116,57 @@ def find(name: str) -> str | None:
     """The variant a user means by ``name`` ("e4b", "gemma-4-E4B-it", "google/gemma-4-E4B"); None for no variant."""
     plain = name.rpartition("/")[2].lower().removeprefix("gemma-4-").removesuffix("-it")
     return next((variant for variant in NAMES if variant.lower() == plain), None)
+
+
+def shape(name: str) -> dict[str, Any]:
+    """What is known of a variant: ``layer_types``, ``text``, ``vision``, ``audio`` (None: it has no audio tower)."""
+    return _SHAPES[name]
+
+
+#: What some variants have and others have not, in words.
+PARTS = {
+    "per_layer_embeddings": "per-layer embeddings",
+    "shared_keys_and_values": "layers that share keys and values",
+    "experts": "experts",
+    "vision_tower": "vision tower",
+    "audio_tower": "audio tower",
+    "clipped_linears": "linears that are wrapped to be clipped",
+    "gemma4": "classes of the other variants (gemma4)",
+    "unified": "classes of its own (gemma4_unified)",
+}
+
+
+def parts(name: str) -> set[str]:
+    """Which of :data:`PARTS` a variant has."""
+    text, unified = _SHAPES[name]["text"], name == UNIFIED
+    has = {
+        "per_layer_embeddings": not unified and text.get("hidden_size_per_layer_input") != 0,
+        "shared_keys_and_values": bool(text.get("num_kv_shared_layers")),
+        "experts": bool(text.get("enable_moe_block")),
+        "vision_tower": not unified,
+        "audio_tower": not unified and _SHAPES[name]["audio"] is not None,
+        "clipped_linears": not unified,  # the wrapper is there with its clipping off, too
+        "gemma4": not unified,
+        "unified": unified,
+    }
+    return {part for part, there in has.items() if there}
+
+
+def unified_classes() -> ModuleType:
+    """``transformers``, where it has the classes of :data:`UNIFIED`.
+
+    Raises:
+        Gemma4CompatError: the installed release has not.
+    """
+    import transformers
+
+    if not hasattr(transformers, "Gemma4UnifiedConfig"):
+        raise Gemma4CompatError(
+            f"the {UNIFIED} is a gemma4_unified model, which transformers {transformers.__version__} does not have; "
+            "install 5.10 or newer"
+        )
+    found: ModuleType = transformers
+    return found
 
 
 def config(name: str) -> Any:
@@ -128,25 +182,12 @@ def config(name: str) -> Any:
         "num_hidden_layers": len(shape["layer_types"]),
         "final_logit_softcapping": 30.0,
     }
-    if name == "12B":
-        try:
-            from transformers import (
-                Gemma4UnifiedAudioConfig,
-                Gemma4UnifiedConfig,
-                Gemma4UnifiedTextConfig,
-                Gemma4UnifiedVisionConfig,
-            )
-        except ImportError as error:
-            import transformers
-
-            raise Gemma4CompatError(
-                f"the 12B is a gemma4_unified model, which transformers {transformers.__version__} does not have; "
-                "install 5.10 or newer"
-            ) from error
-        return Gemma4UnifiedConfig(
-            text_config=Gemma4UnifiedTextConfig(**text),
-            vision_config=Gemma4UnifiedVisionConfig(**shape["vision"]),
-            audio_config=Gemma4UnifiedAudioConfig(**shape["audio"]),
+    if name == UNIFIED:
+        classes = unified_classes()
+        return classes.Gemma4UnifiedConfig(
+            text_config=classes.Gemma4UnifiedTextConfig(**text),
+            vision_config=classes.Gemma4UnifiedVisionConfig(**shape["vision"]),
+            audio_config=classes.Gemma4UnifiedAudioConfig(**shape["audio"]),
         )
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 

@@ -47,7 +47,7 @@ class Models:
                 pytest.skip("this release has no gemma4_unified")
         variant, _, text = name.partition(" ")
         build = _tiny.build_text_checkpoint if text else _tiny.build_checkpoint
-        folder = self.workspace.made(build, variant=variant)
+        folder = self.workspace.made(build, text_variant=variant)
         cls = "Gemma4ForCausalLM" if text else "Gemma4ForConditionalGeneration"
         return _tiny.load(folder, device=self.workspace.main, cls=cls).float()
 

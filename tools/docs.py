@@ -1,4 +1,4 @@
-"""Generate docs/PATCHES.md and the marked parts of README.md from the registry and the committed measurements.
+"""Generate docs/PATCHES.md, docs/VARIANTS.md and the marked parts of README.md from registry and measurements.
 
 python tools/docs.py            write them
 python tools/docs.py --check    exit 1 when they are stale (a test does this)
@@ -18,6 +18,7 @@ os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
 import matrix  # noqa: E402
 import small_card_report  # noqa: E402
+import variants  # noqa: E402
 
 import gemma4_compat  # noqa: E402
 from gemma4_compat import _report  # noqa: E402
@@ -395,6 +396,7 @@ def main() -> int:
         readme = filled(readme, name, content)
     wanted = {ROOT / "README.md": readme, ROOT / "docs" / "PATCHES.md": patches_page()}
     wanted[ROOT / "docs" / "QUANTIZATION.md"] = quantization_page()
+    wanted[ROOT / "docs" / "VARIANTS.md"] = variants.page()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     pictures = small_card_report.stale()
     for path in pictures:  # drawing them needs matplotlib, which this script does without

@@ -89,13 +89,14 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
+    workspace.needs("per_layer_embeddings")
     table = "model.language_model.embed_tokens_per_layer"
     reference = workspace.answers(workspace.load())
     placement = _tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded=workspace.offloaded)
     model = workspace.dispatch_map(workspace.load(), {**placement, table: workspace.offloaded})
     found = difference(reference, workspace.answers(model))
     embedding = model.get_submodule(table)
-    tokens = _tiny.inputs(workspace.main, text_only=True)["input_ids"]
+    tokens = workspace.inputs(text_only=True)["input_ids"]
     largest = largest_tensor(lambda: embedding(tokens))
     if largest >= embedding.weight.numel():
         return Outcome(

@@ -141,8 +141,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._repro import Outcome, difference
 
     reference = workspace.answers(workspace.load())
-    towers = {"model.vision_tower": "disk", "model.audio_tower": "disk"}
-    placement = {"": workspace.main, **towers, "model.vision_tower.encoder": workspace.main}
+    names = [f"model.{name}" for name in _tiny.towers(workspace.load())]
+    inside = {"model.vision_tower": "encoder", "model.embed_vision": "multimodal_embedder"}[names[0]]
+    placement = {"": workspace.main, **dict.fromkeys(names, "disk"), f"{names[0]}.{inside}": workspace.main}
     folder = tempfile.mkdtemp(dir=workspace.folder)
     model = _tiny.load(workspace.checkpoint, device_map=placement, offload_folder=folder)
     if model.hf_device_map != placement:

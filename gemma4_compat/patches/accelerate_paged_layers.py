@@ -33,7 +33,6 @@ def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwarg
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
     found = []
@@ -50,7 +49,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             missing += [name for name, weight in layer.named_parameters() if weight.device.type == "meta"]
 
         handle = layer.mlp.down_proj.register_forward_hook(look)
-        model(**_tiny.inputs(workspace.main, text_only=True))
+        model(**workspace.inputs(text_only=True))
         handle.remove()
         if missing:
             return Outcome(

@@ -79,7 +79,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from accelerate import Accelerator
     from peft import PeftModel
 
-    from gemma4_compat import _tiny
     from gemma4_compat._repro import FORWARDS, Outcome
 
     def losses(base: Any) -> list[float]:
@@ -87,7 +86,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], 0.1)
         accelerator = Accelerator(cpu=workspace.main == "cpu")
         model, optimizer = accelerator.prepare(model, optimizer)
-        found, batch = [], _tiny.inputs(workspace.main)
+        found, batch = [], workspace.inputs()
         for _ in range(FORWARDS):
             loss = model(**batch, labels=batch["input_ids"]).loss
             accelerator.backward(loss)

@@ -45,14 +45,13 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import AdaLoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
     torch.manual_seed(0)
     targets = r".*language_model\..*\.up_proj"
     config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, init_lora_weights=False, target_modules=targets)
     model = get_peft_model(workspace.load(), config)
-    batch = _tiny.inputs(workspace.main)
+    batch = workspace.inputs()
     optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=0.1)
     model(**batch, labels=batch["input_ids"]).loss.backward()
     optimizer.step()

@@ -155,6 +155,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._repro import Outcome, difference
 
+    workspace.needs("clipped_linears")
     explicit = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
     values = {name: value for name, value in explicit.state_dict().items() if "lora_" in name}
     reference = workspace.answers(explicit)

@@ -157,7 +157,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
-    checkpoint = workspace.made(_tiny.build_checkpoint, table=1 << 16)
+    workspace.needs("per_layer_embeddings")
+    checkpoint = workspace.larger(table=1 << 16)
     found = []
     for quantization in (None, "4bit-double"):
         reference = _tiny.load(checkpoint, quantization, device=workspace.main)
@@ -169,7 +170,8 @@ def reproduce(workspace: Workspace) -> Outcome:
             offload_folder=tempfile.mkdtemp(dir=workspace.folder),
         )
         found.append(difference(workspace.answers(reference), workspace.answers(model)))
-        layers = {str(model.hf_device_map.get(f"model.language_model.layers.{index}")) for index in range(6)}
+        count = len(model.model.language_model.layers)
+        layers = {str(model.hf_device_map.get(f"model.language_model.layers.{index}")) for index in range(count)}
         if layers != {str(workspace.main)}:
             where = ", ".join(sorted(layers))
             return Outcome(True, f"decoder layers are on {where}; all fit on {workspace.main}")

@@ -36,7 +36,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
-    checkpoint = workspace.made(_tiny.build_checkpoint, layers=12)
+    checkpoint = workspace.larger(layers=12)
     reference = workspace.answers(_tiny.load(checkpoint, device=workspace.main))
     placement = {"": workspace.main, "model.language_model.layers.1": "disk"}
     folder = tempfile.mkdtemp(dir=workspace.folder)

@@ -39,12 +39,13 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, features, sensed
 
+    workspace.needs("audio_tower")
     error, contrast = sensed(workspace, "8bit", "audio")
     if not error < BOUND or contrast < BOUND:
         return Outcome(True, f"sound features are off by {error:.2g} of their size")
     # That it runs: what a CPU's 4-bit kernel makes of it is the business of bitsandbytes-cpu-strides.
     model = _tiny.load(workspace.checkpoint, "4bit", device=workspace.main, towers=True)
-    features(model, _tiny.inputs(workspace.main), "audio")
+    features(model, workspace.inputs(), "audio")
     return Outcome(False, f"sound features in 8-bit are those of the dequantized weights, to {error:.2g}")
 
 

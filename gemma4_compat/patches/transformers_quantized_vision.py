@@ -32,6 +32,7 @@ def patch_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._repro import Outcome, sensed
 
+    workspace.needs("vision_tower")
     for quantization in ("4bit", "8bit"):
         error, contrast = sensed(workspace, quantization, "vision")
         if contrast < BOUND:

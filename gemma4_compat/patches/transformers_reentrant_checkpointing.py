@@ -73,14 +73,13 @@ def _is_gemma4(module: Any) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
     def step(reentrant: bool | None) -> tuple[float, dict[str, Any]]:
         model = workspace.load().train()
         if reentrant is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={_KEYWORD: reentrant})
-        batch = _tiny.inputs(workspace.main)
+        batch = workspace.inputs()
         loss = model(**batch, labels=batch["input_ids"]).loss
         loss.backward()
         return loss.item(), {

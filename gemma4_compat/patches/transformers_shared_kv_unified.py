@@ -31,19 +31,25 @@ def reproduce(workspace: Workspace) -> Outcome:
     from accelerate import dispatch_model
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import Outcome, difference, promised_states
 
+    workspace.needs("unified")
     try:
-        model = _tiny.unified_text_model().to(workspace.main)
+        model = workspace.load_text() if workspace.variant else _tiny.unified_text_model().to(workspace.main)
     except ImportError:
         return Outcome(False, "this release has no gemma4_unified", applicable=False)
     reference = workspace.answers(model, text_only=True)
+    promised = promised_states(model, workspace.inputs(text_only=True))
     placement = dict.fromkeys((f"model.{name}" for name, _ in model.model.named_children()), workspace.main)
     del placement["model.layers"]
     placement |= {f"model.layers.{index}": workspace.main for index in range(len(model.model.layers))}
-    placement |= {f"model.layers.{index}": workspace.offloaded for index in (0, 2, 5)} | {"lm_head": workspace.main}
+    away = (0, 2, len(model.model.layers) - 1)
+    placement |= {f"model.layers.{index}": workspace.offloaded for index in away} | {"lm_head": workspace.main}
     model = dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
     found = difference(reference, workspace.answers(model, text_only=True))
+    returned = promised_states(model, workspace.inputs(text_only=True))
+    if returned != promised:
+        return Outcome(True, f"KeyError: '{promised[0]}' awaits an assistant, which is given {returned}")
     return Outcome.of_parity(found, "dispatch_model without skip_keys")
 
 

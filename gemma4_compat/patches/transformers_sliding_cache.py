@@ -39,7 +39,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
-    checkpoint = workspace.made(_tiny.build_checkpoint, variant="31B")
+    checkpoint = workspace.made(_tiny.build_checkpoint, text_variant="31B")
     model = _tiny.load(checkpoint, device=workspace.main)
     text = model.config.get_text_config()
     prompt = torch.arange(_CONTEXT, device=workspace.main).remainder(200).unsqueeze(0) + 3

@@ -32,7 +32,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
-    checkpoint = workspace.made(_tiny.build_checkpoint, variant="31B")
+    checkpoint = workspace.made(_tiny.build_checkpoint, text_variant="31B")
     model = _tiny.load(checkpoint, device=workspace.main).float()
     options = {**_tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
     expected, found = model.generate(**options), model.generate(**options, cache_implementation="static")

@@ -48,7 +48,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         name: value.float() if value.is_floating_point() else value
         for name, value in _tiny.inputs(workspace.main).items()
     }
-    large = _tiny.load(workspace.made(_tiny.build_checkpoint, variant="31B"), device=workspace.main).float()
+    large = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
     off = {"the 31B": _off(large, batch)}
     with contextlib.suppress(ImportError):  # there is no 12B before 5.10.1
         text = {name: batch[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}

@@ -113,18 +113,22 @@ def _refuse_quantized(keys: Iterable[str], model: Any, load_config: Any) -> None
 
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
-    from transformers import Gemma4ForCausalLM
+    import transformers
 
+    from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
     reference = workspace.answers(workspace.load(), text_only=True)
     # One seed for both: random weights must not depend on what ran before.
     torch.manual_seed(0)
-    model = Gemma4ForCausalLM.from_pretrained(
-        workspace.checkpoint, dtype=torch.bfloat16, device_map={"": workspace.main}
-    ).eval()
+    name = _tiny.class_name(workspace.checkpoint, text_only=True)
+    model = (
+        getattr(transformers, name)
+        .from_pretrained(workspace.checkpoint, dtype=torch.bfloat16, device_map={"": workspace.main})
+        .eval()
+    )
     found = difference(reference, workspace.answers(model, text_only=True))
-    return Outcome.of_parity(found, "Gemma4ForCausalLM of a multimodal checkpoint")
+    return Outcome.of_parity(found, f"{name} of a multimodal checkpoint")
 
 
 PATCH = Patch(

@@ -58,10 +58,9 @@ def attention(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
-    model, batch = workspace.load(), _tiny.inputs(workspace.main)
+    model, batch = workspace.load(), workspace.inputs()
     with torch.no_grad():
         cached, uncached = (model(**batch, use_cache=use_cache).logits for use_cache in (True, False))
     found = (cached - uncached).abs().max().item()

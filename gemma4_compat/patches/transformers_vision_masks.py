@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
 
-    model = _tiny.load(workspace.made(_tiny.build_checkpoint, variant="31B"), device=workspace.main).float()
+    model = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
     return _vision_masks.outcome(model, _tiny.inputs(workspace.main, text_only=True))
 
 

@@ -26,7 +26,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
-FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
+FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 UNKNOWN = "000000000000"
 
 
@@ -91,7 +91,7 @@ class Snapshot:
                     if before is None or before[1] is not value:
                         changed.add(f"{label}.{name}")
                     kept += before is not None
-                if hasattr(getattr(value, "__func__", value), "__gemma4_compat__"):
+                if is_ours(function(value)):
                     changed.add(f"{label}.{name}")
         if kept != len(self.held):  # something is gone
             now = self._look()
@@ -105,8 +105,15 @@ def ours() -> list[str]:
         f"{label}.{name}"
         for label, owner in namespaces()
         for name, value in list(vars(owner).items())
-        if type(value) in FUNCTIONS and hasattr(getattr(value, "__func__", value), "__gemma4_compat__")
+        if type(value) in FUNCTIONS and is_ours(function(value))
     ]
+
+
+def function(value: Any) -> Any:
+    """The function in a slot: a static or class method's, a property's getter, or what is there itself."""
+    if type(value) is property:
+        return value.fget
+    return value.__func__ if type(value) in (staticmethod, classmethod) else value
 
 
 def is_ours(value: Any) -> bool:
@@ -116,9 +123,7 @@ def is_ours(value: Any) -> bool:
 
 def marks(owner: Any, name: str) -> list[str]:
     """The ids of the patches whose replacements are in this slot, the outermost first."""
-    value, found = vars(owner).get(name), []
-    if type(value) in (staticmethod, classmethod):
-        value = value.__func__
+    value, found = function(vars(owner).get(name)), []
     while is_ours(value):
         found.append(value.__gemma4_compat__)
         value = value.__wrapped__
@@ -279,10 +284,10 @@ def faults_of_appearance(patch: Any, untouched: Snapshot) -> list[str]:
         original = next(untouched.held[id(one), name][1] for one in holders if (id(one), name) in untouched.held)
         if type(found) is not type(original):
             faults.append(f"{target} is a {type(found).__name__}")
-        if inspect.signature(getattr(found, "__func__", found)) != inspect.signature(
-            getattr(original, "__func__", original)
-        ):
+        if inspect.signature(function(found)) != inspect.signature(function(original)):
             faults.append(f"{target} has another signature")
+        if type(found) is property:
+            continue  # which Python cannot pickle
         bound = getattr(owner, name)
         if pickle.loads(pickle.dumps(bound)) != bound:
             faults.append(f"{target} is another after pickling")

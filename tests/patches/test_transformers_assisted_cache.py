@@ -28,7 +28,7 @@ def generate(model: Any, **options: Any) -> Any:
 def test_an_assistant_and_prompt_lookup(workspace: Any, variant: str) -> None:
     import torch
 
-    model = _tiny.load(workspace.made(_tiny.build_checkpoint, variant=variant), device=workspace.main).float()
+    model = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant=variant), device=workspace.main).float()
     assistant = workspace.load_text().float()
     expected = generate(model)
     assert torch.equal(expected, generate(model, prompt_lookup_num_tokens=2))

@@ -23,7 +23,7 @@ from tests.patches.promise import Promise
 
 class TestPromise(Promise):
     patch_id = PATCH.id
-    original = r"KeyError: (3|'sliding_attention')"
+    original = r"KeyError: (\d+|'sliding_attention')"
 
 
 def dispatched(workspace: Any, model: Any, skip_keys: Any, folder: Path) -> Any:

@@ -21,7 +21,7 @@ class TestPromise(Promise):
 
 @pytest.fixture(scope="module")
 def model(workspace: Any) -> Any:
-    return _tiny.load(workspace.made(_tiny.build_checkpoint, variant="31B"), device=workspace.main).float()
+    return _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
 
 
 def test_what_each_layer_holds(model: Any) -> None:

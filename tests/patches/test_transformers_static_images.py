@@ -21,7 +21,7 @@ class TestPromise(Promise):
 def test_every_token_after_an_image_and_a_sound(workspace: Any, variant: str) -> None:
     import torch
 
-    model = _tiny.load(workspace.made(_tiny.build_checkpoint, variant=variant), device=workspace.main).float()
+    model = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant=variant), device=workspace.main).float()
     batch = {
         name: value.float() if value.is_floating_point() else value
         for name, value in _tiny.inputs(model.device).items()

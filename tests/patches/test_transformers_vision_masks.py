@@ -29,7 +29,7 @@ def test_an_image_in_the_second_part(workspace: Any, variant: str, name: str) ->
         except ImportError:
             pytest.skip("this release has no gemma4_unified")
     else:
-        model = _tiny.load(workspace.made(_tiny.build_checkpoint, variant=variant), device=workspace.main).float()
+        model = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant=variant), device=workspace.main).float()
     ids = _tiny.inputs(model.device, text_only=True)["input_ids"]
     kinds = torch.zeros_like(ids)
     kinds[:, 17:21] = 1

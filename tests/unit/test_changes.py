@@ -81,6 +81,28 @@ def test_a_class_method_gets_the_class_it_was_called_on(library: Library) -> Non
     assert classes == [core.Special]
 
 
+def test_a_property_stays_one_and_is_given_back(library: Library) -> None:
+    core = library.load()
+    kind = type("Sized", (), {"size": property(core.double, None, None, "how much")})
+    core.Layer.Sized = kind
+    before, changes = raw(kind, "size"), ChangeSet("fakelib-double")
+    kind.__mul__ = lambda self, factor: factor
+    changes.replace(core.__name__, "Layer.Sized.size", lambda original, self: ("patched", original(self)))
+    assert kind().size == ("patched", 2)
+    assert kind.size.__doc__ == "how much"
+    assert changes.overridden() == ()
+    kind.size = property(lambda self: "theirs")
+    assert changes.overridden() == (f"{core.__name__}.Layer.Sized.size",)
+    assert changes.undo() == (f"{core.__name__}.Layer.Sized.size",)
+    assert kind().size == "theirs"
+    again = ChangeSet("fakelib-double")
+    kind.size = before
+    again.replace(core.__name__, "Layer.Sized.size", lambda original, self: "ours")
+    assert kind().size == "ours"
+    assert again.undo() == ()
+    assert raw(kind, "size") is before
+
+
 def test_names_taken_before_the_patch_are_rebound_and_given_back(create: Callable[..., Library]) -> None:
     library = create(api=ALIAS)
     core, api = library.load(), library.load("api")

@@ -88,7 +88,7 @@ def test_it_is_twelve_hexadecimal_digits_and_for_ever_the_same() -> None:
     assert fingerprint_in("def double(x):\n    return x * 2\n", "double") == "123783a6dd70"
 
 
-@pytest.mark.parametrize("wrap", [staticmethod, classmethod, foreign])
+@pytest.mark.parametrize("wrap", [staticmethod, classmethod, property, foreign])
 def test_wrappers_have_the_fingerprint_of_what_they_wrap(
     create: Callable[..., Library], wrap: Callable[..., Any]
 ) -> None:
