@@ -45,8 +45,7 @@ SHOWN = ("defect", "detail", "parity", "applicable")
 
 def measure(variant: str, patches: Sequence[gemma4_compat.Patch], folder: Path) -> dict[str, Any]:
     """Verdict and results of each patch on one variant; ``{"missing": why}`` where this stack has no such variant."""
-    from tests.reproductions import Forks
-
+    from gemma4_compat._children import Forks
     from gemma4_compat._repro import Workspace
 
     try:
