@@ -148,23 +148,19 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
     """The model, where the plan says. Without a GPU the CPU stands for the card, the disk for host memory."""
     import torch
     import transformers
-    from packaging.version import Version
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
 
     transformers.utils.logging.enable_progress_bar()
     placement = dict(plan.device_map)
     options: dict[str, Any] = {}
     if on_gpu:
-        skip = ["lm_head"]
-        if Version(transformers.__version__) < Version("5.13"):  # quantized towers are blind there
-            skip += ["model.vision_tower", "model.audio_tower"]
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
             llm_int8_enable_fp32_cpu_offload=True,
-            llm_int8_skip_modules=skip,
+            llm_int8_skip_modules=["lm_head"],
         )
     else:
         placement = {name: "disk" if device in ("cpu", "disk") else "cpu" for name, device in placement.items()}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _layout, _memory, _quantized_experts, _variants, _versions
+from gemma4_compat import _layout, _memory, _quantized_experts, _variants
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._layout import Layout, Use
 from gemma4_compat._memory import Blueprint, Load
@@ -186,20 +186,11 @@ def plan_device_map(
 
 
 def skip_modules(model: Any) -> list[str]:
-    """``llm_int8_skip_modules`` for this model on the installed transformers.
-
-    The head shares the embedding's weight; a router decides from small differences; quantized towers are blind (F9) or
-    raise (F10) before transformers 5.13.
+    """``llm_int8_skip_modules`` for this model: the head shares the embedding's weight, and a router decides from small
+    differences.
     """
-    import transformers
-
-    paths = [name for name, _ in model.named_modules()]
-    skip = ["lm_head"]
-    if any(path.endswith(".router.proj") for path in paths):
-        skip.append("router.proj")
-    if _versions.admits("<5.13", transformers.__version__):
-        skip += [path for path in paths if path.rpartition(".")[2] in ("vision_tower", "audio_tower")]
-    return skip
+    routed = any(path.endswith(".router.proj") for path, _ in model.named_modules())
+    return ["lm_head", "router.proj"] if routed else ["lm_head"]
 
 
 def parse_size(size: int | str) -> int:
