@@ -186,8 +186,8 @@ def plan_device_map(
 
 
 def skip_modules(model: Any) -> list[str]:
-    """``llm_int8_skip_modules`` for this model: the head, which shares the embedding's weight, and routers, which decide
-    from small differences.
+    """``llm_int8_skip_modules`` for this model: the head, which shares the embedding's weight, and routers, which
+    decide from small differences.
     """
     routed = any(path.endswith(".router.proj") for path, _ in model.named_modules())
     return ["lm_head", "router.proj"] if routed else ["lm_head"]
