@@ -62,7 +62,8 @@ def one_device(workspace: Any) -> Callable[[str | None, str | None], Any]:
 def reproduce(workspace: Any) -> Iterator[Callable[..., dict[str, Any]]]:
     """``reproduce(patch_id, shim=...)``: the reproduction's result in a process of its own, each run once.
 
-    ``shim`` is "off", "on", "others" (every patch but this one), or "reverted" (armed, libraries imported, undone).
+    ``shim`` is "off", "on", or armed, libraries imported, and undone: "reverted" (every patch), "others" (this one,
+    the others are on).
     """
     import torch
 
@@ -73,9 +74,9 @@ def reproduce(workspace: Any) -> Iterator[Callable[..., dict[str, Any]]]:
     def run(patch_id: str, *, shim: str) -> dict[str, Any]:
         key = (patch_id, shim)
         if key not in known:
-            command = f"{patch_id}:reverted" if shim == "reverted" else patch_id
-            disabled = {"off": "all", "others": patch_id}.get(shim, "")
-            if can_fork and shim != "others":
+            command = {"reverted": f"{patch_id}:reverted", "others": f"{patch_id}:alone"}.get(shim, patch_id)
+            disabled = "all" if shim == "off" else ""
+            if can_fork:
                 server = servers.get(disabled) or servers.setdefault(
                     disabled, stack.enter_context(_children.Forks(workspace.folder, disabled))
                 )
