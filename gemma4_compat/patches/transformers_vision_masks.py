@@ -22,8 +22,13 @@ if TYPE_CHECKING:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat import _tiny
+    from transformers.models.gemma4 import modeling_gemma4
 
+    from gemma4_compat import _tiny
+    from gemma4_compat._repro import Outcome
+
+    if not hasattr(modeling_gemma4, "create_masks_for_vision_model"):
+        return Outcome(False, "this release makes the masks for images another way", applicable=False)
     model = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
     return _vision_masks.outcome(model, _tiny.inputs(workspace.main, text_only=True))
 
