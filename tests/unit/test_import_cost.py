@@ -70,6 +70,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "merge_adapter",
         "patches",
         "plan_device_map",
+        "quantization_skip_modules",
         "quantize_experts",
         "quantize_offloaded",
         "revert",
