@@ -112,10 +112,10 @@ class ChangeSet:
                 delattr(edit.owner, edit.name)
             else:
                 setattr(edit.owner, edit.name, edit.before)
-        for installed, original in self._functions:
-            for namespace in _modules():
-                for name in [name for name, value in list(vars(namespace).items()) if value is installed]:
-                    setattr(namespace, name, original)
+        originals = {id(installed): original for installed, original in self._functions}
+        for namespace in _modules() if originals else ():
+            for name in [name for name, value in list(vars(namespace).items()) if id(value) in originals]:
+                setattr(namespace, name, originals[id(vars(namespace)[name])])
         self._journal.clear()
         self._functions.clear()
         return tuple(left)

@@ -1,6 +1,6 @@
-"""``IndexError: index ... is out of bounds`` in ``create_masks_for_vision_model``, with an image and a static cache;
-or silently other answers where the sliding layers have forgotten something and an image comes then, as in the second
-turn of a chat. On the 26B-A4B and the 31B, whose image tokens see each other.
+"""silent: other answers to an image that comes where sliding layers have forgotten something, as in the second turn of
+a chat; with a static cache ``IndexError: index ... is out of bounds`` in ``create_masks_for_vision_model``. On the
+26B-A4B and the 31B, whose image tokens see each other.
 
 Why: of a cache whose layers do not all hold the same tokens, the mask for the sliding layers gets the size and the
 beginning of the first layer of full attention.
@@ -12,13 +12,18 @@ Goes when transformers 5.13 to 5.16 are no longer supported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _vision_masks
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
+
+
+def create_masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _vision_masks.masks(original, *args, **kwargs)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -36,7 +41,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 PATCH = Patch(
     id="transformers-vision-masks",
     summary="images with caches whose sliding layers hold less than the others (26B-A4B, 31B)",
-    symptom="IndexError: index is out of bounds in create_masks_for_vision_model; silent: other answers to an image",
+    symptom="silent: other answers to an image in a later turn; with a static cache IndexError: index is out of bounds "
+    "in create_masks_for_vision_model",
     severity=Severity.WRONG_RESULT,
     failure_points=("F24",),
     distribution="transformers",
@@ -49,7 +55,7 @@ PATCH = Patch(
         Target(
             module="transformers.models.gemma4.modeling_gemma4",
             name="create_masks_for_vision_model",
-            replacement=_vision_masks.masks,
+            replacement=create_masks,
             known={
                 "8dfa74433ad7": "5.13.0 - 5.16.1",
             },

@@ -384,8 +384,9 @@ def other_versions(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]
                 said = with_warnings(engine.install)
                 seen = look(engine)[patch.id]
             engine.revert()
-            found[f"{name} {version}"] = {"seen": seen, "said": said, "differences": untouched.differences()}
-    return found
+            found[f"{name} {version}"] = {"seen": seen, "said": said}
+    differences = untouched.differences()  # one look for all: it takes a quarter of a second
+    return {name: {**entry, "differences": differences} for name, entry in found.items()}
 
 
 # ---------------------------------------------------------------------------------- things that go wrong on the import
