@@ -41,8 +41,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 PATCH = Patch(
     id="transformers-vision-masks",
     summary="images with caches whose sliding layers hold less than the others (26B-A4B, 31B)",
-    symptom="silent: other answers to an image in a later turn; with a static cache IndexError: index is out of bounds "
-    "in create_masks_for_vision_model",
+    symptom="silent: other answers to an image in a later turn; with a static cache IndexError: index is out of "
+    "bounds in create_masks_for_vision_model",
     severity=Severity.WRONG_RESULT,
     failure_points=("F24",),
     distribution="transformers",
