@@ -10,8 +10,8 @@ from gemma4_compat._errors import Gemma4CompatError
 
 #: End of a module's path -> why it is worth keeping; in this order.
 _REASONS = {
-    "lm_head": "shares its matrix with the token embedding, which is not quantized: a quantized copy is "
-    "more memory, and its error goes straight into the logits",
+    "lm_head": "its error goes straight into the logits; where it is tied to the token embedding, which is not "
+    "quantized, a quantized copy would only be more memory",
     "router.proj": "chooses the experts: a small error sends a token to other ones",
     "embed_vision.embedding_projection": "the one way from the vision tower into the language model",
     "embed_vision.multimodal_embedder.embedding_projection": "the one way of an image into the language model",

@@ -168,7 +168,7 @@ def test_a_sound_that_is_padded_is_heard_as_alone(
 
 
 def conversation(model: Any, processor: Any, files: dict[str, Path]) -> tuple[list[str], list[Any]]:
-    """Two turns about an image and a sound; the model's texts and the logits of each prompt."""
+    """Two prompts, each with an image and a sound; the model's texts and the logits of each prompt."""
     import torch
 
     texts, logits = [], []
@@ -212,7 +212,6 @@ def test_a_chat_with_an_image_and_a_sound(
 def test_chats_of_different_lengths_in_one_batch(
     checkpoint: Path, processor: Any, files: dict[str, Path], tmp_path: Path, quantization: str | None
 ) -> None:
-    import torch
     from PIL import Image
 
     names = [("wide.png", "long.wav"), ("tall.png", "short.wav")]
@@ -227,20 +226,26 @@ def test_chats_of_different_lengths_in_one_batch(
     )
     assert not batch["attention_mask"].all(), "one of them is padded"
     whole = _tiny.load(checkpoint, quantization, towers=True)
-    expected = whole.generate(**batch, max_new_tokens=8, do_sample=False)
     model = _tiny.load(checkpoint, quantization, towers=True)
     placement = _tiny.device_map(model, "both", main="cpu", offloaded="disk")
-    split = _tiny.dispatch(model, placement, tmp_path)
-    for _ in range(2):
-        assert torch.equal(split.generate(**batch, max_new_tokens=8, do_sample=False), expected)
+    assert_same(_tiny.dispatch(model, placement, tmp_path), whole, batch)
+
+
+def assert_same(split: Any, whole: Any, batch: Any) -> None:
+    """Three forwards and a generate of a split model are those of one device."""
+    import torch
+
+    with torch.no_grad():
+        expected = whole(**batch).logits
+        for _ in range(3):
+            assert torch.equal(split(**batch).logits, expected)
+    tokens = whole.generate(**batch, max_new_tokens=8, do_sample=False)
+    assert torch.equal(split.generate(**batch, max_new_tokens=8, do_sample=False), tokens)
 
 
 def test_a_video_in_a_chat(checkpoint: Path, processor: Any, files: dict[str, Path], tmp_path: Path) -> None:
-    import torch
-
     batch = senses.clip(processor, "What happens?", [files["wide.png"], files["other.png"]])
-    expected = _tiny.load(checkpoint, "4bit", towers=True).generate(**batch, max_new_tokens=8, do_sample=False)
+    whole = _tiny.load(checkpoint, "4bit", towers=True)
     model = _tiny.load(checkpoint, "4bit", towers=True)
     placement = _tiny.device_map(model, "towers", main="cpu", offloaded="disk")
-    split = _tiny.dispatch(model, placement, tmp_path)
-    assert torch.equal(split.generate(**batch, max_new_tokens=8, do_sample=False), expected)
+    assert_same(_tiny.dispatch(model, placement, tmp_path), whole, batch)

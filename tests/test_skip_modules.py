@@ -58,6 +58,15 @@ def test_a_tied_head_costs_nothing(variant: str) -> None:
     assert [name for name, module in keep.items() if module.cost == 0] == ["lm_head"]
 
 
+def test_a_head_of_its_own_costs_what_it_takes() -> None:
+    config = _tiny.config()
+    tied = gemma4_compat.quantization_skip_modules(config)["lm_head"]
+    config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
+    head = gemma4_compat.quantization_skip_modules(config)["lm_head"]
+    assert (tied.cost, tied.parameters) == (0, head.parameters)
+    assert head.cost == 2 * head.parameters - sum(_memory.quantized_tensors(_tiny.VOCABULARY, 64, "4bit"))
+
+
 def stored(model: Any) -> int:
     """Bytes of all parameters and of what quantized ones need beside them."""
     total = 0
