@@ -2,8 +2,8 @@
 
 Raised in transformers 5.18 and 5.19 by every ``generate(assistant_model=...)`` with an assistant of Gemma 4.
 
-Why: ``generate`` no longer passes ``input_ids`` and ``model_kwargs``; the generator of candidates no longer reads them,
-but still asks for them.
+Why: ``generate`` no longer passes ``input_ids`` and ``model_kwargs``. The generator of candidates no longer reads
+them, but still asks for them.
 
 Here: it gets nothing in their place.
 
