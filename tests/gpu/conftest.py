@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker("gpu")
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def run(module: str, *arguments: str, shim: bool, timeout: int = 500) -> dict[str, Any]:
+    """The JSON in the last line of ``python -m tests.gpu.MODULE ARGUMENTS``, with the shim or all of it disabled."""
+    environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
+    if not shim:
+        environment["GEMMA4_COMPAT_DISABLE"] = "all"
+    command = [sys.executable, "-m", f"tests.gpu.{module}", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
+    last = done.stdout.strip().rpartition("\n")[2]
+    assert last.startswith("{"), done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(last)
+    return result
+
+
+@pytest.fixture(scope="session")
+def e2b(tmp_path_factory: pytest.TempPathFactory, record: Callable[[str, Any], None]) -> tuple[Path, dict[str, Any]]:
+    """A folder with a checkpoint and an adapter in E2B's shape, and what everything on the GPU takes."""
+    folder = tmp_path_factory.mktemp("e2b")
+    built = run("scenarios", "build", str(folder), shim=False)
+    assert built["error"] is None, built
+    reference = run("scenarios", "all_gpu", str(folder), shim=True)
+    assert reference["error"] is None, reference
+    record("e2b all_gpu", {**reference, **built})
+    return folder, reference
 
 
 @pytest.fixture(scope="session")

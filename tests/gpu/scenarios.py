@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _placement, _quantize_offloaded, _tiny
+from gemma4_compat import _placement, _quantize_offloaded, _quantized_experts, _tiny, _variants
 from gemma4_compat._repro import Answers, difference
 
 GIB = 2**30
@@ -74,21 +74,28 @@ def build(folder: Path) -> dict[str, Any]:
     return {"parameters": sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)}
 
 
-def base(folder: Path, placement: Any, **kwargs: Any) -> Any:
-    """4-bit (double quantization) language model, towers in bf16, as the thread's users load it."""
+def base(folder: Path, placement: Any, *, quantization: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    """4-bit (double quantization) language model, towers in bf16, as the thread's users load it.
+
+    ``quantization`` says what is different.
+    """
     import torch
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
 
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_enable_fp32_cpu_offload=True,
-        llm_int8_skip_modules=[*TOWERS, "model.embed_vision", "model.embed_audio", "lm_head"],
-    )
+    settings = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+        "llm_int8_enable_fp32_cpu_offload": True,
+        "llm_int8_skip_modules": [*TOWERS, "model.embed_vision", "model.embed_audio", "lm_head"],
+    }
     return Gemma4ForConditionalGeneration.from_pretrained(
-        folder / "checkpoint", dtype=torch.bfloat16, quantization_config=quantization, device_map=placement, **kwargs
+        folder / "checkpoint",
+        dtype=torch.bfloat16,
+        quantization_config=BitsAndBytesConfig(**settings | (quantization or {})),
+        device_map=placement,
+        **kwargs,
     ).eval()
 
 
@@ -229,19 +236,71 @@ def quantized_layers(folder: Path) -> dict[str, Any]:
         return measured(folder, {"": 0, **dict.fromkeys(away, "cpu")})
 
 
-def measured(folder: Path, placement: Any, **kwargs: Any) -> dict[str, Any]:
-    """Parity with everything on the GPU, and what was allocated there while loading and running."""
+def experts(folder: Path) -> dict[str, Any]:
+    """Six layers in the shape of the 26B-A4B, with the experts in 4 bits; then with two layers on the CPU."""
+    import torch
+    from transformers import Gemma4ForConditionalGeneration
+
+    checkpoint = folder / "experts" / "checkpoint"
+    if not checkpoint.exists():
+        config = _variants.config("26B-A4B")
+        text = config.text_config
+        text.num_hidden_layers, text.layer_types = 6, text.layer_types[:6]
+        config.vision_config.num_hidden_layers = 2
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("cuda"):
+            Gemma4ForConditionalGeneration(config).save_pretrained(checkpoint, max_shard_size="4GB")
+        torch.set_default_dtype(torch.float32)
+
+    def load(placement: Any) -> Any:
+        with _quantized_experts.asked(), _quantize_offloaded.asked():
+            return base(folder / "experts", placement)
+
+    def logits(model: Any) -> Answers:
+        ids = torch.randint(3, 250_000, (1, 64), generator=torch.Generator().manual_seed(7)).to(0)
+        with torch.no_grad():
+            found = [model(input_ids=ids).logits.float().cpu() for _ in range(3)]
+            return Answers(tuple(found), model.generate(input_ids=ids, max_new_tokens=8, do_sample=False).cpu())
+
+    model = load({"": 0})
+    result: dict[str, Any] = {
+        "gib": torch.cuda.memory_allocated() / GIB,
+        "experts_gib": sum(parameter.nbytes for name, parameter in model.named_parameters() if ".experts." in name)
+        / GIB,
+        "routers": sorted(
+            {str(p.dtype) for name, p in model.named_parameters() if name.endswith("router.proj.weight")}
+        ),
+    }
+    reference = logits(model)
+    del model
+    collect()
+    away = {f"model.language_model.layers.{index}": "cpu" for index in (1, 4)}
+    model = load({"": 0, **away})
+    result["split_gib"] = torch.cuda.memory_allocated() / GIB
+    result["parity"] = difference(reference, logits(model))
+    return result
+
+
+def collect() -> None:
     import gc
 
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def measured(folder: Path, placement: Any, **kwargs: Any) -> dict[str, Any]:
+    """Parity with everything on the GPU, and what was allocated there while loading and running."""
     import torch
 
     whole = base(folder, {"": 0})
     reference = answers(whole)
     del whole
-    gc.collect()
-    torch.cuda.empty_cache()
+    collect()
     left = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     model = base(folder, placement, **kwargs)
     torch.cuda.synchronize()
     result: dict[str, Any] = {

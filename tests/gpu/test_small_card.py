@@ -6,38 +6,17 @@ Bounds: parity is bit-exact, the same kernels run on the same GPU. VRAM after th
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.conftest import run as child
+
 
 def run(name: str, folder: Path, *, shim: bool) -> dict[str, Any]:
-    environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
-    if not shim:
-        environment["GEMMA4_COMPAT_DISABLE"] = "all"
-    command = [sys.executable, "-m", "tests.gpu.scenarios", name, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    last = done.stdout.strip().rpartition("\n")[2]
-    assert last.startswith("{"), done.stderr[-2000:]
-    result: dict[str, Any] = json.loads(last)
-    return result
-
-
-@pytest.fixture(scope="module")
-def e2b(tmp_path_factory: pytest.TempPathFactory, record: Callable[[str, Any], None]) -> tuple[Path, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("e2b")
-    built = run("build", folder, shim=False)
-    assert built["error"] is None, built
-    reference = run("all_gpu", folder, shim=True)
-    assert reference["error"] is None, reference
-    record("e2b all_gpu", {**reference, **built})
-    return folder, reference
+    return child("scenarios", name, str(folder), shim=shim)
 
 
 @pytest.mark.parametrize("scenario", ["split_towers", "split_towers_pressure"])
@@ -99,3 +78,16 @@ def test_offloaded_layers_quantized_when_asked(
     assert repaired["parity"] == 0.0
     assert repaired["offloaded_4bit_weights"] > 0
     assert repaired["load_peak_gib"] <= repaired["resident_gib"] + repaired["largest_block_gib"]
+
+
+def test_experts_in_4_bits(tmp_path: Path, record: Callable[[str, Any], None]) -> None:
+    """Six layers of the 26B-A4B: the unpatched stack keeps experts in bf16 and quantizes routers."""
+    without, repaired = (run("experts", tmp_path, shim=shim) for shim in (False, True))
+    record("26B-A4B, 6 layers", {"without": without, "with": repaired})
+    assert repaired["error"] is None, repaired
+    assert repaired["routers"] == ["torch.bfloat16"]
+    assert repaired["parity"] == 0.0
+    assert repaired["split_gib"] < repaired["gib"]
+    if without["error"] is None:
+        assert without["routers"] == ["torch.uint8"]
+        assert repaired["experts_gib"] < without["experts_gib"] / 3

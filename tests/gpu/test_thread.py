@@ -1,0 +1,85 @@
+"""The forum thread's matrix in E2B's shape, with little of the card left by a ballast tensor (thread_cases.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemma4_compat.patches.transformers_dequantized_adapter import PATCH as DEQUANTIZED
+from gemma4_compat.patches.transformers_quantized_vision import BOUND
+from gemma4_compat.patches.transformers_quantized_vision import PATCH as VISION
+from tests.conftest import is_affected
+from tests.gpu.conftest import run
+from tests.gpu.thread_cases import BUDGET, FREE, QUANTIZATIONS
+
+CASES = dict[str, tuple[dict[str, Any], dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def cases(e2b: tuple[Path, dict[str, Any]], record: Callable[[str, Any], None]) -> CASES:
+    """Each case's results without and with the shim."""
+    without, repaired = (run("thread_cases", str(e2b[0]), shim=shim)["cases"] for shim in (False, True))
+    assert set(without) == set(repaired)
+    for name in repaired:
+        record(f"thread: {name}", {"without": without[name], "with": repaired[name]})
+    return {name: (without[name], repaired[name]) for name in repaired}
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+def test_everything_on_the_gpu_is_as_it_was(cases: CASES, kind: str) -> None:
+    without, repaired = cases[f"R05 all on the GPU, {kind}"]
+    assert without["error"] is None, without
+    assert repaired["error"] is None, repaired
+    assert repaired["against_unpatched"] == 0.0
+    assert repaired["gib"] <= without["gib"]
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+@pytest.mark.parametrize("how", [*(f"{free} GiB free" for free in FREE), "device_map passed to PEFT"])
+def test_towers_stay_where_they_were_put(cases: CASES, kind: str, how: str) -> None:
+    without, repaired = cases[f"R03 split, {kind}, {how}"]
+    assert without["error"] is not None or without["towers_on"] == ["cuda"], without
+    assert repaired["error"] is None, repaired
+    assert repaired["parity"] == 0.0
+    assert repaired["towers_on"] == ["meta"]
+    whole = cases[f"R05 all on the GPU, {kind}"][1]["gib"]
+    assert repaired["resident_gib"] < whole
+    assert repaired["resident_gib"] <= repaired["adapter_gib"] * 1.01
+
+
+@pytest.mark.parametrize("kind", QUANTIZATIONS)
+def test_less_memory_than_the_model_needs(cases: CASES, kind: str) -> None:
+    without, repaired = cases[f"max_memory={BUDGET}, {kind}"]
+    assert without["error"] is not None or without["parity"] != 0.0, without
+    assert repaired["error"] is None, repaired
+    assert repaired["offloaded"]
+    assert repaired["parity"] == 0.0
+
+
+def test_quantized_towers_see(cases: CASES) -> None:
+    without, repaired = cases["towers quantized, two images"]
+    assert repaired["error"] is None, repaired
+    assert repaired["gib"] < repaired["towers_in_bf16_gib"]
+    assert repaired["images_differ_by"] == pytest.approx(repaired["images_differ_by_in_bf16"], rel=BOUND)
+    if is_affected(VISION):
+        assert without["error"] is not None or without["images_differ_by"] == 0.0, without
+
+
+def test_dequantize_then_merge(cases: CASES) -> None:
+    without, repaired = cases["dequantize, then merge"]
+    assert (without["error"] is not None) == is_affected(DEQUANTIZED), without
+    assert repaired["error"] is None, repaired
+    assert repaired["parity"] == 0.0
+
+
+def test_a_direct_merge_has_upstreams_bits_and_says_what_it_lost(cases: CASES) -> None:
+    without, repaired = cases["direct merge"]
+    assert without["error"] is None, without
+    assert repaired["error"] is None, repaired
+    assert repaired["against_unpatched"] == 0.0
+    assert without["warnings"] > 1
+    assert repaired["warnings"] == 1
+    assert repaired["distance"] > 0.0
