@@ -236,6 +236,24 @@ def quantized_layers(folder: Path) -> dict[str, Any]:
         return measured(folder, {"": 0, **dict.fromkeys(away, "cpu")})
 
 
+def tiny(folder: Path) -> dict[str, Any]:
+    """A tiny checkpoint."""
+    _tiny.build_checkpoint(folder / "tiny")
+    return {}
+
+
+def compiled(folder: Path) -> dict[str, Any]:
+    """A static cache, with which upstream compiles decoding, on the tiny model; tokens against the default cache."""
+    import torch
+
+    model = _tiny.load(folder / "tiny", device=0).float()
+    options = {**_tiny.inputs(torch.device(0), text_only=True), "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**options)
+    started = time.perf_counter()
+    found = model.generate(**options, cache_implementation="static")
+    return {"same_tokens": torch.equal(expected, found), "seconds": time.perf_counter() - started}
+
+
 def experts(folder: Path) -> dict[str, Any]:
     """Six layers in the shape of the 26B-A4B, with the experts in 4 bits; then with two layers on the CPU."""
     import torch
