@@ -1,17 +1,52 @@
 #!/usr/bin/env bash
 # The GPU tests in one or two stacks, without a network. Writes docs/gpu/<stack>.json (or $OUT/<stack>.json).
 # usage: gpu/run.sh WHEELS [PYTEST ARGUMENTS...]   WHEELS holds one folder of wheels a stack: WHEELS/newest, WHEELS/thread
-# The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels.
+# The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels. On one GPU everything
+# runs in turn; with several, the parts below run beside each other, and what needs two GPUs comes after them.
 set -u
 wheels=$1; shift
-out=${OUT:-docs/gpu}; mkdir -p "$out"
-status=0
+out=${OUT:-docs/gpu}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"
+small="tests/gpu/test_small_card.py tests/gpu/test_thread.py"  # these fill the card, so nothing else may be on it
+several="tests/gpu/test_two_gpus.py"
+tiny=$(ls tests/gpu/test_*.py | grep -vxF "$(printf '%s\n' $small $several)" | tr '\n' ' ')
+gpus=$(nvidia-smi -L | wc -l)
+
+part() {  # STACK NAME GPUS FILES...
+  local stack=$1 name=$2 visible=$3; shift 3
+  CUDA_VISIBLE_DEVICES=$visible PYTHONPATH="$(cat "$logs/$stack.site"):$PWD" \
+    GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" python3 -m pytest "$@" -q -rf -p no:cacheprovider \
+    -W "ignore:several releases of:gemma4_compat.Gemma4CompatWarning" > "$logs/$stack-$name.log" 2>&1 ||
+    touch "$logs/failed"
+  echo "== $stack, $name"; grep -E "^(FAILED|ERROR)|(passed|failed|skipped|error).* in " "$logs/$stack-$name.log"
+}
+
+stacks=()
 for folder in "$wheels"/*/; do
-  stack=$(basename "$folder"); site=$(mktemp -d)
-  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$folder"*.whl || exit 2
-  echo "== $stack"
-  PYTHONPATH="$site:$PWD" GEMMA4_COMPAT_GPU_RESULTS="$out/$stack.json" \
-    python3 -m pytest tests/gpu -q -p no:cacheprovider \
-    -W "ignore:several releases of:gemma4_compat.Gemma4CompatWarning" "$@" || status=1
+  stack=$(basename "$folder"); stacks+=("$stack"); mktemp -d > "$logs/$stack.site"
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$(cat "$logs/$stack.site")" \
+    "$folder"*.whl || exit 2
 done
-exit $status
+# Each GPU takes every so manieth part; one takes them all.
+for ((gpu = 0; gpu < gpus; gpu++)); do
+  (
+    index=0
+    for stack in "${stacks[@]}"; do
+      for name in tiny small; do
+        [ $((index++ % gpus)) -eq "$gpu" ] && part "$stack" "$name" "$gpu" ${!name} "$@"
+      done
+    done
+  ) &
+done
+wait
+for stack in "${stacks[@]}"; do part "$stack" several "$(seq -s, 0 $((gpus - 1)))" $several "$@"; done
+for stack in "${stacks[@]}"; do
+  python3 - "$out/$stack.json" "$logs/$stack"-*.json <<'P'
+import json, sys
+parts = [json.load(open(name)) for name in sys.argv[2:]]
+for part in parts[1:]:
+    parts[0]["measured"].update(part["measured"])
+json.dump(parts[0], open(sys.argv[1], "w"), indent=1)
+P
+done
+echo "logs: $logs"
+[ ! -e "$logs/failed" ]
