@@ -73,7 +73,7 @@ class Case:
         unquantized: a name of :data:`LAYERS`: layers that stay in bf16 on the GPU.
         budget: ``device_map="auto"`` with the shape's budget of this number.
         reference: the case with whose answers these must agree.
-        quantize_towers: the towers are quantized, too.
+        quantize_towers: the towers and what follows them are quantized, too.
     """
 
     who: str
@@ -367,7 +367,7 @@ def quantization(shape: str, case: Case) -> Any:
     on_cpu = main_device() == "cpu"
     unquantized = layer_names(shape, case.unquantized) if case.unquantized else []
     if not case.quantize_towers:
-        unquantized += TOWERS
+        unquantized += [*TOWERS, "model.embed_vision", "model.embed_audio"]
     if on_cpu and not case.quantize:  # what from_pretrained leaves unquantized where it can offload
         unquantized += [name for name in offloaded_names(shape, case) if ".layers." in name]
     return BitsAndBytesConfig(
@@ -376,7 +376,7 @@ def quantization(shape: str, case: Case) -> Any:
         bnb_4bit_use_double_quant=case.double,
         bnb_4bit_compute_dtype=torch.bfloat16,
         llm_int8_enable_fp32_cpu_offload=not on_cpu,  # with the CPU as main device it would quantize nothing
-        llm_int8_skip_modules=["model.embed_vision", "model.embed_audio", "lm_head", *unquantized],
+        llm_int8_skip_modules=["lm_head", *unquantized],
     )
 
 
