@@ -17,10 +17,7 @@ import argparse
 import contextlib
 import datetime
 import gc
-import inspect
 import json
-import math
-import os
 import platform
 import queue
 import shutil
@@ -28,9 +25,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +34,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import common  # noqa: E402
+from common import MARK  # noqa: E402
+
 import gemma4_compat  # noqa: E402  (before the libraries, as a user would)
 from gemma4_compat import _doctor, _tiny  # noqa: E402
 
 GIB = 2**30
-MARK = "@@ "  # before each line of JSON that a child says
 PROMPT = 64
 NEW_TOKENS = 32
 RUNS = 3
@@ -75,6 +73,7 @@ class Case:
         unquantized: a name of :data:`LAYERS`: layers that stay in bf16 on the GPU.
         budget: ``device_map="auto"`` with the shape's budget of this number.
         reference: the case with whose answers these must agree.
+        quantize_towers: the towers and what follows them are quantized, too.
     """
 
     who: str
@@ -87,6 +86,7 @@ class Case:
     unquantized: str | None = None
     budget: int | None = None
     reference: str = "all-gpu"
+    quantize_towers: bool = False
 
     @property
     def answers(self) -> str:
@@ -247,10 +247,12 @@ def forget_peak() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def build(shape: str, folder: Path) -> dict[str, Any]:
-    """The checkpoint and the adapter; what the machine is; how fast it copies."""
+def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, Any]:
+    """The checkpoint and the adapter; what the machine is; how fast it copies.
+
+    The adapter is for the language model; ``everywhere``: for the towers, too, see :func:`write_adapters`.
+    """
     import torch
-    from peft import LoraConfig, get_peft_model
     from transformers import Gemma4ForConditionalGeneration
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
@@ -258,8 +260,7 @@ def build(shape: str, folder: Path) -> dict[str, Any]:
     checkpoint, adapter = folder / "checkpoint", folder / "adapter"
     if shape == "tiny":
         _tiny.build_checkpoint(checkpoint)
-        _tiny.build_adapter(checkpoint, adapter, "language")
-        parameters = sum(parameter.numel() for parameter in _tiny.load(checkpoint).parameters())
+        model = _tiny.load(checkpoint)
     else:
         config = gemma4.Gemma4Config(
             text_config=gemma4.Gemma4TextConfig(**SHAPES[shape].text),
@@ -272,15 +273,46 @@ def build(shape: str, folder: Path) -> dict[str, Any]:
             model = Gemma4ForConditionalGeneration(config)
         torch.set_default_dtype(torch.float32)
         model.save_pretrained(checkpoint, max_shard_size="4GB")
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        adapted = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=_tiny.TARGETS["language"]))
-        with torch.no_grad():
-            for name, parameter in adapted.named_parameters():
-                if "lora_" in name:
-                    parameter.normal_(0.0, 0.02)
-        adapted.save_pretrained(adapter)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if everywhere:
+        write_adapters(model, folder)
+    else:
+        write_adapter(model, adapter, _tiny.TARGETS["language"], rank=4 if shape == "tiny" else 16)
     seconds = time.perf_counter() - started
     return {"parameters": parameters, "build_s": seconds, "machine": machine(), "host_to_device_gib_s": bandwidth()}
+
+
+def write_adapter(model: Any, folder: Path, targets: Any, *, rank: int = 16) -> None:
+    """A random LoRA adapter for ``model``, which has its layers from then on."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0.0, 0.02)
+    adapted.save_pretrained(folder)
+
+
+def write_adapters(model: Any, folder: Path) -> None:
+    """``adapter-linear``: rank 16 on every linear of language model and towers, by its full name, so that upstream can
+    load it; ``adapter``: the same weights, and targets as a user writes them (``q_proj``), as which upstream cannot.
+    """
+    import torch
+
+    inside = ("model.language_model.", *(f"{tower}." for tower in TOWERS))
+    names = [
+        name
+        for name, module in model.named_modules()
+        if name.startswith(inside) and isinstance(module, torch.nn.Linear)
+    ]
+    write_adapter(model, folder / "adapter-linear", names)
+    shutil.copytree(folder / "adapter-linear", folder / "adapter")
+    file = folder / "adapter" / "adapter_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["target_modules"] = sorted({name.removesuffix(".linear").rpartition(".")[2] for name in names})
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:
@@ -334,6 +366,8 @@ def quantization(shape: str, case: Case) -> Any:
 
     on_cpu = main_device() == "cpu"
     unquantized = layer_names(shape, case.unquantized) if case.unquantized else []
+    if not case.quantize_towers:
+        unquantized += [*TOWERS, "model.embed_vision", "model.embed_audio"]
     if on_cpu and not case.quantize:  # what from_pretrained leaves unquantized where it can offload
         unquantized += [name for name in offloaded_names(shape, case) if ".layers." in name]
     return BitsAndBytesConfig(
@@ -342,7 +376,7 @@ def quantization(shape: str, case: Case) -> Any:
         bnb_4bit_use_double_quant=case.double,
         bnb_4bit_compute_dtype=torch.bfloat16,
         llm_int8_enable_fp32_cpu_offload=not on_cpu,  # with the CPU as main device it would quantize nothing
-        llm_int8_skip_modules=[*TOWERS, "model.embed_vision", "model.embed_audio", "lm_head", *unquantized],
+        llm_int8_skip_modules=["lm_head", *unquantized],
     )
 
 
@@ -450,15 +484,15 @@ def generate(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     return produced.cpu(), clock
 
 
-def answers(model: Any) -> tuple[Any, Clock]:
-    """Three forwards on text, one with an image, and a generate."""
+def answers(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
+    """Three forwards on text, one with an image, and a generate of so many ``tokens``."""
     from gemma4_compat._repro import FORWARDS, Answers
 
     image = image_prompt(model)
     logits = [model(input_ids=prompt(model, PROMPT)).logits.float().cpu() for _ in range(FORWARDS)]
     logits.append(model(**image).logits.float().cpu())
-    tokens, clock = generate(model)
-    return Answers(tuple(logits), tokens), clock
+    produced, clock = generate(model, tokens)
+    return Answers(tuple(logits), produced), clock
 
 
 def speed(model: Any, shape: str, first: Clock, *, quick: bool) -> dict[str, Any]:
@@ -665,60 +699,30 @@ def child() -> int:
         else:
             run(order["name"], order["shape"], folder, quick=order["quick"], say=say)
     except Exception as error:  # noqa: BLE001  (a crash is a result)
-        text = " ".join(str(error).split()).replace(str(folder), "WORK").replace(str(ROOT), ".")
-        say({"error": f"{type(error).__name__}: {text[:300]}"})
+        say({"error": common.told(error, folder)})
     return 0
 
 
 # The parent
 
 
-class Child:
-    """A process that has its imports behind it when it is told what to do."""
-
-    def __init__(self, *, shim: bool, log: Path) -> None:
-        environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore", PYTHONUNBUFFERED="1")
-        environment.pop("GEMMA4_COMPAT_DISABLE", None)
-        if not shim:
-            environment["GEMMA4_COMPAT_DISABLE"] = "all"
-        self.log = log
-        with log.open("w") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).resolve()), "--child"],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        self.lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put(None)
+class Child(common.Process):
+    """A process that has its imports behind it when it is told what to do; it takes one order."""
 
     def __call__(self, order: dict[str, Any], timeout: float, begun: Callable[[], None]) -> dict[str, Any]:
         """What it says, merged. ``begun`` is called as soon as it has started on the order."""
-        assert self.process.stdin
         end, first = time.monotonic() + timeout, True
         result: dict[str, Any] = {}
-        with contextlib.suppress(BrokenPipeError):  # it has ended; the exit code below says so
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
+        self.send(order)
         while True:
             try:
-                line = self.lines.get(timeout=max(0.0, end - time.monotonic()))
+                line = self.said(end - time.monotonic())
             except queue.Empty:
                 result["error"] = f"no end after {timeout:.0f} s"
                 break
             if line is None:
-                code = self.process.wait()
-                if code:
-                    last = self.log.read_text(errors="replace").strip().rpartition("\n")[2][:300]
-                    result["error"] = f"the process ended with {code}: {last}"
+                if ended := self.end():
+                    result["error"] = ended
                 break
             if line.startswith(MARK):
                 result.update(json.loads(line.removeprefix(MARK)))
@@ -727,14 +731,6 @@ class Child:
                     begun()
         self.close()
         return result
-
-    def close(self) -> None:
-        """End the process, if it has not ended."""
-        self.process.kill()
-        self.process.wait()
-        for stream in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()  # type: ignore[union-attr]
 
 
 class Children:
@@ -749,7 +745,7 @@ class Children:
         """Have a process with these settings ready."""
         if shim not in self.waiting:
             self.started += 1
-            self.waiting[shim] = Child(shim=shim, log=self.folder / f"log-{self.started}.txt")
+            self.waiting[shim] = Child(Path(__file__), shim=shim, log=self.folder / f"log-{self.started}.txt")
 
     def run(self, order: dict[str, Any], *, shim: bool, following: bool | None, timeout: float) -> dict[str, Any]:
         """The answer to an order. ``following``: the settings of the next one; None: there is none."""
@@ -814,17 +810,6 @@ def problems(cases: dict[str, Any]) -> list[str]:
     return found
 
 
-def rounded(data: Any) -> Any:
-    """Four significant digits are more than the machine's drift leaves; infinity becomes a string, for strict JSON."""
-    if isinstance(data, dict):
-        return {key: rounded(value) for key, value in data.items()}
-    if isinstance(data, list):
-        return [rounded(value) for value in data]
-    if isinstance(data, float):
-        return float(f"{data:.4g}") if math.isfinite(data) else str(data)
-    return data
-
-
 def line(name: str, entry: dict[str, Any]) -> str:
     if entry["error"] is not None:
         return f"{name:<22} {entry['error'][:150]}"
@@ -839,15 +824,6 @@ def line(name: str, entry: dict[str, Any]) -> str:
     if "parity" in entry:
         parts.append(f"parity {entry['parity']}")
     return "  ".join([*parts, f"({entry['wall_s']:.0f} s)"])
-
-
-@contextlib.contextmanager
-def temporary(folder: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="small-card-", dir=folder, ignore_cleanup_errors=True) as work:
-        try:
-            yield Path(work)
-        finally:
-            shutil.rmtree(Path(tempfile.gettempdir()) / f"{Path(work).name}-offload", ignore_errors=True)
 
 
 def measure(
@@ -866,7 +842,7 @@ def measure(
     """
     deadline = time.monotonic() + 60 * minutes
     result: dict[str, Any] = {
-        "question": " ".join(str(inspect.getdoc(sys.modules[__name__])).partition("\n\n")[0].split()),
+        "question": common.question(sys.modules[__name__]),
         "shape": shape,
         "date": datetime.date.today().isoformat(),
         "gemma4_compat": gemma4_compat.__version__,
@@ -883,11 +859,9 @@ def measure(
         result["reference"] = shares(cases)
         result["problems"] = problems(cases)
         result["cases"] = cases
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(rounded(result), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        common.write(result, out)
 
-    with temporary(folder or work_folder(shape)) as work:
+    with common.temporary("small-card-", folder or work_folder(shape)) as work:
         children = Children(work)
         try:
             built = children.run({"name": "build", "shape": shape}, shim=True, following=True, timeout=CASE_TIMEOUT_S)

@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ _NOT_TUNED = ("weight", "bias", "token_adapter", "input_min", "input_max", "outp
 
 @dataclass(frozen=True)
 class Loading:
-    """The adapter that is being loaded: its name or folder, and the keys of its file."""
+    """The adapter that is being loaded: its name or folder, the keys of its file, and what :func:`translate` found."""
 
     source: str
     keys: tuple[str, ...]
+    found: dict[tuple[Sequence[str], Sequence[str]], Translation] = field(default_factory=dict, compare=False)
 
 
 _loading: ContextVar[Loading | None] = ContextVar("_loading", default=None)
@@ -63,22 +64,30 @@ def base_of(model: Any) -> Any:
 
 def modules_of(model: Any) -> tuple[str, ...]:
     """Names of the base model's modules, as if no adapter were there."""
-    return tuple(_names(base_of(model), ""))
+    return tuple(_names(base_of(model)))
 
 
-def _names(module: Any, name: str) -> Iterator[str]:
-    if type(module).__module__.startswith("peft."):
-        inner = module._modules.get("base_layer", module._modules.get("original_module"))
-        if inner is not None:
-            yield from _names(inner, name)
-            return
-    yield name
-    for child_name, child in module.named_children():
-        yield from _names(child, f"{name}.{child_name}" if name else child_name)
+def _names(root: Any) -> Iterator[str]:
+    waiting = [("", root)]
+    while waiting:
+        name, module = waiting.pop()
+        while type(module).__module__.startswith("peft."):
+            inner = module._modules.get("base_layer", module._modules.get("original_module"))
+            if inner is None:
+                break
+            module = inner
+        yield name
+        children, prefix = dict(module.named_children()), f"{name}." if name else ""
+        waiting += [(prefix + key, children[key]) for key in reversed(children)]
 
 
 def translate(keys: Iterable[str], model: Any) -> Translation:
-    return _adapter_keys.translate(list(keys), modules_of(model))
+    given = tuple(keys), modules_of(model)
+    adapter = being_loaded()
+    known: dict[Any, Translation] = {} if adapter is None else adapter.found
+    if given not in known:
+        known[given] = _adapter_keys.translate(*given)
+    return known[given]
 
 
 def keys_in(source: Any, *, read: Callable[[], dict[str, Any]], subfolder: str | None = None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat import _placement
+from gemma4_compat import _placement, _walk
 from gemma4_compat._errors import Gemma4CompatError
 
 #: Fields of a LoRA config under which a layer only adds to what its base layer answers. Any other field that is set to
@@ -93,7 +93,7 @@ def inject_adapter(
     config = self.peft_config[adapter_name]
     _refuse_offloaded_biases(config, model)
     # Not `is_offloaded`: accelerate leaves one of two tied weights in until its module's first forward.
-    if _only_adds(config) or not any(_placement.offload_hook(module) for module in model.modules()):
+    if _only_adds(config) or not any(_placement.offload_hook(module) for module in _walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, when it is made and later.
     create = self._create_and_replace

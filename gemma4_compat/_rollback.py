@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
+from gemma4_compat import _walk
 from gemma4_compat._errors import Gemma4CompatError
 
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[[^\]]*\])\).*?torch\.Size\((\[[^\]]*\])\)", re.S)
+#: Base models (their ids) and adapter names of the loads that are being watched.
+_active: ContextVar[frozenset[tuple[int, str]]] = ContextVar("_active", default=frozenset())
 
 
 @contextlib.contextmanager
@@ -19,17 +23,41 @@ def undone_if_it_fails(model: Any, adapter_name: str) -> Iterator[None]:
     What is put back: the module tree, what PEFT keeps on models and layers (configurations, scalings, which adapters
     are active), ``requires_grad``, and the weights of an adapter of that name that was there before. Values of base
     weights are not: an adapter that changes them while it is made (PiSSA) has changed them.
+
+    Inside another one of the same base model and adapter, nothing is kept a second time: what raises here goes on to
+    raise there.
     """
-    modules = list(model.modules())
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    key = id(base), adapter_name
+    if key in _active.get():
+        yield
+        return
+    token = _active.set(_active.get() | {key})
+    try:
+        with _kept(model, adapter_name):
+            yield
+    finally:
+        _active.reset(token)
+
+
+@contextlib.contextmanager
+def _kept(model: Any, adapter_name: str) -> Iterator[None]:
+    modules = _walk.modules(model)
     kept = [
         (vars(module), _contents(vars(module)))
         for module in modules
         if module is model or "peft_config" in vars(module) or "_active_adapter" in vars(module)
     ]
     trees = [(module._modules, dict(module._modules)) for module in modules]
+    # Weights that the load may write over. In a model without a module of PEFT there are none.
+    adapted = any(type(module).__module__.startswith("peft.") for module in modules)
+    named = model.named_parameters() if adapted else ()
+    own = {parameter for name, parameter in named if adapter_name in name.split(".")}
     parameters = [
-        (parameter, parameter.requires_grad, parameter.detach().clone() if adapter_name in name.split(".") else None)
-        for name, parameter in model.named_parameters()
+        (parameter, parameter.requires_grad, parameter.detach().clone() if parameter in own else None)
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None
     ]
     with contextlib.ExitStack() as stack:
 

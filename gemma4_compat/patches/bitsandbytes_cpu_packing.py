@@ -68,10 +68,11 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def linear4bit_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    # FSDP2 hands the layer a plain parameter; the original then makes it a Params4bit again.
-    state = getattr(self.weight, "quant_state", None)
-    if (self.training or x.requires_grad) and _quant_state.is_packed(state):
-        _unpack_parameter(self.weight)
+    if self.training or x.requires_grad:
+        # FSDP2 hands the layer a plain parameter; the original then makes it a Params4bit again.
+        weight = self.weight
+        if _quant_state.is_packed(getattr(weight, "quant_state", None)):
+            _unpack_parameter(weight)
     return original(self, x, *args, **kwargs)
 
 

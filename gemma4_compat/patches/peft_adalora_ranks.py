@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat import _walk
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def update_layer(original: Callable[..., Any], self: Any, adapter_name: str, *ar
 def cast_adapter_dtype(original: Callable[..., Any], model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
     frozen = [
         module._parameters
-        for module in model.modules()
+        for module in _walk.modules(model)
         if adapter_name in module._parameters and not module._parameters[adapter_name].requires_grad
     ]
     result = original(model, adapter_name, *args, **kwargs)

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat import _walk
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def redirect(config: Any, model: Any) -> None:
 
 def matched_wrappers(config: Any, model: Any) -> list[str]:
     """Names of the clipped linears that ``config``, as it is, targets."""
-    wrappers = [name for name, module in model.named_modules() if is_wrapper(module)]
+    wrappers = [name for name, module in _walk.named_modules(model) if is_wrapper(module)]
     return [name for name in wrappers if _matches(config, name)]
 
 

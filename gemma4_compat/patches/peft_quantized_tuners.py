@@ -28,7 +28,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _device_map, _rollback
+from gemma4_compat import _device_map, _rollback, _walk
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._patch import Patch, Severity, Target
 from gemma4_compat._plain_layers import is_quantized, over_plain_weight, twin_over
@@ -43,7 +43,7 @@ _TOLERANCE = 0.5
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
-    if not _device_map.is_gemma4(model) or not any(is_quantized(module) for module in model.modules()):
+    if not _device_map.is_gemma4(model) or not any(is_quantized(module) for module in _walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
     _refuse_quantized_copies(config, model)
@@ -70,10 +70,12 @@ def inject_adapter(
 def _refuse_quantized_copies(config: Any, model: Any) -> None:
     """Raise for ``modules_to_save`` that reach quantized layers: packed weights cannot be trained."""
     saved = tuple(getattr(config, "modules_to_save", None) or ())
+    if not saved:
+        return
     names = [
         name
-        for name, module in model.named_modules()
-        if saved and name.endswith(saved) and any(is_quantized(part) for part in module.modules())
+        for name, module in _walk.named_modules(model)
+        if name.endswith(saved) and any(is_quantized(part) for part in module.modules())
     ]
     if names:
         skip = ", ".join(repr(name) for name in ["lm_head", *names[:3]]) + (", ..." if names[3:] else "")
@@ -96,8 +98,8 @@ def forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwarg
 
 def _try_one_of_each_kind(config: Any, model: Any, adapter_name: str) -> None:
     tried: set[type] = set()
-    for name, layer in model.named_modules():
-        if type(layer) in tried or not hasattr(layer, "get_base_layer"):
+    for name, layer in _walk.named_modules(model):
+        if type(layer) in tried or not hasattr(type(layer), "get_base_layer"):
             continue
         base = layer.get_base_layer()
         if not is_quantized(base) or layer.base_layer is not base or adapter_name not in layer.active_adapters:
