@@ -144,7 +144,7 @@ def _results(patches: Sequence[Patch], folder: Path, *, forks: bool) -> Iterator
     jobs: dict[Future[dict[str, Any]], tuple[Patch, bool]] = {}
     with contextlib.ExitStack() as stack:
         for shim in (False, True):
-            beside = max(1, min(2 if forks else 4, (os.cpu_count() or 2) // 4))  # alone, they mostly import
+            beside = max(1, min(2 if forks else 8, (os.cpu_count() or 2) // 4))  # alone, they mostly import
             idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]] = queue.SimpleQueue()
             for _ in range(beside):
                 disabled = "" if shim else "all"

@@ -3,6 +3,8 @@
 # usage: gpu/run.sh WHEELS [PYTEST ARGUMENTS...]   WHEELS holds one folder of wheels a stack: WHEELS/newest, WHEELS/thread
 # The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels. On one GPU everything
 # runs in turn; with several, the parts below run beside each other, and what needs two GPUs comes after them.
+# PARTS="tiny" runs some of them: tiny (tiny models), small (the card is filled), several (two GPUs). A result that is
+# already there keeps what other parts measured.
 set -u
 wheels=$1; shift
 out=${OUT:-docs/gpu}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"
@@ -10,6 +12,8 @@ small="tests/gpu/test_small_card.py tests/gpu/test_thread.py"  # these fill the 
 several="tests/gpu/test_two_gpus.py"
 tiny=$(ls tests/gpu/test_*.py | grep -vxF "$(printf '%s\n' $small $several)" | tr '\n' ' ')
 gpus=$(nvidia-smi -L | wc -l)
+parts=${PARTS:-tiny small several}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # many processes at once
 
 part() {  # STACK NAME GPUS FILES...
   local stack=$1 name=$2 visible=$3; shift 3
@@ -32,20 +36,23 @@ for ((gpu = 0; gpu < gpus; gpu++)); do
     index=0
     for stack in "${stacks[@]}"; do
       for name in tiny small; do
+        [[ " $parts " == *" $name "* ]] || continue
         [ $((index++ % gpus)) -eq "$gpu" ] && part "$stack" "$name" "$gpu" ${!name} "$@"
       done
     done
   ) &
 done
 wait
-for stack in "${stacks[@]}"; do part "$stack" several "$(seq -s, 0 $((gpus - 1)))" $several "$@"; done
+[[ " $parts " == *" several "* ]] && for stack in "${stacks[@]}"; do part "$stack" several "$(seq -s, 0 $((gpus - 1)))" $several "$@"; done
 for stack in "${stacks[@]}"; do
   python3 - "$out/$stack.json" "$logs/$stack"-*.json <<'P'
-import json, sys
-parts = [json.load(open(name)) for name in sys.argv[2:]]
-for part in parts[1:]:
-    parts[0]["measured"].update(part["measured"])
-json.dump(parts[0], open(sys.argv[1], "w"), indent=1)
+import json, pathlib, sys
+file, *parts = map(pathlib.Path, sys.argv[1:])
+known = json.loads(file.read_text())["measured"] if file.exists() else {}
+found = [json.loads(part.read_text()) for part in parts]
+for part in found:
+    known.update(part["measured"])
+file.write_text(json.dumps(found[0] | {"measured": known}, indent=1) + "\n")
 P
 done
 echo "logs: $logs"
