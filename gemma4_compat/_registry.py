@@ -44,6 +44,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_assistant_sharing",
     "transformers_assistant_sharing_unified",
     "transformers_assistant_arguments",
+    "transformers_offloaded_cache",
     "transformers_static_cache",
     "transformers_vision_masks",
     "transformers_sliding_cache",
