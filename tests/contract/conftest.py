@@ -36,7 +36,7 @@ def inside() -> Callable[[str], Any]:
 
     def run(scenario: str) -> Any:
         if scenario not in known:
-            done = child("-m", "tests.contract.inside", scenario, *MODULES, timeout=300)
+            done = child("-m", "tests.contract.inside", scenario, *MODULES, timeout=900)
             assert done.code == 0, f"the child ended with {done.code}:\n{done.stderr[-4000:]}"
             known[scenario] = done.data
         return known[scenario]
