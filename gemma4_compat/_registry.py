@@ -41,6 +41,8 @@ PATCHES: tuple[str, ...] = (
     "transformers_uncached_sharing",
     "transformers_shared_kv",
     "transformers_shared_kv_unified",
+    "transformers_rotary_order",
+    "transformers_rotary_order_unified",
     "transformers_assistant_sharing",
     "transformers_assistant_sharing_unified",
     "transformers_assistant_arguments",

@@ -222,6 +222,7 @@ def compared(found: dict[str, Any], ways: dict[str, dict[str, Any]]) -> dict[str
             for way, reference in ways.items()
             if way != "alone" and reference["error"] is None
         },
+        "rotary buffers": [name.rpartition(".")[2] for name in found["buffers"] if "attention" in name],
         "seconds": found["seconds"],
     }
 

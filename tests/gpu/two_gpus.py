@@ -17,6 +17,7 @@ import functools
 import gc
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -126,15 +127,15 @@ def split_case(workspace: Workspace, quantization: str | None, case: str) -> dic
     from accelerate import dispatch_model
     from peft import PeftModel
 
-    offload: dict[str, Any] = {"offload_folder": str(workspace.folder / "offload")} if devices()[2] == "disk" else {}
+    disk = tempfile.mkdtemp(prefix="offload-", dir=workspace.folder) if devices()[2] == "disk" else None
     asked: Any = placement(workspace, "first" if case == "adapter GPUs only" else "host")
     if case == "dispatched":
         model = load(workspace, quantization, device=devices()[0])
-        model = dispatch_model(model, asked, offload_dir=str(workspace.folder / "offload"))
+        model = dispatch_model(model, asked, offload_dir=disk)
     elif case == "adapter auto":
         model = load(workspace, quantization, device_map="auto")
     else:
-        model = load(workspace, quantization, device_map=asked, **offload)
+        model = load(workspace, quantization, device_map=asked, **({"offload_folder": disk} if disk else {}))
     given, before = dict(getattr(model, "hf_device_map", {})), base_places(model)
     if case not in ("base", "dispatched"):
         own = {f"base_model.model.{name}": device for name, device in asked.items()}
