@@ -26,6 +26,7 @@ LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 DRAWING = "1"
 INK = "#808080"
 COLOURS = {"ours": "#3a87d0", "upstream": "#d0603a", "noise": "#8a8a8a"}
+NAMES = {"ours": "with gemma4_compat", "upstream": "upstream", "noise": "the same setting twice"}
 Run = dict[str, Any]
 #: Label, value, lower and upper end of its interval (or None), colour.
 Bar = tuple[str, float, tuple[float, float] | None, str]
@@ -138,7 +139,8 @@ def idle_shim(run: Run) -> str:
         [
             *rows,
             "",
-            "Noise: how far apart processes with the same setting may be taken to be (95 %). Calls: of Python and C functions, exact.",
+            "Noise: how far apart processes with the same setting may be taken to be (95 %). Calls: of Python and C "
+            "functions, exact.",
         ]
     )
 
@@ -269,6 +271,7 @@ def draw(benchmark: str) -> Path:
         raise SystemExit("drawing needs matplotlib: pip install 'gemma4-compat[bench]'") from None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     shown = bars(benchmark)[::-1]
     ink = {name: INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
@@ -281,12 +284,21 @@ def draw(benchmark: str) -> Path:
         for place, (_, value, interval, _) in zip(places, shown):
             if interval is not None:
                 axes.plot(interval, (place, place), color=INK, linewidth=2)
-            axes.annotate(f"{value:.2f}", (max(value, 0.0), place), xytext=(4, 6), textcoords="offset points")
+            axes.annotate(
+                f"{value:.2f}",
+                (max(value, *(interval or ()), 0.0), place),
+                xytext=(4, 0),
+                va="center",
+                textcoords="offset points",
+            )
         axes.set_yticks(places, [label for label, *_ in shown])
         axes.axvline(0.0 if benchmark == "idle_shim" else 1.0, color=INK, linewidth=1)
         axes.grid(axis="x", color=INK, alpha=0.3, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(TITLES[benchmark])
+        kinds = [kind for kind in COLOURS if any(colour == kind for *_, colour in shown)]
+        handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
         FigureCanvasAgg(figure)
         metadata = {"Software": None, "Description": f"data {digest(benchmark)}"}
         figure.savefig(picture(benchmark), format="png", dpi=130, transparent=True, metadata=metadata)
