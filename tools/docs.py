@@ -1,4 +1,5 @@
-"""Generate docs/PATCHES.md, docs/VARIANTS.md and the marked parts of README.md from registry and measurements.
+"""Generate docs/PATCHES.md, docs/VARIANTS.md and the marked parts of README.md and other pages from registry and
+measurements.
 
 python tools/docs.py            write them
 python tools/docs.py --check    exit 1 when they are stale (a test does this)
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "benchmarks")]
 os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
+import compare_report  # noqa: E402
 import matrix  # noqa: E402
 import small_card_report  # noqa: E402
 import variants  # noqa: E402
@@ -310,6 +312,14 @@ def quantization_page() -> str:
     return page
 
 
+def benchmarks_page() -> str:
+    """docs/BENCHMARKS.md with its tables."""
+    page = (ROOT / "docs" / "BENCHMARKS.md").read_text(encoding="utf-8")
+    for benchmark in compare_report.TABLES:
+        page = filled(page, benchmark.replace("_", " "), compare_report.section(benchmark))
+    return page
+
+
 def quantized_bytes() -> dict[str, Any]:
     file = ROOT / "benchmarks" / "results" / "quantized_bytes.json"
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -397,10 +407,12 @@ def main() -> int:
     wanted = {ROOT / "README.md": readme, ROOT / "docs" / "PATCHES.md": patches_page()}
     wanted[ROOT / "docs" / "QUANTIZATION.md"] = quantization_page()
     wanted[ROOT / "docs" / "VARIANTS.md"] = variants.page()
+    wanted[ROOT / "docs" / "BENCHMARKS.md"] = benchmarks_page()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-    pictures = small_card_report.stale()
-    for path in pictures:  # drawing them needs matplotlib, which this script does without
-        print(f"{path.relative_to(ROOT)} is stale; run python benchmarks/small_card_report.py", file=sys.stderr)
+    pictures = {path: "small_card_report" for path in small_card_report.stale()}
+    pictures |= {path: "compare_report" for path in compare_report.stale()}
+    for path, script in pictures.items():  # drawing them needs matplotlib, which this script does without
+        print(f"{path.relative_to(ROOT)} is stale; run python benchmarks/{script}.py", file=sys.stderr)
     if "--check" in sys.argv:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is stale; run python tools/docs.py", file=sys.stderr)

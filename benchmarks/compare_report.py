@@ -1,0 +1,320 @@
+"""Tables and pictures of the committed runs of adapter_load.py, idle_shim.py and alternatives.py.
+
+python benchmarks/compare_report.py            print the tables, draw docs/<benchmark>.png
+python benchmarks/compare_report.py --no-plot  print the tables
+
+Drawing needs matplotlib (`pip install "gemma4-compat[bench]"`); the tables, which tools/docs.py puts into
+docs/BENCHMARKS.md, and the check that pictures are current, need nothing. Pictures have a transparent background and
+colours of middle brightness, to be read on dark and light pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PLOTS = ROOT / "docs"
+LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
+#: What a picture shows of a run, for its digest; change it with the drawing, and committed pictures are stale.
+DRAWING = "1"
+INK = "#808080"
+COLOURS = {"ours": "#3a87d0", "upstream": "#d0603a", "noise": "#8a8a8a"}
+NAMES = {"ours": "with gemma4_compat", "upstream": "upstream", "noise": "the same setting twice"}
+Run = dict[str, Any]
+#: Label, value, lower and upper end of its interval (or None), colour.
+Bar = tuple[str, float, tuple[float, float] | None, str]
+
+
+def committed(benchmark: str) -> dict[str, Path]:
+    """Stack and shape -> the newest run of it under benchmarks/results."""
+    found: dict[str, Path] = {}
+    for file in sorted(RESULTS.glob(f"*/{benchmark}-*.json")):
+        run = read(file)
+        found[f"{run['machine']['versions']['transformers']} {run['shape']}"] = file
+    return found
+
+
+def read(file: Path) -> Run:
+    run: Run = json.loads(file.read_text(encoding="utf-8"))
+    return run
+
+
+def section(benchmark: str) -> str:
+    """What docs/BENCHMARKS.md says of the committed runs."""
+    runs = committed(benchmark)
+    if not runs:
+        return (
+            f"No result is committed yet; `python benchmarks/{benchmark}.py --shape E2B --out "
+            f"benchmarks/results/DATE-DEVICE/{benchmark}-E2B.json` makes one."
+        )
+    parts: list[str] = []
+    for file in runs.values():
+        run = read(file)
+        parts += [heading(run, f"../{file.relative_to(ROOT).as_posix()}"), "", TABLES[benchmark](run), ""]
+        if run["not_run"]:
+            parts += [f"Not run, for lack of time: {', '.join(run['not_run'])}.", ""]
+    if bars(benchmark):
+        parts += [f"![{TITLES[benchmark]}]({benchmark}.png)", ""]
+    return "\n".join(parts).rstrip()
+
+
+def heading(run: Run, link: str) -> str:
+    machine = run["machine"]
+    stack = ", ".join(f"{name} {machine['versions'][name]}" for name in LIBRARIES)
+    driver = f", driver {machine['driver']}" if machine["driver"] else ""
+    return (
+        f"**{run['shape']}** ({machine['device']}{driver}, {stack}, torch {machine['versions']['torch']}, "
+        f"{run['date']}; `{run['command']}`; [raw]({link}))"
+    )
+
+
+# adapter_load.py
+
+
+def adapter_load(run: Run) -> str:
+    """Times, and what is on the card before, during and after."""
+    titles = (
+        *("placement", "shim", "first in process", "after that", "ratio", "base", "peak", "after"),
+        *("of base + adapter", "towers on"),
+    )
+    rows = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for entry in run["summary"].values():
+        for side, shim in (("upstream", "**off**"), ("ours", "on")):
+            data = entry[side]
+            if data["error"] is not None:
+                cells = [entry["what"], shim, cell(data["error"]), *[""] * (len(titles) - 3)]
+            else:
+                first = [seconds for seconds in data["first_in_process_s"] if seconds is not None]
+                cells = [
+                    *(entry["what"], shim, f"{first[0]:.2f} s" if first else "-"),
+                    f"{data['median_s']:.2f} s" if "median_s" in data else "-",
+                    ratio(entry["ratio"]) if side == "ours" else "1",
+                    *(gib(data.get(key)) for key in ("base_gib", "peak_gib", "after_gib")),
+                    f"{data['of_base_and_adapter']:.3f}" if "of_base_and_adapter" in data else "-",
+                    ", ".join("the host" if place == "meta" else place for place in data.get("towers_on", [])),
+                ]
+            rows.append(f"| {' | '.join(cells)} |")
+    packages = {
+        side: data["own_s_of_packages"] for side, data in run.get("profile", {}).items() if "own_s_of_packages" in data
+    }
+    if "ours" in packages:
+        share = packages["ours"].get("gemma4_compat", 0.0) / sum(packages["ours"].values())
+        rows += ["", f"Of a profiled load with the shim, {100 * share:.1f} % are spent in gemma4_compat's own code."]
+    return "\n".join(rows)
+
+
+# idle_shim.py
+
+
+def idle_shim(run: Run) -> str:
+    """Overhead and noise, and the calls."""
+    rows = [
+        "| model | | without | overhead | 95 % | noise | indistinguishable from zero | calls without | calls more |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in run["models"].values():
+        for name, cost in entry.get("costs", {}).items():
+            low, high = (100 * (end - 1) for end in cost["ratios"]["A/B"]["interval_95"])
+            calls = entry["calls"].get(name)
+            without = sum(calls[kind][1] for kind in ("python_calls", "c_calls"))
+            more = sum(calls[kind][0] for kind in ("python_calls", "c_calls")) - without
+            cells = [
+                *(
+                    entry["what"],
+                    {"token": "a decoded token", "prefill": f"prefill {run['settings']['prefill']}"}[name],
+                ),
+                *(f"{cost['ms_without']:.2f} ms", f"{100 * cost['overhead']:+.2f} %", f"{low:+.2f} to {high:+.2f}"),
+                *(f"{100 * cost['noise']:.2f} %", "yes" if cost["indistinguishable_from_zero"] else "no"),
+                *(f"{without:,}", f"{more:+,} ({100 * calls['more']:+.1f} %)"),
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            *rows,
+            "",
+            "Noise: how far apart processes with the same setting may be taken to be (95 %). Calls: of Python and C "
+            "functions, exact.",
+        ]
+    )
+
+
+# alternatives.py
+
+
+def alternatives(run: Run) -> str:
+    """One row a choice; a crash has its error."""
+    titles = ("what", "shim", "works", "VRAM", "peak", "decode, of all-GPU", "answers, of the same weights on the GPU")
+    rows = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for entry in run["choices"].values():
+        if "share" not in entry and entry["error"] is None:
+            continue  # a reference that was asked for its answers only
+        shim = "on" if entry["who"] == "ours" else "**off**"
+        if entry["error"] is not None:
+            cells = [entry["what"], shim, f"no: {cell(entry['error'], 200)}", "", "", "", ""]
+        else:
+            answer = entry["answer"]
+            cells = [
+                *(entry["what"], shim, works(entry), gib(entry["resident_gib"]), gib(entry["peak_gib"])),
+                *(f"{entry['share']:.2f}", said(answer)),
+            ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def works(entry: Run) -> str:
+    """Whether it does, and whether what was offloaded is still where it was put."""
+    before, after = entry["prepare"]["on"], entry["answer"]["on"]
+    back = [part for part in before if "meta" in before[part] and "meta" not in after[part]]
+    return f"yes, but {' and '.join(back)} came back to the GPU" if back else "yes"
+
+
+def said(answer: Run) -> str:
+    if "parity" not in answer:
+        return "reference"
+    if answer["parity"] == 0.0:
+        return "bit-exact"
+    tokens = "" if answer["same_tokens"] else ", other tokens"
+    return f"**logits differ by {answer['logits_differ_by']}{tokens}**"
+
+
+def cell(text: str, limit: int = 110) -> str:
+    text = text.replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def gib(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} GiB"
+
+
+def ratio(spread: Run | None) -> str:
+    if spread is None:
+        return "-"
+    low, high = spread["interval_95"]
+    return f"**{spread['median']:.2f}** ({low:.2f} to {high:.2f}, {spread['of']} rounds)"
+
+
+TABLES: dict[str, Callable[[Run], str]] = {
+    "adapter_load": adapter_load,
+    "idle_shim": idle_shim,
+    "alternatives": alternatives,
+}
+TITLES = {
+    "adapter_load": "Adapter load with the shim, as a share of upstream's time: less is better",
+    "idle_shim": "Cost of an idle shim in per cent: 0 is none",
+    "alternatives": "Decode speed as a share of all-GPU, and peak VRAM in GiB",
+}
+
+
+# Pictures
+
+
+def bars(benchmark: str) -> list[Bar]:
+    """What is drawn."""
+    found: list[Bar] = []
+    for key, file in committed(benchmark).items():
+        run, name = read(file), f"{key.partition(' ')[2]}, transformers {key.partition(' ')[0]}"
+        if benchmark == "adapter_load":
+            for entry in run["summary"].values():
+                if entry["ratio"] is not None:
+                    low, high = entry["ratio"]["interval_95"]
+                    found.append((f"{entry['what']}\n{name}", entry["ratio"]["median"], (low, high), "ours"))
+        elif benchmark == "idle_shim":
+            for entry in run["models"].values():
+                for what, cost in entry.get("costs", {}).items():
+                    for kind, colour in (("A/B", "ours"), ("A/A", "noise"), ("B/B", "noise")):
+                        spread = cost["ratios"][kind]
+                        low, high = (100 * (end - 1) for end in spread["interval_95"])
+                        label = {"A/B": "shim", "A/A": "noise, with", "B/B": "noise, without"}[kind]
+                        text = f"{label}: {what}, {entry['what']}\n{name}"
+                        found.append((text, 100 * (spread["median"] - 1), (low, high), colour))
+        else:
+            for entry in run["choices"].values():
+                if "share" in entry:
+                    vram = "" if entry["peak_gib"] is None else f", peak {entry['peak_gib']:.1f} GiB"
+                    found.append((f"{entry['what']}{vram}\n{name}", entry["share"], None, entry["who"]))
+    return found
+
+
+def digest(benchmark: str) -> str:
+    """Of what is drawn. A picture carries it, so that a stale one is seen where matplotlib is missing."""
+    return hashlib.sha256(json.dumps([DRAWING, benchmark, bars(benchmark)]).encode()).hexdigest()[:16]
+
+
+def picture(benchmark: str) -> Path:
+    return PLOTS / f"{benchmark}.png"
+
+
+def stale() -> list[Path]:
+    """Pictures of committed runs that are missing or show other data."""
+    return [
+        picture(benchmark)
+        for benchmark in TABLES
+        if bars(benchmark)
+        and not (
+            picture(benchmark).exists() and f"data {digest(benchmark)}".encode() in picture(benchmark).read_bytes()
+        )
+    ]
+
+
+def draw(benchmark: str) -> Path:
+    """Horizontal bars with their intervals, transparent, in colours that show on dark and light."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("drawing needs matplotlib: pip install 'gemma4-compat[bench]'") from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    shown = bars(benchmark)[::-1]
+    ink = {name: INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
+    with matplotlib.rc_context({**ink, "font.family": "sans-serif", "font.size": 8}):
+        figure = Figure(figsize=(9, 0.8 + 0.42 * len(shown)), layout="constrained")
+        axes = figure.add_subplot()
+        places = range(len(shown))
+        values = [value for _, value, _, _ in shown]
+        axes.barh(places, values, color=[COLOURS[colour] for *_, colour in shown], height=0.6)
+        for place, (_, value, interval, _) in zip(places, shown):
+            if interval is not None:
+                axes.plot(interval, (place, place), color=INK, linewidth=2)
+            axes.annotate(
+                f"{value:.2f}",
+                (max(value, *(interval or ()), 0.0), place),
+                xytext=(4, 0),
+                va="center",
+                textcoords="offset points",
+            )
+        axes.set_yticks(places, [label for label, *_ in shown])
+        axes.axvline(0.0 if benchmark == "idle_shim" else 1.0, color=INK, linewidth=1)
+        axes.grid(axis="x", color=INK, alpha=0.3, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(TITLES[benchmark])
+        kinds = [kind for kind in COLOURS if any(colour == kind for *_, colour in shown)]
+        handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        FigureCanvasAgg(figure)
+        metadata = {"Software": None, "Description": f"data {digest(benchmark)}"}
+        figure.savefig(picture(benchmark), format="png", dpi=130, transparent=True, metadata=metadata)
+    return picture(benchmark)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-plot", action="store_true", help="tables only")
+    arguments = parser.parse_args(argv)
+    for benchmark in TABLES:
+        print(f"## {benchmark}\n\n{section(benchmark)}\n")
+        if not arguments.no_plot and bars(benchmark):
+            print(f"drew {draw(benchmark)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

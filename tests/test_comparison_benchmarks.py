@@ -1,0 +1,70 @@
+"""adapter_load.py, idle_shim.py and alternatives.py end to end on the tiny shape, as small_card.py in its own file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import ROOT, child
+
+
+def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    out = folder / "results" / f"{name}-tiny.json"
+    fixed = ["--shape", "tiny", "--minutes", "8", "--out", str(out), "--work", str(folder)]
+    done = child(str(ROOT / "benchmarks" / f"{name}.py"), *fixed, *options, timeout=500)
+    assert done.code == 0, done.stdout + done.stderr
+    text = out.read_text(encoding="utf-8")
+    assert str(folder) not in text
+    assert [path.name for path in folder.iterdir()] == ["results"], "the checkpoint is removed"
+    found: dict[str, Any] = json.loads(text)
+    assert set(found["machine"]["versions"]) >= {"transformers", "accelerate", "peft", "bitsandbytes", "torch"}
+    assert found["not_run"] == []
+    return found
+
+
+def test_loading_an_adapter_is_measured_in_turns_with_upstream(tmp_path: Path) -> None:
+    found = run("adapter_load", tmp_path, "--rounds", "1")
+    assert [entry["placement"] for entry in found["rounds"]] == ["towers", "table-towers", "all-gpu"]
+    assert [entry["order"][0] for entry in found["rounds"]] == ["ours", "upstream", "ours"]
+    for entry in found["rounds"]:
+        assert entry["ours"]["seconds"] > 0
+    split = found["rounds"][0]["ours"]
+    assert split["towers_on"] == ["meta"]
+    assert split["entries"] == split["entries_before"] > 1
+    assert found["summary"]["all-gpu"]["ratio"]["of"] == 1
+    assert any("from_pretrained" in row["function"] for row in found["profile"]["ours"]["cumulative"])
+
+
+def test_the_idle_shim_is_counted_and_timed(tmp_path: Path) -> None:
+    found = run("idle_shim", tmp_path, "--blocks", "1")
+    assert list(found["models"]) == ["base", "adapter"]
+    for model in found["models"].values():
+        assert set(model["costs"]) == {"token", "prefill"}
+        with_shim, without = model["calls"]["token"]["python_calls"]
+        assert with_shim > without > 100
+        for counts in model["calls"]["token"]["all_counts"]["without"].values():
+            assert len(set(counts)) == 1, "the same each time"
+
+
+def test_the_alternatives_are_compared_with_the_same_weights_on_one_device(tmp_path: Path) -> None:
+    found = run("alternatives", tmp_path, "--only", "upstream-split,ours-split")
+    assert list(found["choices"]) == ["gpu", "gpu-linear", "upstream-split", "ours-split"]
+    assert "Gemma4ClippableLinear" in found["choices"]["upstream-split"]["error"]
+    ours = found["choices"]["ours-split"]
+    assert ours["answer"]["parity"] == 0.0
+    assert ours["answer"]["on"]["towers"] == {"meta": ours["answer"]["on"]["towers"]["meta"]}
+    assert 0 < ours["share"] < 10
+
+
+@pytest.mark.parametrize("name", ["adapter_load", "idle_shim", "alternatives"])
+def test_bad_arguments_are_one_clear_error(name: str) -> None:
+    done = child(str(ROOT / "benchmarks" / f"{name}.py"))
+    assert done.code == 2
+    assert "--shape is required" in done.stderr
+    done = child(str(ROOT / "benchmarks" / f"{name}.py"), "--shape", "E9B")
+    assert done.code == 2
+    assert "E9B" in done.stderr

@@ -1,0 +1,146 @@
+"""Tables and pictures of adapter_load.py, idle_shim.py and alternatives.py, on runs of the tiny shape."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = Path(__file__).parent / "samples" / "compare"
+sys.path.append(str(ROOT / "benchmarks"))
+
+import adapter_load as adapter_load_script  # noqa: E402
+import alternatives as alternatives_script  # noqa: E402
+import common  # noqa: E402
+import compare_report as report  # noqa: E402
+import idle_shim as idle_shim_script  # noqa: E402
+
+BENCHMARKS = tuple(report.TABLES)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of results with one run of each, and a folder for pictures."""
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "PLOTS", tmp_path)
+    shutil.copytree(SAMPLES, tmp_path / "results" / "2026-11-21-cpu")
+    return tmp_path / "results" / "2026-11-21-cpu"
+
+
+def rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.replace("\\|", "/").strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_a_section_without_results_says_how_to_make_one(
+    benchmark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    text = report.section(benchmark)
+    assert f"python benchmarks/{benchmark}.py --shape E2B --out" in text
+    assert len(text.splitlines()) == 1
+    assert report.stale() == []
+
+
+@pytest.mark.usefixtures("results")
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_a_section_is_a_table_with_the_command_and_the_stack(benchmark: str) -> None:
+    text = report.section(benchmark)
+    assert f"`python benchmarks/{benchmark}.py --shape tiny" in text
+    assert "transformers 5.23.0" in text
+    assert f"{benchmark}.png" in text
+    titles, _, *lines = rows(text)
+    assert len(lines) >= 2
+    assert {len(line) for line in lines} == {len(titles)}
+
+
+@pytest.mark.usefixtures("results")
+def test_a_crash_is_told_in_its_own_words() -> None:
+    lines = rows(report.section("alternatives"))
+    (crash,) = [line for line in lines if line[0] == "table and towers on the CPU, adapter" and line[1] == "**off**"]
+    assert crash[2].startswith("no: ValueError: Target module Gemma4ClippableLinear(")
+
+
+def test_towers_that_came_back_are_no_plain_yes() -> None:
+    entry = {"prepare": {"on": {"towers": {"meta": 3}}}, "answer": {"on": {"towers": {"cuda": 3}}}}
+    assert report.works(entry) == "yes, but towers came back to the GPU"
+
+
+@pytest.mark.usefixtures("results")
+def test_a_picture_that_is_missing_or_of_other_data_is_stale(results: Path) -> None:
+    assert [path.stem for path in report.stale()] == list(BENCHMARKS)
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'gemma4-compat[bench]'")
+    for benchmark in BENCHMARKS:
+        report.draw(benchmark)
+    assert report.stale() == []
+    file = results / "alternatives-tiny.json"
+    run = json.loads(file.read_text(encoding="utf-8"))
+    run["choices"]["ours-split"]["share"] = 0.123
+    file.write_text(json.dumps(run), encoding="utf-8")
+    assert [path.stem for path in report.stale()] == ["alternatives"]
+
+
+def test_a_shim_that_leaves_more_on_the_card_is_a_problem() -> None:
+    ours = {"error": None, "towers_on": ["meta"], "of_base_and_adapter": 1.02, "adapter_on_meta": 0}
+    (problem,) = adapter_load_script.problems([{"placement": "towers", "ours": ours}])
+    assert "1.020 of base and adapter" in problem
+    ours |= {"of_base_and_adapter": 1.0, "towers_on": ["cuda"]}
+    (problem,) = adapter_load_script.problems([{"placement": "towers", "ours": ours}])
+    assert "towers are on" in problem
+
+
+def test_rounds_take_turns_and_the_control_comes_last() -> None:
+    order = adapter_load_script.schedule({"a": 3, "b": 2, "c": 1})
+    assert order == ["a", "a", "b", "c", "a", "b"]
+
+
+def _rounds(shim: float, drift: tuple[float, ...]) -> list[dict[str, Any]]:
+    found = []
+    for number, factor in enumerate(drift):
+        times = {"A1": 10 * shim, "B1": 10.0, "B2": 10.01, "A2": 10.02 * shim}
+        wobble = 1 + 0.001 * (-1) ** number
+        found.append(
+            {
+                name: {"token_ms": [factor * wobble * value], "prefill_ms": [factor * value]}
+                for name, value in times.items()
+            }
+        )
+    return found
+
+
+def test_a_cost_within_the_noise_is_indistinguishable_from_zero_and_another_is_not() -> None:
+    drift = (1.0, 1.5, 0.8, 2.0, 1.1, 1.2)
+    assert idle_shim_script.costs(_rounds(1.0, drift))["token"]["indistinguishable_from_zero"]
+    dear = idle_shim_script.costs(_rounds(1.05, drift))["token"]
+    assert not dear["indistinguishable_from_zero"]
+    assert dear["overhead"] == pytest.approx(0.05, abs=0.002), "whatever the machine's drift"
+
+
+def test_calls_are_counted_exactly() -> None:
+    def inner() -> int:
+        return len([1])
+
+    python, c = idle_shim_script.calls(lambda: [inner() for _ in range(3)])
+    assert sum(number for name, number in python.items() if name.endswith(" inner")) == 3
+    assert c["C len"] == 3
+
+
+def test_a_choice_brings_what_it_is_compared_with() -> None:
+    assert alternatives_script.selected(["ours-towers"]) == ["gpu", "gpu-linear", "gpu-towers", "ours-towers"]
+    for name, choice in alternatives_script.CHOICES.items():
+        order = list(alternatives_script.CHOICES)
+        assert choice.reference is None or order.index(choice.reference) < order.index(name)
+
+
+def test_spreads_are_medians_with_an_interval_that_repeats() -> None:
+    spread = common.spread([1.0, 1.1, 0.9, 1.0, 1.05])
+    assert spread == common.spread([1.0, 1.1, 0.9, 1.0, 1.05])
+    low, high = spread["interval_95"]
+    assert 0.9 <= low <= spread["median"] == 1.0 <= high <= 1.1
