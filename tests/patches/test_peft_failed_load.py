@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat import _rollback
+from gemma4_compat import _rollback, _walk
 from gemma4_compat.patches.peft_failed_load import PATCH
 from tests.patches.promise import Promise
 
@@ -71,6 +71,38 @@ def test_what_succeeds_is_not_undone(workspace: Any) -> None:
     with _rollback.undone_if_it_fails(model, "default"):
         model[0] = torch.nn.Identity()
     assert isinstance(model[0], torch.nn.Identity)
+
+
+def test_a_load_inside_a_load_of_the_same_adapter_is_undone_by_the_outer_one() -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    first = model[0]
+
+    def load_inside() -> None:
+        with _rollback.undone_if_it_fails(model, "default"):
+            model[0] = torch.nn.Identity()
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"), _rollback.undone_if_it_fails(model, "default"):
+        load_inside()
+    assert model[0] is first
+    # Of another adapter, or when the outer one has ended, it is undone where it fails.
+    with _rollback.undone_if_it_fails(model, "other"):
+        with pytest.raises(KeyError):
+            load_inside()
+        assert model[0] is first
+    with pytest.raises(KeyError):
+        load_inside()
+    assert model[0] is first
+
+
+def test_modules_are_walked_as_torch_walks_them(workspace: Any) -> None:
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
+    assert _walk.named_modules(model) == list(model.named_modules())
+    assert _walk.modules(model) == list(model.modules())
 
 
 def test_another_error_is_not_taken_for_a_misfit() -> None:
