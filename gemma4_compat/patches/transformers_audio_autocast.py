@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat import _autocast
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args
 def _makes_half(tensor: Any) -> bool:
     import torch
 
-    device = tensor.device.type
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+    return _autocast.dtype_on(tensor.device) is torch.float16
 
 
 class _Instead:
