@@ -163,4 +163,7 @@ def test_another_release_is_judged_by_its_number_and_nothing_is_replaced_outside
 
 def _exist(patch: Patch) -> bool:
     """Whether the installed release has the patch's modules; else nothing is decided before somebody asks."""
-    return all(importlib.util.find_spec(module) is not None for module in patch.modules)
+    try:
+        return all(importlib.util.find_spec(module) is not None for module in patch.modules)
+    except ModuleNotFoundError:  # of a package on the way
+        return False
