@@ -64,6 +64,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, features, relative
 
+    workspace.needs("audio_tower")
     batch = _tiny.inputs(workspace.main)
     # Longer than the tower's window, and the second half of it padding: the mask has something to do.
     generator = torch.Generator().manual_seed(11)
