@@ -137,7 +137,7 @@ def matrix_page() -> list[str]:
         "Every reproduction ran in these stacks: without the patch, with it, and undone. Where there is no *, the",
         "other tests of the patch ran, too (`nox -s matrix`; raw results: [matrix/](matrix)). **R**: affected,",
         "repaired; **-**: not affected; **n/a**: not applicable, the situation cannot exist there (a model class or",
-        "entry point that the release lacks, a CPU without AVX512-BF16).",
+        "entry point that the release lacks, a CPU without AVX512-BF16, no GPU: [GPU.md](GPU.md)).",
         "",
         "Columns: " + ", ".join(f"{number} `{patch.id}`" for number, patch in enumerate(patches, 1)) + ".",
         "",
