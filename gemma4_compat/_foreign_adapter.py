@@ -59,7 +59,11 @@ def is_gemma4(model: Any) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """The model that PEFT's wraps, or ``model``. PEFT's own way asks the active adapter, which may be deleted."""
+    if not hasattr(model, "get_base_model"):
+        return model
+    inner = model.base_model
+    return inner.model if type(inner).__module__.startswith("peft.") else inner
 
 
 def modules_of(model: Any) -> tuple[str, ...]:

@@ -55,6 +55,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_static_images",
     "transformers_chunked_media",
     "transformers_quantized_vision",
+    "transformers_vision_dtype",
     "transformers_quantized_audio",
     "transformers_quantized_vision_unified",
     "transformers_quantized_audio_unified",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from gemma4_compat import _walk
+from gemma4_compat import _foreign_adapter, _walk
 from gemma4_compat._errors import Gemma4CompatError
 
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[[^\]]*\])\).*?torch\.Size\((\[[^\]]*\])\)", re.S)
@@ -27,8 +27,7 @@ def undone_if_it_fails(model: Any, adapter_name: str) -> Iterator[None]:
     Inside another one of the same base model and adapter, nothing is kept a second time: what raises here goes on to
     raise there.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    key = id(base), adapter_name
+    key = id(_foreign_adapter.base_of(model)), adapter_name
     if key in _active.get():
         yield
         return

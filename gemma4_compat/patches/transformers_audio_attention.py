@@ -113,6 +113,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference, features
 
+    workspace.needs("audio_tower")
     batch = _tiny.inputs(workspace.main)
     reference = workspace.load()
     asked = _tiny.load(workspace.checkpoint, device=workspace.main, attn_implementation="sdpa")

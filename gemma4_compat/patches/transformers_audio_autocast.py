@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat import _autocast
 from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -43,8 +44,7 @@ def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args
 def _makes_half(tensor: Any) -> bool:
     import torch
 
-    device = tensor.device.type
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is torch.float16
+    return _autocast.dtype_on(tensor.device) is torch.float16
 
 
 class _Instead:
@@ -64,6 +64,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, features, relative
 
+    workspace.needs("audio_tower")
     batch = _tiny.inputs(workspace.main)
     # Longer than the tower's window, and the second half of it padding: the mask has something to do.
     generator = torch.Generator().manual_seed(11)

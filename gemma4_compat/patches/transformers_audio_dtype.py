@@ -37,6 +37,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference
 
+    workspace.needs("audio_tower")
     model = _tiny.load(workspace.checkpoint, device=workspace.main, dtype=torch.float32)
     autocast = torch.autocast(torch.device(workspace.main).type, dtype=torch.bfloat16)
     tower, bridge = model.model.audio_tower, model.model.embed_audio

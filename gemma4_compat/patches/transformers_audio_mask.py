@@ -53,6 +53,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome, difference, features, relative
 
+    workspace.needs("audio_tower")
     batch = _tiny.inputs(workspace.main)
     generator = torch.Generator().manual_seed(13)
     sound = {

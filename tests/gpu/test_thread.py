@@ -37,8 +37,11 @@ def test_everything_on_the_gpu_is_as_it_was(cases: CASES, kind: str) -> None:
     assert repaired["gib"] <= without["gib"]
 
 
-@pytest.mark.parametrize("kind", QUANTIZATIONS)
-@pytest.mark.parametrize("how", [*(f"{free} GiB free" for free in FREE), "device_map passed to PEFT"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [(kind, f"{free} GiB free") for kind in QUANTIZATIONS for free in FREE[kind]]
+    + [(kind, "device_map passed to PEFT") for kind in QUANTIZATIONS],
+)
 def test_towers_stay_where_they_were_put(cases: CASES, kind: str, how: str) -> None:
     without, repaired = cases[f"R03 split, {kind}, {how}"]
     assert without["error"] is not None or without["towers_on"] == ["cuda"], without

@@ -316,6 +316,7 @@ def a_plan(budget: int = LEAST + 30 * MIB) -> _plan.Plan:
         model_class=MODEL.model_class,
         device_map=placed.device_map,
         quantization="4bit",
+        experts=None,
         quantize_offloaded=True,
         use=placed.use,
         cpu=placed.cpu,
@@ -327,7 +328,7 @@ def a_plan(budget: int = LEAST + 30 * MIB) -> _plan.Plan:
         audio=False,
         longest_context=300,
         assumed="something",
-        code=_plan._code("folder", MODEL, placed, "4bit", ["lm_head"], None, True, True, "sdpa"),
+        code=_plan._code("folder", MODEL, placed, "4bit", ["lm_head"], None, True, ["quantize_offloaded"], "sdpa"),
     )
 
 
