@@ -284,6 +284,21 @@ def assisted(workspace: Workspace, *, without_arguments: bool = False) -> Outcom
     return Outcome(True, "with an assistant model other tokens are generated")
 
 
+def transposed(layer: Any) -> Outcome:
+    """Whether a linear has the same outputs for a transposed input, (1, 8, in_features) in bfloat16, and its copy."""
+    import torch
+
+    columns = torch.randn(1, layer.in_features, 8, generator=torch.Generator().manual_seed(0))
+    columns = columns.to(layer.weight.device, torch.bfloat16)
+    with torch.no_grad():
+        found, expected = layer(columns.transpose(1, 2)), layer(columns.transpose(1, 2).contiguous())
+    worst = (found - expected).abs().max().item()
+    scale = expected.abs().max().item()
+    if worst:
+        return Outcome(True, f"a transposed input's outputs, of up to {scale:.2g}, are off by up to {worst:.2g}")
+    return Outcome(False, "a transposed input and its contiguous copy have bit-equal outputs", 0.0)
+
+
 def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:
     """Of which kinds of layers a model returns the keys and values that an assistant model asks for."""
     import torch

@@ -24,6 +24,8 @@ from gemma4_compat._fingerprint import fingerprint_source
 from gemma4_compat._patch import Severity, Target
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Patches whose defects need a GPU: `detect` asks for one, and the matrix, which is one of CPUs, cannot show them.
+ON_A_GPU = ("bitsandbytes-int8-strides", "transformers-offloaded-cache")
 MARK = _changes._OURS
 
 CORE = '''

@@ -43,25 +43,16 @@ def gemv_4bit(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    import torch
     from bitsandbytes import functional
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
+    from gemma4_compat._repro import Outcome, transposed
 
     if not hasattr(functional, "has_avx512bf16"):
         return Outcome(False, "this bitsandbytes has no fused kernel for the CPU", applicable=False)
     if not functional.has_avx512bf16():
         return Outcome(False, "this CPU has no AVX512-BF16: the fused kernel does not run", applicable=False)
-    layer = _tiny.load(workspace.checkpoint, "4bit").model.language_model.layers[0].mlp.up_proj
-    columns = torch.randn(1, layer.in_features, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    with torch.no_grad():
-        found, expected = layer(columns.transpose(1, 2)), layer(columns.transpose(1, 2).contiguous())
-    worst = (found - expected).abs().max().item()
-    scale = expected.abs().max().item()
-    if worst:
-        return Outcome(True, f"a transposed input's outputs, of up to {scale:.2g}, are off by up to {worst:.2g}")
-    return Outcome(False, "a transposed input and its contiguous copy have bit-equal outputs", 0.0)
+    return transposed(_tiny.load(workspace.checkpoint, "4bit").model.language_model.layers[0].mlp.up_proj)
 
 
 PATCH = Patch(

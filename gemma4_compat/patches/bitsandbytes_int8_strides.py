@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Detection, Patch, Severity, Target
+from gemma4_compat._host import has_cuda
+from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
@@ -25,30 +26,14 @@ def quantize(original: Callable[..., Any], A: Any, *args: Any, **kwargs: Any) ->
     return original(A.contiguous(), *args, **kwargs)
 
 
-def detect() -> Detection:
-    """Only CUDA's kernel gets an address."""
-    import torch
-
-    return Detection.AFFECTED if torch.cuda.is_available() else Detection.NOT_AFFECTED
-
-
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._repro import Outcome
+    from gemma4_compat._repro import Outcome, transposed
 
     if not torch.cuda.is_available():
         return Outcome(False, "no CUDA device: its kernel does not run", applicable=False)
-    layer = workspace.load("8bit").model.language_model.layers[0].mlp.up_proj
-    columns = torch.randn(1, layer.in_features, 8, generator=torch.Generator().manual_seed(0))
-    columns = columns.to(workspace.main, torch.bfloat16)
-    with torch.no_grad():
-        found, expected = layer(columns.transpose(1, 2)), layer(columns.transpose(1, 2).contiguous())
-    worst = (found - expected).abs().max().item()
-    scale = expected.abs().max().item()
-    if worst:
-        return Outcome(True, f"a transposed input's outputs, of up to {scale:.2g}, are off by up to {worst:.2g}")
-    return Outcome(False, "a transposed input and its contiguous copy have bit-equal outputs", 0.0)
+    return transposed(workspace.load("8bit").model.language_model.layers[0].mlp.up_proj)
 
 
 PATCH = Patch(
@@ -62,7 +47,7 @@ PATCH = Patch(
     measured="0.50.2",
     bug=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1690",),
     retire_when="bitsandbytes makes the input of int8_vectorwise_quant contiguous",
-    detect=detect,
+    detect=has_cuda,
     targets=(
         Target(
             module="bitsandbytes.functional",

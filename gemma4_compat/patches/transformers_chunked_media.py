@@ -22,7 +22,20 @@ from gemma4_compat._patch import Patch, Severity, Target
 if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
 
-_MEDIA = ("pixel_values", "pixel_values_videos", "input_features")
+#: What a caller gives, and under which name transformers from 5.20.0 on encodes it before the first chunk
+#: (``mm_encoder_outputs``; a sound stays as it was given).
+_MEDIA = (
+    ("images", "pixel_values", "image"),
+    ("videos", "pixel_values_videos", "video"),
+    ("sounds", "input_features", "audio"),
+)
+
+
+def _media(model_kwargs: dict[str, Any]) -> list[str]:
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    return [
+        kind for kind, given, name in _MEDIA if model_kwargs.get(given) is not None or encoded.get(name) is not None
+    ]
 
 
 def prefill(
@@ -35,7 +48,7 @@ def prefill(
     **kwargs: Any,
 ) -> Any:
     size = generation_config.prefill_chunk_size
-    media = [name for name in _MEDIA if model_kwargs.get(name) is not None]
+    media = _media(model_kwargs)
     if size is not None and media and is_gemma4(self.config):
         if input_ids.shape[-1] > size:
             raise Gemma4CompatError(
@@ -47,11 +60,40 @@ def prefill(
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
+def without(batch: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """``batch`` of :func:`_tiny.inputs` with words where its media of that prefix (``"image"``, ``"input_features"``)
+    were.
+    """
+    from gemma4_compat import _tiny
+
+    token = _tiny.IMAGE_TOKEN if prefix == "image" else _tiny.AUDIO_TOKEN
+    prefixes = (prefix, "pixel_values") if prefix == "image" else (prefix,)
+    kept = {name: value for name, value in batch.items() if not name.startswith(prefixes)}
+    words = kept["input_ids"] == token
+    kept["input_ids"] = kept["input_ids"].masked_fill(words, 5)
+    kept["mm_token_type_ids"] = kept["mm_token_type_ids"].masked_fill(words, 0)
+    return kept
+
+
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._repro import Outcome
 
     model = workspace.load().float()
     batch = {name: value.float() if value.is_floating_point() else value for name, value in workspace.inputs().items()}
+    sounds = {"sounds alone": without(batch, "image")} if "input_features" in batch else {}
+    found = {"images alone": without(batch, "input_features"), **sounds, "all": batch}
+    outcomes = [_compare(model, media, name) for name, media in found.items()]
+    defects = [outcome for outcome in outcomes if outcome.defect]
+    return Outcome(
+        bool(defects),
+        "; ".join(outcome.detail for outcome in defects or outcomes[-1:]),
+        max(outcome.parity or 0.0 for outcome in outcomes),
+    )
+
+
+def _compare(model: Any, batch: dict[str, Any], media: str) -> Outcome:
+    from gemma4_compat._repro import Outcome
+
     options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     expected, found = (
         model.generate(**batch, **options, prefill_chunk_size=size) for size in (None, batch["input_ids"].shape[1])
@@ -64,7 +106,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     except (Gemma4CompatError, ValueError):  # ours, and that of transformers
         wrong, said = 0.0, "more than one is refused"
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
-    return Outcome(off > 0 or wrong > rounding, f"in one chunk the logits are off by {off:.2g}; {said}", off)
+    return Outcome(off > 0 or wrong > rounding, f"{media}: in one chunk the logits are off by {off:.2g}; {said}", off)
 
 
 PATCH = Patch(

@@ -5,7 +5,8 @@ Why: a layer's keys and values are copied to pinned host memory on the stream th
 another one, which waits for nothing. With few layers that are offloaded (the E2B has seven full ones, three of which
 have keys of their own) the next token fetches them soon after.
 
-Here: the stream that fetches waits for the one that computes, as from transformers 5.20.0 on.
+Here: the stream that fetches waits for the one that computes, as from transformers 5.20.0 on. Seen on a GPU with
+5.6.2; by their source the other releases up to 5.19.0 copy in the same way.
 
 Goes when transformers below 5.20.0 is no longer supported.
 """
@@ -15,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Detection, Patch, Severity, Target
+from gemma4_compat._host import has_cuda
+from gemma4_compat._patch import Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
@@ -30,13 +32,6 @@ def prefetch(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
     for device in {layer.device for layer in self.layers if layer.is_initialized}:
         self.prefetch_stream.wait_stream(torch.cuda.default_stream(device))
     original(self, *args, **kwargs)
-
-
-def detect() -> Detection:
-    """Without CUDA transformers has no offloaded caches."""
-    import torch
-
-    return Detection.AFFECTED if torch.cuda.is_available() else Detection.NOT_AFFECTED
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -81,7 +76,7 @@ PATCH = Patch(
     fixed="5.20.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
     retire_when="transformers below 5.20.0 is no longer supported",
-    detect=detect,
+    detect=has_cuda,
     targets=(
         Target(
             module="transformers.cache_utils",

@@ -11,10 +11,9 @@ from packaging.specifiers import SpecifierSet
 from gemma4_compat import Patch, _versions
 from tests.contract.conftest import PATCHES, predicted, version
 from tests.contract.test_orderings import essence
+from tests.helpers import ON_A_GPU
 
 Inside = Callable[[str], Any]
-#: Patches whose `detect` asks whether there is a GPU, and does not look at the library.
-OF_THE_HOST = ("bitsandbytes-int8-strides", "transformers-offloaded-cache")
 
 
 def expected(inside: Inside, patch: Patch, **versions: str | None) -> str:
@@ -120,7 +119,7 @@ def test_empty_modules_in_place_of_the_libraries_fail_cleanly(inside: Inside, pa
     found = inside("empty_modules")
     seen = found["seen"][patch.id]
     gated = predicted(patch)  # `detect` finds nothing in an empty module, unless it looks at the host alone
-    if patch.id in OF_THE_HOST:
+    if patch.id in ON_A_GPU:
         gated = expected(inside, patch)
     assert seen["state"] == ("failed" if gated == "applied" else gated)
     assert set(seen["replaced"].values()) == {None}

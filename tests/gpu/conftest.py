@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,23 +64,27 @@ def e2b(tmp_path_factory: pytest.TempPathFactory, record: Callable[[str, Any], N
 
 
 @pytest.fixture(scope="session")
-def record() -> Iterator[Callable[[str, Any], None]]:
-    """``record(name, data)`` keeps a measurement; they are written together at the end of the run."""
+def record() -> Callable[[str, Any], None]:
+    """``record(name, data)`` keeps a measurement; the file is written each time, for runs that are cut off."""
     import torch
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
     measured: dict[str, Any] = {}
-    yield measured.__setitem__
+    results = {
+        "gemma4_compat": gemma4_compat.__version__,
+        "device": torch.cuda.get_device_name(0),
+        "driver": driver[0] if driver else "unknown",
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "versions": _doctor.stack(),
+        "measured": measured,
+    }
     file = os.environ.get("GEMMA4_COMPAT_GPU_RESULTS")
-    if file:
-        results = {
-            "gemma4_compat": gemma4_compat.__version__,
-            "device": torch.cuda.get_device_name(0),
-            "driver": driver[0] if driver else "unknown",
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-            "versions": _doctor.stack(),
-            "measured": measured,
-        }
-        Path(file).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    def keep(name: str, data: Any) -> None:
+        measured[name] = data
+        if file:
+            Path(file).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+    return keep

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat import _doctor
+from gemma4_compat import _doctor, _repro
+from gemma4_compat.patches.transformers_quantized_vision import BOUND
 from tests.conftest import is_affected, patch
 
 IDS = [patch.id for patch in gemma4_compat.patches()]
@@ -36,3 +37,12 @@ def test_defect_without_and_parity_with(
         assert without["applicable"] == fused or not is_affected(patch(patch_id)), without
     elif is_affected(patch(patch_id)):
         assert without["applicable"], without
+
+
+@pytest.mark.parametrize("sense", ["vision", "audio"])
+@pytest.mark.parametrize("quantization", ["4bit", "4bit-double", "8bit"])
+def test_quantized_towers_see_and_hear(workspace: Any, quantization: str, sense: str) -> None:
+    """Against the same weights, dequantized; what the 8-bit kernels made of the audio tower was off by half."""
+    error, contrast = _repro.sensed(workspace, quantization, sense)
+    assert error < BOUND
+    assert contrast > BOUND

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 import gemma4_compat
 from gemma4_compat import Patch, _versions
-from tests.helpers import ROOT
+from tests.helpers import ON_A_GPU, ROOT
 
 
 def tool(name: str) -> ModuleType:
@@ -117,13 +117,11 @@ def test_a_result_is_of_the_pins_and_of_every_patch_and_as_claimed(name: str) ->
         assert not entry["tests"]["failed"] + entry["tests"]["error"]
 
 
-#: Their defects need a GPU; the matrix is one of CPUs.
-ON_A_GPU = {"bitsandbytes-int8-strides", "transformers-offloaded-cache"}
 ON_ANY = [patch for patch in gemma4_compat.patches() if patch.id not in ON_A_GPU]
 OUTSIDE = {matrix.NOT_AFFECTED, matrix.NOT_APPLICABLE}
 
 
-@pytest.mark.parametrize("patch_id", sorted(ON_A_GPU))
+@pytest.mark.parametrize("patch_id", ON_A_GPU)
 def test_a_patch_for_gpus_was_seen_to_repair_on_one(patch_id: str) -> None:
     patch = {patch.id: patch for patch in gemma4_compat.patches()}[patch_id]
     runs = [json.loads(file.read_text()) for file in (ROOT / "docs" / "gpu").glob("*.json")]
