@@ -101,8 +101,12 @@ class ChangeSet:
             edit.label for edit in self._journal if not _is_under(vars(edit.owner).get(edit.name), edit.after)
         )
 
-    def undo(self) -> tuple[str, ...]:
-        """Restore every raw slot, newest first. Returns the labels of those that had to be left to somebody else."""
+    def undo(self, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> tuple[str, ...]:
+        """Restore every raw slot, newest first. Returns the labels of those that had to be left to somebody else.
+
+        Other modules may have taken our functions since. All are searched for them now, or, where a list is given,
+        when the caller hands it to :func:`restore`: a search costs tens of milliseconds, however much is undone.
+        """
         self.active = False
         left: list[str] = []
         for edit in reversed(self._journal):
@@ -112,13 +116,27 @@ class ChangeSet:
                 delattr(edit.owner, edit.name)
             else:
                 setattr(edit.owner, edit.name, edit.before)
-        originals = {id(installed): original for installed, original in self._functions}
-        for namespace in _modules() if originals else ():
-            for name in [name for name, value in list(vars(namespace).items()) if id(value) in originals]:
-                setattr(namespace, name, originals[id(vars(namespace)[name])])
+        if elsewhere is None:
+            restore(self._functions)
+        else:
+            elsewhere += self._functions
         self._journal.clear()
         self._functions.clear()
         return tuple(left)
+
+
+def restore(functions: list[tuple[FunctionType, Any]]) -> None:
+    """Pairs (installed, original): wherever a module holds the first, put the second."""
+    originals = {id(installed): original for installed, original in functions}
+    for namespace in _modules() if originals else ():
+        if originals.keys().isdisjoint(map(id, list(vars(namespace).values()))):
+            continue  # all but a few of thousands
+        for name, value in list(vars(namespace).items()):
+            original = value
+            while id(original) in originals:  # one patch's original is another's replacement
+                original = originals[id(original)]
+            if original is not value:
+                setattr(namespace, name, original)
 
 
 def _is_under(current: Any, installed: Any) -> bool:

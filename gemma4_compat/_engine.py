@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any, TypeVar
 
 from gemma4_compat import _changes, _hooks, _settings, _versions
@@ -116,9 +116,15 @@ class Engine:
         with self._locked():
             if patch_id is not None and patch_id not in self._records:
                 raise Gemma4CompatError(_settings.unknown_id(patch_id, self._records))
-            for record in reversed(list(self._records.values())):
-                if patch_id in (None, record.patch.id):
-                    self._revert(record)
+            elsewhere: list[tuple[FunctionType, Any]] = []
+            try:
+                for record in reversed(list(self._records.values())):
+                    if patch_id is None:
+                        self._revert(record, elsewhere)
+                    elif patch_id == record.patch.id:
+                        self._revert(record)
+            finally:
+                _changes.restore(elsewhere)
         return self.status()
 
     # ------------------------------------------------------------------------------------------------------ decisions
@@ -270,7 +276,7 @@ class Engine:
                     f"several releases of {name} are on sys.path: {listed}. Python uses the first; remove the others."
                 )
 
-    def _revert(self, record: _Record) -> None:
+    def _revert(self, record: _Record, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> None:
         record.again = False
         if record.changes is None:
             # One that waits for a module it will never need, on this release, stays not needed.
@@ -278,7 +284,7 @@ class Engine:
                 record.enter(PatchState.REVERTED, "reverted before it was applied; install() arms it again")
             return
         with self._uncovered(record):
-            left = record.changes.undo()
+            left = record.changes.undo(elsewhere)
             record.changes = None
         reason = "reverted; install() applies it again"
         if left:

@@ -33,8 +33,8 @@ from tests.search.case import (
 )
 from tests.search.cli import coverage, features
 
-CASES = 300
-FIRST = 0
+#: Half of the first 300; these have every value and every kind of map, too.
+SEEDS = range(1, 300, 2)
 #: How many cases may be tried to shrink a failure here; the command in the message has more patience.
 ATTEMPTS = 40
 
@@ -47,10 +47,12 @@ def bench() -> Iterator[run.Bench]:
 
 
 @pytest.mark.parametrize(
-    "first", range(FIRST, FIRST + CASES, GROUP), ids=lambda first: f"seeds-{first}-{first + GROUP - 1}"
+    "seeds",
+    [SEEDS[start : start + GROUP] for start in range(0, len(SEEDS), GROUP)],
+    ids=lambda seeds: f"seeds-{seeds[0]}-{seeds[-1]}",
 )
-def test_every_placement_answers_as_one_device(first: int, bench: run.Bench) -> None:
-    failures = {seed: run.check(generate(seed), bench) for seed in range(first, first + GROUP)}
+def test_every_placement_answers_as_one_device(seeds: range, bench: run.Bench) -> None:
+    failures = {seed: run.check(generate(seed), bench) for seed in seeds}
     failing = {seed: failure for seed, failure in failures.items() if failure is not None}
     if failing:
         seed, failure = next(iter(failing.items()))
@@ -67,7 +69,7 @@ def test_every_placement_answers_as_one_device(first: int, bench: run.Bench) -> 
 
 
 def test_the_cases_cover_every_value_and_every_kind_of_map() -> None:
-    cases = [generate(seed) for seed in range(FIRST, FIRST + CASES)]
+    cases = [generate(seed) for seed in SEEDS]
     seen = collections.defaultdict(set)
     for case in cases:
         for field in dataclasses.fields(Case):

@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import operator
 import os
 import pickle
 import sys
@@ -62,6 +63,8 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.held = self._look()
+        self.modules: list[types.ModuleType] = []
+        self.clean: list[tuple[Any, list[str], list[Any]]] = []
 
     def _look(self) -> dict[tuple[int, str], tuple[str, Any, Any]]:
         return {
@@ -75,13 +78,34 @@ class Snapshot:
     def differences(self) -> list[str]:
         """What was replaced, removed or added since, and every name that still holds a function of ours.
 
-        One look at everything, asked hundreds of times: there are hundreds of thousands of names.
+        Asked hundreds of times about hundreds of thousands of names, so it looks into them only where a namespace is
+        not, object by object, what it was when the last look found nothing.
         """
-        changed, kept, owners = set(), 0, set()
+        if self._is_clean():
+            return []
+        found = self._differences()
+        self.modules = [] if found else modules_loaded()
+        owners = {id(owner): owner for _, owner in namespaces()} if self.modules else {}
+        self.clean = [(owner, list(vars(owner)), list(vars(owner).values())) for owner in owners.values()]
+        return found
+
+    def _is_clean(self) -> bool:
+        modules = modules_loaded()
+        return (
+            len(modules) == len(self.modules)
+            and all(map(operator.is_, modules, self.modules))
+            and all(
+                list(vars(owner)) == names and all(map(operator.is_, vars(owner).values(), values))
+                for owner, names, values in self.clean
+            )
+        )
+
+    def _differences(self) -> list[str]:
+        changed, kept, seen = set(), 0, set()
         for label, owner in namespaces():
-            if id(owner) in owners:  # a class that several modules hold
+            if id(owner) in seen:  # a class that several modules hold
                 continue
-            owners.add(id(owner))
+            seen.add(id(owner))
             is_library = label.partition(".")[0] in LIBRARIES
             for name, value in list(vars(owner).items()):
                 if type(value) not in FUNCTIONS:
@@ -160,6 +184,8 @@ def stale(patches: Any) -> dict[str, list[str]]:
                 originals.setdefault(id(original), []).append(patch.id)
     found: dict[str, list[str]] = {patch.id: [] for patch in patches}
     for module in modules_loaded() if originals else []:
+        if originals.keys().isdisjoint(map(id, list(vars(module).values()))):
+            continue
         for name, value in list(vars(module).items()):
             for patch_id in originals.get(id(value), ()):
                 found[patch_id].append(f"{module.__name__}.{name}")

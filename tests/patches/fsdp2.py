@@ -1,8 +1,9 @@
-"""What runs in each process of a distributed test: ``python -m tests.patches.fsdp2 CHECKPOINT OUTPUT CASE WRAPPING``.
+"""What runs in each process of a distributed test: ``python -m tests.patches.fsdp2 CHECKPOINT OUTPUT CASE...``.
 
-One training step of a tiny model with LoRA: without ``torch.distributed.run`` the plain model in one process, with it
-the same model sharded. Every rank has the whole batch, so the mean of the gradients over 2 ranks is (g + g) / 2 = g to
-the last bit, and nothing but equality is right.
+A case is ``BASE,WRAPPING``. Of each, one training step of a tiny model with LoRA is saved as ``OUTPUT.CASE.RANK``:
+without ``torch.distributed.run`` the plain model in one process, with it the same model sharded. Every rank has the
+whole batch, so the mean of the gradients over 2 ranks is (g + g) / 2 = g to the last bit, and nothing but equality is
+right.
 """
 
 from __future__ import annotations
@@ -66,20 +67,20 @@ def step(model: Any) -> dict[str, Any]:
     return found
 
 
-def main(checkpoint: str, output: str, case: str, wrapping: str) -> None:
+def main(checkpoint: str, output: str, *cases: str) -> None:
     import torch
 
-    model = build(Path(checkpoint), case)
-    if wrapping == "transformers-checkpointing":
-        model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    rank = 0
-    if "RANK" in os.environ:
+    rank, distributed = os.environ.get("RANK", "0"), "RANK" in os.environ
+    if distributed:
         torch.distributed.init_process_group("gloo")
-        rank = torch.distributed.get_rank()
-        model = shard(model, wrapping)
-    torch.save(step(model), f"{output}.{rank}")
-    if "RANK" in os.environ:
+    for name in cases:
+        case, wrapping = name.split(",")
+        model = build(Path(checkpoint), case)
+        if wrapping == "transformers-checkpointing":
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        torch.save(step(shard(model, wrapping) if distributed else model), f"{output}.{name}.{rank}")
+    if distributed:
         torch.distributed.destroy_process_group()
 
 

@@ -22,6 +22,14 @@ from tests.conftest import census
 from tests.patches.promise import Promise
 
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
+#: Of the eight combinations with where the weights are kept, what the slower tests take: each of both, and trainings
+#: those that the others leave out.
+ANSWERING = pytest.mark.parametrize(
+    ("quantization", "store"), [(None, "memory"), ("4bit", "disk"), ("4bit-double", "memory"), ("8bit", "disk")]
+)
+TRAINING = pytest.mark.parametrize(
+    ("quantization", "store"), [(None, "disk"), ("4bit", "memory"), ("4bit-double", "disk"), ("8bit", "memory")]
+)
 LAYER = "model.language_model.layers.0"  # offloaded by every split of layers
 LAST = "model.language_model.layers.5"  # so is this one, which shares its keys and values
 
@@ -155,7 +163,7 @@ def test_answers_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("when", ["before the dispatch", "after it", "after forwards"])
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@ANSWERING
 def test_an_adapter(
     workspace: Any, one_device: Callable[..., Any], quantization: str | None, when: str, store: str
 ) -> None:
@@ -290,7 +298,7 @@ def test_at_most_three_pages_are_on_the_device_in_a_backward_pass(
     assert [bytes_on_device(pager) for pager in pagers] == [0, 0, 0], "after a backward pass"
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@ANSWERING
 def test_twenty_forwards_leave_nothing_behind(workspace: Any, quantization: str | None, store: str) -> None:
     import torch
 
@@ -326,7 +334,7 @@ def test_forwards_leave_no_weights_of_the_disk_in_memory(
     assert sum(held.values()) <= max(pager._size for pager in pagers)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@TRAINING
 def test_training_steps_leave_nothing_behind(workspace: Any, quantization: str | None, store: str) -> None:
     model = adapted(workspace, split(workspace, quantization, "all layers", store))
     batch = _tiny.inputs(workspace.main)
@@ -366,7 +374,7 @@ def checkpoint(model: Any, reentrant: bool | None) -> None:
 
 @pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("offload", ["both", "all layers"])
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@TRAINING
 def test_training_gives_the_gradients_of_one_device(
     workspace: Any, quantization: str | None, offload: str, checkpointing: bool | None, store: str
 ) -> None:
@@ -447,7 +455,7 @@ def test_dora(workspace: Any, quantization: str | None, store: str) -> None:
     assert_equal(*results)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@TRAINING
 @pytest.mark.parametrize("mode", ["inference_mode", "no_grad"])
 def test_training_after_forwards_without_gradients(
     workspace: Any, one_device: Callable[..., Any], quantization: str | None, mode: str, store: str
@@ -543,7 +551,7 @@ def test_an_exception_in_the_middle_of_a_layer(
         assert_as_accelerate_left_it(model)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@ANSWERING
 @pytest.mark.parametrize("first", ["alone", "model"])
 def test_a_module_of_a_paged_layer_used_by_itself(
     workspace: Any, one_device: Callable[..., Any], quantization: str | None, first: str, store: str
@@ -622,7 +630,7 @@ def test_a_merged_adapter_is_seen(workspace: Any, quantization: str | None, stor
     assert difference(workspace.answers(whole), workspace.answers(paged)) == 0.0
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@ANSWERING
 def test_saved_and_loaded_again(
     workspace: Any, one_device: Callable[..., Any], tmp_path: Path, quantization: str | None, store: str
 ) -> None:
@@ -656,7 +664,7 @@ def test_a_deep_copy(
     assert difference(one_device(quantization, None), workspace.answers(copied)) == 0.0
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@ANSWERING
 def test_dispatched_again_and_hooks_removed(
     workspace: Any, one_device: Callable[..., Any], quantization: str | None, store: str
 ) -> None:

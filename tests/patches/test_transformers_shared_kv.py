@@ -246,47 +246,53 @@ def test_torch_compile_of_a_split_model_gives_its_answer(workspace: Any, tmp_pat
 FSDP_AFFECTED = ">=5.5.2,<5.9.0"
 
 
-@pytest.fixture(scope="module")
-def one_process(workspace: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """``one_process(case)``: logits and gradients of the plain model."""
-    known: dict[str, dict[str, Any]] = {}
+CASES = ("bf16,plain", "bf16,transformers-checkpointing", "bf16,checkpoint-wrapper", "4bit,plain")
 
-    def run(case: str) -> dict[str, Any]:
-        if case not in known:
-            done, (found,) = fsdp(workspace, tmp_path_factory.mktemp("one"), case, "plain", processes=1)
-            assert found is not None, done.stderr[-2000:]
-            known[case] = found
-        return known[case]
+
+@pytest.fixture(scope="module")
+def trained(workspace: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Callable[[str], list[Any]]]:
+    """``trained(processes)(case)``: logits and gradients of each, of the plain model where there is one process."""
+    known: dict[int, tuple[Any, Path]] = {}
+
+    def run(processes: int) -> Callable[[str], list[Any]]:
+        if processes not in known:
+            folder = tmp_path_factory.mktemp(f"processes-{processes}")
+            cases = CASES if processes > 1 else ("bf16,plain", "4bit,plain")
+            known[processes] = fsdp(workspace, folder, *cases, processes=processes), folder
+        done, folder = known[processes]
+
+        def read(case: str) -> list[Any]:
+            found = results(folder, case, processes)
+            assert None not in found, done.stderr[-2000:]
+            return found
+
+        return read
 
     return run
 
 
-def fsdp(
-    workspace: Any, folder: Path, case: str, wrapping: str, *, processes: int, shim: bool = True
-) -> tuple[Any, list[Any]]:
-    """``tests.patches.fsdp2`` on the CPU, plain for one process, else sharded; what each rank saved, None for none."""
-    import torch
-
+def fsdp(workspace: Any, folder: Path, *cases: str, processes: int, shim: bool = True) -> Any:
+    """The child with a training step of each case. GPUs are hidden from it: this is about dictionaries."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", "tests.patches.fsdp2"]
     hidden = ["env", "CUDA_VISIBLE_DEVICES="]
-    done = child([*hidden, *command, str(workspace.checkpoint), str(folder / "saved"), case, wrapping], shim=shim)
-    files = [folder / f"saved.{rank}" for rank in range(processes)]
-    return done, [torch.load(file) if file.is_file() else None for file in files]
+    return child([*hidden, *command, str(workspace.checkpoint), str(folder / "saved"), *cases], shim=shim)
 
 
-@pytest.mark.parametrize(
-    ("case", "wrapping"),
-    [("bf16", "plain"), ("bf16", "transformers-checkpointing"), ("bf16", "checkpoint-wrapper"), ("4bit", "plain")],
-)
-def test_two_processes_give_the_logits_and_gradients_of_one(
-    workspace: Any, one_process: Callable[[str], Any], tmp_path: Path, case: str, wrapping: str
-) -> None:
+def results(folder: Path, case: str, processes: int) -> list[Any]:
+    """What each process saved; None for one that saved nothing."""
     import torch
 
-    done, ranks = fsdp(workspace, tmp_path, case, wrapping, processes=2)
-    assert None not in ranks, done.stderr[-2000:]
-    expected = one_process(case)
+    files = [folder / f"saved.{case}.{rank}" for rank in range(processes)]
+    return [torch.load(file) if file.is_file() else None for file in files]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_give_the_logits_and_gradients_of_one(trained: Callable[..., Any], case: str) -> None:
+    import torch
+
+    ranks = trained(2)(case)
+    (expected,) = trained(1)(f"{case.partition(',')[0]},plain")
     assert len(expected) > 50
     without = [name for name, value in expected.items() if not value.any()]
     assert not without, "a gradient that is zero in one process too shows nothing"
@@ -296,7 +302,8 @@ def test_two_processes_give_the_logits_and_gradients_of_one(
 
 
 def test_without_the_patch_two_processes_lose_the_keys_and_values(workspace: Any, tmp_path: Path) -> None:
-    done, ranks = fsdp(workspace, tmp_path, "bf16", "plain", processes=2, shim=False)
+    done = fsdp(workspace, tmp_path, "bf16,plain", processes=2, shim=False)
+    ranks = results(tmp_path, "bf16,plain", 2)
     if _versions.admits(FSDP_AFFECTED, _versions.installed("transformers") or ""):
         assert ranks == [None, None]
         assert "KeyError: " in done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError, PatchState
-from gemma4_compat._changes import ChangeSet
+from gemma4_compat._changes import ChangeSet, restore
 from gemma4_compat._engine import Engine
 from tests.helpers import CORE, Library, collected, foreign, installed, is_ours, raw, tagged, traces
 
@@ -260,6 +260,25 @@ def test_two_patches_on_one_function_come_off_in_any_order(library: Library, ord
             assert status[remaining].overridden == ()
         assert patch_id is None or status[patch_id].state is PatchState.REVERTED
     assert raw(core, "double") is original
+    assert not traces([library.name])
+
+
+def test_names_taken_between_two_patches_are_given_back_by_one_search(create: Callable[..., Library]) -> None:
+    library = create(between="from LIBRARY.core import double as twice\n", late="from LIBRARY.core import double\n")
+    core = library.load()
+    original, module = core.double, core.__name__
+    lower, upper = ChangeSet(LOWER), ChangeSet(UPPER)
+    lower.replace(module, "double", says("lower"))
+    between = library.load("between")
+    upper.replace(module, "double", says("upper"))
+    late = library.load("late")
+    assert (between.twice(2), late.double(2)) == (("lower", 4), ("upper", ("lower", 4)))
+    elsewhere: list[tuple[Any, Any]] = []
+    assert (upper.undo(elsewhere), lower.undo(elsewhere)) == ((), ())
+    assert raw(core, "double") is original
+    assert is_ours(raw(late, "double")), "not searched for yet"
+    restore(elsewhere)
+    assert raw(between, "twice") is raw(late, "double") is original
     assert not traces([library.name])
 
 

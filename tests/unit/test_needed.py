@@ -83,10 +83,9 @@ def expected(patch: Patch, versions: dict[str, str | None]) -> str:
     return "not_needed" if outside else "unsupported" if old else "needed"
 
 
-def around_the_gates(distribution: str) -> list[str | None]:
-    """Releases at, before and after every bound that any patch puts on a distribution, very old and new ones, none."""
-    texts = [f"{patch.distribution}{patch.affected}" for patch in PATCHES.values()]
-    texts += [text for patch in PATCHES.values() for text in patch.requires]
+def around_the_gates(patch: Patch, distribution: str) -> list[str | None]:
+    """Releases at, before and after every bound that a patch puts on a distribution, very old and new ones, none."""
+    texts = [f"{patch.distribution}{patch.affected}", *patch.requires]
     conditions = [item for item in map(Requirement, texts) if item.name == distribution]
     gates = {Version(clause.version) for item in conditions for clause in item.specifier} | {
         Version(OLDEST[distribution])
@@ -106,7 +105,7 @@ def test_for_pins_around_every_gate_it_says_what_the_metadata_ask_for(
 ) -> None:
     names = [patch.distribution, *(Requirement(text).name for text in patch.requires)]
     seen = set()
-    for releases in itertools.product(*map(around_the_gates, names)):
+    for releases in itertools.product(*(around_the_gates(patch, name) for name in names)):
         versions = dict.fromkeys(OLDEST) | dict(zip(names, releases))
         monkeypatch.setattr(_versions, "installed", versions.__getitem__)
         found = str(only(_needed.answer(None, (patch,))).verdict)
