@@ -51,6 +51,7 @@ PATCH = Patch(
     affected=">=5.5.0,<5.16.0",
     measured="5.15.1",
     fixed="5.16.0",
+    applied_upstream="https://github.com/huggingface/transformers/pull/48162",
     retire_when="transformers below 5.16.0 is no longer supported",
     targets=(
         Target(
