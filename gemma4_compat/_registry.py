@@ -54,6 +54,7 @@ PATCHES: tuple[str, ...] = (
     "transformers_static_chunks",
     "transformers_static_images",
     "transformers_chunked_media",
+    "transformers_chunked_images",
     "transformers_quantized_vision",
     "transformers_vision_dtype",
     "transformers_quantized_audio",
