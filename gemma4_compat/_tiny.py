@@ -553,6 +553,19 @@ def inputs(device: Any = "cpu", *, text_only: bool = False, variant: str | None 
     return {name: value.to(device) for name, value in batch.items()}
 
 
+def without(batch: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """``batch`` of :func:`inputs` with words where its media of that prefix (``"image"``, ``"input_features"``)
+    were.
+    """
+    token = IMAGE_TOKEN if prefix == "image" else AUDIO_TOKEN
+    prefixes = (prefix, "pixel_values") if prefix == "image" else (prefix,)
+    kept = {name: value for name, value in batch.items() if not name.startswith(prefixes)}
+    words = kept["input_ids"] == token
+    kept["input_ids"] = kept["input_ids"].masked_fill(words, 5)
+    kept["mm_token_type_ids"] = kept["mm_token_type_ids"].masked_fill(words, 0)
+    return kept
+
+
 def unified_inputs(device: Any = "cpu", *, text_only: bool = False) -> dict[str, Any]:
     """:func:`inputs` for the checkpoint of :func:`build_unified_checkpoint`."""
     return inputs(device, text_only=text_only, variant=_variants.UNIFIED)

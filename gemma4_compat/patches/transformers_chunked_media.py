@@ -60,28 +60,14 @@ def prefill(
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
-def without(batch: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """``batch`` of :func:`_tiny.inputs` with words where its media of that prefix (``"image"``, ``"input_features"``)
-    were.
-    """
-    from gemma4_compat import _tiny
-
-    token = _tiny.IMAGE_TOKEN if prefix == "image" else _tiny.AUDIO_TOKEN
-    prefixes = (prefix, "pixel_values") if prefix == "image" else (prefix,)
-    kept = {name: value for name, value in batch.items() if not name.startswith(prefixes)}
-    words = kept["input_ids"] == token
-    kept["input_ids"] = kept["input_ids"].masked_fill(words, 5)
-    kept["mm_token_type_ids"] = kept["mm_token_type_ids"].masked_fill(words, 0)
-    return kept
-
-
 def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
     model = workspace.load().float()
     batch = {name: value.float() if value.is_floating_point() else value for name, value in workspace.inputs().items()}
-    sounds = {"sounds alone": without(batch, "image")} if "input_features" in batch else {}
-    found = {"images alone": without(batch, "input_features"), **sounds, "all": batch}
+    sounds = {"sounds alone": _tiny.without(batch, "image")} if "input_features" in batch else {}
+    found = {"images alone": _tiny.without(batch, "input_features"), **sounds, "all": batch}
     outcomes = [_compare(model, media, name) for name, media in found.items()]
     defects = [outcome for outcome in outcomes if outcome.defect]
     return Outcome(

@@ -8,7 +8,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import _tiny
-from gemma4_compat.patches.transformers_chunked_media import PATCH, without
+from gemma4_compat.patches.transformers_chunked_media import PATCH
 from tests.conftest import is_affected
 from tests.patches.promise import Promise
 
@@ -24,7 +24,7 @@ class TestPromise(Promise):
 )
 def test_the_error_names_what_would_be_left_out(workspace: Any, left_out: str | None, named: str) -> None:
     model, batch = workspace.load(), _tiny.inputs(workspace.main)
-    batch = batch if left_out is None else without(batch, left_out)
+    batch = batch if left_out is None else _tiny.without(batch, left_out)
     message = rf"24 tokens with {named} cannot .*prefill_chunk_size=5: .*prefill_chunk_size=None"
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=message):
         model.generate(**batch, max_new_tokens=2, prefill_chunk_size=5)

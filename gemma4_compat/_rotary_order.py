@@ -1,0 +1,45 @@
+"""The order of the rotary frequencies' buffers, the same in every process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+def rotary_embedding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """The constructor of a text model's rotary embedding, and its buffers in the order of their names."""
+    original(self, *args, **kwargs)
+    for name in sorted(self._buffers):
+        self._buffers[name] = self._buffers.pop(name)
+
+
+def in_another_process(module: str, build: Callable[[], Any], *, reverse: bool) -> Any:
+    """What ``build`` builds where a set of names in the code of ``module`` has that order, sorted or ``reverse``.
+
+    A process has one or the other: Python salts the hashes of strings with a number of its own.
+    """
+    code = importlib.import_module(module)
+
+    def ordered(names: Iterable[str]) -> dict[str, None]:
+        return dict.fromkeys(sorted(names, reverse=reverse))
+
+    code.set = ordered  # type: ignore[attr-defined]
+    try:
+        return build()
+    finally:
+        del code.set
+
+
+def broadcast_buffers(source: Any, target: Any) -> None:
+    """What ``DistributedDataParallel`` does from one process to another: buffers of a dtype go in one piece, without
+    their names.
+    """
+    import torch
+
+    with torch.no_grad():
+        for dtype in {buffer.dtype for buffer in target.buffers()}:
+            own = [buffer for buffer in target.buffers() if buffer.dtype == dtype]
+            sent = torch.cat([buffer.flatten() for buffer in source.buffers() if buffer.dtype == dtype])
+            for buffer, piece in zip(own, sent.split([buffer.numel() for buffer in own]), strict=True):
+                buffer.copy_(piece.view_as(buffer))

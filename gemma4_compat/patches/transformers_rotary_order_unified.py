@@ -1,0 +1,66 @@
+"""silent: under DDP about every second rank trains another ``gemma4_unified`` model (the 12B).
+
+Why: as in ``transformers_rotary_order.py``; the 12B has a copy of that class in a module of its own.
+
+Here: as there.
+
+Goes when transformers below 5.16.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat import _rotary_order
+from gemma4_compat._patch import Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._repro import Outcome, Workspace
+
+_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+
+
+def rotary_embedding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    _rotary_order.rotary_embedding(original, self, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._repro import Outcome, difference
+
+    unified = workspace.unified()
+    if unified is None:
+        return Outcome(False, "this release has no gemma4_unified", applicable=False)
+    first, second = (
+        _rotary_order.in_another_process(_UNIFIED, unified.load, reverse=reverse) for reverse in (False, True)
+    )
+    reference = unified.answers(first)
+    _rotary_order.broadcast_buffers(first, second)
+    return Outcome.of_parity(difference(reference, unified.answers(second)), "a second rank of DDP")
+
+
+PATCH = Patch(
+    id="transformers-rotary-order-unified",
+    summary="the repair of transformers-rotary-order for gemma4_unified, the classes of the 12B",
+    symptom="silent: under DDP about every second rank computes with the rotary frequencies of other layers",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F30", "F35"),
+    distribution="transformers",
+    affected=">=5.10.1,<5.16.0",
+    measured="5.15.1",
+    fixed="5.16.0",
+    applied_upstream="https://github.com/huggingface/transformers/pull/48162",
+    retire_when="transformers below 5.16.0 is no longer supported",
+    targets=(
+        Target(
+            module=_UNIFIED,
+            name="Gemma4UnifiedTextRotaryEmbedding.__init__",
+            replacement=rotary_embedding,
+            known={
+                "001f9d2c60a9": "5.10.1 - 5.14.1",
+                "daac5d03c20d": "5.15.0 - 5.15.1",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)
