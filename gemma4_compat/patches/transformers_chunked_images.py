@@ -1,5 +1,5 @@
-"""silent: with ``prefill_chunk_size`` the 26B-A4B and the 31B see an image differently where a chunk ends inside it:
-its first part does not see its second part, and the logits are off by as much as between any two prompts.
+"""silent: with ``prefill_chunk_size`` the 12B, the 26B-A4B and the 31B see an image differently where a chunk ends
+inside it: its first part does not see its second part, and the logits are off by as much as between any two prompts.
 
 Why: in these models the tokens of one image attend to each other in both directions, and from 5.23.0 on transformers
 reads prompts with images in chunks, cut wherever the size says. What is in a later chunk cannot be seen from an
@@ -79,12 +79,15 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
+    if workspace.variant is None:
+        large = workspace.made(_tiny.build_checkpoint, text_variant="31B")
+        model = _tiny.load(large, device=workspace.main).float()
+    else:
+        model = workspace.load().float()
     batch = {
         name: value.float() if value.is_floating_point() else value
-        for name, value in _tiny.without(_tiny.inputs(workspace.main), "input_features").items()
+        for name, value in _tiny.without(workspace.inputs(), "input_features").items()
     }
-    large = workspace.made(_tiny.build_checkpoint, text_variant="31B")
-    model = _tiny.load(large, device=workspace.main).float()
     options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     try:
         expected, *found = (model.generate(**batch, **options, prefill_chunk_size=size) for size in (None, 6, 8))
@@ -100,10 +103,10 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-chunked-images",
-    summary="a prefill in chunks never cuts through an image (26B-A4B, 31B)",
+    summary="a prefill in chunks never cuts through an image (12B, 26B-A4B, 31B)",
     symptom="silent: prefill_chunk_size cuts through images, whose tokens then do not see each other",
     severity=Severity.WRONG_RESULT,
-    failure_points=("F24",),
+    failure_points=("F24", "F30"),
     distribution="transformers",
     affected=">=5.23.0",
     measured="5.23.0",
