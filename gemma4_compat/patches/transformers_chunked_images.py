@@ -34,14 +34,15 @@ def prefill(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    kinds = model_kwargs.get("mm_token_type_ids")
+    size, kinds = generation_config.prefill_chunk_size, model_kwargs.get("mm_token_type_ids")
     if (
-        generation_config.prefill_chunk_size is not None
+        isinstance(size, int)
+        and size > 0  # what is not a size is for transformers to refuse
         and kinds is not None
         and is_gemma4(self.config)
         and getattr(self.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
     ):
-        size, length = generation_config.prefill_chunk_size, _new_tokens(input_ids, generation_config, model_kwargs)
+        length = _new_tokens(input_ids, generation_config, model_kwargs)
         vision = (kinds[:, -length:] == 1) | (kinds[:, -length:] == 2)  # images, frames of videos
         inside = (vision[:, 1:] & vision[:, :-1]).any(dim=0).tolist()
         if any(inside[size - 1 :: size]):
