@@ -44,15 +44,15 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
-    batch = {
-        name: value.float() if value.is_floating_point() else value
-        for name, value in _tiny.inputs(workspace.main).items()
-    }
-    large = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
-    off = {"the 31B": _off(large, batch)}
-    with contextlib.suppress(ImportError):  # there is no 12B before 5.10.1
-        text = {name: batch[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-        off["the 12B"] = _off(_tiny.unified_model().to(workspace.main), text)
+    batch = {name: value.float() if value.is_floating_point() else value for name, value in workspace.inputs().items()}
+    if workspace.variant is not None:
+        off = {f"the {workspace.variant}": _off(workspace.load().float(), batch)}
+    else:
+        large = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
+        off = {"the 31B": _off(large, batch)}
+        with contextlib.suppress(ImportError):  # there is no 12B before 5.10.1
+            text = {name: batch[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
+            off["the 12B"] = _off(_tiny.unified_model().to(workspace.main), text)
     said = ", ".join(f"{value:.2g} on {name}" for name, value in off.items())
     return Outcome(
         max(off.values()) > 1e-4, f"the first logits after an image, with a static cache, are off by {said}"

@@ -35,8 +35,10 @@ def test_chunks_are_as_large_as_they_may_be_and_hold_whole_images(size: int) -> 
             assert end == max([cut for cut in allowed if cut <= start + size], default=allowed[0])
 
 
-@pytest.fixture(scope="module", params=["26B-A4B", "31B"])
+@pytest.fixture(scope="module", params=["12B", "26B-A4B", "31B"])
 def model(request: pytest.FixtureRequest, workspace: Any) -> Any:
+    if request.param == "12B":
+        return _tiny.unified_model().to(workspace.main)
     folder = workspace.made(_tiny.build_checkpoint, text_variant=request.param)
     return _tiny.load(folder, device=workspace.main).float()
 
