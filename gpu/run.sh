@@ -4,7 +4,8 @@
 # The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels. On one GPU everything
 # runs in turn; with several, the parts below run beside each other, and what needs two GPUs comes after them.
 # PARTS="tiny" runs some of them: tiny (tiny models), small (the card is filled), several (two GPUs). A result that is
-# already there keeps what other parts measured.
+# already there keeps what other parts measured. Wheels in WHEELS/tools go with every stack; with pytest-xdist among them
+# (or installed) the tiny part takes WORKERS processes (8), since most of its time is Python's.
 set -u
 wheels=$1; shift
 out=${OUT:-docs/gpu}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"
@@ -16,9 +17,11 @@ parts=${PARTS:-tiny small several}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # many processes at once
 
 part() {  # STACK NAME GPUS FILES...
-  local stack=$1 name=$2 visible=$3; shift 3
+  local stack=$1 name=$2 visible=$3 together=(); shift 3
+  [ "$name" = tiny ] && PYTHONPATH=$(cat "$logs/$stack.site") python3 -c "import xdist" 2> /dev/null &&
+    together=(-n "${WORKERS:-8}")
   CUDA_VISIBLE_DEVICES=$visible PYTHONPATH="$(cat "$logs/$stack.site"):$PWD" \
-    GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" python3 -m pytest "$@" -q -rf -p no:cacheprovider \
+    GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" python3 -m pytest "$@" "${together[@]}" -q -rf -p no:cacheprovider \
     -W "ignore:several releases of:gemma4_compat.Gemma4CompatWarning" > "$logs/$stack-$name.log" 2>&1 ||
     touch "$logs/failed"
   echo "== $stack, $name"; grep -E "^(FAILED|ERROR)|(passed|failed|skipped|error).* in " "$logs/$stack-$name.log"
@@ -26,9 +29,11 @@ part() {  # STACK NAME GPUS FILES...
 
 stacks=()
 for folder in "$wheels"/*/; do
-  stack=$(basename "$folder"); stacks+=("$stack"); mktemp -d > "$logs/$stack.site"
+  stack=$(basename "$folder")
+  [ "$stack" = tools ] && continue
+  stacks+=("$stack"); mktemp -d > "$logs/$stack.site"
   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$(cat "$logs/$stack.site")" \
-    "$folder"*.whl || exit 2
+    "$folder"*.whl $(ls "$wheels"/tools/*.whl 2> /dev/null) || exit 2
 done
 # Each GPU takes every so manieth part; one takes them all.
 for ((gpu = 0; gpu < gpus; gpu++)); do

@@ -1,6 +1,7 @@
 """GPU tests run where a CUDA device is found and are skipped, with the reason, elsewhere.
 
-``GEMMA4_COMPAT_GPU_RESULTS=FILE`` writes what they measured to a JSON file (`gpu/run.sh` does that for two stacks).
+``GEMMA4_COMPAT_GPU_RESULTS=FILE`` writes what they measured to a JSON file (`gpu/run.sh` does that for two stacks);
+with pytest-xdist each worker writes one of its own, ``FILE`` with its name before the suffix.
 """
 
 from __future__ import annotations
@@ -80,11 +81,14 @@ def record() -> Callable[[str, Any], None]:
         "versions": _doctor.stack(),
         "measured": measured,
     }
-    file = os.environ.get("GEMMA4_COMPAT_GPU_RESULTS")
+    wanted, worker = os.environ.get("GEMMA4_COMPAT_GPU_RESULTS"), os.environ.get("PYTEST_XDIST_WORKER")
+    file = Path(wanted) if wanted else None
+    if file and worker:
+        file = file.with_name(f"{file.stem}-{worker}{file.suffix}")
 
     def keep(name: str, data: Any) -> None:
         measured[name] = data
         if file:
-            Path(file).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
     return keep
