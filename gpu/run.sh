@@ -19,7 +19,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # many processes at once
 part() {  # STACK NAME GPUS FILES...
   local stack=$1 name=$2 visible=$3 together=(); shift 3
   [ "$name" = tiny ] && PYTHONPATH=$(cat "$logs/$stack.site") python3 -c "import xdist" 2> /dev/null &&
-    together=(-n "${WORKERS:-8}")
+    together=(-n "${WORKERS:-8}" --dist loadgroup)
   CUDA_VISIBLE_DEVICES=$visible PYTHONPATH="$(cat "$logs/$stack.site"):$PWD" \
     GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" python3 -m pytest "$@" "${together[@]}" -q -rf -p no:cacheprovider \
     -W "ignore:several releases of:gemma4_compat.Gemma4CompatWarning" > "$logs/$stack-$name.log" 2>&1 ||

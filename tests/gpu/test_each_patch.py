@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +13,36 @@ from gemma4_compat import _doctor, _repro
 from gemma4_compat.patches.transformers_quantized_vision import BOUND
 from tests.conftest import is_affected, patch
 
-IDS = [patch.id for patch in gemma4_compat.patches()]
+#: Patches are examined many at once, since most of a child's time is importing: by one worker of pytest-xdist (or by
+#: the only process) all that have the same number.
+SHARES = 6 if "PYTEST_XDIST_WORKER" in os.environ else 1
+NUMBERS = {patch.id: index % SHARES for index, patch in enumerate(gemma4_compat.patches())}
 
 
 @pytest.fixture(scope="module")
-def findings() -> dict[str, _doctor.Finding]:
-    """All of them at once: most of a child's time is importing."""
-    return {item.id: item for item in _doctor.examine(gemma4_compat.patches(), keep=False, note=print)}
+def finding() -> Callable[[str], _doctor.Finding]:
+    known: dict[str, _doctor.Finding] = {}
+
+    def find(patch_id: str) -> _doctor.Finding:
+        if patch_id not in known:
+            share = [item for item in gemma4_compat.patches() if NUMBERS[item.id] == NUMBERS[patch_id]]
+            known.update({item.id: item for item in _doctor.examine(share, keep=False, note=print)})
+        return known[patch_id]
+
+    return find
 
 
-@pytest.mark.parametrize("patch_id", IDS)
+@pytest.mark.parametrize(
+    "patch_id",
+    [
+        pytest.param(patch_id, marks=pytest.mark.xdist_group(f"patches-{number}"))
+        for patch_id, number in NUMBERS.items()
+    ],
+)
 def test_defect_without_and_parity_with(
-    findings: dict[str, _doctor.Finding], record: Callable[[str, Any], None], patch_id: str
+    finding: Callable[[str], _doctor.Finding], record: Callable[[str, Any], None], patch_id: str
 ) -> None:
-    without, repaired = findings[patch_id].without, findings[patch_id].with_shim
+    without, repaired = finding(patch_id).without, finding(patch_id).with_shim
     record(patch_id, {"without": without, "with": repaired})
     assert not repaired["defect"], repaired
     assert repaired["parity"] in (0.0, None)
