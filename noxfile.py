@@ -35,7 +35,7 @@ def lint(session: nox.Session) -> None:
 def tests(session: nox.Session, stack: str) -> None:
     """The whole suite in one stack."""
     session.install("-c", f"constraints/{stack}.txt", ".[test]")
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
 
 
 @nox.session

@@ -61,7 +61,6 @@ class Bench:
         self.folder = folder
         self._known: dict[Any, Any] = {}
         self._workspace = _repro.Workspace(folder)
-        _quiet()
 
     @property
     def main(self) -> Any:
@@ -167,7 +166,7 @@ class Bench:
 @contextlib.contextmanager
 def bench() -> Iterator[Bench]:
     """A bench in a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="gemma4-search-") as folder:
+    with _quiet(), tempfile.TemporaryDirectory(prefix="gemma4-search-") as folder:
         yield Bench(Path(folder))
     gc.collect()  # dispatched models hold themselves; after each case it would take a third of the time
 
@@ -420,13 +419,23 @@ def _general(message: str) -> str:
     return re.sub(r"\d+", "N", message)
 
 
-def _quiet() -> None:
-    """The libraries announce every offload; a search does thousands."""
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The libraries announce every offload; a search does thousands. Afterwards they speak as they did."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
+    loggers = [logging.getLogger(name) for name in ("accelerate", "bitsandbytes", "transformers")]
+    levels = [logger.level for logger in loggers]
+    bars = transformers_logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
-    for name in ("accelerate", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

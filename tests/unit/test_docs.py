@@ -20,7 +20,7 @@ def test_the_readme_has_two_set_up_commands_one_for_doctor_and_one_for_the_tests
     commands = re.findall(r"^pip install.*$", readme, re.MULTILINE)
     assert len(commands) == 2
     assert commands[0].endswith("&& gemma4-compat doctor")
-    assert commands[1].endswith("&& python -m pytest -n 2 --dist loadfile")
+    assert commands[1].endswith("&& python -m pytest -n 2")
 
 
 def test_constraints_name_the_stacks_the_patches_were_measured_on() -> None:
