@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.contract import inside
-from tests.contract.inside import Snapshot
+from tests.contract.inside import Snapshot, modules_loaded
 
 
 def function() -> types.FunctionType:
@@ -29,7 +29,14 @@ def ours() -> types.FunctionType:
 
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of a fake library with a function and a class, the only library there is."""
+    """A module of a fake library with a function and a class, the only library there is.
+
+    What other tests imported into this process is left out: the real libraries may be patched in it.
+    """
+    others = {id(module) for module in modules_loaded() if module.__name__ != __name__}
+    monkeypatch.setattr(
+        inside, "modules_loaded", lambda: [module for module in modules_loaded() if id(module) not in others]
+    )
     module: Any = types.ModuleType("fakelib.core")
     module.double, module.value = function(), 1
     module.Layer = type("Layer", (), {"forward": function(), "make": staticmethod(function())})
