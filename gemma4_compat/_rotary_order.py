@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gemma4_compat._repro import Outcome, Workspace
 
 
 def rotary_embedding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -29,6 +32,16 @@ def in_another_process(module: str, build: Callable[[], Any], *, reverse: bool) 
         return build()
     finally:
         del code.set
+
+
+def outcome(module: str, workspace: Workspace) -> Outcome:
+    """The answers of a second rank of DDP, whose set of names has the other order, against those of the first."""
+    from gemma4_compat._repro import Outcome, difference
+
+    first, second = (in_another_process(module, workspace.load, reverse=reverse) for reverse in (False, True))
+    reference = workspace.answers(first)
+    broadcast_buffers(first, second)
+    return Outcome.of_parity(difference(reference, workspace.answers(second)), "a second rank of DDP")
 
 
 def broadcast_buffers(source: Any, target: Any) -> None:

@@ -80,7 +80,7 @@ def prompt(model: Any, kind: str) -> dict[str, Any]:
         if "pixel_values" not in batch:  # no tower, but tokens that see each other as those of an image do
             batch["mm_token_type_ids"] = torch.zeros_like(batch["input_ids"])
             batch["mm_token_type_ids"][0, 4:8] = 1
-        return {name: value.float() if value.is_floating_point() else value for name, value in batch.items()}
+        return batch
     ids = torch.randint(3, 240, (2, PROMPT), generator=torch.Generator().manual_seed(3))
     mask = torch.ones_like(ids)
     if kind == "padded":

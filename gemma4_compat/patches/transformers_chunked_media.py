@@ -64,8 +64,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
     from gemma4_compat._repro import Outcome
 
-    model = workspace.load().float()
-    batch = {name: value.float() if value.is_floating_point() else value for name, value in workspace.inputs().items()}
+    model, batch = workspace.load().float(), workspace.inputs()
     sounds = {"sounds alone": _tiny.without(batch, "image")} if "input_features" in batch else {}
     found = {"images alone": _tiny.without(batch, "input_features"), **sounds, "all": batch}
     outcomes = [_compare(model, media, name) for name, media in found.items()]

@@ -13,8 +13,7 @@ Goes when transformers below 5.16.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gemma4_compat import _rotary_order
 from gemma4_compat._patch import Patch, Severity, Target
@@ -25,20 +24,9 @@ if TYPE_CHECKING:
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 
-def rotary_embedding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    _rotary_order.rotary_embedding(original, self, *args, **kwargs)
-
-
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, difference
-
     workspace.needs("gemma4")
-    first, second = (
-        _rotary_order.in_another_process(_GEMMA4, workspace.load, reverse=reverse) for reverse in (False, True)
-    )
-    reference = workspace.answers(first)
-    _rotary_order.broadcast_buffers(first, second)
-    return Outcome.of_parity(difference(reference, workspace.answers(second)), "a second rank of DDP")
+    return _rotary_order.outcome(_GEMMA4, workspace)
 
 
 PATCH = Patch(
@@ -57,7 +45,7 @@ PATCH = Patch(
         Target(
             module=_GEMMA4,
             name="Gemma4TextRotaryEmbedding.__init__",
-            replacement=rotary_embedding,
+            replacement=_rotary_order.rotary_embedding,
             known={
                 "001f9d2c60a9": "5.5.0 - 5.14.1",
                 "daac5d03c20d": "5.15.0 - 5.15.1",

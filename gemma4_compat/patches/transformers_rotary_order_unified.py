@@ -9,8 +9,7 @@ Goes when transformers below 5.16.0 is no longer supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gemma4_compat import _rotary_order
 from gemma4_compat._patch import Patch, Severity, Target
@@ -21,22 +20,13 @@ if TYPE_CHECKING:
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 
-def rotary_embedding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    _rotary_order.rotary_embedding(original, self, *args, **kwargs)
-
-
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import Outcome
 
     unified = workspace.unified()
     if unified is None:
         return Outcome(False, "this release has no gemma4_unified", applicable=False)
-    first, second = (
-        _rotary_order.in_another_process(_UNIFIED, unified.load, reverse=reverse) for reverse in (False, True)
-    )
-    reference = unified.answers(first)
-    _rotary_order.broadcast_buffers(first, second)
-    return Outcome.of_parity(difference(reference, unified.answers(second)), "a second rank of DDP")
+    return _rotary_order.outcome(_UNIFIED, unified)
 
 
 PATCH = Patch(
@@ -55,7 +45,7 @@ PATCH = Patch(
         Target(
             module=_UNIFIED,
             name="Gemma4UnifiedTextRotaryEmbedding.__init__",
-            replacement=rotary_embedding,
+            replacement=_rotary_order.rotary_embedding,
             known={
                 "001f9d2c60a9": "5.10.1 - 5.14.1",
                 "daac5d03c20d": "5.15.0 - 5.15.1",

@@ -41,15 +41,17 @@ def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *arg
 def reproduce(workspace: Workspace) -> Outcome:
     import contextlib
 
-    from gemma4_compat import _tiny
+    from gemma4_compat import _tiny, _variants
     from gemma4_compat._repro import Outcome
 
-    batch = {name: value.float() if value.is_floating_point() else value for name, value in workspace.inputs().items()}
-    if workspace.variant is not None:
-        off = {f"the {workspace.variant}": _off(workspace.load().float(), batch)}
-    else:
+    batch, off = workspace.inputs(), {}
+    if workspace.variant is None:
         large = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
-        off = {"the 31B": _off(large, batch)}
+        off["the 31B"] = _off(large, batch)
+    elif workspace.variant != _variants.UNIFIED:
+        off[f"the {workspace.variant}"] = _off(workspace.load().float(), batch)
+    if workspace.variant in (None, _variants.UNIFIED):
+        # One with a full layer before its last: of the last one's image tokens nothing is read.
         with contextlib.suppress(ImportError):  # there is no 12B before 5.10.1
             text = {name: batch[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
             off["the 12B"] = _off(_tiny.unified_model().to(workspace.main), text)

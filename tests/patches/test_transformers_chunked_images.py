@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gemma4_compat import _tiny
+from gemma4_compat._repro import Workspace
 from gemma4_compat.patches.transformers_chunked_images import PATCH, chunks
 from tests.conftest import is_affected
 from tests.patches.promise import Promise
@@ -43,7 +45,29 @@ def model(request: pytest.FixtureRequest, workspace: Any) -> Any:
     return _tiny.load(folder, device=workspace.main).float()
 
 
-@pytest.mark.skipif(not is_affected(PATCH), reason="transformers refuses images in chunks, or the shim does")
+READS_IN_CHUNKS = pytest.mark.skipif(
+    not is_affected(PATCH), reason="before transformers 5.23.0 prompts with images are not read in chunks"
+)
+OPTIONS = {
+    "max_new_tokens": 4,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+    "disable_compile": True,
+}
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Outputs of ``generate``: the same tokens, and logits but for what other lengths make of them in float32."""
+    import torch
+
+    assert torch.equal(one.sequences, other.sequences)
+    assert len(one.logits) == len(other.logits) == OPTIONS["max_new_tokens"]
+    off = max(float((a - b).abs().max()) for a, b in zip(one.logits, other.logits, strict=True))
+    assert off <= 1e-4 * float(one.logits[0].abs().max())
+
+
+@READS_IN_CHUNKS
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", [1, 2], ids=["image", "video"])
 @pytest.mark.parametrize("size", [1, 2, 5, 6, 7, 11, 23, 30])
@@ -55,10 +79,44 @@ def test_every_size_gives_the_answers_of_one_chunk(model: Any, size: int, kind: 
     kinds = torch.zeros_like(ids)
     kinds[0, 4:8] = kinds[1, 9:13] = kinds[1, 14:17] = kind  # only the mask is asked about here
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds}
-    options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    options |= {"disable_compile": True} | ({"cache_implementation": cache} if cache else {})
-    whole = model.generate(**batch, **options)
-    found = model.generate(**batch, **options, prefill_chunk_size=size)
-    assert torch.equal(whole.sequences, found.sequences)
-    off = max(float((a - b).abs().max()) for a, b in zip(whole.logits, found.logits, strict=True))
-    assert off <= 1e-4 * float(whole.logits[0].abs().max())
+    options = OPTIONS | ({"cache_implementation": cache} if cache else {})
+    assert_same(model.generate(**batch, **options), model.generate(**batch, **options, prefill_chunk_size=size))
+
+
+@READS_IN_CHUNKS
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_a_second_turn_with_an_image(model: Any, size: int) -> None:
+    """Of which only what the cache does not hold is read: 7 words, the image, 3 words. Each size cuts through it."""
+    import torch
+
+    ids = _tiny.inputs(model.device, text_only=True)["input_ids"]
+    kinds = torch.zeros_like(ids)
+    kinds[:, 17:21] = 1
+    outputs = []
+    for chunks_of in (None, size):
+        cache = model.generate(ids[:, :8], **OPTIONS | {"max_new_tokens": 3}).past_key_values
+        assert cache.get_seq_length() == 10
+        told = {"attention_mask": torch.ones_like(ids), "mm_token_type_ids": kinds, "past_key_values": cache}
+        outputs.append(model.generate(ids, **told, **OPTIONS, prefill_chunk_size=chunks_of))
+    assert_same(*outputs)
+
+
+@READS_IN_CHUNKS
+@pytest.mark.parametrize("variant", ["12B", "26B-A4B", "31B"])
+@pytest.mark.parametrize("quantization", [None, "4bit"])
+def test_real_images_wherever_the_weights_live(tmp_path: Path, variant: str, quantization: str | None) -> None:
+    """In chunks as at once on one device, and split over two to the last bit as in the same chunks on one."""
+    import torch
+
+    own = Workspace.build(tmp_path, variant)
+    batch = _tiny.without(own.inputs(), "input_features")
+    whole = own.load(quantization)
+    if quantization is None:
+        whole.float()
+        assert_same(whole.generate(**batch, **OPTIONS), whole.generate(**batch, **OPTIONS, prefill_chunk_size=6))
+        whole = own.load()
+    model = own.split(quantization, "layers")
+    for size in (6, 3, 6):
+        expected, found = (one.generate(**batch, **OPTIONS, prefill_chunk_size=size) for one in (whole, model))
+        assert torch.equal(expected.sequences, found.sequences)
+        assert all(map(torch.equal, expected.logits, found.logits))

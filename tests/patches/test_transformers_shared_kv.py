@@ -244,29 +244,24 @@ def test_torch_compile_of_a_split_model_gives_its_answer(workspace: Any, tmp_pat
 
 #: FSDP2 rebuilds plain dicts, a ``UserDict`` it leaves alone.
 FSDP_AFFECTED = ">=5.5.2,<5.9.0"
-
-
+#: The base, and how its layers are wrapped.
 CASES = ("bf16,plain", "bf16,transformers-checkpointing", "bf16,checkpoint-wrapper", "4bit,plain")
 
 
 @pytest.fixture(scope="module")
-def trained(workspace: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Callable[[str], list[Any]]]:
-    """``trained(processes)(case)``: logits and gradients of each, of the plain model where there is one process."""
+def trained(workspace: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], list[Any]]:
+    """``trained(case, processes)``: what each process saved; one computes with the plain model."""
     known: dict[int, tuple[Any, Path]] = {}
 
-    def run(processes: int) -> Callable[[str], list[Any]]:
+    def run(case: str, processes: int) -> list[Any]:
         if processes not in known:
             folder = tmp_path_factory.mktemp(f"processes-{processes}")
             cases = CASES if processes > 1 else ("bf16,plain", "4bit,plain")
             known[processes] = fsdp(workspace, folder, *cases, processes=processes), folder
         done, folder = known[processes]
-
-        def read(case: str) -> list[Any]:
-            found = results(folder, case, processes)
-            assert None not in found, done.stderr[-2000:]
-            return found
-
-        return read
+        found = results(folder, case, processes)
+        assert None not in found, done.stderr[-2000:]
+        return found
 
     return run
 
@@ -291,8 +286,8 @@ def results(folder: Path, case: str, processes: int) -> list[Any]:
 def test_two_processes_give_the_logits_and_gradients_of_one(trained: Callable[..., Any], case: str) -> None:
     import torch
 
-    ranks = trained(2)(case)
-    (expected,) = trained(1)(f"{case.partition(',')[0]},plain")
+    ranks = trained(case, 2)
+    (expected,) = trained(f"{case.partition(',')[0]},plain", 1)
     assert len(expected) > 50
     without = [name for name, value in expected.items() if not value.any()]
     assert not without, "a gradient that is zero in one process too shows nothing"

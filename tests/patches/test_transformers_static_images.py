@@ -22,10 +22,7 @@ def test_every_token_after_an_image_and_a_sound(workspace: Any, variant: str) ->
     import torch
 
     model = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant=variant), device=workspace.main).float()
-    batch = {
-        name: value.float() if value.is_floating_point() else value
-        for name, value in _tiny.inputs(model.device).items()
-    }
+    batch = _tiny.inputs(model.device)
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     expected, found = (
         model.generate(**batch, **options, **cache) for cache in ({}, {"cache_implementation": "static"})
