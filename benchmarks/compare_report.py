@@ -65,6 +65,43 @@ def section(benchmark: str) -> str:
     return "\n".join(parts).rstrip()
 
 
+def summary() -> str:
+    """What the README says of the committed runs: a row for each shape on each stack."""
+    loads, idles = (
+        {key: read(file) for key, file in committed(name).items()} for name in ("adapter_load", "idle_shim")
+    )
+    rows = [
+        "| shape, transformers | adapter onto a split base: time, of upstream's | VRAM after it, of base + adapter "
+        "| the same, upstream | a token, all on the GPU: cost of the shim | with an adapter |",
+        "|---|---|---|---|---|---|",
+    ]
+    for key in sorted(loads.keys() | idles.keys()):
+        release, _, shape = key.partition(" ")
+        cells = [f"{shape}, {release}"]
+        towers = loads[key]["summary"]["towers"] if key in loads else {}
+        cells += [ratio(towers.get("ratio")), *(held(towers.get(side)) for side in ("ours", "upstream"))]
+        cells += [cost(idles.get(key), model) for model in ("base", "adapter")]
+        rows.append(f"| {' | '.join(cells)} |")
+    if len(rows) == 2:
+        return "No result is committed yet."
+    return "\n".join(rows)
+
+
+def held(side: Run | None) -> str:
+    """What is on the card after an adapter load, as a share of base and adapter; or what it died of."""
+    if side is None:
+        return "-"
+    if side["error"] is not None:
+        return cell(side["error"])
+    return f"{side['of_base_and_adapter']:.3f}" if "of_base_and_adapter" in side else "-"
+
+
+def cost(run: Run | None, model: str) -> str:
+    """Of a decoded token, next to what the same setting differs by."""
+    token = (run or {"models": {}})["models"].get(model, {}).get("costs", {}).get("token")
+    return f"{100 * token['overhead']:+.2f} % (noise {100 * token['noise']:.2f} %)" if token else "-"
+
+
 def heading(run: Run, link: str) -> str:
     machine = run["machine"]
     stack = ", ".join(f"{name} {machine['versions'][name]}" for name in LIBRARIES)

@@ -432,6 +432,7 @@ def main() -> int:
         ("upstream", upstream_section()),
         ("import time", import_section()),
         ("merge", merge_section()),
+        ("what it costs", compare_report.summary()),
         *([("small card", small_card_report.section())] if small_card_report.committed() else []),
     ):
         readme = filled(readme, name, content)

@@ -61,6 +61,27 @@ def test_a_section_is_a_table_with_the_command_and_the_stack(benchmark: str) -> 
     assert {len(line) for line in lines} == {len(titles)}
 
 
+def test_the_summary_has_a_row_for_each_shape_on_each_stack(results: Path) -> None:
+    run = json.loads((results / "adapter_load-tiny.json").read_text(encoding="utf-8"))
+    run["machine"]["versions"]["transformers"] = "5.6.2"
+    towers = run["summary"]["towers"]
+    towers["ours"]["of_base_and_adapter"], towers["upstream"]["error"] = 1.0, "KeyError: 13"
+    (results / "adapter_load-tiny-thread.json").write_text(json.dumps(run), encoding="utf-8")
+    titles, _, *lines = rows(report.summary())
+    assert {len(line) for line in lines} == {len(titles)}
+    newest, thread = lines
+    assert (newest[0], thread[0]) == ("tiny, 5.23.0", "tiny, 5.6.2")
+    assert newest[1] == thread[1] == report.ratio(towers["ratio"])
+    assert thread[2:4] == ["1.000", "KeyError: 13"]
+    assert "noise" in newest[4], newest
+    assert thread[4:] == ["-", "-"], "not run there"
+
+
+def test_a_summary_of_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert report.summary() == "No result is committed yet."
+
+
 @pytest.mark.usefixtures("results")
 def test_a_crash_is_told_in_its_own_words() -> None:
     lines = rows(report.section("alternatives"))
