@@ -10,11 +10,10 @@ if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
 
 
-def rotary_embedding(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
-    """The constructor of a text model's rotary embedding, and its buffers in the order of their names."""
-    original(self, *args, **kwargs)
-    for name in sorted(self._buffers):
-        self._buffers[name] = self._buffers.pop(name)
+def order_buffers(module: Any) -> None:
+    """Put a module's buffers in the order of their names."""
+    for name in sorted(module._buffers):
+        module._buffers[name] = module._buffers.pop(name)
 
 
 def in_another_process(module: str, build: Callable[[], Any], *, reverse: bool) -> Any:

@@ -13,7 +13,8 @@ Goes when transformers below 5.16.0 is no longer supported.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _rotary_order
 from gemma4_compat._patch import Patch, Severity, Target
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from gemma4_compat._repro import Outcome, Workspace
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+
+
+def rotary_embedding(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    _rotary_order.order_buffers(self)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -45,7 +51,7 @@ PATCH = Patch(
         Target(
             module=_GEMMA4,
             name="Gemma4TextRotaryEmbedding.__init__",
-            replacement=_rotary_order.rotary_embedding,
+            replacement=rotary_embedding,
             known={
                 "001f9d2c60a9": "5.5.0 - 5.14.1",
                 "daac5d03c20d": "5.15.0 - 5.15.1",
