@@ -109,9 +109,10 @@ def measure(folder: Path) -> dict[str, Any]:
     for quantization in QUANTIZATIONS:
         found[quantization] = {}
         model = _tiny.load(folder, quantization, towers=True)
-        own = {sense: outcome(model, batches, sense) for sense, batches in senses.items()}
+        # Before they run: bitsandbytes repacks 4-bit weights for some CPUs, and moves 8-bit scales.
         nbytes = {sense: stored(tower(model, sense)) for sense in senses}
-        del model  # an 8-bit one that has run keeps its scales elsewhere
+        own = {sense: outcome(model, batches, sense) for sense, batches in senses.items()}
+        del model
         model = _tiny.dequantize(_tiny.load(folder, quantization, towers=True))
         for sense, batches in senses.items():
             if isinstance(own[sense], str):
@@ -192,6 +193,8 @@ def stored(module: Any) -> int:
         state = getattr(parameter, "quant_state", None)
         for part in filter(None, (state, getattr(state, "state2", None))):
             total += 4 * part.code.numel() + part.absmax.numel() * part.absmax.element_size()
+        offset = getattr(state, "offset", None)  # of double quantization
+        total += 0 if offset is None else offset.numel() * offset.element_size()
         scales = getattr(parameter, "SCB", None)
         total += 0 if scales is None else 4 * scales.numel()
     return total

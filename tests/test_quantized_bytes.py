@@ -48,5 +48,8 @@ def test_the_towers_benchmark_runs_on_the_tiny_shape(tmp_path: Path) -> None:
     run = json.loads(out.read_text(encoding="utf-8"))
     for shim in ("with", "without"):
         assert set(run[shim]) == {"bf16", "4bit", "4bit-double", "8bit"}
-    for entry in run["with"]["4bit"].values():
+    for sense, entry in run["with"]["4bit"].items():
         assert entry["against_dequantized"] < entry["dequantized_against_bf16"]
+        sizes = {quantization: run["with"][quantization][sense]["bytes"] for quantization in run["with"]}
+        assert sizes["4bit"] < sizes["8bit"] < sizes["bf16"]
+        assert sizes["4bit-double"] != sizes["4bit"], "as it was loaded: repacked for a CPU they are the same"
