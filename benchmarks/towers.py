@@ -94,7 +94,7 @@ def child(folder: Path, disabled: str) -> dict[str, Any]:
 
 def measure(folder: Path) -> dict[str, Any]:
     import gemma4_compat  # noqa: F401  before the libraries; the environment decides what it does
-    from gemma4_compat import _tiny
+    from gemma4_compat import _repro, _tiny
 
     plain = _tiny.load(folder)
     vision = plain.config.vision_config
@@ -104,13 +104,12 @@ def measure(folder: Path) -> dict[str, Any]:
     reference = {sense: [features(plain, batch, sense) for batch in batches] for sense, batches in senses.items()}
     found: dict[str, Any] = {"bf16": {}}
     for sense, (first, second) in reference.items():
-        found["bf16"][sense] = {"contrast": relative(second, first), "bytes": stored(tower(plain, sense))}
+        found["bf16"][sense] = {"contrast": relative(second, first), "bytes": _repro.stored_bytes(tower(plain, sense))}
     del plain
     for quantization in QUANTIZATIONS:
         found[quantization] = {}
         model = _tiny.load(folder, quantization, towers=True)
-        # Before they run: bitsandbytes repacks 4-bit weights for some CPUs, and moves 8-bit scales.
-        nbytes = {sense: stored(tower(model, sense)) for sense in senses}
+        nbytes = {sense: _repro.stored_bytes(tower(model, sense)) for sense in senses}
         own = {sense: outcome(model, batches, sense) for sense, batches in senses.items()}
         del model
         model = _tiny.dequantize(_tiny.load(folder, quantization, towers=True))
@@ -183,21 +182,6 @@ def relative(found: Any, reference: Any) -> float:
 
 def tower(model: Any, sense: str) -> Any:
     return getattr(model.model, f"{sense}_tower")
-
-
-def stored(module: Any) -> int:
-    """Bytes of the parameters and of what quantized ones keep beside them."""
-    total = 0
-    for parameter in module.parameters():
-        total += parameter.numel() * parameter.element_size()
-        state = getattr(parameter, "quant_state", None)
-        for part in filter(None, (state, getattr(state, "state2", None))):
-            total += 4 * part.code.numel() + part.absmax.numel() * part.absmax.element_size()
-        offset = getattr(state, "offset", None)  # of double quantization
-        total += 0 if offset is None else offset.numel() * offset.element_size()
-        scales = getattr(parameter, "SCB", None)
-        total += 0 if scales is None else 4 * scales.numel()
-    return total
 
 
 def good(result: dict[str, Any]) -> bool:

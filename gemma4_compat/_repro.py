@@ -345,6 +345,21 @@ def relative(found: Any, reference: Any) -> float:
     return float((found - reference).norm() / reference.norm())
 
 
+def stored_bytes(module: Any) -> int:
+    """Bytes of a module's parameters and of what quantized ones keep beside them: scales, code books, offsets.
+
+    As they were loaded: in a forward bitsandbytes repacks 4-bit weights for some CPUs, and may move 8-bit scales.
+    """
+    total = 0
+    for parameter in module.parameters():
+        state = getattr(parameter, "quant_state", None)
+        parts = [parameter, getattr(parameter, "SCB", None), getattr(state, "offset", None)]
+        for part in filter(None, (state, getattr(state, "state2", None))):
+            parts += [part.absmax, part.code]
+        total += sum(part.numel() * part.element_size() for part in parts if part is not None)
+    return total
+
+
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
     """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C.
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat import Gemma4CompatError, _memory, _plan, _tiny, _variants
+from gemma4_compat import Gemma4CompatError, _memory, _plan, _repro, _tiny, _variants
 
 E = {
     "lm_head",
@@ -67,25 +67,6 @@ def test_a_head_of_its_own_costs_what_it_takes() -> None:
     assert head.cost == 2 * head.parameters - sum(_memory.quantized_tensors(_tiny.VOCABULARY, 64, "4bit"))
 
 
-def stored(model: Any) -> int:
-    """Bytes of all parameters and of what quantized ones need beside them."""
-    total = 0
-    seen: dict[int, Any] = {}
-    for parameter in model.parameters():
-        seen[id(parameter)] = parameter
-    for parameter in seen.values():
-        total += parameter.numel() * parameter.element_size()
-        state = getattr(parameter, "quant_state", None)
-        for part in (state, getattr(state, "state2", None)):
-            if part is not None:
-                total += part.absmax.numel() * part.absmax.element_size() + part.code.numel() * 4
-        if getattr(state, "nested", False):
-            total += 4  # the offset
-        if (scales := getattr(parameter, "SCB", None)) is not None:
-            total += scales.numel() * 4
-    return total
-
-
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double", "8bit"])
 def test_the_cost_is_what_a_load_shows(workspace: Any, quantization: str) -> None:
     keep = gemma4_compat.quantization_skip_modules(str(workspace.checkpoint), quantize=quantization)
@@ -95,7 +76,8 @@ def test_the_cost_is_what_a_load_shows(workspace: Any, quantization: str) -> Non
     for path, module in recommended.named_modules():
         if any(path.endswith(name) for name in keep):
             assert module.weight.dtype.is_floating_point, path
-    assert stored(recommended) - stored(everything) == sum(module.cost for module in keep.values())
+    costs = _repro.stored_bytes(recommended) - _repro.stored_bytes(everything)
+    assert costs == sum(module.cost for module in keep.values())
 
 
 def test_a_configuration_and_a_loaded_model_will_do(workspace: Any) -> None:
