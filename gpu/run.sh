@@ -1,30 +1,60 @@
 #!/usr/bin/env bash
-# The GPU tests in one or two stacks, without a network. Writes docs/gpu/<stack>.json (or $OUT/<stack>.json).
+# The GPU tests and benchmarks in one or two stacks, without a network. Writes docs/gpu/<stack>.json and
+# docs/gpu/benchmarks/<stack>/ (or below $OUT).
 # usage: gpu/run.sh WHEELS [PYTEST ARGUMENTS...]   WHEELS holds one folder of wheels a stack: WHEELS/newest, WHEELS/thread
-# The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels. On one GPU everything
-# runs in turn; with several, the parts below run beside each other, and what needs two GPUs comes after them.
-# PARTS="tiny" runs some of them: tiny (tiny models), small (the card is filled), several (two GPUs). A result that is
-# already there keeps what other parts measured. Wheels in WHEELS/tools go with every stack; with pytest-xdist among them
-# (or installed) the tiny part takes WORKERS processes (8), since most of its time is Python's.
+# The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels. Wheels in WHEELS/tools
+# go with every stack; with pytest-xdist among them (or installed) the tiny part takes WORKERS processes (8), since most
+# of its time is Python's.
+# PARTS="tiny several" runs some of the parts: matrix (the thread's), small (a filled card), tiny (tiny models),
+# several (two GPUs), benchmarks (BENCHMARKS="SCRIPT:SHAPE:MINUTES ..."). Each GPU takes the next part as soon as it is
+# free. A result that is already there keeps what other parts measured.
 set -u
 wheels=$1; shift
-out=${OUT:-docs/gpu}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"
-small="tests/gpu/test_small_card.py tests/gpu/test_thread.py"  # these fill the card, so nothing else may be on it
+out=${OUT:-docs/gpu}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"; logs=$(cd "$logs" && pwd)
+matrix="tests/gpu/test_thread.py"  # it and "small" fill the card: nothing else may be on it
+small="tests/gpu/test_small_card.py"
 several="tests/gpu/test_two_gpus.py"
-tiny=$(ls tests/gpu/test_*.py | grep -vxF "$(printf '%s\n' $small $several)" | tr '\n' ' ')
+tiny=$(ls tests/gpu/test_*.py | grep -vxF "$(printf '%s\n' $matrix $small $several)" | tr '\n' ' ')
 gpus=$(nvidia-smi -L | wc -l)
-parts=${PARTS:-tiny small several}
+[ "$gpus" -gt 0 ] || { echo "gpu/run.sh: nvidia-smi lists no GPU" >&2; exit 2; }
+parts=${PARTS:-matrix small tiny several benchmarks}
+benchmarks=${BENCHMARKS:-adapter_load:E2B:1.5 idle_shim:E2B:1.5}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # many processes at once
 
-part() {  # STACK NAME GPUS FILES...
-  local stack=$1 name=$2 visible=$3 together=(); shift 3
-  [ "$name" = tiny ] && PYTHONPATH=$(cat "$logs/$stack.site") python3 -c "import xdist" 2> /dev/null &&
-    together=(-n "${WORKERS:-8}" --dist loadgroup)
-  CUDA_VISIBLE_DEVICES=$visible PYTHONPATH="$(cat "$logs/$stack.site"):$PWD" \
-    GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" python3 -m pytest "$@" "${together[@]}" -q -rf -p no:cacheprovider \
-    -W "ignore:several releases of:gemma4_compat.Gemma4CompatWarning" > "$logs/$stack-$name.log" 2>&1 ||
-    touch "$logs/failed"
-  echo "== $stack, $name"; grep -E "^(FAILED|ERROR)|(passed|failed|skipped|error).* in " "$logs/$stack-$name.log"
+tests() {  # STACK NAME FILES...
+  local stack=$1 name=$2 together=() failed=0 room; room=$(mktemp -d); shift 2
+  [ "$name" = tiny ] && python3 -c "import xdist" 2> /dev/null && together=(-n "${WORKERS:-8}" --dist loadgroup)
+  GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" python3 -m pytest "$@" "${together[@]}" -q -rf \
+    -p no:cacheprovider --basetemp "$room/pytest" -W "ignore:several releases of:gemma4_compat.Gemma4CompatWarning" || failed=1
+  rm -rf "$room"  # checkpoints of 10 GB
+  return $failed
+}
+
+measure() {  # STACK
+  local benchmark script shape minutes failed=0 to="$out/benchmarks/$1"
+  mkdir -p "$to"
+  for benchmark in $benchmarks; do
+    IFS=: read -r script shape minutes <<< "$benchmark"
+    python3 "benchmarks/$script.py" --shape "$shape" --minutes "$minutes" --out "$to/$script-$shape.json" || failed=1
+  done
+  return $failed
+}
+
+part() {  # STACK NAME [PYTEST ARGUMENTS...]
+  local stack=$1 name=$2 command started=$SECONDS; shift 2
+  if [ "$name" = benchmarks ]; then command=(measure "$stack"); else command=(tests "$stack" "$name" ${!name} "$@"); fi
+  "${command[@]}" < /dev/null > "$logs/$stack-$name.log" 2>&1 || echo "$stack $name" >> "$logs/failed"
+  echo $((SECONDS - started)) > "$logs/$stack-$name.seconds"
+  echo "== $stack, $name, $(cat "$logs/$stack-$name.seconds") s"
+  grep -E "^(FAILED|ERROR|PROBLEM)|(passed|failed|skipped|error).* in " "$logs/$stack-$name.log"
+}
+
+drain() {  # QUEUE GPUS [PYTEST ARGUMENTS...]: of the parts in the file QUEUE those that nobody else has taken, in turn
+  local queue=$1 devices=$2 stack name; shift 2
+  while read -r stack name; do
+    mkdir "$logs/$stack-$name.taken" 2> /dev/null || continue
+    CUDA_VISIBLE_DEVICES=$devices PYTHONPATH="$(cat "$logs/$stack.site"):$PWD" part "$stack" "$name" "$@"
+  done < "$queue"
 }
 
 stacks=()
@@ -35,29 +65,37 @@ for folder in "$wheels"/*/; do
   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$(cat "$logs/$stack.site")" \
     "$folder"*.whl $(ls "$wheels"/tools/*.whl 2> /dev/null) || exit 2
 done
-# Each GPU takes every so manieth part; one takes them all.
-for ((gpu = 0; gpu < gpus; gpu++)); do
-  (
-    index=0
-    for stack in "${stacks[@]}"; do
-      for name in tiny small; do
-        [[ " $parts " == *" $name "* ]] || continue
-        [ $((index++ % gpus)) -eq "$gpu" ] && part "$stack" "$name" "$gpu" ${!name} "$@"
-      done
-    done
-  ) &
+: > "$logs/one.queue"; : > "$logs/pair.queue"
+for name in matrix small tiny benchmarks several; do
+  [[ " $parts " == *" $name "* ]] || continue
+  for stack in "${stacks[@]}"; do echo "$stack $name" >> "$logs/$([ $name = several ] && echo pair || echo one).queue"; done
+done
+for ((gpu = 0; gpu < gpus; gpu++)); do drain "$logs/one.queue" $gpu "$@" & done
+wait
+for ((gpu = 0; gpu < gpus; gpu += 2)); do
+  [ $((gpu + 1)) -lt "$gpus" ] || [ "$gpus" -eq 1 ] && drain "$logs/pair.queue" "$gpu,$((gpu + 1))" "$@" &
 done
 wait
-[[ " $parts " == *" several "* ]] && for stack in "${stacks[@]}"; do part "$stack" several "$(seq -s, 0 $((gpus - 1)))" $several "$@"; done
 for stack in "${stacks[@]}"; do
-  python3 - "$out/$stack.json" "$logs/$stack"-*.json <<'P'
-import json, pathlib, sys
-file, *parts = map(pathlib.Path, sys.argv[1:])
-known = json.loads(file.read_text())["measured"] if file.exists() else {}
-found = [json.loads(part.read_text()) for part in parts]
+  python3 - "$out/$stack.json" "$logs/$stack" "$gpus" <<'P'
+import json, pathlib, re, sys
+file, logs, gpus = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
+found = [json.loads(part.read_text()) for part in sorted(logs.parent.glob(f"{logs.name}-*.json"))]
+known = json.loads(file.read_text()) if file.exists() else {}
+result = known | (found[0] if found else {})
+for key in ("measured", "parts"):
+    result[key] = dict(known.get(key, {}))
 for part in found:
-    known.update(part["measured"])
-file.write_text(json.dumps(found[0] | {"measured": known}, indent=1) + "\n")
+    result["measured"] |= part["measured"]
+for seconds in sorted(logs.parent.glob(f"{logs.name}-*.seconds")):
+    said = seconds.with_suffix(".log").read_text(errors="replace")
+    result["parts"][seconds.stem.removeprefix(f"{logs.name}-")] = {
+        "seconds": int(seconds.read_text()),
+        "gpus": gpus,
+        "said": re.findall(r"^=*\s?(\d+ (?:passed|failed|skipped|error).*?) in ", said, re.M)[-1:],
+        "failed": re.findall(r"^(?:FAILED|ERROR|PROBLEM) (.*)", said, re.M),
+    }
+file.write_text(json.dumps(result, indent=1) + "\n")
 P
 done
 echo "logs: $logs"
