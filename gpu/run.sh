@@ -41,11 +41,12 @@ measure() {  # STACK
 }
 
 part() {  # STACK NAME [PYTEST ARGUMENTS...]
-  local stack=$1 name=$2 command started=$SECONDS; shift 2
+  local stack=$1 name=$2 command verdict="" started=$SECONDS; shift 2
   if [ "$name" = benchmarks ]; then command=(measure "$stack"); else command=(tests "$stack" "$name" ${!name} "$@"); fi
-  "${command[@]}" < /dev/null > "$logs/$stack-$name.log" 2>&1 || echo "$stack $name" >> "$logs/failed"
+  "${command[@]}" < /dev/null > "$logs/$stack-$name.log" 2>&1 || verdict=", failed"
+  [ -z "$verdict" ] || echo "$stack $name" >> "$logs/failed"
   echo $((SECONDS - started)) > "$logs/$stack-$name.seconds"
-  echo "== $stack, $name, $(cat "$logs/$stack-$name.seconds") s"
+  echo "== $stack, $name, $(cat "$logs/$stack-$name.seconds") s$verdict"
   grep -E "^(FAILED|ERROR|PROBLEM)|(passed|failed|skipped|error).* in " "$logs/$stack-$name.log"
 }
 
