@@ -169,17 +169,18 @@ def unified_classes() -> ModuleType:
     return found
 
 
-def config(name: str) -> Any:
-    """The ``Gemma4Config`` (12B: ``Gemma4UnifiedConfig``) of a variant.
+def config(name: str, *, layers: int | None = None) -> Any:
+    """The ``Gemma4Config`` (12B: ``Gemma4UnifiedConfig``) of a variant; of its first ``layers`` decoder layers alone.
 
     Raises:
         Gemma4CompatError: the installed transformers has no such model.
     """
     shape = _SHAPES[name]
+    layer_types = list(shape["layer_types"])[:layers]
     text = {
         **shape["text"],
-        "layer_types": list(shape["layer_types"]),
-        "num_hidden_layers": len(shape["layer_types"]),
+        "layer_types": layer_types,
+        "num_hidden_layers": len(layer_types),
         "final_logit_softcapping": 30.0,
     }
     if name == UNIFIED:

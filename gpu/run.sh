@@ -19,13 +19,17 @@ gpus=$(nvidia-smi -L | wc -l)
 [ "$gpus" -gt 0 ] || { echo "gpu/run.sh: nvidia-smi lists no GPU" >&2; exit 2; }
 parts=${PARTS:-matrix small tiny several benchmarks}
 benchmarks=${BENCHMARKS:-adapter_load:E2B:1.5 idle_shim:E2B:1.5}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}  # many processes at once
+# Checkpoints of 10 GB go where they are read fastest.
+room=$(df --output=avail -k /dev/shm 2> /dev/null | tail -n 1)
+[ "${room:-0}" -gt $((64 << 20)) ] && export TMPDIR=${TMPDIR:-/dev/shm}
 
 tests() {  # STACK NAME FILES...
-  local stack=$1 name=$2 together=() failed=0 room; room=$(mktemp -d); shift 2
-  [ "$name" = tiny ] && python3 -c "import xdist" 2> /dev/null && together=(-n "${WORKERS:-8}" --dist loadgroup)
-  GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" python3 -m pytest "$@" "${together[@]}" -q -rf \
-    -p no:cacheprovider --basetemp "$room/pytest" -W "ignore:several releases of:gemma4_compat.Gemma4CompatWarning" || failed=1
+  local stack=$1 name=$2 threads=8 together=() failed=0 room; room=$(mktemp -d); shift 2
+  [ "$name" = tiny ] && threads=2 && python3 -c "import xdist" 2> /dev/null &&
+    together=(-n "${WORKERS:-8}" --dist loadgroup)
+  OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads} GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" \
+    python3 -m pytest "$@" "${together[@]}" -q -rf -p no:cacheprovider --basetemp "$room/pytest" \
+    -W "ignore:several releases of:gemma4_compat.Gemma4CompatWarning" || failed=1
   rm -rf "$room"  # checkpoints of 10 GB
   return $failed
 }

@@ -261,9 +261,7 @@ def experts(folder: Path) -> dict[str, Any]:
 
     checkpoint = folder / "experts" / "checkpoint"
     if not checkpoint.exists():
-        config = _variants.config("26B-A4B")
-        text = config.text_config
-        text.num_hidden_layers, text.layer_types = 6, text.layer_types[:6]
+        config = _variants.config("26B-A4B", layers=6)
         config.vision_config.num_hidden_layers = 2
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
