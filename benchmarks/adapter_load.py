@@ -1,7 +1,7 @@
 """How long does an adapter take to load onto a 4-bit base that is split over GPU and CPU, and what does it leave on
 the card: with the shim, and with upstream as it is?
 
-python benchmarks/adapter_load.py --shape E2B|E4B --out FILE.json [--minutes N] [--rounds N]
+python benchmarks/adapter_load.py --shape E2B|E4B --out FILE.json [--minutes N] [--rounds N] [--only A,B]
 
 Random weights in the real shape (no network); a rank-16 LoRA adapter on every linear of the language model and both
 towers, targeted by full names, so that upstream can load it, too. Two processes, one with the shim, stay alive; each
@@ -216,7 +216,14 @@ def line(entry: Data) -> str:
 
 
 def measure(
-    shape: str, *, out: Path | None, minutes: float, rounds: int | None, folder: Path | None, options: list[str]
+    shape: str,
+    wanted: list[str],
+    *,
+    out: Path | None,
+    minutes: float,
+    rounds: int | None,
+    folder: Path | None,
+    options: list[str],
 ) -> Data:
     """Build, and load in turns until all rounds are done or the time is up; ``out`` is written after each round."""
     script = Path(__file__)
@@ -236,7 +243,7 @@ def measure(
         for worker in sides.values():
             worker.wait()
         longest = 0.0
-        planned = schedule({name: rounds or number for name, number in ROUNDS.items()})
+        planned = schedule({name: rounds or ROUNDS[name] for name in wanted})
         for number, placement in enumerate(planned):
             # The profiles need about as long as a round.
             if time.monotonic() + 2.2 * longest > deadline:
@@ -270,13 +277,18 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {"build": build, "load": load}
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__, sorted(small_card.SHAPES), minutes=2.5)
     parser.add_argument("--rounds", type=int, help=f"of each placement (default: {ROUNDS})")
+    parser.add_argument("--only", help=f"these placements, separated by commas; all: {', '.join(PLACEMENTS)}")
     arguments = parser.parse_args(argv)
     if arguments.child:
         return common.serve(ACTIONS)
     if arguments.shape is None:
         parser.error("--shape is required")
+    asked = arguments.only.split(",") if arguments.only else list(PLACEMENTS)
+    if unknown := [name for name in asked if name not in PLACEMENTS]:
+        parser.error(f"unknown placements: {', '.join(unknown)}")
     result = measure(
         arguments.shape,
+        [name for name in PLACEMENTS if name in asked],
         out=arguments.out,
         minutes=arguments.minutes,
         rounds=arguments.rounds,

@@ -11,7 +11,7 @@
 set -u
 wheels=$1; shift
 out=${OUT:-docs/gpu}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"; logs=$(cd "$logs" && pwd)
-matrix="tests/gpu/test_thread.py"  # it and "small" fill the card: nothing else may be on it
+matrix="tests/gpu/test_thread.py"  # it and "small" fill the card: nothing else may be on it; two GPUs halve its time
 small="tests/gpu/test_small_card.py"
 several="tests/gpu/test_two_gpus.py"
 tiny=$(ls tests/gpu/test_*.py | grep -vxF "$(printf '%s\n' $matrix $small $several)" | tr '\n' ' ')
@@ -73,7 +73,7 @@ done
 : > "$logs/one.queue"; : > "$logs/pair.queue"
 for name in matrix small tiny benchmarks several; do
   [[ " $parts " == *" $name "* ]] || continue
-  for stack in "${stacks[@]}"; do echo "$stack $name" >> "$logs/$([ $name = several ] && echo pair || echo one).queue"; done
+  for stack in "${stacks[@]}"; do echo "$stack $name" >> "$logs/$([[ $name = several || $name = matrix ]] && echo pair || echo one).queue"; done
 done
 for ((gpu = 0; gpu < gpus; gpu++)); do drain "$logs/one.queue" $gpu "$@" & done
 wait

@@ -6,6 +6,7 @@ with pytest-xdist each worker writes one of its own, ``FILE`` with its name befo
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import platform
@@ -39,9 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def run(module: str, *arguments: str, shim: bool, timeout: int = 500) -> dict[str, Any]:
-    """The JSON in the last line of ``python -m tests.gpu.MODULE ARGUMENTS``, with the shim or all of it disabled."""
+def run(module: str, *arguments: str, shim: bool, timeout: int = 500, devices: str | None = None) -> dict[str, Any]:
+    """The JSON in the last line of ``python -m tests.gpu.MODULE ARGUMENTS``, with the shim or all of it disabled.
+
+    ``devices``: the CUDA_VISIBLE_DEVICES it gets; None: those of this process.
+    """
     environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore")
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
     if not shim:
         environment["GEMMA4_COMPAT_DISABLE"] = "all"
     command = [sys.executable, "-m", f"tests.gpu.{module}", *arguments]
@@ -52,16 +58,37 @@ def run(module: str, *arguments: str, shim: bool, timeout: int = 500) -> dict[st
     return result
 
 
+def together(module: str, *arguments: str) -> list[dict[str, Any]]:
+    """:func:`run` without the shim and with it; at once where each can have a GPU of its own, else in turn."""
+    import torch
+
+    own = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(own)))
+    devices = visible.split(",")[:2] if own > 1 else [visible, visible]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(own, 2)) as pool:
+        sides = [
+            pool.submit(run, module, *arguments, shim=shim, devices=device)
+            for shim, device in zip((False, True), devices, strict=True)
+        ]
+        return [side.result() for side in sides]
+
+
 @pytest.fixture(scope="session")
-def e2b(tmp_path_factory: pytest.TempPathFactory, record: Callable[[str, Any], None]) -> tuple[Path, dict[str, Any]]:
-    """A folder with a checkpoint and an adapter in E2B's shape, and what everything on the GPU takes."""
+def e2b_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint and an adapter in E2B's shape."""
     folder = tmp_path_factory.mktemp("e2b")
     built = run("scenarios", "build", str(folder), shim=False)
     assert built["error"] is None, built
-    reference = run("scenarios", "all_gpu", str(folder), shim=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def e2b(e2b_folder: Path, record: Callable[[str, Any], None]) -> tuple[Path, dict[str, Any]]:
+    """The same folder, and what everything on the GPU takes; its answers are in the folder."""
+    reference = run("scenarios", "all_gpu", str(e2b_folder), shim=True)
     assert reference["error"] is None, reference
-    record("e2b all_gpu", {**reference, **built})
-    return folder, reference
+    record("e2b all_gpu", reference)
+    return e2b_folder, reference
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -72,8 +73,10 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def allocated() -> int:
+    """Bytes on the GPU; what earlier tests left behind is collected first."""
     import torch
 
+    gc.collect()
     torch.cuda.synchronize()
     return int(torch.cuda.memory_allocated())
 

@@ -8,22 +8,29 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._repro import difference
 from gemma4_compat.patches.transformers_dequantized_adapter import PATCH as DEQUANTIZED
 from gemma4_compat.patches.transformers_quantized_vision import BOUND
 from gemma4_compat.patches.transformers_quantized_vision import PATCH as VISION
 from tests.conftest import is_affected
-from tests.gpu.conftest import run
-from tests.gpu.thread_cases import BUDGET, FREE, QUANTIZATIONS
+from tests.gpu.conftest import together
+from tests.gpu.thread_cases import BUDGET, FREE, QUANTIZATIONS, kept
 
 CASES = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def cases(e2b: tuple[Path, dict[str, Any]], record: Callable[[str, Any], None]) -> CASES:
-    """Each case's results without and with the shim."""
-    without, repaired = (run("thread_cases", str(e2b[0]), shim=shim)["cases"] for shim in (False, True))
+def cases(e2b_folder: Path, record: Callable[[str, Any], None]) -> CASES:
+    """Each case's results without and with the shim, on two GPUs at once where there are two."""
+    import torch
+
+    without, repaired = (found["cases"] for found in together("thread_cases", str(e2b_folder)))
     assert set(without) == set(repaired)
     for name in repaired:
+        answers = [kept(e2b_folder, name, side) for side in ("without", "with")]
+        if all(file.exists() for file in answers):
+            loaded = (torch.load(file, weights_only=False) for file in answers)
+            repaired[name]["against_unpatched"] = difference(*loaded)
         record(f"thread: {name}", {"without": without[name], "with": repaired[name]})
     return {name: (without[name], repaired[name]) for name in repaired}
 
