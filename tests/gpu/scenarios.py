@@ -192,6 +192,14 @@ def largest_block(model: Any) -> int:
     )
 
 
+def all_on_the_host(model: Any) -> bool:
+    """Nothing of it is on the GPU, nor brought there for a forward: upstream's map for a budget that is too small.
+
+    Asking such a model takes minutes on the host's cores, and says nothing of a GPU.
+    """
+    return {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
 def max_memory(folder: Path) -> dict[str, Any]:
     """The smallest budget there is with ``device_map="auto"``, a tiny model with a large table, and an adapter.
 
@@ -319,6 +327,8 @@ def measured(folder: Path, placement: Any, **kwargs: Any) -> dict[str, Any]:
     left = torch.cuda.memory_allocated()
     model = base(folder, placement, **kwargs)
     torch.cuda.synchronize()
+    if all_on_the_host(model):
+        return {"all_on_the_host": True}
     result: dict[str, Any] = {
         "left_gib": left / GIB,
         "resident_gib": torch.cuda.memory_allocated() / GIB,

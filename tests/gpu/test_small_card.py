@@ -62,7 +62,8 @@ def test_max_memory_below_the_model(tmp_path: Path, record: Callable[[str, Any],
 def test_a_budget_of_2_gib_is_the_peak(e2b: tuple[Path, dict[str, Any]], record: Callable[[str, Any], None]) -> None:
     without, repaired = (run("small_budget", e2b[0], shim=shim) for shim in (False, True))
     record("e2b small_budget", {"without": without, "with": repaired})
-    assert without["error"] is not None or without["parity"] != 0.0 or without["peak_gib"] > 2, without
+    at_fault = "all_on_the_host" in without or without.get("parity") != 0.0 or without["peak_gib"] > 2
+    assert without["error"] is not None or at_fault, without
     assert repaired["error"] is None, repaired
     assert repaired["parity"] == 0.0
     assert repaired["peak_gib"] - repaired["left_gib"] <= 2.0

@@ -63,7 +63,7 @@ def test_towers_stay_where_they_were_put(cases: CASES, kind: str, how: str) -> N
 @pytest.mark.parametrize("kind", QUANTIZATIONS)
 def test_less_memory_than_the_model_needs(cases: CASES, kind: str) -> None:
     without, repaired = cases[f"max_memory={BUDGET}, {kind}"]
-    assert without["error"] is not None or without["parity"] != 0.0, without
+    assert without["error"] is not None or "all_on_the_host" in without or without["parity"] != 0.0, without
     assert repaired["error"] is None, repaired
     assert repaired["offloaded"]
     assert repaired["parity"] == 0.0

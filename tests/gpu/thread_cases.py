@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._repro import Answers, difference, relative
-from tests.gpu.scenarios import GIB, TOWERS, answers, base, collect
+from tests.gpu.scenarios import GIB, TOWERS, all_on_the_host, answers, base, collect
 
 SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
 QUANTIZATIONS = {"single": False, "double": True}
@@ -98,6 +98,8 @@ class Cases:
         import torch
 
         model = self.load(kind, "auto", max_memory={0: BUDGET, "cpu": "60GiB"})
+        if all_on_the_host(model):
+            return {"all_on_the_host": True}
         offloaded = sorted(name for name, device in model.hf_device_map.items() if device == "cpu")
         seen = answers(self.adapted(model))
         peak = torch.cuda.max_memory_allocated() / GIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -34,3 +35,32 @@ def test_constraints_name_the_stacks_the_patches_were_measured_on() -> None:
     for patch in gemma4_compat.patches():
         if patch.fixed is None:
             assert pins[patch.distribution] == patch.measured, patch.id
+
+
+def test_a_gpu_scenario_is_told_in_a_line() -> None:
+    docs = importlib.import_module("tools.docs")
+    split = {"error": None, "base_gib": 6.0, "adapter_gib": 6.1, "towers_on": ["meta"], "parity": 0.0}
+    rows = {
+        None: "not run",
+        "crash": "KeyError: 3",
+        "host": "all of it is put on the CPU",
+        "split": "6.00 -> 6.10 GiB, towers stay, bit-exact",
+        "moved": "6.00 -> 6.10 GiB, towers back on the GPU, logits differ by 0.25",
+        "train": "losses differ by 0.1, gradients differ by 0.2",
+        "ranks": "KeyError: 3",
+    }
+    crash = {"error": "KeyError: 3"}
+    ways = {"whole": {"losses": [0.1, 9.0], "gradients": [0.2, 9.0]}, "halves": {"losses": [0.3], "gradients": [0.4]}}
+    train = {"error": None, "from": ways}
+    seen = {
+        None: None,
+        "crash": crash,
+        "host": {"error": None, "all_on_the_host": True},
+        "split": split,
+        "moved": split | {"towers_on": ["cuda"], "parity": 0.25},
+        "train": [train, train],
+        "ranks": [train, crash],
+    }
+    assert {name: docs.case_text(found) for name, found in seen.items()} == rows
+    run = {"measured": {"e2b catch_all": {"without": crash, "with": split}, "e2b all_gpu": {"error": None}}}
+    assert docs.gpu_rows(run, "e2b ") == [f"| catch_all | KeyError: 3 | {rows['split']} |"]
