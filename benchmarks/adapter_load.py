@@ -224,11 +224,12 @@ def measure(
     rounds: int | None,
     folder: Path | None,
     options: list[str],
+    note: str | None,
 ) -> Data:
     """Build, and load in turns until all rounds are done or the time is up; ``out`` is written after each round."""
     script = Path(__file__)
     deadline = time.monotonic() + 60 * minutes
-    result = common.header(script, sys.modules[__name__], shape, options)
+    result = common.header(script, sys.modules[__name__], shape, options, note)
     done: list[Data] = []
     with (
         common.temporary("adapter-load-", folder or small_card.work_folder(shape)) as work,
@@ -294,6 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         rounds=arguments.rounds,
         folder=arguments.work,
         options=common.shown(arguments),
+        note=arguments.note,
     )
     for problem in result["problems"]:
         print(f"PROBLEM {problem}", file=sys.stderr)

@@ -261,12 +261,19 @@ def selected(wanted: list[str]) -> list[str]:
 
 
 def measure(
-    shape: str, wanted: list[str], *, out: Path | None, minutes: float, folder: Path | None, options: list[str]
+    shape: str,
+    wanted: list[str],
+    *,
+    out: Path | None,
+    minutes: float,
+    folder: Path | None,
+    options: list[str],
+    note: str | None,
 ) -> Data:
     """Build, and run the choices until the time is up; ``out`` is written after each one."""
     script = Path(__file__)
     deadline = time.monotonic() + 60 * minutes
-    result = common.header(script, sys.modules[__name__], shape, options)
+    result = common.header(script, sys.modules[__name__], shape, options, note)
     result["settings"] = {"answer_tokens": ANSWER_TOKENS, "turn_tokens": TURN_TOKENS, "turns": TURNS}
     result["choices"] = {}
     with (
@@ -346,6 +353,7 @@ def main(argv: list[str] | None = None) -> int:
         minutes=arguments.minutes,
         folder=arguments.work,
         options=common.shown(arguments),
+        note=arguments.note,
     )
     for problem in result["problems"]:
         print(f"PROBLEM {problem}", file=sys.stderr)

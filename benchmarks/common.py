@@ -205,8 +205,11 @@ def question(module: ModuleType) -> str:
     return " ".join(str(inspect.getdoc(module)).partition("\n\n")[0].split())
 
 
-def header(script: Path, module: ModuleType, shape: str, options: Sequence[str]) -> Data:
-    """What every result begins with; the machine is added when the checkpoint was built."""
+def header(script: Path, module: ModuleType, shape: str, options: Sequence[str], note: str | None = None) -> Data:
+    """What every result begins with; the machine is added when the checkpoint was built.
+
+    ``note``: what a reader must know of the run and the figures do not say; the report shows it beside them.
+    """
     import gemma4_compat
 
     return {
@@ -214,6 +217,7 @@ def header(script: Path, module: ModuleType, shape: str, options: Sequence[str])
         "command": " ".join(["python", f"benchmarks/{script.name}", *options]),
         "shape": shape,
         "date": datetime.date.today().isoformat(),
+        "note": note,
         "gemma4_compat": gemma4_compat.__version__,
         "problems": [],
         "not_run": [],
@@ -233,6 +237,7 @@ def parser(doc: str | None, shapes: Sequence[str], *, minutes: float) -> argpars
     made.add_argument("--shape", choices=shapes, help="what is built")
     made.add_argument("--minutes", type=float, default=minutes, help=f"start nothing that ends later ({minutes})")
     made.add_argument("--out", type=Path, help="write the result here, and after every step what there is")
+    made.add_argument("--note", help="kept in the result and shown beside it: what else the machine did, say")
     made.add_argument("--work", type=Path, help="folder for the checkpoint (default: /dev/shm, or a temporary one)")
     return made
 
@@ -249,6 +254,6 @@ def temporary(prefix: str, folder: Path) -> Iterator[Path]:
 
 def shown(arguments: argparse.Namespace) -> list[str]:
     """The options that decide what is measured, as they are given on a command line."""
-    hidden = ("child", "out", "work")
+    hidden = ("child", "out", "work", "note")
     given = {name: value for name, value in vars(arguments).items() if value is not None and name not in hidden}
     return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -23,10 +23,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs"
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 #: What a picture shows of a run, for its digest; change it with the drawing, and committed pictures are stale.
-DRAWING = "1"
+DRAWING = "2"
 INK = "#808080"
 COLOURS = {"ours": "#3a87d0", "upstream": "#d0603a", "noise": "#8a8a8a"}
 NAMES = {"ours": "with gemma4_compat", "upstream": "upstream", "noise": "the same setting twice"}
+CALLS = ("python_calls", "c_calls")
 Run = dict[str, Any]
 #: Label, value, lower and upper end of its interval (or None), colour.
 Bar = tuple[str, float, tuple[float, float] | None, str]
@@ -58,6 +59,8 @@ def section(benchmark: str) -> str:
     for file in runs.values():
         run = read(file)
         parts += [heading(run, f"../{file.relative_to(ROOT).as_posix()}"), "", TABLES[benchmark](run), ""]
+        if run.get("note"):
+            parts += [run["note"], ""]
         if run["not_run"]:
             parts += [f"Not run, for lack of time: {', '.join(run['not_run'])}.", ""]
     if bars(benchmark):
@@ -76,15 +79,22 @@ def summary() -> str:
         "|---|---|---|---|---|---|",
     ]
     for key in sorted(loads.keys() | idles.keys()):
-        release, _, shape = key.partition(" ")
-        cells = [f"{shape}, {release}"]
+        cells = [named(loads.get(key) or idles[key])]
         towers = loads[key]["summary"]["towers"] if key in loads else {}
-        cells += [ratio(towers.get("ratio")), *(held(towers.get(side)) for side in ("ours", "upstream"))]
+        goal = towers.get("goal", {"reached": True})
+        missed = "" if goal["reached"] else f"; the goal of {goal['ratio']} is missed"
+        cells += [ratio(towers.get("ratio")) + missed, *(held(towers.get(side)) for side in ("ours", "upstream"))]
         cells += [cost(idles.get(key), model) for model in ("base", "adapter")]
         rows.append(f"| {' | '.join(cells)} |")
     if len(rows) == 2:
         return "No result is committed yet."
     return "\n".join(rows)
+
+
+def named(run: Run, of: str = "") -> str:
+    """The shape, where it was not on a GPU, and the stack (``of`` before its release)."""
+    on_cpu = run["machine"]["device"] == "CPU"
+    return f"{run['shape']}{' on a CPU' * on_cpu}, {of}{run['machine']['versions']['transformers']}"
 
 
 def held(side: Run | None) -> str:
@@ -97,9 +107,16 @@ def held(side: Run | None) -> str:
 
 
 def cost(run: Run | None, model: str) -> str:
-    """Of a decoded token, next to what the same setting differs by."""
-    token = (run or {"models": {}})["models"].get(model, {}).get("costs", {}).get("token")
-    return f"{100 * token['overhead']:+.2f} % (noise {100 * token['noise']:.2f} %)" if token else "-"
+    """Of a decoded token: function calls, which are exact, and time, next to what the same setting differs by."""
+    entry = (run or {"models": {}})["models"].get(model, {})
+    token = entry.get("costs", {}).get("token")
+    if token is None:
+        return "-"
+    with_shim, without = (sum(entry["calls"]["token"][kind][side] for kind in CALLS) for side in (0, 1))
+    calls = f"{with_shim - without:+} of {without:,} calls"
+    if token["indistinguishable_from_zero"] is None:
+        return f"{calls}; too few rounds for the time"
+    return f"{calls}; time {100 * token['overhead']:+.2f} % (noise {100 * token['noise']:.2f} %)"
 
 
 def heading(run: Run, link: str) -> str:
@@ -149,6 +166,8 @@ def adapter_load(run: Run) -> str:
 
 # idle_shim.py
 
+VERDICTS = {True: "yes", False: "no", None: "too few rounds"}
+
 
 def idle_shim(run: Run) -> str:
     """Overhead and noise, and the calls."""
@@ -160,15 +179,15 @@ def idle_shim(run: Run) -> str:
         for name, cost in entry.get("costs", {}).items():
             low, high = (100 * (end - 1) for end in cost["ratios"]["A/B"]["interval_95"])
             calls = entry["calls"].get(name)
-            without = sum(calls[kind][1] for kind in ("python_calls", "c_calls"))
-            more = sum(calls[kind][0] for kind in ("python_calls", "c_calls")) - without
+            without = sum(calls[kind][1] for kind in CALLS)
+            more = sum(calls[kind][0] for kind in CALLS) - without
             cells = [
                 *(
                     entry["what"],
                     {"token": "a decoded token", "prefill": f"prefill {run['settings']['prefill']}"}[name],
                 ),
                 *(f"{cost['ms_without']:.2f} ms", f"{100 * cost['overhead']:+.2f} %", f"{low:+.2f} to {high:+.2f}"),
-                *(f"{100 * cost['noise']:.2f} %", "yes" if cost["indistinguishable_from_zero"] else "no"),
+                *(f"{100 * cost['noise']:.2f} %", VERDICTS[cost["indistinguishable_from_zero"]]),
                 *(f"{without:,}", f"{more:+,} ({100 * calls['more']:+.1f} %)"),
             ]
             rows.append(f"| {' | '.join(cells)} |")
@@ -234,7 +253,8 @@ def ratio(spread: Run | None) -> str:
     if spread is None:
         return "-"
     low, high = spread["interval_95"]
-    return f"**{spread['median']:.2f}** ({low:.2f} to {high:.2f}, {spread['of']} rounds)"
+    rounds = f"{spread['of']} round{'s' * (spread['of'] != 1)}"
+    return f"**{spread['median']:.2f}** ({low:.2f} to {high:.2f}, {rounds})"
 
 
 TABLES: dict[str, Callable[[Run], str]] = {
@@ -255,8 +275,9 @@ TITLES = {
 def bars(benchmark: str) -> list[Bar]:
     """What is drawn."""
     found: list[Bar] = []
-    for key, file in committed(benchmark).items():
-        run, name = read(file), f"{key.partition(' ')[2]}, transformers {key.partition(' ')[0]}"
+    for file in committed(benchmark).values():
+        run = read(file)
+        name = named(run, "transformers ")
         if benchmark == "adapter_load":
             for entry in run["summary"].values():
                 if entry["ratio"] is not None:
@@ -265,6 +286,8 @@ def bars(benchmark: str) -> list[Bar]:
         elif benchmark == "idle_shim":
             for entry in run["models"].values():
                 for what, cost in entry.get("costs", {}).items():
+                    if cost["indistinguishable_from_zero"] is None:
+                        continue  # too few rounds to draw a conclusion, or anything
                     for kind, colour in (("A/B", "ours"), ("A/A", "noise"), ("B/B", "noise")):
                         spread = cost["ratios"][kind]
                         low, high = (100 * (end - 1) for end in spread["interval_95"])
@@ -330,12 +353,13 @@ def draw(benchmark: str) -> Path:
             )
         axes.set_yticks(places, [label for label, *_ in shown])
         axes.axvline(0.0 if benchmark == "idle_shim" else 1.0, color=INK, linewidth=1)
+        axes.margins(x=0.09)  # room for the figure at the end of a bar
         axes.grid(axis="x", color=INK, alpha=0.3, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(TITLES[benchmark])
         kinds = [kind for kind in COLOURS if any(colour == kind for *_, colour in shown)]
         handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
         FigureCanvasAgg(figure)
         metadata = {"Software": None, "Description": f"data {digest(benchmark)}"}
         figure.savefig(picture(benchmark), format="png", dpi=130, transparent=True, metadata=metadata)

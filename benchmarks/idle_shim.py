@@ -8,7 +8,7 @@ language model and both towers. Two processes with the shim (A) and two without 
 one at a time decodes a block of tokens and runs a few prefills, in turns (A1 B1 B2 A2, then the other way round). A
 cost is the ratio of A to B in one round; next to it stand the ratios of A to A and of B to B, which are nothing but
 noise. A cost is called indistinguishable from zero where its median is no further from 1 than the 95 % intervals of
-these reach.
+these reach; of fewer than four rounds nothing is said.
 
 And exactly: the Python and C functions called in a prefill and in a decoded token, counted by ``sys.setprofile``, with
 the shim and without, and which of them differ. These counts are the same on every machine.
@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import re
 import statistics
 import sys
 import time
@@ -43,6 +42,8 @@ TOKENS = 32
 PREFILL = 512
 PREFILLS = 3
 BLOCKS = 8
+#: With fewer there is no verdict: processes differ by more than a block or two can show.
+ENOUGH = 4
 #: How often calls are counted; the counts should be the same.
 COUNTS = 3
 LISTED = 40
@@ -156,9 +157,15 @@ def calls(action: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
         gc.enable()
     named: Counter[str] = Counter()
     for (file, name), number in python.items():
-        path = file.replace("\\", "/").replace(f"{common.ROOT.as_posix()}/", "")
-        named[f"{re.sub(r'.*/(site|dist)-packages/', '', path)} {name}"] += number
+        named[f"{_importable(file)} {name}"] += number
     return named, c
+
+
+def _importable(file: str) -> str:
+    """A file's path from the folder of ``sys.path`` that it is imported from."""
+    folders = sorted((str(Path(folder).resolve()) for folder in sys.path), key=len, reverse=True)
+    path = Path(file).resolve() if file.startswith("/") or Path(file).exists() else Path(file)
+    return next((path.relative_to(folder).as_posix() for folder in folders if path.is_relative_to(folder)), str(path))
 
 
 # The parent
@@ -179,7 +186,7 @@ def costs(rounds: list[Data]) -> Data:
             "ms_without": statistics.median([entry[name] for entry in values for name in ("B1", "B2")]),
             "overhead": cost,
             "noise": noise,
-            "indistinguishable_from_zero": abs(cost) <= noise,
+            "indistinguishable_from_zero": abs(cost) <= noise if len(rounds) >= ENOUGH else None,
             "ratios": spreads,
         }
     return found
@@ -208,12 +215,19 @@ def difference(own: Data, other: Data) -> Data:
 
 
 def measure(
-    shape: str, *, out: Path | None, minutes: float, blocks: int, folder: Path | None, options: list[str]
+    shape: str,
+    *,
+    out: Path | None,
+    minutes: float,
+    blocks: int,
+    folder: Path | None,
+    options: list[str],
+    note: str | None,
 ) -> Data:
     """Build, load in four processes, and time them in turns, half of the time each without and with the adapter."""
     script = Path(__file__)
     deadline = time.monotonic() + 60 * minutes
-    result = common.header(script, sys.modules[__name__], shape, options)
+    result = common.header(script, sys.modules[__name__], shape, options, note)
     settings = {"tokens": TOKENS, "prefill": PREFILL, "prefills": PREFILLS, "pairs": PAIRS}
     result |= {"settings": settings, "models": {}}
     with (
@@ -305,6 +319,7 @@ def main(argv: list[str] | None = None) -> int:
         blocks=arguments.blocks,
         folder=arguments.work,
         options=common.shown(arguments),
+        note=arguments.note,
     )
     for problem in result["problems"]:
         print(f"PROBLEM {problem}", file=sys.stderr)

@@ -70,8 +70,9 @@ def test_the_summary_has_a_row_for_each_shape_on_each_stack(results: Path) -> No
     titles, _, *lines = rows(report.summary())
     assert {len(line) for line in lines} == {len(titles)}
     newest, thread = lines
-    assert (newest[0], thread[0]) == ("tiny, 5.23.0", "tiny, 5.6.2")
-    assert newest[1] == thread[1] == report.ratio(towers["ratio"])
+    assert (newest[0], thread[0]) == ("tiny on a CPU, 5.23.0", "tiny on a CPU, 5.6.2")
+    missed = "" if towers["goal"]["reached"] else f"; the goal of {towers['goal']['ratio']} is missed"
+    assert newest[1] == thread[1] == report.ratio(towers["ratio"]) + missed
     assert thread[2:4] == ["1.000", "KeyError: 13"]
     assert "noise" in newest[4], newest
     assert thread[4:] == ["-", "-"], "not run there"
@@ -142,6 +143,33 @@ def test_a_cost_within_the_noise_is_indistinguishable_from_zero_and_another_is_n
     dear = idle_shim_script.costs(_rounds(1.05, drift))["token"]
     assert not dear["indistinguishable_from_zero"]
     assert dear["overhead"] == pytest.approx(0.05, abs=0.002), "whatever the machine's drift"
+
+
+def test_of_too_few_rounds_nothing_is_said(results: Path) -> None:
+    file = results / "idle_shim-tiny.json"
+    run = json.loads(file.read_text(encoding="utf-8"))
+    for entry in run["models"].values():
+        entry["costs"] = idle_shim_script.costs(entry["rounds"][: idle_shim_script.ENOUGH - 1])
+    file.write_text(json.dumps(run), encoding="utf-8")
+    assert [cost["indistinguishable_from_zero"] for cost in entry["costs"].values()] == [None, None]
+    assert "too few rounds" in report.section("idle_shim")
+    assert "calls; too few rounds for the time" in report.summary()
+    assert report.bars("idle_shim") == []
+
+
+def test_what_a_reader_must_know_stands_beside_the_run(results: Path) -> None:
+    assert common.header(Path("a.py"), common, "tiny", [], "beside a compiler")["note"] == "beside a compiler"
+    file = results / "alternatives-tiny.json"
+    run = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(run | {"note": "beside a compiler"}), encoding="utf-8")
+    assert "\nbeside a compiler\n" in report.section("alternatives")
+
+
+def test_functions_are_named_by_what_is_imported_not_by_where_it_lies() -> None:
+    python, _ = idle_shim_script.calls(lambda: json.dumps({}, indent=1))
+    assert "json/__init__.py dumps" in python
+    python, _ = idle_shim_script.calls(lambda: common.interval([1.0, 2.0], draws=50))
+    assert any(name.endswith("common.py interval") and not name.startswith("/") for name in python)
 
 
 def test_calls_are_counted_exactly() -> None:
