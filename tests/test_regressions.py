@@ -1,15 +1,18 @@
-"""Placements that failed once do not fail again. Every script is a process of its own, as a user would run it."""
+"""Placements that failed once do not fail again; one of the scripts is run as a user would run it."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.search import run
 from tests.search.case import as_script, generate
 
 ROOT = Path(__file__).parent.parent
@@ -23,9 +26,22 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def bench() -> Iterator[run.Bench]:
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    with run.bench() as place:
+        yield place
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_it_holds_now(path: Path) -> None:
-    done = run_script(path)
+def test_it_holds_now(path: Path, bench: run.Bench) -> None:
+    failure = run.check(runpy.run_path(str(path))["CASE"], bench)
+    assert failure is None, failure.detail
+
+
+def test_a_script_that_holds_exits_0() -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    done = run_script(SCRIPTS[0])
     assert done.returncode == 0, done.stdout + done.stderr
 
 
