@@ -62,27 +62,9 @@ drain() {  # QUEUE GPUS [PYTEST ARGUMENTS...]: of the parts in the file QUEUE th
   done < "$queue"
 }
 
-stacks=()
-for folder in "$wheels"/*/; do
-  stack=$(basename "$folder")
-  [ "$stack" = tools ] && continue
-  stacks+=("$stack"); mktemp -d > "$logs/$stack.site"
-  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$(cat "$logs/$stack.site")" \
-    "$folder"*.whl $(ls "$wheels"/tools/*.whl 2> /dev/null) || exit 2
-done
-: > "$logs/one.queue"; : > "$logs/pair.queue"
-for name in matrix small tiny benchmarks several; do
-  [[ " $parts " == *" $name "* ]] || continue
-  for stack in "${stacks[@]}"; do echo "$stack $name" >> "$logs/$([[ $name = several || $name = matrix ]] && echo pair || echo one).queue"; done
-done
-for ((gpu = 0; gpu < gpus; gpu++)); do drain "$logs/one.queue" $gpu "$@" & done
-wait
-for ((gpu = 0; gpu < gpus; gpu += 2)); do
-  [ $((gpu + 1)) -lt "$gpus" ] || [ "$gpus" -eq 1 ] && drain "$logs/pair.queue" "$gpu,$((gpu + 1))" "$@" &
-done
-wait
-for stack in "${stacks[@]}"; do
-  python3 - "$out/$stack.json" "$logs/$stack" "$gpus" <<'P'
+join() {  # what the parts have measured so far, into the result of each stack
+  for stack in "${stacks[@]}"; do
+    python3 - "$out/$stack.json" "$logs/$stack" "$gpus" <<'P'
 import json, pathlib, re, sys
 file, logs, gpus = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), int(sys.argv[3])
 found = [json.loads(part.read_text()) for part in sorted(logs.parent.glob(f"{logs.name}-*.json"))]
@@ -102,6 +84,28 @@ for seconds in sorted(logs.parent.glob(f"{logs.name}-*.seconds")):
     }
 file.write_text(json.dumps(result, indent=1) + "\n")
 P
+  done
+}
+
+stacks=()
+for folder in "$wheels"/*/; do
+  stack=$(basename "$folder")
+  [ "$stack" = tools ] && continue
+  stacks+=("$stack"); mktemp -d > "$logs/$stack.site"
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$(cat "$logs/$stack.site")" \
+    "$folder"*.whl $(ls "$wheels"/tools/*.whl 2> /dev/null) || exit 2
 done
+trap join EXIT; trap 'exit 124' TERM INT  # a run that is cut off keeps what it has
+: > "$logs/one.queue"; : > "$logs/pair.queue"
+for name in matrix small tiny benchmarks several; do
+  [[ " $parts " == *" $name "* ]] || continue
+  for stack in "${stacks[@]}"; do echo "$stack $name" >> "$logs/$([[ $name = several || $name = matrix ]] && echo pair || echo one).queue"; done
+done
+for ((gpu = 0; gpu < gpus; gpu++)); do drain "$logs/one.queue" $gpu "$@" & done
+wait
+for ((gpu = 0; gpu < gpus; gpu += 2)); do
+  [ $((gpu + 1)) -lt "$gpus" ] || [ "$gpus" -eq 1 ] && drain "$logs/pair.queue" "$gpu,$((gpu + 1))" "$@" &
+done
+wait
 echo "logs: $logs"
 [ ! -e "$logs/failed" ]

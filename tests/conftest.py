@@ -37,6 +37,16 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return Workspace.build(tmp_path_factory.mktemp("gemma4"))
 
 
+@pytest.fixture
+def bench() -> Iterator[Any]:
+    """Where cases of ``tests.search`` are run."""
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    from tests.search import run
+
+    with run.bench() as place:
+        yield place
+
+
 @pytest.fixture(scope="session")
 def one_device(workspace: Any) -> Callable[[str | None, str | None], Any]:
     """``one_device(quantization, adapter)``: the answers of that model with everything on one device, computed

@@ -7,7 +7,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ def run_script(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
-
-
-@pytest.fixture
-def bench() -> Iterator[run.Bench]:
-    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
-    with run.bench() as place:
-        yield place
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -10,7 +10,6 @@ import collections
 import dataclasses
 import re
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +36,6 @@ from tests.search.cli import coverage, features
 SEEDS = range(1, 300, 2)
 #: How many cases may be tried to shrink a failure here; the command in the message has more patience.
 ATTEMPTS = 40
-
-
-@pytest.fixture
-def bench() -> Iterator[run.Bench]:
-    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
-    with run.bench() as place:
-        yield place
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def gpu_section() -> str:
         ):
             if scenario in run["measured"]:
                 found = run["measured"][scenario]
-                parts.append(f"| {what} | {scenario_text(found['without'])} | {scenario_text(found['with'])} |")
+                parts.append(f"| {what} | {case_text(found['without'])} | {case_text(found['with'])} |")
         parts.append("")
     return "\n".join(parts).rstrip()
 
@@ -227,7 +227,9 @@ def gpu_page() -> str:
         "",
     ]
     for run, title in gpu_runs():
-        parts += [title.replace("PAGE", ""), "", run["notes"], "", "| what | without | with |", "|---|---|---|"]
+        parts += [title.replace("PAGE", ""), "", run["notes"], ""]
+        parts += [part_text(name, part) for name, part in run.get("parts", {}).items()]
+        parts += ["", "| what | without | with |", "|---|---|---|"]
         measured = [patch for patch in gemma4_compat.patches() if patch.id in run["measured"]]
         for patch in measured:
             seen = run["measured"][patch.id]
@@ -265,6 +267,12 @@ def gpu_rows(run: dict[str, Any], prefix: str) -> list[str]:
     return rows
 
 
+def part_text(name: str, part: dict[str, Any]) -> str:
+    """How a part of `gpu/run.sh` went."""
+    failed = "".join(f"; failed: `{test.partition(' - ')[0]}`" for test in part["failed"])
+    return f"- `{name}`, {part['seconds']} s on a machine with {part['gpus']} GPUs: {' '.join(part['said'])}{failed}"
+
+
 def case_text(seen: Any) -> str:
     """What one side of a GPU scenario gave, in a line."""
     if seen is None:
@@ -294,6 +302,8 @@ def case_text(seen: Any) -> str:
         said.append(f"{seen['resident_gib']:.2f} GiB, at most {seen['load_peak_gib']:.2f} while loading")
     elif "peak_gib" in seen:
         said.append(f"at most {seen['peak_gib']:.2f} GiB")
+    if "offloaded" in seen:
+        said.append(f"{len(seen['offloaded'])} module{'s' * (len(seen['offloaded']) != 1)} on the CPU")
     if "distance" in seen:
         said.append(
             f"logits {seen['distance']:.2f} off the adapter's, whose effect is {seen['effect']:.2f}; "
@@ -303,18 +313,6 @@ def case_text(seen: Any) -> str:
         if seen.get(key) is not None:
             said.append("bit-exact" if seen[key] == 0.0 and key == "parity" else f"{what} {seen[key]:.3g}")
     return ", ".join(said)
-
-
-def scenario_text(seen: dict[str, Any]) -> str:
-    if seen["error"] is not None:
-        return shorten(seen["error"])
-    if "load_peak_gib" in seen:
-        return f"peak while loading {seen['load_peak_gib']:.2f} GiB, {seen['resident_gib']:.2f} GiB afterwards"
-    parity = "bit-exact" if seen["parity"] == 0.0 else f"logits differ by {seen['parity']:.3g}"
-    if "base_gib" not in seen:
-        return f"{parity}, {len(seen['offloaded'])} modules stay on the CPU"
-    back = "towers back on the GPU" if seen["towers_on"] == ["cuda"] else "towers stay"
-    return f"{seen['base_gib']:.2f} -> {seen['adapter_gib']:.2f} GiB, {back}, {parity}"
 
 
 def shorten(text: str, limit: int = 110) -> str:
