@@ -486,7 +486,8 @@ def generate(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
 
 def answers(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     """Three forwards on text, one with an image, and a generate of so many ``tokens``."""
-    from gemma4_compat._repro import FORWARDS, Answers
+    from gemma4_compat._patch import FORWARDS
+    from gemma4_compat._repro import Answers
 
     image = image_prompt(model)
     logits = [model(input_ids=prompt(model, PROMPT)).logits.float().cpu() for _ in range(FORWARDS)]

@@ -15,17 +15,17 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _quantize_offloaded, _quantized_experts, _registry
-from gemma4_compat._engine import Engine
+from gemma4_compat import _quantize_offloaded, _quantized_experts
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._inspect import MetaTensor, find_meta_tensors, input_device
 from gemma4_compat._patch import Patch, PatchState, PatchStatus
+from gemma4_compat._shim import engine as _engine
 
 if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-    from gemma4_compat._merge import MergeReport
+    from gemma4_compat._merge_result import MergeReport
     from gemma4_compat._plan import Plan
     from gemma4_compat._scan import Scan
     from gemma4_compat._skip_modules import SkipModule
@@ -54,7 +54,7 @@ __all__ = [
     "status",
 ]
 
-_engine = Engine(_registry.load())
+_ON = (PatchState.APPLIED, PatchState.PENDING)
 
 
 def install() -> None:
@@ -166,7 +166,8 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     """
     from gemma4_compat import _scan
 
-    return _scan.scan_adapter(adapter, base, quantize=quantize)
+    renames = _engine.status()["peft-adapter-keys"].state in _ON
+    return _scan.scan_adapter(adapter, base, quantize=quantize, renames=renames)
 
 
 def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, **options: Any) -> MergeReport:
@@ -253,7 +254,7 @@ def quantize_experts() -> Iterator[None]:
 
 def _check_is_on(patch_id: str, needed_by: str) -> None:
     found = _engine.status()[patch_id]
-    if found.state not in (PatchState.APPLIED, PatchState.PENDING):
+    if found.state not in _ON:
         raise Gemma4CompatError(f"{needed_by} needs the patch {found.id}, which is {found.state}: {found.reason}.")
 
 

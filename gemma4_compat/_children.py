@@ -24,13 +24,13 @@ TIMEOUT = 600
 
 
 def alone(command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
-    """What ``python -m gemma4_compat._repro`` answers to ``command``, in a process of its own.
+    """What ``python -m gemma4_compat._child`` answers to ``command``, in a process of its own.
 
     A child that dies is a defect, with the end of what it wrote. ``disabled`` is its GEMMA4_COMPAT_DISABLE.
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "gemma4_compat._repro", command, str(folder)],
+            [sys.executable, "-m", "gemma4_compat._child", command, str(folder)],
             env=_environment(disabled),
             capture_output=True,
             text=True,
@@ -129,7 +129,7 @@ def _serve(folder: Path) -> None:
     from peft import PeftModel  # noqa: F401
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
-    from gemma4_compat import _repro
+    from gemma4_compat import _child
 
     for line in sys.stdin:
         with _file() as wrote:
@@ -142,7 +142,7 @@ def _serve(folder: Path) -> None:
                 status = 1
                 try:
                     with os.fdopen(writer, "w") as out:
-                        out.write(json.dumps(_repro.run(line.strip(), folder)))
+                        out.write(json.dumps(_child.run(line.strip(), folder)))
                     status = 0
                 finally:
                     if status:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _adapter_keys
+from gemma4_compat import _adapter_keys, _clipped
 from gemma4_compat._adapter_keys import PREFIX, Translation
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 
@@ -171,11 +171,9 @@ def _tuned(found: Translation, key: str) -> bool:
 
 
 def _targeted(config: Any, model: Any, modules: Iterable[str]) -> set[str]:
-    from gemma4_compat.patches.peft_clippable_linear import redirect
-
     check = vars(sys.modules["peft.tuners.tuners_utils"])["check_target_module_exists"]
     resolved = copy.deepcopy(config)
-    redirect(resolved, base_of(model))
+    _clipped.redirect(resolved, base_of(model))
     return {name for name in modules if name and check(resolved, name)}
 
 

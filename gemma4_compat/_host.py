@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from gemma4_compat._patch import Detection
 
 
@@ -10,3 +12,9 @@ def has_cuda() -> Detection:
     import torch
 
     return Detection.AFFECTED if torch.cuda.is_available() else Detection.NOT_AFFECTED
+
+
+def packs_for_cpu() -> Detection:
+    """Bitsandbytes repacks 4-bit weights for its fused kernel only on CPUs with AVX512-BF16."""
+    functional = sys.modules["bitsandbytes.functional"]
+    return Detection.AFFECTED if functional.has_avx512bf16() else Detection.NOT_AFFECTED

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gemma4_compat._merge import MergeReport
     from gemma4_compat._merge_check import Parity
+    from gemma4_compat._merge_result import MergeReport
 
 
 def report_text(report: MergeReport) -> str:

@@ -6,10 +6,10 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+#: A parity figure is the largest absolute logit difference over this many forwards; tokens of a generate must agree.
+FORWARDS = 3
 
 # `StrEnum` would say this better; it needs Python 3.11 and the floor is 3.10.
 
@@ -52,6 +52,32 @@ class PatchState(str, enum.Enum):
     REVERTED = "reverted"
 
     __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a reproduction found.
+
+    Attributes:
+        defect: the defect was seen.
+        detail: what was seen, with the measured value.
+        parity: largest absolute difference from the same weights on one device (0.0 is bit-exact); None where the
+            reproduction compares something else than logits.
+        applicable: the situation can exist here; False where this release lacks the model class, say, or this CPU the
+            instructions (then ``defect`` is False and ``detail`` says what is missing).
+    """
+
+    defect: bool
+    detail: str
+    parity: float | None = None
+    applicable: bool = True
+
+    @classmethod
+    def of_parity(cls, found: float, what: str) -> Outcome:
+        """Any difference from the same weights on one device is a defect."""
+        if found == 0.0:
+            return cls(False, f"{what}: {FORWARDS} forwards and generate bit-exact", 0.0)
+        return cls(True, f"{what}: logits differ by {found:.3g} from the same weights on one device", found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +139,7 @@ class Patch:
     measured: str
     targets: tuple[Target, ...]
     retire_when: str
-    reproduce: Callable[[Workspace], Outcome]
+    reproduce: Callable[[Any], Outcome]
     requires: tuple[str, ...] = ()
     bug: tuple[str, ...] = ()
     applied_upstream: str | None = None

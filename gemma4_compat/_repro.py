@@ -1,6 +1,6 @@
 """Reproductions: the situation a patch is for, built through public API on a tiny checkpoint, in a process of its own.
 
-``python -m gemma4_compat._repro ID FOLDER`` runs one and prints one line of JSON; ``doctor`` runs it twice, with the
+``python -m gemma4_compat._child ID FOLDER`` runs one and prints one line of JSON; ``doctor`` runs it twice, with the
 shim off and on. ``build FOLDER [VARIANT]`` instead makes the folder. The main device is the first GPU where there is
 one; then "cpu" entries are offloaded to the host. Without a GPU the main device is the CPU and modules are offloaded
 to disk: accelerate uses the same hooks and meta weights for both.
@@ -8,52 +8,19 @@ to disk: accelerate uses the same hooks and meta weights for both.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import importlib
-import json
 import math
 import shutil
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat import _tiny, _variants
+from gemma4_compat._patch import FORWARDS
 
 ADAPTERS = ("language", "towers", "all")
-#: A parity figure is the largest absolute logit difference over this many forwards; tokens of a generate must agree.
-FORWARDS = 3
 NEW_TOKENS = 6
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a reproduction found.
-
-    Attributes:
-        defect: the defect was seen.
-        detail: what was seen, with the measured value.
-        parity: largest absolute difference from the same weights on one device (0.0 is bit-exact); None where the
-            reproduction compares something else than logits.
-        applicable: the situation can exist here; False where this release lacks the model class, say, or this CPU the
-            instructions (then ``defect`` is False and ``detail`` says what is missing).
-    """
-
-    defect: bool
-    detail: str
-    parity: float | None = None
-    applicable: bool = True
-
-    @classmethod
-    def of_parity(cls, found: float, what: str) -> Outcome:
-        """Any difference from the same weights on one device is a defect."""
-        if found == 0.0:
-            return cls(False, f"{what}: {FORWARDS} forwards and generate bit-exact", 0.0)
-        return cls(True, f"{what}: logits differ by {found:.3g} from the same weights on one device", found)
 
 
 @dataclass(frozen=True)
@@ -255,96 +222,6 @@ def difference(reference: Answers, other: Answers) -> float:
     return max(found) if all(math.isfinite(value) for value in found) else math.inf
 
 
-def assisted(workspace: Workspace, *, without_arguments: bool = False) -> Outcome:
-    """Whether generating with an assistant model gives the tokens that it gives without.
-
-    ``without_arguments``: the crash that transformers-assistant-arguments repairs is raised: it is in question.
-    """
-    import torch
-
-    model, batch = workspace.load(), workspace.inputs()
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    alone = model.generate(**batch, **options)
-    try:
-        assistant = workspace.load_assistant()
-    except ImportError as error:
-        return Outcome(False, str(error), applicable=False)
-    try:
-        helped = model.generate(**batch, **options, assistant_model=assistant)
-    except ValueError as error:
-        if "Cannot `crop`" not in str(error):
-            raise
-        return Outcome(False, "this release cannot take tokens back from a sliding cache", applicable=False)
-    except TypeError as error:
-        if without_arguments or "CandidateGenerator.__init__" not in str(error):
-            raise
-        return Outcome(False, "this release cannot call the assistant it makes", applicable=False)
-    if torch.equal(alone, helped):
-        return Outcome(False, f"{NEW_TOKENS} tokens with an assistant model are those without")
-    return Outcome(True, "with an assistant model other tokens are generated")
-
-
-def transposed(layer: Any) -> Outcome:
-    """Whether a linear has the same outputs for a transposed input, (1, 8, in_features) in bfloat16, and its copy."""
-    import torch
-
-    columns = torch.randn(1, layer.in_features, 8, generator=torch.Generator().manual_seed(0))
-    columns = columns.to(layer.weight.device, torch.bfloat16)
-    with torch.no_grad():
-        found, expected = layer(columns.transpose(1, 2)), layer(columns.transpose(1, 2).contiguous())
-    worst = (found - expected).abs().max().item()
-    scale = expected.abs().max().item()
-    if worst:
-        return Outcome(True, f"a transposed input's outputs, of up to {scale:.2g}, are off by up to {worst:.2g}")
-    return Outcome(False, "a transposed input and its contiguous copy have bit-equal outputs", 0.0)
-
-
-def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:
-    """Of which kinds of layers a model returns the keys and values that an assistant model asks for."""
-    import torch
-
-    with torch.no_grad():
-        outputs = model(**batch, return_shared_kv_states=True)
-    return sorted(getattr(outputs, "shared_kv_states", None) or {})
-
-
-def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
-    """What the language model gets of the image (``sense`` "vision") or the sound ("audio") in ``batch``; float32,
-    a row a soft token.
-    """
-    import torch
-
-    inner = model.model  # not every release has these on the outer class
-    with torch.no_grad():
-        if sense == "vision":
-            found = inner.get_image_features(batch["pixel_values"], batch["image_position_ids"], return_dict=True)
-            parts = found.pooler_output
-            pooled = torch.cat(list(parts)) if isinstance(parts, (list, tuple)) else parts
-        else:
-            found = inner.get_audio_features(batch["input_features"], batch["input_features_mask"], return_dict=True)
-            pooled = found.pooler_output[found.attention_mask]
-    return pooled.float().cpu()
-
-
-def sensed(workspace: Workspace, quantization: str, sense: str) -> tuple[float, float]:
-    """How a tower quantized with everything else compares: with the same weights, dequantized; and with itself for a
-    quite different image or sound. Relative differences of its features, so 0 and about 1.4 are perfect.
-    """
-    batch = workspace.inputs()
-    other = dict(batch, pixel_values=1 - batch["pixel_values"])
-    if sense == "audio":
-        other["input_features"] = -batch["input_features"]
-    model = _tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True)
-    found, another = features(model, batch, sense), features(model, other, sense)
-    plain = _tiny.dequantize(_tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True))
-    return relative(found, features(plain, batch, sense)), relative(another, found)
-
-
-def relative(found: Any, reference: Any) -> float:
-    """The size of the difference as a share of the size of ``reference`` (2-norms)."""
-    return float((found - reference).norm() / reference.norm())
-
-
 def stored_bytes(module: Any) -> int:
     """Bytes of a module's parameters and of what quantized ones keep beside them: scales, code books, offsets.
 
@@ -358,48 +235,3 @@ def stored_bytes(module: Any) -> int:
             parts += [part.absmax, part.code]
         total += sum(part.numel() * part.element_size() for part in parts if part is not None)
     return total
-
-
-def run(patch_id: str, folder: Path) -> dict[str, Any]:
-    """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C.
-
-    ``ID:reverted`` undoes every patch first, after the libraries were imported with them; ``ID:alone`` this one.
-    """
-    import gemma4_compat
-
-    patch_id, _, mode = patch_id.partition(":")
-    patch = {patch.id: patch for patch in gemma4_compat.patches()}[patch_id]
-    if mode:
-        for target in patch.targets:
-            with contextlib.suppress(ModuleNotFoundError):  # of another release; the patch waits for it in vain
-                importlib.import_module(target.module)
-        gemma4_compat.revert(*([patch_id] if mode == "alone" else []))
-    started = time.perf_counter()
-    try:
-        result: dict[str, Any] = dataclasses.asdict(patch.reproduce(Workspace(folder)))
-    except LackingError as error:
-        result = dataclasses.asdict(Outcome(False, str(error), applicable=False))
-    except Exception as error:  # the user's crash is the result here
-        message = " ".join(str(error).split())
-        result = dataclasses.asdict(Outcome(True, f"{type(error).__name__}: {message}"))
-    result["seconds"] = round(time.perf_counter() - started, 2)
-    status = gemma4_compat.status()[patch_id]
-    result["state"], result["reason"], result["detection"] = status.state, status.reason, status.detection
-    return result
-
-
-def main(argv: list[str]) -> int:
-    command, folder = argv[0], Path(argv[1])
-    if command == "build":
-        workspace = Workspace.build(folder, argv[2] if len(argv) > 2 else None)
-        # Beside a GPU a fork is not safe, and where a system's own libraries start threads.
-        forks = sys.platform == "linux" and workspace.main == "cpu"
-        result: dict[str, Any] = {"built": str(folder), "forks": forks}
-    else:
-        result = run(command, folder)
-    print("\n" + json.dumps(result, allow_nan=True), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

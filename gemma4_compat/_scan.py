@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gemma4_compat import _adapter_keys, _saved_adapter
+from gemma4_compat import _adapter_keys, _clipped, _saved_adapter
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._saved_adapter import SavedAdapter
 
@@ -150,7 +150,9 @@ class Scan:
         return {"ok": self.ok, **data}
 
 
-def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None) -> Scan:
+def scan_adapter(
+    adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None, renames: bool = True
+) -> Scan:
     """What a saved adapter is, and what it would do on ``base``.
 
     >>> gemma4_compat.scan_adapter("my-adapter", "E2B").keys
@@ -163,6 +165,8 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
             say by themselves.
         quantize: how the base will be quantized, where its own configuration does not say: "4bit", "4bit-double" or
             "8bit".
+        renames: whether keys of another Gemma 4 class are renamed when the adapter is loaded here, which the patch
+            ``peft-adapter-keys`` does.
 
     Raises:
         Gemma4CompatError: there is no such adapter or base, a file is damaged or a pickle, or the PEFT type unknown.
@@ -170,10 +174,10 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     saved = _saved_adapter.read(adapter)
     peft_type = _peft_type(saved)
     if base is not None:
-        return _Scanner(saved, peft_type).against(base, None if quantize == "none" else quantize)
+        return _Scanner(saved, peft_type, renames).against(base, None if quantize == "none" else quantize)
     if quantize not in (None, "none"):
         raise Gemma4CompatError(f"quantize={quantize!r} is about the base, and none was given; give the base too")
-    return _Scanner(saved, peft_type).alone()
+    return _Scanner(saved, peft_type, renames).alone()
 
 
 def tower_of(path: str) -> str:
@@ -192,8 +196,9 @@ def tower_of(path: str) -> str:
 
 
 class _Scanner:
-    def __init__(self, saved: SavedAdapter, peft_type: str) -> None:
+    def __init__(self, saved: SavedAdapter, peft_type: str, renames: bool) -> None:
         self.saved = saved
+        self._renames = renames
         self.peft_type = peft_type
         self._rank, self._patterns = _configured_ranks(saved) if peft_type == "LORA" else (1, {})
         self.problems: list[Problem] = []
@@ -378,7 +383,6 @@ class _Scanner:
         import peft
 
         from gemma4_compat import _foreign_adapter
-        from gemma4_compat.patches import peft_clippable_linear
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -386,7 +390,7 @@ class _Scanner:
                 config = _peft_config(self.saved, self.peft_type)
                 redirected: tuple[str, ...] = ()
                 if getattr(config, "target_modules", None):
-                    redirected = tuple(peft_clippable_linear.matched_wrappers(config, model))
+                    redirected = tuple(_clipped.matched_wrappers(config, model))
                 with _foreign_adapter.loading(self.saved.folder, tuple(self.saved.tensors)):
                     adapted = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
             except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
@@ -448,11 +452,12 @@ class _Scanner:
             f"{some} of no module that this base has, such as {{first}}: the adapter was made for another model",
             unmatched,
         )
-        if not _renames():
+        if not self._renames:
             self._problem(
                 "renamed",
                 "{count} keys need another name in this base, such as {first}, and the patch that gives it to them is "
-                "off: PEFT drops their weights with a warning. Leave the patch on (gemma4-compat explain F22)",
+                "off: PEFT drops their weights with a warning. Leave the patch on (gemma4-compat explain "
+                "peft-adapter-keys)",
                 [key for key, name in found.names.items() if key != name],
             )
         self.problems.sort(key=lambda item: item.id not in ("empty", "refused", "unmatched"))
@@ -523,19 +528,6 @@ def _as_they_are(
     )
 
 
-def _renames() -> bool:
-    """Whether this package gives keys of another class their names here when an adapter is loaded."""
-    import gemma4_compat
-
-    states = gemma4_compat.status()
-    on = (gemma4_compat.PatchState.APPLIED, gemma4_compat.PatchState.PENDING)
-    return all(
-        states[patch.id].state in on
-        for patch in gemma4_compat.patches()
-        if "F22" in patch.failure_points and patch.distribution == "peft"
-    )
-
-
 def _peft_config(saved: SavedAdapter, peft_type: str) -> Any:
     import peft
 
@@ -548,13 +540,11 @@ def _peft_config(saved: SavedAdapter, peft_type: str) -> Any:
 
 
 def _kind(path: str, modules: Mapping[str, Any], quantized: frozenset[str], prefix: str) -> str:
-    from gemma4_compat.patches import peft_clippable_linear
-
     module = modules[path]
     names = {base.__name__ for base in type(module).__mro__}
     if "Linear" in names:
         parent = modules.get(path.rpartition(".")[0])
-        clipped = "clipped " if parent is not None and peft_clippable_linear.is_wrapper(parent) else ""
+        clipped = "clipped " if parent is not None and _clipped.is_wrapper(parent) else ""
         return f"{clipped}{prefix if path in quantized else ''}linear"
     if "Embedding" in names:
         return "embedding"

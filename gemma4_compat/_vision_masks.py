@@ -7,10 +7,7 @@ through :class:`OneKind`, all layers of the cache are of the kind whose mask is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome
+from typing import Any
 
 _CACHE = "past_key_values"
 
@@ -44,22 +41,3 @@ def masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return {
         kind: original(*args, **{**kwargs, _CACHE: OneKind(cache, sliding)})[kind] for kind, sliding in kinds.items()
     }
-
-
-def outcome(model: Any, batch: dict[str, Any]) -> Outcome:
-    """A prompt in two parts, an image in the second, with a static cache, against the same prompt at once."""
-    import torch
-    from transformers import StaticCache
-
-    from gemma4_compat._repro import Outcome
-
-    ids = batch["input_ids"]
-    kinds = torch.zeros_like(ids)
-    kinds[:, 18:22] = 1
-    cache = StaticCache(config=model.config, max_cache_len=2 * ids.shape[1])
-    with torch.no_grad():
-        expected = model(ids, mm_token_type_ids=kinds, use_cache=False).logits
-        model(ids[:, :12], past_key_values=cache)
-        found = model(ids[:, 12:], mm_token_type_ids=kinds, past_key_values=cache).logits
-    off = (expected[:, 12:] - found).abs().max().item()
-    return Outcome(off > 1e-3, f"after an image in the second part of a text the logits are off by {off:.2g}")

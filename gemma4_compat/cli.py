@@ -274,7 +274,7 @@ def merge(
 
     Exit 0 when OUT is there and parity is within bounds, 1 when it is not (then there is no OUT), 2 on bad input.
     """
-    from gemma4_compat import _merge, _merge_text
+    from gemma4_compat import _merge_result, _merge_text
 
     try:
         report = gemma4_compat.merge_adapter(
@@ -291,7 +291,7 @@ def merge(
             tolerance=tolerance,
             allow_pickle=allow_pickle,
         )
-    except _merge.MergeParityError as error:
+    except _merge_result.MergeParityError as error:
         typer.echo(f"gemma4-compat: {error}", err=True)
         report = error.report
     except gemma4_compat.Gemma4CompatError as error:

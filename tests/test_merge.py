@@ -16,7 +16,16 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, _merge, _merge_check, _tensors, _tiny, cli
+from gemma4_compat import (
+    Gemma4CompatError,
+    Gemma4CompatWarning,
+    _merge,
+    _merge_check,
+    _merge_result,
+    _tensors,
+    _tiny,
+    cli,
+)
 
 LANGUAGE = r".*language_model\.layers\.[024]\..*\.(q_proj|o_proj|down_proj)"
 
@@ -290,7 +299,9 @@ def test_a_merge_into_4_bits_is_out_of_bounds_and_leaves_nothing(
 
     monkeypatch.setattr(_merge_weights, "merged", again)
     out = tmp_path / "out"
-    with pytest.raises(_merge.MergeParityError, match=r"parity is out of bounds: logits differ by .* nothing was"):
+    with pytest.raises(
+        _merge_result.MergeParityError, match=r"parity is out of bounds: logits differ by .* nothing was"
+    ):
         gemma4_compat.merge_adapter(
             workspace.checkpoint, workspace.adapter("language"), out, start="dequantized", quantize="4bit"
         )
@@ -319,7 +330,7 @@ def test_subtle_losses_are_out_of_bounds(
         return {name: start[name] + kept * (value - start[name]) for name, value in found.items()}
 
     monkeypatch.setattr(_merge_weights, "merged", less)
-    with pytest.raises(_merge.MergeParityError) as caught:
+    with pytest.raises(_merge_result.MergeParityError) as caught:
         gemma4_compat.merge_adapter(workspace.checkpoint, workspace.adapter("language"), tmp_path / "out")
     assert not caught.value.report.parity.ok
     assert not list(tmp_path.iterdir())
@@ -327,7 +338,7 @@ def test_subtle_losses_are_out_of_bounds(
 
 def test_a_tolerance_replaces_the_bound(workspace: Any, tmp_path: Path) -> None:
     arguments = (workspace.checkpoint, workspace.adapter("language"), tmp_path / "out")
-    with pytest.raises(_merge.MergeParityError, match=r"the bound is 1e-06"):
+    with pytest.raises(_merge_result.MergeParityError, match=r"the bound is 1e-06"):
         gemma4_compat.merge_adapter(*arguments, tolerance=1e-6, check=1)
     report = gemma4_compat.merge_adapter(*arguments, tolerance=1000, check=1)
     assert (report.parity.bound, report.parity.bound_rms) == (1000, None)

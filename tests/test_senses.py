@@ -10,7 +10,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import _tiny
-from gemma4_compat._repro import relative
+from gemma4_compat._scenarios import relative
 from tests import senses
 
 QUANTIZATIONS = ["4bit", "4bit-double", "8bit"]

@@ -16,7 +16,8 @@ pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip in
 if not hasattr(transformers, "Gemma4UnifiedConfig"):
     pytest.skip("this transformers has no gemma4_unified", allow_module_level=True)
 
-from gemma4_compat._repro import difference, features, relative, sensed  # noqa: E402
+from gemma4_compat._repro import difference  # noqa: E402
+from gemma4_compat._scenarios import features, relative, sensed  # noqa: E402
 from gemma4_compat.patches.transformers_quantized_vision_unified import BOUND  # noqa: E402
 
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _row_lookup
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def _is_embedding(module: Any) -> bool:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     workspace.needs("per_layer_embeddings")
     table = "model.language_model.embed_tokens_per_layer"

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 MARK = "_is_hf_initialized"
 _CLASSES = frozenset({"Params4bit", "Int8Params", "FP4Params"})  # the names upstream itself tests for
@@ -45,8 +45,6 @@ def set_module_tensor_to_device(
 
 def reproduce(workspace: Workspace) -> Outcome:
     from accelerate.utils import set_module_tensor_to_device
-
-    from gemma4_compat._repro import Outcome
 
     for quantization in ("4bit", "8bit"):
         model = workspace.load(quantization)

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _placement
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def set_module_tensor_to_device(
@@ -105,7 +105,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import torch
 
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     reference, model = workspace.load("8bit"), workspace.load("8bit")
     for parameter in model.parameters():

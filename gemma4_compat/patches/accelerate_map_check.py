@@ -20,10 +20,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +44,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from accelerate import dispatch_model
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     model = workspace.load()
     placement = _tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)

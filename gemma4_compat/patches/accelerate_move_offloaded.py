@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _placement
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -59,8 +59,6 @@ def _moves(fn: Callable[[Any], Any]) -> bool:
 
 def _refusal(model: Any, move: Callable[[], Any]) -> Outcome | None:
     """The defect, when ``move`` raises something else than accelerate's guard."""
-    from gemma4_compat._repro import Outcome
-
     before = {name: parameter.device for name, parameter in model.named_parameters()}
     try:
         move()
@@ -75,7 +73,7 @@ def _refusal(model: Any, move: Callable[[], Any]) -> Outcome | None:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     base = workspace.split()
     found = _refusal(base, base.cpu)  # first alone: without other patches, PEFT's load undoes the offload

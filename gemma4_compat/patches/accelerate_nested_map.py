@@ -23,10 +23,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 # The map of the dispatch that runs in this thread, for the function that collects the weights to offload.
 _dispatched: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("dispatched", default=None)
@@ -138,7 +138,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     reference = workspace.answers(workspace.load())
     names = [f"model.{name}" for name in _tiny.towers(workspace.load())]

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     folder = Path(tempfile.mkdtemp(dir=workspace.folder))
     first = workspace.load()

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _paging, _quiet_hooks
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwarg
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     found = []
     for quantization in (None, "4bit-double"):

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _paging, _quiet_hooks
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def remove_hook_from_module(original: Callable[..., Any], module: Any, recurse: bool = False) -> Any:
@@ -60,7 +60,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     reference = workspace.answers(workspace.load())
     asked = _tiny.device_map(workspace.load(), "both", main=workspace.main, offloaded="disk")

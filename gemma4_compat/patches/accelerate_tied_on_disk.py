@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _placement
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def attach_align_device_hook_on_blocks(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from transformers import Gemma4ForCausalLM
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     checkpoint = workspace.made(_tiny.build_text_checkpoint)
 

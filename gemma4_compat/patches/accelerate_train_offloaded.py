@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _placement
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import FORWARDS, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def prepare_model(
@@ -78,8 +78,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from accelerate import Accelerator
     from peft import PeftModel
-
-    from gemma4_compat._repro import FORWARDS, Outcome
 
     def losses(base: Any) -> list[float]:
         model = PeftModel.from_pretrained(base, workspace.adapter("language"), is_trainable=True).train()

@@ -21,12 +21,12 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _quant_state
+from gemma4_compat import _host, _quant_state
 from gemma4_compat._errors import Gemma4CompatWarning
-from gemma4_compat._patch import Detection, Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def pack(original: Callable[..., Any], qweight: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,18 +98,11 @@ def _inverse() -> Any:
     return vars(sys.modules["bitsandbytes.functional"])["_convert_weight_packed_for_cpu_inverse"]
 
 
-def detect() -> Detection:
-    """Only hosts with the instruction set pack."""
-    functional = sys.modules["bitsandbytes.functional"]
-    return Detection.AFFECTED if functional.has_avx512bf16() else Detection.NOT_AFFECTED
-
-
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from bitsandbytes import functional
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     if not hasattr(functional, "has_avx512bf16"):
         return Outcome(False, "this bitsandbytes does not repack")
@@ -144,7 +137,7 @@ PATCH = Patch(
     measured="0.50.2",
     retire_when="bitsandbytes restores the original scales when it unpacks",
     after=("bitsandbytes-meta-quant-state",),
-    detect=detect,
+    detect=_host.packs_for_cpu,
     targets=(
         Target(
             module=_FUNCTIONAL,

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Patch, Severity, Target
-from gemma4_compat.patches.bitsandbytes_cpu_packing import detect
+from gemma4_compat import _host
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def gemv_4bit(
@@ -46,7 +46,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from bitsandbytes import functional
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, transposed
+    from gemma4_compat._scenarios import transposed
 
     if not hasattr(functional, "has_avx512bf16"):
         return Outcome(False, "this bitsandbytes has no fused kernel for the CPU", applicable=False)
@@ -65,7 +65,7 @@ PATCH = Patch(
     affected=">=0.49.0",
     measured="0.50.2",
     retire_when="bitsandbytes makes the input of its CPU kernel contiguous",
-    detect=detect,
+    detect=_host.packs_for_cpu,
     targets=(
         Target(
             module="bitsandbytes.functional",

@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 # Both are attributes of a tensor of scales.
 PRISTINE = "_gemma4_compat_pristine"  # True on the host copy that belongs to an offloaded weight
@@ -77,7 +77,7 @@ def _device_copy(pristine: Any, device: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     reference = workspace.answers(workspace.load("8bit"))
     model = workspace.load("8bit")

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._host import has_cuda
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def quantize(original: Callable[..., Any], A: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N803  (upstream's name)
@@ -29,7 +29,7 @@ def quantize(original: Callable[..., Any], A: Any, *args: Any, **kwargs: Any) ->
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._repro import Outcome, transposed
+    from gemma4_compat._scenarios import transposed
 
     if not torch.cuda.is_available():
         return Outcome(False, "no CUDA device: its kernel does not run", applicable=False)

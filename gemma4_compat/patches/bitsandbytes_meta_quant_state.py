@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _quant_state
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def quant_state_as_dict(
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     found = []
     for quantization in ("4bit-double", "4bit"):

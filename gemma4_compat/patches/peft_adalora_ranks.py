@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _walk
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def update_layer(original: Callable[..., Any], self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +46,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import AdaLoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     torch.manual_seed(0)
     targets = r".*language_model\..*\.up_proj"

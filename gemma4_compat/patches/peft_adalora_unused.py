@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def update_ipt(original: Callable[..., Any], self: Any, model: Any) -> Any:
@@ -42,7 +42,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import AdaLoraConfig, get_peft_model
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=_tiny.TARGETS["language"])
     model = get_peft_model(workspace.load(), config)

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _foreign_adapter
 from gemma4_compat._adapter_keys import PREFIX
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _NO_TARGETS = ("not found in the base model", "No modules were targeted", "All modules were excluded")
 
@@ -135,7 +135,7 @@ def _is_of_a_layer(name: str) -> bool:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import PeftModel
 
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     adapter = workspace.text_adapter()
     reference = workspace.answers(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map
 from gemma4_compat._errors import Gemma4CompatWarning
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 from gemma4_compat._plain_layers import is_quantized
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def inject_adapter(
@@ -70,7 +70,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from gemma4_compat._errors import Gemma4CompatWarning
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     targets = ["up_proj"]
     with warnings.catch_warnings(record=True) as caught:

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _placement
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _PER_LAYER = "embed_tokens_per_layer"
 
@@ -87,7 +87,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import prepare_model_for_kbit_training
 
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     found = []
     for model in (workspace.load("4bit"), workspace.split("4bit")):

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _offloaded_base, _placement
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PLACEMENT_ARGUMENTS = ("device_map", "max_memory", "offload_folder", "offload_dir", "offload_index")
@@ -90,7 +90,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     reference = workspace.answers(PeftModel.from_pretrained(workspace.load(), workspace.adapter("all")))
     base = workspace.split()

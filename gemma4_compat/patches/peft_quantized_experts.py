@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _quantized_experts
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def get_param(original: Callable[..., Any], self: Any) -> Any:
@@ -83,7 +83,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, get_peft_model
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     checkpoint = workspace.made(_tiny.build_moe_checkpoint)
     config = _tiny.quantization_config("4bit-double")

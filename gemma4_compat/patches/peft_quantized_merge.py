@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _placement
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 from gemma4_compat._plain_layers import dequantized, is_quantized, over_plain_weight, scales, twin_over
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: Of the weight's size: four bits stay below a fifth of it.
 _TOLERANCE = 0.5
@@ -165,8 +165,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import warnings
 
     from peft import PeftModel
-
-    from gemma4_compat._repro import Outcome
 
     model = PeftModel.from_pretrained(workspace.load("4bit"), workspace.adapter("language"))
     with warnings.catch_warnings(record=True) as caught:

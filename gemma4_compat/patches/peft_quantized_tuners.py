@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _rollback, _walk
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 from gemma4_compat._plain_layers import is_quantized, over_plain_weight, twin_over
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: Of the answer's size: quantized kernels stay below a tenth of it.
 _TOLERANCE = 0.5
@@ -168,7 +168,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from peft import HRAConfig, IA3Config, LoHaConfig, RoadConfig, get_peft_model
 
     from gemma4_compat._errors import Gemma4CompatError
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     works = (  # each leaves the model as it is until it is trained
         ("4bit", IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])),

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _foreign_adapter
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _HUB = ("revision", "token", "subfolder", "cache_dir", "force_download", "local_files_only", "proxies")
 
@@ -81,7 +81,7 @@ def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     adapter = str(workspace.text_adapter())
     text = workspace.load_text()

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _placement
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def _device(model: Any, name: str, default: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     adapter = str(workspace.adapter("all"))
     model = workspace.load()

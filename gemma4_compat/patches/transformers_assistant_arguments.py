@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: What has no default, in order.
 ORDER = ("input_ids", "assistant_model", "target_model_input_embeddings", "generation_config", "model_kwargs")
@@ -31,7 +31,7 @@ def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) ->
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, assisted
+    from gemma4_compat._scenarios import assisted
 
     try:
         return assisted(workspace, without_arguments=True)

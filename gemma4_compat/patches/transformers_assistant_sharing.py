@@ -20,10 +20,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _shared_kv
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def kv_sharing_modes(original: Callable[..., list[str | None]], self: Any) -> list[str | None]:
@@ -31,7 +31,7 @@ def kv_sharing_modes(original: Callable[..., list[str | None]], self: Any) -> li
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import assisted
+    from gemma4_compat._scenarios import assisted
 
     workspace.needs("gemma4")
     return assisted(workspace)

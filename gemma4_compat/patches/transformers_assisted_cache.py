@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._cache_config import is_gemma4
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _NAME = "past_key_values"
 
@@ -72,7 +72,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from transformers import DynamicCache
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     model = workspace.load().float()
     options = {**_tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 8, "do_sample": False}

@@ -21,10 +21,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Detection, Patch, Severity, Target
+from gemma4_compat._patch import Detection, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _LOGGER = logging.getLogger("gemma4_compat")
@@ -111,7 +111,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference, features
+    from gemma4_compat._repro import difference
+    from gemma4_compat._scenarios import features
 
     workspace.needs("audio_tower")
     batch = _tiny.inputs(workspace.main)

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _autocast
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: Of the relative difference from float32: 0.003 on transformers 5.23, 0.01 on 5.5.0;
 #: a tower without its mask is at 0.3.
@@ -62,7 +62,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, features, relative
+    from gemma4_compat._scenarios import features, relative
 
     workspace.needs("audio_tower")
     batch = _tiny.inputs(workspace.main)

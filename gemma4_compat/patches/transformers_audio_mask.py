@@ -19,10 +19,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _LOGGER = logging.getLogger("gemma4_compat")
 _KNOWN = frozenset({"eager", "sdpa", "paged|eager", "paged|sdpa"})
@@ -51,7 +51,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference, features, relative
+    from gemma4_compat._repro import difference
+    from gemma4_compat._scenarios import features, relative
 
     workspace.needs("audio_tower")
     batch = _tiny.inputs(workspace.main)

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _layout, _memory, _quantize_offloaded
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _LOGGER = logging.getLogger("gemma4_compat")
 _OFFLOADED = _quantize_offloaded.OFFLOADED
@@ -155,7 +155,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     workspace.needs("per_layer_embeddings")
     checkpoint = workspace.larger(table=1 << 16)

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._cache_config import is_gemma4
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def prefill(
@@ -78,7 +78,6 @@ def chunks(inside: list[bool], size: int) -> list[int]:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     if workspace.variant is None:
         large = workspace.made(_tiny.build_checkpoint, text_variant="31B")

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._cache_config import is_gemma4
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: What a caller gives, and under which name transformers from 5.20.0 on encodes it before the first chunk
 #: (``mm_encoder_outputs``; a sound stays as it was given).
@@ -62,7 +62,6 @@ def prefill(
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     model, batch = workspace.load().float(), workspace.inputs()
     sounds = {"sounds alone": _tiny.without(batch, "image")} if "input_features" in batch else {}
@@ -77,8 +76,6 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _compare(model: Any, batch: dict[str, Any], media: str) -> Outcome:
-    from gemma4_compat._repro import Outcome
-
     options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     expected, found = (
         model.generate(**batch, **options, prefill_chunk_size=size) for size in (None, batch["input_ids"].shape[1])

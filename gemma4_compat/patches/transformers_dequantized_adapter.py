@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _placement
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 from gemma4_compat._plain_layers import is_quantized, make_plain
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def dequantize_and_replace(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from peft import PeftModel
 
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     found = []
     for quantization in ("4bit", "8bit"):

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _rollback
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _PREFIX = "base_model.model."
 
@@ -68,7 +68,7 @@ def _misfits(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[str, 
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     found = []
     for base in (workspace.load(), workspace.split()):

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: Of the image features' relative difference from float32: 0.006 on transformers 5.23, 0.008 on 5.5.0.
 BOUND = 0.03
@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, features, relative
+    from gemma4_compat._scenarios import features, relative
 
     batch = _tiny.inputs(workspace.main)
     checkpoint = workspace.made(_build_standardized)

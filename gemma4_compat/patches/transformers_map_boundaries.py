@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def expand_device_map(original: Callable[..., Any], device_map: Any, param_names: Iterable[str]) -> Any:
@@ -34,7 +34,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     checkpoint = workspace.larger(layers=12)
     reference = workspace.answers(_tiny.load(checkpoint, device=workspace.main))

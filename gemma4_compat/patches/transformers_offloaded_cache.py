@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._host import has_cuda
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: Cycles that a copy to the host takes longer in the reproduction; on current GPUs 25 to 50 ms.
 DELAY = 50_000_000
@@ -41,7 +41,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     from transformers.cache_utils import CacheLayerMixin
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     if not torch.cuda.is_available():
         return Outcome(False, "no CUDA device: there are no offloaded caches", applicable=False)

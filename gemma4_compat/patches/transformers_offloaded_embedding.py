@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _host_memory, _placement
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def _whole_table(embedding: Any) -> Iterator[None]:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     reference = workspace.answers(workspace.load())
     model = workspace.load()

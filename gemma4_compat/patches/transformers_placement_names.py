@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _versions
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def get_device_map(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +57,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import warnings
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     placement = {"": workspace.main, "model.multi_modal_projector": workspace.offloaded}
     said = []

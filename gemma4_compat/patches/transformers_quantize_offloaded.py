@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _quantize_offloaded
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 # Attributes of a quantizer, which serves one load.
 _GEMMA4 = "_gemma4_compat_gemma4"  # whether its model is one; before it has seen the model it does not know
@@ -174,7 +174,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     found = []
     for quantization in ("4bit-double", "8bit"):

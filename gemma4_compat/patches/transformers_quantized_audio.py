@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _stand_in
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: As in ``transformers_quantized_vision.py``: 0.02 in 4-bit and in 8-bit on transformers 5.23.
 BOUND = 0.15
@@ -37,7 +37,7 @@ def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, features, sensed
+    from gemma4_compat._scenarios import features, sensed
 
     workspace.needs("audio_tower")
     # One quantization is measured where its kernels take any input; that of the other, whose defect is the business of

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _stand_in
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: As in ``transformers_quantized_vision_unified.py``: 0.004 in 4-bit, 0.007 in 8-bit; 80 and 0.7 without the patch.
 BOUND = 0.05
@@ -31,7 +31,7 @@ def multimodal_embedder(original: Callable[..., Any], self: Any, inputs_embeds: 
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, sensed
+    from gemma4_compat._scenarios import sensed
 
     unified = workspace.unified()
     if unified is None:

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _quantized_experts
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _STORED = "_gemma4_compat_stored_experts"  # on a quantizer: the parameters that are quantized in its checkpoint
 
@@ -140,7 +140,7 @@ def by_hand(model: Any, quantization: str) -> Any:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _quantize_offloaded, _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     checkpoint = workspace.made(_tiny.build_moe_checkpoint)
     found = []

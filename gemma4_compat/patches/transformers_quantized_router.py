@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map, _quantized_experts
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _ROUTER = "router.proj"
 
@@ -60,7 +60,7 @@ def routes(model: Any, batch: dict[str, Any]) -> Any:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     checkpoint = workspace.made(_tiny.build_moe_checkpoint)
     batch = _tiny.inputs(workspace.main, text_only=True)

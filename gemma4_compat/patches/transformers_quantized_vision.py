@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _stand_in
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: How far the features of the tiny random tower may be from those of the same weights, dequantized. It magnifies the
 #: rounding of the kernels: 0.07 in 4-bit and 0.06 in 8-bit on transformers 5.23, 1.2 to 1.3 without the patch.
@@ -30,7 +30,7 @@ def patch_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, sensed
+    from gemma4_compat._scenarios import sensed
 
     workspace.needs("vision_tower")
     for quantization in ("4bit", "8bit"):

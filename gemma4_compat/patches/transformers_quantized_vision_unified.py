@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _stand_in
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: As in ``transformers_quantized_vision.py``. Two linears magnify less than a tower: 0.006 in 4-bit, 0.009 in 8-bit.
 BOUND = 0.05
@@ -33,7 +33,7 @@ def vision_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome, sensed
+    from gemma4_compat._scenarios import sensed
 
     unified = workspace.unified()
     if unified is None:

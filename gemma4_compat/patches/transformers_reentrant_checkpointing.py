@@ -21,10 +21,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._errors import Gemma4CompatWarning
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _KEYWORD = "use_reentrant"
 
@@ -72,8 +72,6 @@ def _is_gemma4(module: Any) -> bool:
 
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
-
-    from gemma4_compat._repro import Outcome
 
     def step(reentrant: bool | None) -> tuple[float, dict[str, Any]]:
         model = workspace.load().train()

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _rotary_order
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
@@ -32,7 +32,9 @@ def rotary_embedding(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 def reproduce(workspace: Workspace) -> Outcome:
     workspace.needs("gemma4")
-    return _rotary_order.outcome(_GEMMA4, workspace)
+    from gemma4_compat import _scenarios
+
+    return _scenarios.second_rank(_GEMMA4, workspace)
 
 
 PATCH = Patch(

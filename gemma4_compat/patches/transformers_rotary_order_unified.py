@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _rotary_order
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
@@ -27,12 +27,12 @@ def rotary_embedding(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._repro import Outcome
-
     unified = workspace.unified()
     if unified is None:
         return Outcome(False, "this release has no gemma4_unified", applicable=False)
-    return _rotary_order.outcome(_UNIFIED, unified)
+    from gemma4_compat import _scenarios
+
+    return _scenarios.second_rank(_UNIFIED, unified)
 
 
 PATCH = Patch(

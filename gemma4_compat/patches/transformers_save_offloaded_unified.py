@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _device_map
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def load_offloaded_parameter(original: Callable[..., Any], model: Any, param_name: str) -> Any:
@@ -47,7 +47,7 @@ def _own_name(model: Any, saved: str) -> str:
 def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     unified = workspace.unified()
     if unified is None:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _shared_kv
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     from accelerate import dispatch_model
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference, promised_states
+    from gemma4_compat._repro import difference
+    from gemma4_compat._scenarios import promised_states
 
     workspace.needs("unified")
     try:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._cache_config import Unshared, shares_nothing
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def static_cache(original: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     checkpoint = workspace.made(_tiny.build_checkpoint, text_variant="31B")
     model = _tiny.load(checkpoint, device=workspace.main).float()

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._cache_config import is_gemma4
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def init_shape(original: Callable[..., Any], self: Any) -> Any:
@@ -31,7 +31,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
 
     model = workspace.load().float()
     options = {**_tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}

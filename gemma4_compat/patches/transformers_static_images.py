@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._cache_config import is_gemma4
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     import contextlib
 
     from gemma4_compat import _tiny, _variants
-    from gemma4_compat._repro import Outcome
 
     batch, off = workspace.inputs(), {}
     if workspace.variant is None:

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 #: The one weight that every language model has under one name, so it tells what comes before.
 _ANCHOR = "embed_tokens.weight"
@@ -116,7 +116,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import transformers
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome, difference
+    from gemma4_compat._repro import difference
 
     reference = workspace.answers(workspace.load(), text_only=True)
     # One seed for both: random weights must not depend on what ran before.

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 from gemma4_compat._shared_kv import SharedStates
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 _NAME = "shared_kv_states"
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
@@ -57,8 +57,6 @@ def attention(
 
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
-
-    from gemma4_compat._repro import Outcome
 
     model, batch = workspace.load(), workspace.inputs()
     with torch.no_grad():

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _autocast
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import FORWARDS, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def forward(original: Callable[..., Any], self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat import _tiny
-    from gemma4_compat._repro import FORWARDS, Outcome, features
+    from gemma4_compat._scenarios import features
 
     workspace.needs("vision_tower")
     skipped = ["lm_head", "model.embed_vision", "model.embed_audio"]

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _vision_masks
-from gemma4_compat._patch import Patch, Severity, Target
+from gemma4_compat._patch import Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
-    from gemma4_compat._repro import Outcome, Workspace
+    from gemma4_compat._repro import Workspace
 
 
 def create_masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -29,13 +29,12 @@ def create_masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def reproduce(workspace: Workspace) -> Outcome:
     from transformers.models.gemma4 import modeling_gemma4
 
-    from gemma4_compat import _tiny
-    from gemma4_compat._repro import Outcome
+    from gemma4_compat import _scenarios, _tiny
 
     if not hasattr(modeling_gemma4, "create_masks_for_vision_model"):
         return Outcome(False, "this release makes the masks for images another way", applicable=False)
     model = _tiny.load(workspace.made(_tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
-    return _vision_masks.outcome(model, _tiny.inputs(workspace.main, text_only=True))
+    return _scenarios.image_in_second_part(model, _tiny.inputs(workspace.main, text_only=True))
 
 
 PATCH = Patch(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat import _tiny
-from gemma4_compat._repro import difference, features
+from gemma4_compat._repro import difference
+from gemma4_compat._scenarios import features
 from gemma4_compat.patches import transformers_audio_attention as subject
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

@@ -8,7 +8,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import _tiny
-from gemma4_compat._repro import features
+from gemma4_compat._scenarios import features
 from gemma4_compat.patches.transformers_audio_autocast import PATCH
 from tests.patches.promise import Promise
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import _tiny
-from gemma4_compat._repro import relative
+from gemma4_compat._scenarios import relative
 from gemma4_compat.patches.transformers_audio_dtype import PATCH
 from tests.patches.promise import Promise
 

@@ -10,7 +10,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import _tiny
-from gemma4_compat._repro import difference, features
+from gemma4_compat._repro import difference
+from gemma4_compat._scenarios import features
 from gemma4_compat.patches import transformers_audio_mask as subject
 from tests.conftest import is_affected
 from tests.patches.promise import Promise

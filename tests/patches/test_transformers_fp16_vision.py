@@ -8,7 +8,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import _tiny
-from gemma4_compat._repro import features, relative
+from gemma4_compat._scenarios import features, relative
 from gemma4_compat.patches.transformers_fp16_vision import BOUND, PATCH, _build_standardized
 from tests.patches.promise import Promise
 

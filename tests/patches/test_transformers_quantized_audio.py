@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import _tiny
-from gemma4_compat._repro import features, relative, sensed
+from gemma4_compat._scenarios import features, relative, sensed
 from gemma4_compat.patches.transformers_quantized_audio import BOUND, PATCH
 from tests.patches.promise import Promise
 

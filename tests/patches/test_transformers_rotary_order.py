@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat import _rotary_order
+from gemma4_compat import _scenarios
 from gemma4_compat.patches.transformers_rotary_order import _GEMMA4, PATCH
 from tests.conftest import is_affected
 from tests.helpers import ROOT
@@ -30,7 +30,7 @@ def buffers(model: Any) -> list[str]:
 
 
 def test_one_order_in_every_process(workspace: Any) -> None:
-    models = [_rotary_order.in_another_process(_GEMMA4, workspace.load, reverse=reverse) for reverse in (False, True)]
+    models = [_scenarios.in_another_process(_GEMMA4, workspace.load, reverse=reverse) for reverse in (False, True)]
     assert buffers(models[0]) == buffers(models[1])
     assert len(buffers(models[0])) == 4
     assert buffers(models[0]) == sorted(buffers(models[0]))

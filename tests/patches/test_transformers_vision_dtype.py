@@ -23,7 +23,8 @@ def test_the_recommended_modules_kept_in_bf16(workspace: Any, quantization: str)
     """What the README recommends, with what a processor gives, and what a careful user makes of that."""
     import torch
 
-    from gemma4_compat._repro import difference, features, relative
+    from gemma4_compat._repro import difference
+    from gemma4_compat._scenarios import features, relative
 
     keep = list(gemma4_compat.quantization_skip_modules(str(workspace.checkpoint)))
     model = _tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True, skip_modules=keep)
