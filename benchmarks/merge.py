@@ -90,11 +90,12 @@ def build(shape: str, work: Path) -> dict[str, Any]:
     from peft import LoraConfig, get_peft_model
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    from gemma4_compat import _tensors, _tiny
+    from gemma4_compat._checkpoint import shards
+    from gemma4_compat._reproduction import tiny
 
     hidden, intermediate, layers, vocabulary, shard = SHAPES[shape]
     sizes = {
-        **_tiny.text_shape(9 if layers > 6 else layers),
+        **tiny.text_shape(9 if layers > 6 else layers),
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "vocab_size": vocabulary,
@@ -116,7 +117,7 @@ def build(shape: str, work: Path) -> dict[str, Any]:
             if "lora_B" in name:
                 parameter.normal_(0.0, 0.02)
     adapted.save_pretrained(work / "adapter")
-    entries = _tensors.checkpoint(work / "base")
+    entries = shards.checkpoint(work / "base")
     layer = [entry.nbytes for name, entry in entries.items() if ".layers.0." in name]
     files = list((work / "base").glob("*.safetensors"))
     return {
@@ -138,7 +139,10 @@ def merge(way: str, work: Path) -> dict[str, Any]:
     from transformers import Gemma4ForCausalLM
 
     import gemma4_compat
-    from gemma4_compat import _merge, _merge_weights  # noqa: F401  part of the imports
+    from gemma4_compat._merge import (
+        job,  # noqa: F401  part of the imports
+        weights,  # noqa: F401  part of the imports
+    )
 
     unit = 1 if sys.platform == "darwin" else 1024
     del peft, transformers
@@ -158,12 +162,12 @@ def compared(work: Path) -> tuple[int, int, int]:
     """Values, those that differ between the two ways, and by how many units in the last place at most."""
     import torch
 
-    from gemma4_compat import _tensors
+    from gemma4_compat._checkpoint import shards
 
-    one, other = (_tensors.checkpoint(work / way) for way in WAYS)
+    one, other = (shards.checkpoint(work / way) for way in WAYS)
     values = differ = apart = 0
     for name in one.keys() & other.keys():
-        for a, b in zip(_tensors.pieces(one[name]), _tensors.pieces(other[name])):
+        for a, b in zip(shards.pieces(one[name]), shards.pieces(other[name])):
             values += a.numel()
             different = a != b
             differ += int(different.sum())

@@ -3,7 +3,7 @@
 python benchmarks/quantized_bytes.py [--json FILE]
 
 Arithmetic over the parameters of each variant on meta, no weights: what bitsandbytes stores for a linear is known to
-the byte (``gemma4_compat._memory.quantized_tensors``; tests compare it with loaded models).
+the byte (``gemma4_compat._planner.memory.quantized_tensors``; tests compare it with loaded models).
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def main() -> int:
 
 
 def measured() -> dict[str, Any]:
-    from gemma4_compat import _variants
+    from gemma4_compat._models import variants
 
     return {
         "transformers": version("transformers"),
-        "variants": {name: variant(name) for name in _variants.NAMES},
+        "variants": {name: variant(name) for name in variants.NAMES},
     }
 
 
 def variant(name: str) -> dict[str, Any]:
     import gemma4_compat
-    from gemma4_compat import _memory, _plan
+    from gemma4_compat._planner import memory, plan
 
-    model, _, _ = _plan.on_meta(name)
-    linears = _memory.linear_names(model, ["lm_head"])
+    model, _, _ = plan.on_meta(name)
+    linears = memory.linear_names(model, ["lm_head"])
     towers = {}
     for path in ("model.vision_tower", "model.audio_tower"):
         if any(linear.startswith(f"{path}.") for linear in linears):
@@ -66,13 +66,13 @@ def variant(name: str) -> dict[str, Any]:
 
 def stored(model: Any, path: str, linears: frozenset[str], quantization: str) -> int:
     """Bytes of the parameters below ``path`` when these linears are quantized and the rest is bf16."""
-    from gemma4_compat import _memory
+    from gemma4_compat._planner import memory
 
     total = 0
     for name, module in model.get_submodule(path).named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             if own == "weight" and f"{path}.{name}" in linears:
-                total += sum(_memory.quantized_tensors(*parameter.shape, quantization))
+                total += sum(memory.quantized_tensors(*parameter.shape, quantization))
             else:
                 total += 2 * parameter.numel()
     return total

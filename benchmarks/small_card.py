@@ -38,7 +38,8 @@ import common  # noqa: E402
 from common import MARK  # noqa: E402
 
 import gemma4_compat  # noqa: E402  (before the libraries, as a user would)
-from gemma4_compat import _doctor, _tiny  # noqa: E402
+from gemma4_compat._doctor import findings  # noqa: E402
+from gemma4_compat._reproduction import tiny  # noqa: E402
 
 GIB = 2**30
 PROMPT = 64
@@ -188,7 +189,7 @@ SHAPES = {
         budgets=(1.6, 2.0, 3.0),
         checkpoint_gib=17,
     ),
-    "tiny": Shape(_tiny.text_shape(), prefill=(16, 64)),
+    "tiny": Shape(tiny.text_shape(), prefill=(16, 64)),
 }
 
 
@@ -259,8 +260,8 @@ def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, An
     started = time.perf_counter()
     checkpoint, adapter = folder / "checkpoint", folder / "adapter"
     if shape == "tiny":
-        _tiny.build_checkpoint(checkpoint)
-        model = _tiny.load(checkpoint)
+        tiny.build_checkpoint(checkpoint)
+        model = tiny.load(checkpoint)
     else:
         config = gemma4.Gemma4Config(
             text_config=gemma4.Gemma4TextConfig(**SHAPES[shape].text),
@@ -277,7 +278,7 @@ def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, An
     if everywhere:
         write_adapters(model, folder)
     else:
-        write_adapter(model, adapter, _tiny.TARGETS["language"], rank=4 if shape == "tiny" else 16)
+        write_adapter(model, adapter, tiny.TARGETS["language"], rank=4 if shape == "tiny" else 16)
     seconds = time.perf_counter() - started
     return {"parameters": parameters, "build_s": seconds, "machine": machine(), "host_to_device_gib_s": bandwidth()}
 
@@ -328,7 +329,7 @@ def machine() -> dict[str, Any]:
         "driver": driver,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "versions": _doctor.stack(),
+        "versions": findings.stack(),
     }
 
 
@@ -387,7 +388,7 @@ def whole_map(checkpoint: Path, offloaded: list[str], to: str) -> dict[str, Any]
 
     with torch.device("meta"):
         model = Gemma4ForConditionalGeneration(AutoConfig.from_pretrained(checkpoint))
-    placement = _tiny.device_map(model, "none", main=main_device(), offloaded=to)
+    placement = tiny.device_map(model, "none", main=main_device(), offloaded=to)
     unknown = [name for name in offloaded if name not in placement]
     if unknown:
         raise KeyError(f"no such modules: {unknown}")
@@ -421,7 +422,7 @@ def load(shape: str, case: Case, folder: Path) -> Any:
             checkpoint, dtype=torch.bfloat16, quantization_config=quantization(shape, case), **options
         ).eval()
     if offloaded and main == "cpu":  # a quantized model refuses disk entries at from_pretrained
-        model = _tiny.dispatch(model, whole_map(checkpoint, offloaded, "disk"), on_disk)
+        model = tiny.dispatch(model, whole_map(checkpoint, offloaded, "disk"), on_disk)
     return model
 
 
@@ -486,8 +487,8 @@ def generate(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
 
 def answers(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     """Three forwards on text, one with an image, and a generate of so many ``tokens``."""
-    from gemma4_compat._patch import FORWARDS
-    from gemma4_compat._repro import Answers
+    from gemma4_compat._engine.patch import FORWARDS
+    from gemma4_compat._reproduction.workspace import Answers
 
     image = image_prompt(model)
     logits = [model(input_ids=prompt(model, PROMPT)).logits.float().cpu() for _ in range(FORWARDS)]
@@ -571,7 +572,8 @@ def predicted(shape: str, case: Case, folder: Path, placement: dict[str, Any]) -
     import torch
     from transformers import AutoConfig, Gemma4ForConditionalGeneration
 
-    from gemma4_compat import _layout, _memory
+    from gemma4_compat._planner import layout
+    from gemma4_compat._planner import memory as _memory
 
     with torch.device("meta"):
         model = Gemma4ForConditionalGeneration(AutoConfig.from_pretrained(folder / "checkpoint")).to(torch.bfloat16)
@@ -593,8 +595,8 @@ def predicted(shape: str, case: Case, folder: Path, placement: dict[str, Any]) -
     resident = [block for block in blueprint.blocks if block not in away]
     paged = [block for block in away if block.kind == "layer"]
 
-    def use(context: int, tokens: int) -> _layout.Use:
-        return _layout.use_of(
+    def use(context: int, tokens: int) -> layout.Use:
+        return layout.use_of(
             blueprint,
             resident,
             paged,
@@ -623,7 +625,7 @@ def run(name: str, shape: str, folder: Path, *, quick: bool, say: Callable[[dict
     import torch
     from peft import PeftModel
 
-    from gemma4_compat._repro import difference
+    from gemma4_compat._reproduction.workspace import difference
 
     again = name == "all-gpu-again"
     case = CASES["all-gpu" if again else name]

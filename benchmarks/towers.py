@@ -62,13 +62,14 @@ def build(variant: str, folder: Path) -> None:
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
-    from gemma4_compat import _tiny, _variants
+    from gemma4_compat._models import variants
+    from gemma4_compat._reproduction import tiny
 
     if variant == "tiny":
-        config = _tiny.config(positions=64)
+        config = tiny.config(positions=64)
     else:
-        config = _variants.config(variant)
-        text = {**_tiny.text_shape(3), "hidden_size": config.text_config.hidden_size, "num_kv_shared_layers": 0}
+        config = variants.config(variant)
+        text = {**tiny.text_shape(3), "hidden_size": config.text_config.hidden_size, "num_kv_shared_layers": 0}
         config.text_config = type(config.text_config)(**text, hidden_size_per_layer_input=0)
     torch.manual_seed(0)
     with torch.device("cpu"):
@@ -94,9 +95,9 @@ def child(folder: Path, disabled: str) -> dict[str, Any]:
 
 def measure(folder: Path) -> dict[str, Any]:
     import gemma4_compat  # noqa: F401  before the libraries; the environment decides what it does
-    from gemma4_compat import _repro, _tiny
+    from gemma4_compat._reproduction import tiny, workspace
 
-    plain = _tiny.load(folder)
+    plain = tiny.load(folder)
     vision = plain.config.vision_config
     senses = {"vision": images(vision)}
     if plain.config.audio_config is not None:
@@ -104,15 +105,18 @@ def measure(folder: Path) -> dict[str, Any]:
     reference = {sense: [features(plain, batch, sense) for batch in batches] for sense, batches in senses.items()}
     found: dict[str, Any] = {"bf16": {}}
     for sense, (first, second) in reference.items():
-        found["bf16"][sense] = {"contrast": relative(second, first), "bytes": _repro.stored_bytes(tower(plain, sense))}
+        found["bf16"][sense] = {
+            "contrast": relative(second, first),
+            "bytes": workspace.stored_bytes(tower(plain, sense)),
+        }
     del plain
     for quantization in QUANTIZATIONS:
         found[quantization] = {}
-        model = _tiny.load(folder, quantization, towers=True)
-        nbytes = {sense: _repro.stored_bytes(tower(model, sense)) for sense in senses}
+        model = tiny.load(folder, quantization, towers=True)
+        nbytes = {sense: workspace.stored_bytes(tower(model, sense)) for sense in senses}
         own = {sense: outcome(model, batches, sense) for sense, batches in senses.items()}
         del model
-        model = _tiny.dequantize(_tiny.load(folder, quantization, towers=True))
+        model = tiny.dequantize(tiny.load(folder, quantization, towers=True))
         for sense, batches in senses.items():
             if isinstance(own[sense], str):
                 found[quantization][sense] = {"error": own[sense], "bytes": nbytes[sense]}
@@ -169,15 +173,15 @@ def sounds() -> list[dict[str, Any]]:
 
 
 def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
-    from gemma4_compat import _repro
+    from gemma4_compat._reproduction import workspace
 
-    return _repro.features(model, batch, sense)
+    return workspace.features(model, batch, sense)
 
 
 def relative(found: Any, reference: Any) -> float:
-    from gemma4_compat import _repro
+    from gemma4_compat._reproduction import workspace
 
-    return round(_repro.relative(found, reference), 6)
+    return round(workspace.relative(found, reference), 6)
 
 
 def tower(model: Any, sense: str) -> Any:

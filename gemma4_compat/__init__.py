@@ -15,20 +15,20 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat import _quantize_offloaded, _quantized_experts
+from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._inspect import MetaTensor, find_meta_tensors, input_device
-from gemma4_compat._patch import Patch, PatchState, PatchStatus
+from gemma4_compat._models.inspection import MetaTensor, find_meta_tensors, input_device
+from gemma4_compat._quantization import experts, offloaded
 from gemma4_compat._shim import engine as _engine
 
 if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-    from gemma4_compat._merge_result import MergeReport
-    from gemma4_compat._plan import Plan
-    from gemma4_compat._scan import Scan
-    from gemma4_compat._skip_modules import SkipModule
+    from gemma4_compat._merge.result import MergeReport
+    from gemma4_compat._planner.plan import Plan
+    from gemma4_compat._planner.skip_modules import SkipModule
+    from gemma4_compat._scan.job import Scan
 
 __version__ = "0.1.0"
 
@@ -98,7 +98,7 @@ def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
             "31B"), a Gemma 4 configuration, or a model (on meta is enough).
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
             mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
-        options: of :func:`gemma4_compat._plan.plan_device_map`: ``context``, ``batch``, ``prompt``, ``quantize``
+        options: ``context``, ``batch``, ``prompt``, ``quantize``
             ("4bit", "4bit-double", "8bit", None), ``quantize_experts``, ``adapter``, ``vision``, ``audio``, ``cpu``,
             ``disk``, ``attention``, ``balanced``.
 
@@ -108,9 +108,9 @@ def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
     Raises:
         Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
     """
-    from gemma4_compat import _plan
+    from gemma4_compat._planner import plan
 
-    return _plan.plan_device_map(model, vram, **options)
+    return plan.plan_device_map(model, vram, **options)
 
 
 def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str, SkipModule]:
@@ -135,9 +135,9 @@ def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str
     Raises:
         Gemma4CompatError: it is no Gemma 4, or the quantization is unknown.
     """
-    from gemma4_compat import _skip_modules
+    from gemma4_compat._planner import skip_modules
 
-    return _skip_modules.quantization_skip_modules(model, quantize=quantize)
+    return skip_modules.quantization_skip_modules(model, quantize=quantize)
 
 
 def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None) -> Scan:
@@ -164,10 +164,10 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     Raises:
         Gemma4CompatError: there is no such adapter or base, a file is damaged or a pickle, or the PEFT type unknown.
     """
-    from gemma4_compat import _scan
+    from gemma4_compat._scan import job
 
     renames = _engine.status()["peft-adapter-keys"].state in _ON
-    return _scan.scan_adapter(adapter, base, quantize=quantize, renames=renames)
+    return job.scan_adapter(adapter, base, quantize=quantize, renames=renames)
 
 
 def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, **options: Any) -> MergeReport:
@@ -201,9 +201,9 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, **opti
         Gemma4CompatError: it cannot be done; the message says why and nothing is left behind. When parity is out of
             bounds it is a ``MergeParityError``, whose ``report`` has what was measured.
     """
-    from gemma4_compat import _merge
+    from gemma4_compat._merge import job
 
-    return _merge.merge_adapter(base, adapter, out, **options)
+    return job.merge_adapter(base, adapter, out, **options)
 
 
 def patches() -> tuple[Patch, ...]:
@@ -226,8 +226,8 @@ def quantize_offloaded() -> Iterator[None]:
     Raises:
         Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
     """
-    _check_is_on(_quantize_offloaded.ID, "quantize_offloaded()")
-    with _quantize_offloaded.asked():
+    _check_is_on(offloaded.ID, "quantize_offloaded()")
+    with offloaded.asked():
         yield
 
 
@@ -247,8 +247,8 @@ def quantize_experts() -> Iterator[None]:
     Raises:
         Gemma4CompatError: the patch ``transformers-quantized-experts`` is off, so nothing could be done.
     """
-    _check_is_on(_quantized_experts.ID, "quantize_experts()")
-    with _quantized_experts.asked():
+    _check_is_on(experts.ID, "quantize_experts()")
+    with experts.asked():
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gemma4_compat import _registry
-from gemma4_compat._engine import Engine
+from gemma4_compat._engine.engine import Engine
+from gemma4_compat.patches import registry
 
-engine = Engine(_registry.load())
+engine = Engine(registry.load())

@@ -11,7 +11,10 @@ from typing import Annotated, Any
 import typer
 
 import gemma4_compat
-from gemma4_compat import _doctor, _needed, _report, _settings
+from gemma4_compat._doctor import findings as _doctor
+from gemma4_compat._engine import report as _report
+from gemma4_compat._engine import settings
+from gemma4_compat._needed import judge
 
 app = typer.Typer(
     add_completion=False,
@@ -110,7 +113,7 @@ def explain(
 @app.command()
 def needed(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help=f"{_needed.ACCEPTED}; default: what is installed.")
+        Path | None, typer.Argument(metavar="FILE", help=f"{judge.ACCEPTED}; default: what is installed.")
     ] = None,
     as_json: _Json = False,
     fail_if_droppable: Annotated[
@@ -122,7 +125,7 @@ def needed(
     Exit 0 when the question was answered, 2 when FILE cannot be understood.
     """
     try:
-        answer = _needed.answer(file, gemma4_compat.patches())
+        answer = judge.answer(file, gemma4_compat.patches())
     except gemma4_compat.Gemma4CompatError as error:
         _fail(str(error))
     if as_json:
@@ -159,7 +162,7 @@ def plan(
 
     Needs torch and transformers, no weights and no GPU. Exit 0 with a plan, 2 when nothing fits or on bad usage.
     """
-    from gemma4_compat import _plan_text
+    from gemma4_compat._planner import text as _plan_text
 
     try:
         made = gemma4_compat.plan_device_map(
@@ -205,7 +208,7 @@ def scan(
     Reads headers and configurations, no weights and no pickle. Needs torch, transformers and PEFT only with BASE.
     Exit 0 without problems, 1 with some, 2 when ADAPTER or BASE cannot be read.
     """
-    from gemma4_compat import _scan_text
+    from gemma4_compat._scan import text as _scan_text
 
     try:
         found = gemma4_compat.scan_adapter(adapter, base, quantize=quantize)
@@ -274,7 +277,8 @@ def merge(
 
     Exit 0 when OUT is there and parity is within bounds, 1 when it is not (then there is no OUT), 2 on bad input.
     """
-    from gemma4_compat import _merge_result, _merge_text
+    from gemma4_compat._merge import result
+    from gemma4_compat._merge import text as _merge_text
 
     try:
         report = gemma4_compat.merge_adapter(
@@ -291,7 +295,7 @@ def merge(
             tolerance=tolerance,
             allow_pickle=allow_pickle,
         )
-    except _merge_result.MergeParityError as error:
+    except result.MergeParityError as error:
         typer.echo(f"gemma4-compat: {error}", err=True)
         report = error.report
     except gemma4_compat.Gemma4CompatError as error:
@@ -325,7 +329,7 @@ def _chosen(ids: list[str]) -> list[gemma4_compat.Patch]:
     known = {patch.id: patch for patch in gemma4_compat.patches()}
     for patch_id in ids:
         if patch_id not in known:
-            _fail(_settings.unknown_id(patch_id, known))
+            _fail(settings.unknown_id(patch_id, known))
     return [patch for patch in known.values() if patch.id in ids or not ids]
 
 

@@ -1,6 +1,6 @@
 """What each cache does on Gemma 4, and the table of that in docs/CACHES.md.
 
-``python -m tests.caches`` writes the table; tests/test_caches.py tries every cell of it.
+``python -m tests.caches`` writes the table; tests/oracle/test_caches.py tries every cell of it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat
-from gemma4_compat import _children, _versions
+from gemma4_compat._doctor import children
+from gemma4_compat._engine import versions
+from tests.helpers import Library
 
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
 
@@ -32,7 +35,7 @@ def pytest_collection_finish() -> None:
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The tiny Gemma 4 checkpoint and its adapters, built once a run with the shim on."""
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
-    from gemma4_compat._repro import Workspace
+    from gemma4_compat._reproduction.workspace import Workspace
 
     return Workspace.build(tmp_path_factory.mktemp("gemma4"))
 
@@ -78,7 +81,7 @@ def reproduce(workspace: Any) -> Iterator[Callable[..., dict[str, Any]]]:
     import torch
 
     known: dict[tuple[str, str], dict[str, Any]] = {}
-    servers: dict[str, _children.Forks] = {}
+    servers: dict[str, children.Forks] = {}
     can_fork = sys.platform == "linux" and not torch.cuda.is_available()
 
     def run(patch_id: str, *, shim: str) -> dict[str, Any]:
@@ -88,26 +91,48 @@ def reproduce(workspace: Any) -> Iterator[Callable[..., dict[str, Any]]]:
             disabled = "all" if shim == "off" else ""
             if can_fork:
                 server = servers.get(disabled) or servers.setdefault(
-                    disabled, stack.enter_context(_children.Forks(workspace.folder, disabled))
+                    disabled, stack.enter_context(children.Forks(workspace.folder, disabled))
                 )
                 known[key] = server(command)
             else:
-                known[key] = _children.alone(command, workspace.folder, disabled=disabled)
+                known[key] = children.alone(command, workspace.folder, disabled=disabled)
         return known[key]
 
     with contextlib.ExitStack() as stack:
         yield run
 
 
+@pytest.fixture
+def create(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Library]]:
+    """``create(...)``: a :class:`Library` of a name of its own, importable until the test ends."""
+    made: list[Library] = []
+
+    def make(**options: Any) -> Library:
+        made.append(Library.create(tmp_path, **options))
+        return made[-1]
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield make
+    for library in made:
+        for name in [name for name in sys.modules if name.partition(".")[0] == library.name]:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def library(create: Callable[..., Library]) -> Library:
+    """The usual one: version 1.0, everything in its module ``core``."""
+    return create()
+
+
 def is_affected(patch: gemma4_compat.Patch) -> bool:
     """Whether, by the patch's own claim, the installed releases have the defect."""
-    version = _versions.installed(patch.distribution)
-    if version is None or not _versions.admits(patch.affected, version):
+    version = versions.installed(patch.distribution)
+    if version is None or not versions.admits(patch.affected, version):
         return False
     for text in patch.requires:
-        name, specifier = _versions.requirement(text)
-        found = _versions.installed(name)
-        if found is None or not _versions.admits(specifier, found):
+        name, specifier = versions.requirement(text)
+        found = versions.installed(name)
+        if found is None or not versions.admits(specifier, found):
             return False
     return True
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gemma4_compat import _memory, _plan
-from gemma4_compat._memory import Blueprint
-from gemma4_compat._quantized_experts import gigabytes, is_experts
+from gemma4_compat._planner import memory, plan
+from gemma4_compat._planner.memory import Blueprint
+from gemma4_compat._quantization.experts import gigabytes, is_experts
 
 PAGE = Path(__file__).parent.parent / "docs" / "QUANTIZATION.md"
 VARIANT = "26B-A4B"
@@ -15,9 +15,9 @@ _BEGIN, _END = (f"<!-- python -m tests.experts_page: {word} -->" for word in ("b
 
 
 def blueprint(quantization: str | None, *, experts: bool) -> Blueprint:
-    model = _plan.on_meta(VARIANT)[0]
-    names = _memory.linear_names(model, _plan.skip_modules(model)) if quantization else None
-    return _memory.describe(model, quantization, names, experts=experts)
+    model = plan.on_meta(VARIANT)[0]
+    names = memory.linear_names(model, plan.skip_modules(model)) if quantization else None
+    return memory.describe(model, quantization, names, experts=experts)
 
 
 def bytes_of(found: Blueprint) -> int:
@@ -25,7 +25,7 @@ def bytes_of(found: Blueprint) -> int:
 
 
 def table() -> str:
-    model = _plan.on_meta(VARIANT)[0]
+    model = plan.on_meta(VARIANT)[0]
     plain = sum(
         weight.numel() * weight.element_size()
         for module in model.modules()

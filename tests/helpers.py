@@ -18,15 +18,16 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from gemma4_compat import Gemma4CompatWarning, Patch, _changes, patches
-from gemma4_compat._engine import Engine
-from gemma4_compat._fingerprint import fingerprint_source
-from gemma4_compat._patch import Severity, Target
+from gemma4_compat import Gemma4CompatWarning, Patch, patches
+from gemma4_compat._engine import changes
+from gemma4_compat._engine.engine import Engine
+from gemma4_compat._engine.fingerprint import fingerprint_source
+from gemma4_compat._engine.patch import Severity, Target
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Patches whose defects need a GPU: `detect` asks for one, and the matrix, which is one of CPUs, cannot show them.
 ON_A_GPU = ("bitsandbytes-int8-strides", "transformers-offloaded-cache")
-MARK = _changes._OURS
+MARK = changes._OURS
 
 CORE = '''
 def double(x, *, times=2):

@@ -24,7 +24,7 @@ import small_card_report  # noqa: E402
 import variants  # noqa: E402
 
 import gemma4_compat  # noqa: E402
-from gemma4_compat import _report  # noqa: E402
+from gemma4_compat._engine import report  # noqa: E402
 
 GPU_RESULTS = ("thread", "newest")
 
@@ -48,7 +48,7 @@ def patches_page() -> str:
         parts += [
             f"## {patch.id}",
             "",
-            _report.documentation(patch),
+            report.documentation(patch),
             "",
             f"- **Failure points:** {', '.join(patch.failure_points)}",
             f"- **Severity:** {patch.severity}",

@@ -18,8 +18,9 @@ from pathlib import Path
 def here() -> dict[str, dict[str, str]]:
     os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
     import gemma4_compat
-    from gemma4_compat import _changes, _versions
-    from gemma4_compat._fingerprint import fingerprint
+    from gemma4_compat._engine import changes
+    from gemma4_compat._engine import versions as _versions
+    from gemma4_compat._engine.fingerprint import fingerprint
 
     found: dict[str, dict[str, str]] = {}
     for patch in gemma4_compat.patches():
@@ -27,8 +28,8 @@ def here() -> dict[str, dict[str, str]]:
         for target in patch.targets:
             try:
                 importlib.import_module(target.module)
-                owner, name = _changes.resolve_owner(target.module, target.name)
-                code = fingerprint(_changes.raw_slot(owner, name))
+                owner, name = changes.resolve_owner(target.module, target.name)
+                code = fingerprint(changes.raw_slot(owner, name))
             except (ImportError, AttributeError, KeyError) as error:
                 print(f"{patch.distribution} {version}: {target}: {error}", file=sys.stderr)
                 continue

@@ -58,7 +58,9 @@ TIMEOUT = 3600
 sys.path.insert(0, str(ROOT))
 
 import gemma4_compat  # noqa: E402
-from gemma4_compat import Patch, _versions  # noqa: E402
+from gemma4_compat import Patch  # noqa: E402
+from gemma4_compat._engine import versions as _versions  # noqa: E402
+from gemma4_compat.patches import registry  # noqa: E402
 
 # ------------------------------------------------------------------------------------------------- cells and gates
 
@@ -226,7 +228,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        files = [f"tests/patches/test_{patch.id.replace('-', '_')}.py" for patch in patches]
+        files = [f"tests/patches/{registry.area(patch.id)}/test_{patch.id.replace('-', '_')}.py" for patch in patches]
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
         command += [f"--junitxml={report}", f"--basetemp={folder}/tmp", *(["-k", only] if only else [])]
         if packages is not None:  # beside other copies of the libraries; Python uses the first, as intended here
@@ -599,8 +601,8 @@ def _reproduce(patch: Patch, python: Path) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for command in ("build", patch.id):
             done = subprocess.run(
-                [str(python), "-m", "gemma4_compat._repro", command, folder], env=environment, capture_output=True,
-                text=True, encoding="utf-8", errors="replace", check=False,
+                [str(python), "-m", "gemma4_compat._doctor.child", command, folder],
+                env=environment, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False,
             )  # fmt: skip
             last = done.stdout.strip().rpartition("\n")[2]
             if not last.startswith("{"):

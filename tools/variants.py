@@ -31,7 +31,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat  # noqa: E402
-from gemma4_compat import Gemma4CompatError, _doctor, _variants  # noqa: E402
+from gemma4_compat import Gemma4CompatError  # noqa: E402
+from gemma4_compat._doctor import findings  # noqa: E402
+from gemma4_compat._models import variants  # noqa: E402
+from gemma4_compat.patches import registry  # noqa: E402
 
 REPAIRED = "repaired"
 NOT_AFFECTED = "not affected"
@@ -45,8 +48,8 @@ SHOWN = ("defect", "detail", "parity", "applicable")
 
 def measure(variant: str, patches: Sequence[gemma4_compat.Patch], folder: Path) -> dict[str, Any]:
     """Verdict and results of each patch on one variant; ``{"missing": why}`` where this stack has no such variant."""
-    from gemma4_compat._children import Forks
-    from gemma4_compat._repro import Workspace
+    from gemma4_compat._doctor.children import Forks
+    from gemma4_compat._reproduction.workspace import Workspace
 
     try:
         Workspace.build(folder, variant)
@@ -68,7 +71,7 @@ def measure(variant: str, patches: Sequence[gemma4_compat.Patch], folder: Path) 
 
 def is_its_own(patch: gemma4_compat.Patch, run: Mapping[str, Any]) -> bool:
     """Whether a defect that was seen is the patch's: with everything off another one may come first."""
-    tests = importlib.import_module(f"tests.patches.test_{patch.id.replace('-', '_')}")
+    tests = importlib.import_module(f"tests.patches.{registry.area(patch.id)}.test_{patch.id.replace('-', '_')}")
     return re.search(tests.TestPromise.original, run["detail"]) is not None
 
 
@@ -99,7 +102,7 @@ def page() -> str:
     stacks = results()
     patches = gemma4_compat.patches()
     rows = sorted({row for patch in patches for row in patch.failure_points}, key=lambda row: int(row[1:]))
-    head = ["| " + " | ".join(["", *_variants.NAMES]) + " |", "|" + "---|" * (1 + len(_variants.NAMES))]
+    head = ["| " + " | ".join(["", *variants.NAMES]) + " |", "|" + "---|" * (1 + len(variants.NAMES))]
     return "\n".join(
         [
             "# The variants of Gemma 4",
@@ -114,7 +117,7 @@ def page() -> str:
             "",
             *(
                 f"- **{name}**: "
-                + ", ".join(f"{library} {run['versions'][library]}" for library in _doctor.STACK)
+                + ", ".join(f"{library} {run['versions'][library]}" for library in findings.STACK)
                 + f" ({run['date']})"
                 for name, run in stacks.items()
             ),
@@ -124,9 +127,9 @@ def page() -> str:
             *head,
             *(
                 f"| {text} | "
-                + " | ".join("yes" if part in _variants.parts(name) else "no" for name in _variants.NAMES)
+                + " | ".join("yes" if part in variants.parts(name) else "no" for name in variants.NAMES)
                 + " |"
-                for part, text in _variants.PARTS.items()
+                for part, text in variants.PARTS.items()
                 if part not in ("gemma4", "unified")
             ),
             "",
@@ -147,7 +150,7 @@ def page() -> str:
                         for patch in patches
                         if row in patch.failure_points
                     )
-                    for variant in _variants.NAMES
+                    for variant in variants.NAMES
                 )
                 + " |"
                 for row in rows
@@ -158,7 +161,7 @@ def page() -> str:
             *head,
             *(
                 f"| `{patch.id}` ({', '.join(patch.failure_points)}) | "
-                + " | ".join(by_stack(stacks, variant, patch.id) for variant in _variants.NAMES)
+                + " | ".join(by_stack(stacks, variant, patch.id) for variant in variants.NAMES)
                 + " |"
                 for patch in patches
             ),
@@ -209,7 +212,7 @@ def reasons(stacks: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("name")
-    parser.add_argument("--variants", nargs="+", choices=_variants.NAMES, default=_variants.NAMES)
+    parser.add_argument("--variants", nargs="+", choices=variants.NAMES, default=variants.NAMES)
     parser.add_argument("--patches", nargs="+", default=[])
     options = parser.parse_args(argv)
     patches = [patch for patch in gemma4_compat.patches() if not options.patches or patch.id in options.patches]
@@ -217,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = json.loads(file.read_text(encoding="utf-8"))["variants"] if file.exists() else {}
     every = [patch.id for patch in gemma4_compat.patches()]
     found: dict[str, Any] = {}
-    for variant in _variants.NAMES:
+    for variant in variants.NAMES:
         found[variant] = known.get(variant, {})
         if variant not in options.variants:
             continue
@@ -226,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         joined = fresh if "missing" in fresh else {**found[variant], **fresh}
         found[variant] = {key: joined[key] for key in ["missing", *every] if key in joined}
         result = {
-            "versions": _doctor.stack(),
+            "versions": findings.stack(),
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "variants": {**known, **found},
         }

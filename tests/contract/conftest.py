@@ -12,7 +12,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat import Patch, _versions
+from gemma4_compat import Patch
+from gemma4_compat._engine import versions as _versions
 from tests.contract.inside import LIBRARIES
 from tests.helpers import child
 

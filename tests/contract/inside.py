@@ -343,7 +343,7 @@ def disabled(patch: Any, untouched: Snapshot) -> dict[str, Any]:
 @contextlib.contextmanager
 def raising_at(counts: dict[str, int]) -> Iterator[None]:
     """By patch, which of its replacements raises (the first is 1)."""
-    from gemma4_compat._changes import ChangeSet
+    from gemma4_compat._engine.changes import ChangeSet
 
     replace, calls = ChangeSet.replace, dict[str, int]()
 
@@ -391,9 +391,9 @@ def changed(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
 
 def other_versions(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
     """The patch with its library, or one that it requires, said to be another release, or absent."""
-    from gemma4_compat import _versions
+    from gemma4_compat._engine import versions
 
-    names = [patch.distribution, *(_versions.requirement(text)[0] for text in patch.requires)]
+    names = [patch.distribution, *(versions.requirement(text)[0] for text in patch.requires)]
     found = {}
     for name in names:
         for version in ("0.0.1", "9999.0", None):
@@ -401,11 +401,11 @@ def other_versions(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]
             def say(asked: str, real: Callable[[str], Any], name: str = name, version: str | None = version) -> Any:
                 return version if asked == name else real(asked)
 
-            installed, loaded = _versions.installed, _versions.loaded
+            installed, loaded = versions.installed, versions.loaded
             engine = engine_module().Engine([patch])
             with (
-                instead(_versions, "installed", lambda asked, say=say, real=installed: say(asked, real)),
-                instead(_versions, "loaded", lambda asked, say=say, real=loaded: say(asked, real)),
+                instead(versions, "installed", lambda asked, say=say, real=installed: say(asked, real)),
+                instead(versions, "loaded", lambda asked, say=say, real=loaded: say(asked, real)),
             ):
                 said = with_warnings(engine.install)
                 seen = look(engine)[patch.id]
@@ -487,7 +487,7 @@ def future(modules: list[str]) -> dict[str, Any]:
     """Patches that know nothing later than the thread's stack, armed before the installed libraries and after them."""
     os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
     import gemma4_compat
-    from gemma4_compat._changes import raw_slot
+    from gemma4_compat._engine.changes import raw_slot
 
     del os.environ["GEMMA4_COMPAT_DISABLE"]
     patches = [old for patch in gemma4_compat.patches() if (old := as_of(patch, thread())) is not None]

@@ -12,8 +12,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat import _needed, _versions
-from gemma4_compat._patch import Patch, Severity
+from gemma4_compat._engine import versions
+from gemma4_compat._engine.patch import Patch, Severity
+from gemma4_compat._needed import judge
 from tests.helpers import ROOT
 
 
@@ -33,7 +34,8 @@ def test_there_are_patches_and_no_two_with_one_id() -> None:
 
 def test_the_id_is_the_distribution_a_slug_and_the_name_of_the_file(patch: Patch) -> None:
     assert re.fullmatch(rf"{re.escape(patch.distribution)}-[a-z0-9]+(-[a-z0-9]+)*", patch.id)
-    assert file_of(patch) == Path(gemma4_compat.__file__).parent / "patches" / f"{patch.id.replace('-', '_')}.py"
+    assert file_of(patch).parent.parent == Path(gemma4_compat.__file__).parent / "patches"
+    assert file_of(patch).stem == patch.id.replace("-", "_")
 
 
 def test_severity_summary_and_rows_of_the_map_are_in_the_agreed_form(patch: Patch) -> None:
@@ -53,7 +55,7 @@ def test_affected_is_bounded_below_and_holds_measured(patch: Patch) -> None:
 
 
 def test_no_release_below_the_oldest_supported_one_is_claimed(patch: Patch) -> None:
-    oldest = Version(_versions.OLDEST[patch.distribution])
+    oldest = Version(versions.OLDEST[patch.distribution])
     assert max(Version(item.version) for item in SpecifierSet(patch.affected) if item.operator == ">=") >= oldest
     first = [releases.partition(" - ")[0] for target in patch.targets for releases in target.known.values()]
     assert min(map(Version, first)) >= oldest
@@ -70,12 +72,12 @@ def test_a_fixed_patch_is_closed_by_the_release_that_fixed_it(patch: Patch) -> N
 
 
 def test_it_is_not_to_be_retired_yet(patch: Patch) -> None:
-    assert patch.fixed is None or Version(patch.fixed) > Version(_versions.OLDEST[patch.distribution]), (
+    assert patch.fixed is None or Version(patch.fixed) > Version(versions.OLDEST[patch.distribution]), (
         "every release has the fix"
     )
     for condition in [Requirement(f"{patch.distribution}{patch.affected}"), *map(Requirement, patch.requires)]:
-        supported = f">={_versions.OLDEST[condition.name]}"
-        assert _needed.admitted((f"{condition.specifier},{supported}".strip(","),)), f"no {supported} is {condition}"
+        supported = f">={versions.OLDEST[condition.name]}"
+        assert judge.admitted((f"{condition.specifier},{supported}".strip(","),)), f"no {supported} is {condition}"
 
 
 def test_requirements_are_on_other_distributions(patch: Patch) -> None:
@@ -101,7 +103,7 @@ def test_every_replacement_takes_the_original_first_and_lives_in_the_file_or_in_
     for target in patch.targets:
         assert next(iter(inspect.signature(target.replacement).parameters)) == "original"
         home = target.replacement.__module__
-        assert home == patch.reproduce.__module__ or re.fullmatch(r"gemma4_compat\._[a-z_]+", home)
+        assert home == patch.reproduce.__module__ or re.fullmatch(r"gemma4_compat\._[a-z_]+\.[a-z_]+", home)
     assert any(target.replacement.__module__ == patch.reproduce.__module__ for target in patch.targets)
 
 
@@ -128,4 +130,4 @@ def test_it_imports_no_library_at_module_level(patch: Patch) -> None:
 
 
 def test_it_has_a_test_of_its_own(patch: Patch) -> None:
-    assert (ROOT / "tests" / "patches" / f"test_{file_of(patch).name}").is_file()
+    assert (ROOT / "tests" / "patches" / file_of(patch).parent.name / f"test_{file_of(patch).name}").is_file()

@@ -8,7 +8,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from gemma4_compat import Patch, _versions
+from gemma4_compat import Patch
+from gemma4_compat._engine import versions as _versions
 from tests.contract.conftest import PATCHES, predicted, version
 from tests.contract.test_orderings import essence
 from tests.helpers import ON_A_GPU

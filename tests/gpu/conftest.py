@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat import _doctor
+from gemma4_compat._doctor import findings
 
 
 def _missing() -> str | None:
@@ -105,7 +105,7 @@ def record() -> Callable[[str, Any], None]:
         "driver": driver[0] if driver else "unknown",
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        "versions": _doctor.stack(),
+        "versions": findings.stack(),
         "measured": measured,
     }
     wanted, worker = os.environ.get("GEMMA4_COMPAT_GPU_RESULTS"), os.environ.get("PYTEST_XDIST_WORKER")

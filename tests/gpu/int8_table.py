@@ -32,7 +32,7 @@ def main() -> int:
             sys.executable,
             "-c",
             f"import gemma4_compat; from pathlib import Path; "
-            f"from gemma4_compat._repro import Workspace; Workspace.build(Path({str(folder)!r}))",
+            f"from gemma4_compat._reproduction.workspace import Workspace; Workspace.build(Path({str(folder)!r}))",
         ],
         "",
     )
@@ -85,8 +85,8 @@ def child(folder: Path, out: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     import gemma4_compat  # first, as a user would
-    from gemma4_compat import _tiny
-    from gemma4_compat._repro import Workspace, difference
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import Workspace, difference
 
     workspace = Workspace(folder)
     cuda = torch.cuda.is_available()
@@ -134,7 +134,7 @@ def child(folder: Path, out: Path) -> None:
         return sum(p.device.type == "meta" for p in model.parameters())
 
     def load():
-        return _tiny.load(workspace.checkpoint, "8bit", device=main)
+        return tiny.load(workspace.checkpoint, "8bit", device=main)
 
     def strip(model):
         for parameter in model.parameters():  # F1's crash on accelerate 1.12/1.13 is not the question here
@@ -142,8 +142,8 @@ def child(folder: Path, out: Path) -> None:
         return model
 
     def dispatch(model, offloaded, what="both", device=None):
-        placement = _tiny.device_map(model, what, main=main if device is None else device, offloaded=offloaded)
-        return _tiny.dispatch(strip(model), placement, Path(tempfile.mkdtemp(dir=folder)))
+        placement = tiny.device_map(model, what, main=main if device is None else device, offloaded=offloaded)
+        return tiny.dispatch(strip(model), placement, Path(tempfile.mkdtemp(dir=folder)))
 
     def with_adapter(model, adapter, **kw):
         return PeftModel.from_pretrained(model, workspace.adapter(adapter), **kw) if adapter else model
@@ -211,7 +211,7 @@ def child(folder: Path, out: Path) -> None:
 
     def fifty(offloaded, adapter):
         model = with_adapter(dispatch(load(), offloaded), adapter)
-        batch = _tiny.inputs(main)
+        batch = tiny.inputs(main)
         with torch.no_grad():
             for _ in range(2):
                 model(**batch)
@@ -232,7 +232,7 @@ def child(folder: Path, out: Path) -> None:
             if checkpointing:
                 model.enable_input_require_grads()
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            batch = _tiny.inputs(main)
+            batch = tiny.inputs(main)
             loss = model(**batch, labels=batch["input_ids"]).loss
             loss.backward()
             grads = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
@@ -253,7 +253,7 @@ def child(folder: Path, out: Path) -> None:
         grads = []
         for model in (load(), dispatch(load(), offloaded)):
             weight = model.model.language_model.layers[1].input_layernorm.weight.requires_grad_(True)
-            model(**_tiny.inputs(main)).logits.float().square().mean().backward()
+            model(**tiny.inputs(main)).logits.float().square().mean().backward()
             grads.append(weight.grad.cpu())
         return {"equal": bool(torch.equal(*grads)), "short": f"equal={torch.equal(*grads)}"}
 
@@ -288,8 +288,8 @@ def child(folder: Path, out: Path) -> None:
 
     def dora(model):
         torch.manual_seed(3)
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=_tiny.TARGETS["language"], use_dora=True))
-        batch = _tiny.inputs(main)
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=tiny.TARGETS["language"], use_dora=True))
+        batch = tiny.inputs(main)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         for _ in range(2):
             model.train()(**batch, labels=batch["input_ids"]).loss.backward()
@@ -304,9 +304,9 @@ def child(folder: Path, out: Path) -> None:
 
     def main_is_the_cpu():
         """A GPU is there, but the model computes on the CPU and offloads to disk: upstream goes through GPU 0."""
-        cpu = {k: v.cpu() for k, v in _tiny.inputs("cpu").items()}
-        whole = _tiny.load(workspace.checkpoint, "8bit", device="cpu")
-        split = dispatch(_tiny.load(workspace.checkpoint, "8bit", device="cpu"), "disk", device="cpu")
+        cpu = {k: v.cpu() for k, v in tiny.inputs("cpu").items()}
+        whole = tiny.load(workspace.checkpoint, "8bit", device="cpu")
+        split = dispatch(tiny.load(workspace.checkpoint, "8bit", device="cpu"), "disk", device="cpu")
         peak = 0
         if cuda:
             torch.cuda.reset_peak_memory_stats()

@@ -13,8 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _placement, _quantize_offloaded, _quantized_experts, _tiny, _variants
-from gemma4_compat._repro import Answers, difference
+from gemma4_compat._models import placement as _placement
+from gemma4_compat._models import variants
+from gemma4_compat._quantization import experts as _quantized_experts
+from gemma4_compat._quantization import offloaded
+from gemma4_compat._reproduction import tiny as _tiny
+from gemma4_compat._reproduction.workspace import Answers, difference
 
 GIB = 2**30
 TOWERS = ("model.vision_tower", "model.audio_tower")
@@ -208,13 +212,13 @@ def max_memory(folder: Path) -> dict[str, Any]:
     """
     from peft import PeftModel
 
-    from gemma4_compat import _layout, _memory
-    from gemma4_compat._repro import Workspace
+    from gemma4_compat._planner import layout, memory
+    from gemma4_compat._reproduction.workspace import Workspace
 
     workspace = Workspace.build(folder / "tiny")
     checkpoint = _tiny.build_checkpoint(folder / "large-table", table=1 << 16)
     whole = _tiny.load(checkpoint, "4bit-double", device=0)
-    budget = _layout.smallest_budget(_memory.describe(whole), _memory.Load(context=256))
+    budget = layout.smallest_budget(memory.describe(whole), memory.Load(context=256))
     model = _tiny.load(checkpoint, "4bit-double", device_map="auto", max_memory={0: budget, "cpu": "8GiB"})
     placement = dict(getattr(model, "hf_device_map", {}))
     names = offloaded_4bit(model)
@@ -240,7 +244,7 @@ def quantized_layers(folder: Path) -> dict[str, Any]:
     """E2B with every other layer, the towers and the per-layer table on the CPU, layers in 4 bits."""
     away = [*TOWERS, PER_LAYER, *(f"model.language_model.layers.{index}" for index in range(0, 35, 2))]
     # Without the shim the layers are in bf16, so the answers are others.
-    with _quantize_offloaded.asked():
+    with offloaded.asked():
         return measured(folder, {"": 0, **dict.fromkeys(away, "cpu")})
 
 
@@ -269,7 +273,7 @@ def experts(folder: Path) -> dict[str, Any]:
 
     checkpoint = folder / "experts" / "checkpoint"
     if not checkpoint.exists():
-        config = _variants.config("26B-A4B", layers=6)
+        config = variants.config("26B-A4B", layers=6)
         config.vision_config.num_hidden_layers = 2
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
@@ -278,7 +282,7 @@ def experts(folder: Path) -> dict[str, Any]:
         torch.set_default_dtype(torch.float32)
 
     def load(placement: Any) -> Any:
-        with _quantized_experts.asked(), _quantize_offloaded.asked():
+        with _quantized_experts.asked(), offloaded.asked():
             return base(folder / "experts", placement)
 
     def logits(model: Any) -> Answers:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.conftest import run
-from tests.test_caches import MODELS, Models, assert_same, generate, prompt, second_turn
+from tests.oracle.test_caches import MODELS, Models, assert_same, generate, prompt, second_turn
 
 OFFLOADED = {
     "offloaded": {"cache_implementation": "offloaded"},

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat import _doctor, _repro
-from gemma4_compat.patches.transformers_quantized_vision import BOUND
+from gemma4_compat._doctor import findings
+from gemma4_compat._reproduction import workspace as _repro
+from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND
 from tests.conftest import is_affected, patch
 
 #: Patches are examined many at once, since most of a child's time is importing: by one worker of pytest-xdist (or by
@@ -20,13 +21,13 @@ NUMBERS = {patch.id: index % SHARES for index, patch in enumerate(gemma4_compat.
 
 
 @pytest.fixture(scope="module")
-def finding() -> Callable[[str], _doctor.Finding]:
-    known: dict[str, _doctor.Finding] = {}
+def finding() -> Callable[[str], findings.Finding]:
+    known: dict[str, findings.Finding] = {}
 
-    def find(patch_id: str) -> _doctor.Finding:
+    def find(patch_id: str) -> findings.Finding:
         if patch_id not in known:
             share = [item for item in gemma4_compat.patches() if NUMBERS[item.id] == NUMBERS[patch_id]]
-            known.update({item.id: item for item in _doctor.examine(share, keep=False, note=print)})
+            known.update({item.id: item for item in findings.examine(share, keep=False, note=print)})
         return known[patch_id]
 
     return find
@@ -40,7 +41,7 @@ def finding() -> Callable[[str], _doctor.Finding]:
     ],
 )
 def test_defect_without_and_parity_with(
-    finding: Callable[[str], _doctor.Finding], record: Callable[[str, Any], None], patch_id: str
+    finding: Callable[[str], findings.Finding], record: Callable[[str, Any], None], patch_id: str
 ) -> None:
     without, repaired = finding(patch_id).without, finding(patch_id).with_shim
     record(patch_id, {"without": without, "with": repaired})

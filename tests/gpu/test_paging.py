@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat import Gemma4CompatWarning, _host_memory, _paging, _tiny
-from gemma4_compat._repro import difference
+from gemma4_compat import Gemma4CompatWarning
+from gemma4_compat._offload import host_memory, streaming
+from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction.workspace import difference
 
 FORWARDS = 1000
 LONGEST = 400_000  # cycles; about 0.2 ms, longer than any kernel or copy of the tiny checkpoint
@@ -21,7 +23,7 @@ QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 def paged(workspace: Any, quantization: str | None, offloaded: str = "cpu") -> Any:
     """Every layer of the language model and of the towers off the GPU."""
     model = workspace.load(quantization)
-    placement = _tiny.device_map(model, "both", main=workspace.main, offloaded=offloaded)
+    placement = tiny.device_map(model, "both", main=workspace.main, offloaded=offloaded)
     placement |= {name: offloaded for name in placement if ".layers." in name}
     return workspace.dispatch_map(model, placement)
 
@@ -34,10 +36,10 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     chance = random.Random(0)
     counted = {"copies": 0, "computation": 0}
     fill, enter, leave, begins = (
-        _paging.Page.fill,
-        _paging.Pager.enter,
-        _paging.Pager.leave,
-        _paging.Pager._backward_begins,
+        streaming.Page.fill,
+        streaming.Pager.enter,
+        streaming.Pager.leave,
+        streaming.Pager._backward_begins,
     )
 
     def sleep(where: str) -> None:
@@ -65,10 +67,10 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         begins(self, *args)
         sleep("computation")
 
-    monkeypatch.setattr(_paging.Page, "fill", slow_fill)
-    monkeypatch.setattr(_paging.Pager, "enter", slow_enter)
-    monkeypatch.setattr(_paging.Pager, "leave", slow_leave)
-    monkeypatch.setattr(_paging.Pager, "_backward_begins", slow_begins)
+    monkeypatch.setattr(streaming.Page, "fill", slow_fill)
+    monkeypatch.setattr(streaming.Pager, "enter", slow_enter)
+    monkeypatch.setattr(streaming.Pager, "leave", slow_leave)
+    monkeypatch.setattr(streaming.Pager, "_backward_begins", slow_begins)
     return counted
 
 
@@ -91,7 +93,7 @@ def test_a_thousand_forwards_with_random_delays(
     prompts = [
         {"input_ids": torch.randint(3, 240, (1, 16), device=workspace.main)},
         {"input_ids": torch.randint(3, 240, (4, 40), device=workspace.main)},
-        _tiny.inputs(workspace.main),
+        tiny.inputs(workspace.main),
     ]
     with torch.no_grad():
         expected = [whole(**prompt).logits for prompt in prompts]
@@ -126,7 +128,7 @@ def test_gradients_with_random_delays(
     import torch
     from peft import PeftModel
 
-    batch = _tiny.inputs(workspace.main)
+    batch = tiny.inputs(workspace.main)
     results = []
     for base in (workspace.load(quantization), paged(workspace, quantization)):
         model = PeftModel.from_pretrained(base, workspace.adapter("language"), is_trainable=True).train()
@@ -155,7 +157,7 @@ def test_gradients_with_random_delays(
 def test_answers_are_right_while_another_stream_computes(workspace: Any, delays: dict[str, int]) -> None:
     import torch
 
-    batch = _tiny.inputs(workspace.main, text_only=True)
+    batch = tiny.inputs(workspace.main, text_only=True)
     whole, model = workspace.load("4bit"), paged(workspace, "4bit")
     with torch.no_grad():
         expected = whole(**batch).logits
@@ -175,10 +177,10 @@ def test_at_most_two_pages_take_memory(workspace: Any, quantization: str | None)
     import torch
 
     model = paged(workspace, quantization)
-    batch = _tiny.inputs(workspace.main, text_only=True)
+    batch = tiny.inputs(workspace.main, text_only=True)
     most = 0
     pages: set[Any] = set()
-    load = _paging._Device.load
+    load = streaming._Device.load
 
     def counted(self: Any, page: Any, size: int) -> None:
         nonlocal most
@@ -190,7 +192,7 @@ def test_at_most_two_pages_take_memory(workspace: Any, quantization: str | None)
         assert sum(found) <= 2 * size
 
     with pytest.MonkeyPatch.context() as patched, torch.no_grad():
-        patched.setattr(_paging._Device, "load", counted)
+        patched.setattr(streaming._Device, "load", counted)
         for _ in range(5):
             model(**batch)
     assert len(pages) == 6
@@ -202,7 +204,7 @@ def test_host_memory_is_pinned(workspace: Any) -> None:
 
     model = paged(workspace, "4bit")
     with torch.no_grad():
-        model(**_tiny.inputs(workspace.main))
+        model(**tiny.inputs(workspace.main))
     layer = model.model.language_model.layers[3]
     kept = layer.mlp.up_proj._hf_hook.weights_map["weight"]
     assert kept.is_pinned()
@@ -226,7 +228,7 @@ def test_where_memory_cannot_be_pinned_there_is_one_warning_and_the_same_answer(
     reference = workspace.answers(workspace.load("4bit"))
     runtime = Runtime(torch.cuda.cudart())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    _host_memory._warn_once.cache_clear()
+    host_memory._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = paged(workspace, "4bit")

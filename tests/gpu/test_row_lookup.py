@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat import _host_memory, _placement, _row_lookup
+from gemma4_compat._models import placement
+from gemma4_compat._offload import host_memory, row_lookup
 
 ROWS, WIDTH = 100_000, 64
 
 
 @pytest.fixture(autouse=True)
 def _first_warning() -> Iterator[None]:
-    _host_memory._warn_once.cache_clear()
+    host_memory._warn_once.cache_clear()
     yield
-    _host_memory._warn_once.cache_clear()
+    host_memory._warn_once.cache_clear()
 
 
 def on_host(dtype: str = "bfloat16") -> Any:
@@ -67,7 +68,7 @@ def test_a_view_reads_the_table_and_takes_no_memory_of_the_gpu(dtype: str, count
     index = tokens.cuda()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    memory = _host_memory.pin(table, "cuda:0")
+    memory = host_memory.pin(table, "cuda:0")
     assert memory is not None
     seen = memory.view_on("cuda:0")
     assert seen is not None
@@ -81,7 +82,7 @@ def test_a_view_reads_the_table_and_takes_no_memory_of_the_gpu(dtype: str, count
 
 def test_it_is_unpinned_when_the_last_view_is_gone() -> None:
     table = on_host()
-    memory = _host_memory.pin(table, "cuda:0")
+    memory = host_memory.pin(table, "cuda:0")
     assert memory is not None
     seen = memory.view_on("cuda:0")
     assert table.is_pinned()
@@ -97,7 +98,7 @@ def test_the_same_memory_is_pinned_once_for_all_who_ask() -> None:
     table = on_host()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first, second = _host_memory.pin(table, "cuda:0"), _host_memory.pin(table.view(-1), "cuda:0")
+        first, second = host_memory.pin(table, "cuda:0"), host_memory.pin(table.view(-1), "cuda:0")
     assert first is not None
     assert second is not None
     del first
@@ -115,7 +116,7 @@ def test_an_embedding_is_looked_up_in_place() -> None:
     module, hook = offloaded(table)
     tokens = torch.randint(ROWS, (2, 256), generator=torch.Generator().manual_seed(1)).cuda()
     assert torch.equal(module(tokens).cpu(), torch.nn.functional.embedding(tokens.cpu(), table))
-    lookup = _row_lookup.lookup_for(hook, module)
+    lookup = row_lookup.lookup_for(hook, module)
     assert lookup is not None
     assert lookup.in_place
     torch.cuda.synchronize()
@@ -150,7 +151,7 @@ def test_changed_while_brought_in() -> None:
     module, _ = offloaded(table)
     tokens = torch.tensor([[5, ROWS - 1]])
     module(tokens.cuda())
-    with _placement.weights_brought_in(module):
+    with placement.weights_brought_in(module):
         assert module.weight.device.type == "cuda"
         module.weight.data = module.weight.data * 2
     assert torch.equal(module(tokens.cuda()).cpu(), torch.nn.functional.embedding(tokens, table * 2))
@@ -172,7 +173,7 @@ def test_what_cannot_be_pinned_goes_by_rows_with_one_warning(monkeypatch: pytest
                 found = module(tokens)
                 assert found.requires_grad == learns
                 assert torch.equal(found.detach().cpu(), torch.nn.functional.embedding(tokens.cpu(), table.detach()))
-            lookup = _row_lookup.lookup_for(hook, module)
+            lookup = row_lookup.lookup_for(hook, module)
             assert lookup is not None
             assert not lookup.in_place
     assert ["cannot be pinned" in str(item.message) for item in warned] == [True]
@@ -192,7 +193,7 @@ def test_after_a_pin_that_failed_the_next_kernel_is_not_blamed() -> None:
     assert int(runtime.cudaHostRegister(address, size, 0)) == 0  # somebody else's
     try:
         with pytest.warns(gemma4_compat.Gemma4CompatWarning, match="cannot be pinned"):
-            assert _host_memory.pin(table, "cuda:0") is None
+            assert host_memory.pin(table, "cuda:0") is None
         assert float(torch.ones(3, device="cuda").sum()) == 3.0
     finally:
         runtime.cudaHostUnregister(address)
@@ -209,6 +210,6 @@ def test_a_table_on_disk_is_not_pinned(tmp_path: Any) -> None:
     tokens = torch.tensor([[5, ROWS - 1, 5]])
     for _ in range(3):
         assert torch.equal(module(tokens.cuda()).cpu(), torch.nn.functional.embedding(tokens, table))
-    lookup = _row_lookup.lookup_for(hook, module)
+    lookup = row_lookup.lookup_for(hook, module)
     assert lookup is not None
     assert not lookup.in_place

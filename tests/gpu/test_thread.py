@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._repro import difference
-from gemma4_compat.patches.transformers_dequantized_adapter import PATCH as DEQUANTIZED
-from gemma4_compat.patches.transformers_quantized_vision import BOUND
-from gemma4_compat.patches.transformers_quantized_vision import PATCH as VISION
+from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat.patches.adapters.transformers_dequantized_adapter import PATCH as DEQUANTIZED
+from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND
+from gemma4_compat.patches.multimodal.transformers_quantized_vision import PATCH as VISION
 from tests.conftest import is_affected
 from tests.gpu.conftest import together
 from tests.gpu.thread_cases import BUDGET, FREE, QUANTIZATIONS, kept

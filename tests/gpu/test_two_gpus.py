@@ -24,12 +24,12 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat import _versions
-from gemma4_compat._repro import difference
+from gemma4_compat._engine import versions
+from gemma4_compat._reproduction.workspace import difference
 from tests.conftest import is_affected, patch
 from tests.gpu.two_gpus import ON_SECOND, QUANTIZATIONS, SPLITS, TRAININGS, WAYS
 from tests.helpers import ROOT
-from tests.patches.test_transformers_shared_kv import FSDP_AFFECTED
+from tests.patches.placement.test_transformers_shared_kv import FSDP_AFFECTED
 
 #: Seconds for one child; a rank that lost the other gives up after 60.
 TIMEOUT = 200
@@ -297,7 +297,7 @@ def test_a_training_on_two_gpus_has_the_losses_and_gradients_of_one(
     assert weights.keys() == trained.keys()
     assert not [name for name, weight in trained.items() if not torch.equal(weights[name].float(), weight)]
     if launch == "fsdp2":
-        affected = _versions.admits(FSDP_AFFECTED, _versions.installed("transformers") or "")
+        affected = versions.admits(FSDP_AFFECTED, versions.installed("transformers") or "")
         for rank in without:
             assert "died" in rank or (rank[case]["error"] is not None) == affected, rank[case]
             assert not affected or "died" in rank or rank[case]["error"] == "KeyError: 3", rank[case]

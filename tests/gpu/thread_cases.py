@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._repro import Answers, difference
-from gemma4_compat._scenarios import relative
+from gemma4_compat._reproduction.scenarios import relative
+from gemma4_compat._reproduction.workspace import Answers, difference
 from tests.gpu.scenarios import GIB, TOWERS, all_on_the_host, answers, base, collect
 
 SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}

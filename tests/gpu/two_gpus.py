@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import _tiny
-from gemma4_compat._repro import Answers, Workspace, difference
+from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction.workspace import Answers, Workspace, difference
 
 QUANTIZATIONS = (None, "4bit", "4bit-double")
 TOWERS = ("model.vision_tower", "model.audio_tower")
@@ -82,7 +82,7 @@ def devices() -> tuple[Any, Any, Any]:
 
 def load(workspace: Workspace, quantization: str | None, **kwargs: Any) -> Any:
     """The towers stay in bf16 everywhere, as entries on the host do."""
-    return _tiny.load(workspace.checkpoint, quantization, skip_modules=list(TOWERS), **kwargs)
+    return tiny.load(workspace.checkpoint, quantization, skip_modules=list(TOWERS), **kwargs)
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def whole(workspace: Workspace, quantization: str | None, adapted: bool) -> Answ
 def placement(workspace: Workspace, towers: str) -> dict[str, Any]:
     first, second, host = devices()
     model = load(workspace, None, device=first)
-    found = _tiny.device_map(model, "towers", main=first, offloaded=host if towers == "host" else first)
+    found = tiny.device_map(model, "towers", main=first, offloaded=host if towers == "host" else first)
     return found | {f"model.language_model.layers.{index}": second for index in ON_SECOND}
 
 
@@ -183,11 +183,11 @@ def examples() -> list[dict[str, Any]]:
     import torch
 
     generator = torch.Generator().manual_seed(3)
-    first = {name: value[0] for name, value in _tiny.inputs().items()}
+    first = {name: value[0] for name, value in tiny.inputs().items()}
     found = []
     for _ in range(STEPS * BATCH):
         ids = torch.randint(3, 240, first["input_ids"].shape, generator=generator)
-        for token in (_tiny.IMAGE_TOKEN, _tiny.AUDIO_TOKEN):
+        for token in (tiny.IMAGE_TOKEN, tiny.AUDIO_TOKEN):
             ids = torch.where(first["input_ids"] == token, token, ids)
         other = {
             "input_ids": ids,
@@ -225,7 +225,7 @@ def build(workspace: Workspace, launch: str, precision: str, device: Any, checkp
     from peft import PeftModel, prepare_model_for_kbit_training
     from transformers import Gemma4ForConditionalGeneration
 
-    quantization = _tiny.quantization_config("4bit-double")
+    quantization = tiny.quantization_config("4bit-double")
     if launch == "fsdp2":
         quantization.bnb_4bit_quant_storage = torch.bfloat16
     model = Gemma4ForConditionalGeneration.from_pretrained(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_compat  # before the libraries, as a user has it  # noqa: F401
-from gemma4_compat import _tiny
+from gemma4_compat._reproduction import tiny
 
 
 def build(checkpoint: Path, case: str) -> Any:
@@ -23,14 +23,14 @@ def build(checkpoint: Path, case: str) -> Any:
     from peft import LoraConfig, get_peft_model
     from transformers import Gemma4ForConditionalGeneration
 
-    quantization = _tiny.quantization_config(None if case == "bf16" else case)
+    quantization = tiny.quantization_config(None if case == "bf16" else case)
     if quantization is not None:
         quantization.bnb_4bit_quant_storage = torch.bfloat16
     base = Gemma4ForConditionalGeneration.from_pretrained(
         checkpoint, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=quantization
     )
     torch.manual_seed(5)
-    config = LoraConfig(r=4, target_modules=_tiny.TARGETS["language"], init_lora_weights=False)
+    config = LoraConfig(r=4, target_modules=tiny.TARGETS["language"], init_lora_weights=False)
     return get_peft_model(base, config, autocast_adapter_dtype=False)
 
 
@@ -56,7 +56,7 @@ def shard(model: Any, wrapping: str) -> Any:
 def step(model: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
-    batch = _tiny.inputs(text_only=True)
+    batch = tiny.inputs(text_only=True)
     output = model.train()(**batch, labels=batch["input_ids"], use_cache=False)
     output.loss.backward()
     found = {"logits": output.logits.detach()}

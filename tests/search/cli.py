@@ -144,14 +144,15 @@ def summary(results: list[Result], wall: float, options: argparse.Namespace) -> 
     """What was tried, where, and what was found, as JSON-able data."""
     import torch
 
-    from gemma4_compat import __version__, _doctor
+    from gemma4_compat import __version__
+    from gemma4_compat._doctor import findings
 
     failing = {str(seed): failure.signature for seed, _, _, failure in results if failure is not None}
     return {
         "command": f"python -m tests.search --cases {options.cases} --seed {options.seed} --jobs {options.jobs}",
         "gemma4_compat": __version__,
         "date": datetime.date.today().isoformat(),
-        "versions": _doctor.stack(),
+        "versions": findings.stack(),
         "python": platform.python_version(),
         "main device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
         "seeds": [results[0][0], results[-1][0]],

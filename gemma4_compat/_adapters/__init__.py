@@ -1,0 +1,1 @@
+"""PEFT adapters: names of their weights, their configurations, failed loads."""

@@ -1,0 +1,106 @@
+"""A model as it was before an adapter was put into it. Duck-typed on PEFT's layers; imports nothing upstream."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from gemma4_compat._adapters import fitting
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import walk
+
+_MISMATCH = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[[^\]]*\])\).*?torch\.Size\((\[[^\]]*\])\)", re.S)
+#: Base models (their ids) and adapter names of the loads that are being watched.
+_active: ContextVar[frozenset[tuple[int, str]]] = ContextVar("_active", default=frozenset())
+
+
+@contextlib.contextmanager
+def undone_if_it_fails(model: Any, adapter_name: str) -> Iterator[None]:
+    """Inside, an adapter is put into ``model``; if that raises, no trace of it is left there.
+
+    What is put back: the module tree, what PEFT keeps on models and layers (configurations, scalings, which adapters
+    are active), ``requires_grad``, and the weights of an adapter of that name that was there before. Values of base
+    weights are not: an adapter that changes them while it is made (PiSSA) has changed them.
+
+    Inside another one of the same base model and adapter, nothing is kept a second time: what raises here goes on to
+    raise there.
+    """
+    key = id(fitting.base_of(model)), adapter_name
+    if key in _active.get():
+        yield
+        return
+    token = _active.set(_active.get() | {key})
+    try:
+        with _kept(model, adapter_name):
+            yield
+    finally:
+        _active.reset(token)
+
+
+@contextlib.contextmanager
+def _kept(model: Any, adapter_name: str) -> Iterator[None]:
+    modules = walk.modules(model)
+    kept = [
+        (vars(module), _contents(vars(module)))
+        for module in modules
+        if module is model or "peft_config" in vars(module) or "_active_adapter" in vars(module)
+    ]
+    trees = [(module._modules, dict(module._modules)) for module in modules]
+    # Weights that the load may write over. In a model without a module of PEFT there are none.
+    adapted = any(type(module).__module__.startswith("peft.") for module in modules)
+    named = model.named_parameters() if adapted else ()
+    own = {parameter for name, parameter in named if adapter_name in name.split(".")}
+    parameters = [
+        (parameter, parameter.requires_grad, parameter.detach().clone() if parameter in own else None)
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
+    with contextlib.ExitStack() as stack:
+
+        @stack.callback
+        def undo() -> None:
+            for attributes, before in kept:
+                attributes.clear()
+                for name, (value, contents) in before.items():
+                    attributes[name] = value
+                    if contents is not None:
+                        value.clear()
+                        (value.extend if isinstance(value, list) else value.update)(contents)
+            for children, saved in trees:
+                children.clear()
+                children.update(saved)
+            for parameter, requires_grad, weight in parameters:
+                parameter.requires_grad_(requires_grad)
+                if weight is not None:
+                    parameter.data.copy_(weight)
+
+        yield
+        stack.pop_all()
+
+
+def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each attribute, and a copy of what is in it where it is a container that may be changed in place."""
+    return {
+        name: (value, value.copy() if isinstance(value, (dict, list, set)) else None)
+        for name, value in attributes.items()
+    }
+
+
+def misfit(error: RuntimeError, adapter: Any, model: Any) -> Gemma4CompatError | None:
+    """What to tell the user of torch's list of size mismatches; None for another error."""
+    found = _MISMATCH.findall(str(error))
+    return describe(adapter, model, [(name, saved, here) for name, saved, here in found]) if found else None
+
+
+def describe(adapter: Any, model: Any, found: list[tuple[str, Any, Any]]) -> Gemma4CompatError:
+    """The error for an adapter with these (name, saved shape, shape here)."""
+    name, saved, here = found[0]
+    return Gemma4CompatError(
+        f"the adapter {str(adapter)!r} does not fit {type(model).__name__}: {len(found)} of its tensors have another "
+        f"shape, the first {name!r} ({saved} saved, {here} here). It was made for a base model of another size. "
+        "Nothing of it was kept, and the model is as it was."
+    )

@@ -1,0 +1,137 @@
+"""A saved PEFT adapter as its files describe it: ``adapter_config.json`` and the header of the weights.
+
+No weight is read, no pickle opened, no upstream library imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._adapters import translation
+from gemma4_compat._checkpoint import header
+from gemma4_compat._errors import Gemma4CompatError
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+#: Where a key stops naming a module of the base and begins to name what a tuner put there.
+_TUNER = re.compile(
+    r"\.(?:lora_|base_layer|modules_to_save|token_adapter|trainable_tokens_|ia3_|hada_|lokr_|oft_|boft_|vera_|pvera_|"
+    r"vblora_|randlora_|fourierft_|waveft_|hra_|miss_|bone_|c3a_|shira_|road_|delora_|gralora_|adamss_|hira_|"
+    r"ln_tuning_layers)"
+)
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """What the files of an adapter say.
+
+    Attributes:
+        folder: where they are.
+        config: ``adapter_config.json``.
+        tensors: by key, in the order of the file.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, header.Tensor]
+
+
+def read(adapter: str | os.PathLike[str]) -> SavedAdapter:
+    """Read the description of the adapter in a folder, or of one in the cache of the hub by its id.
+
+    Raises:
+        Gemma4CompatError: there is none, it is a pickle, or a file is damaged. The message names the file and the
+            remedy.
+    """
+    folder = _folder(adapter)
+    if not (folder / CONFIG).is_file():
+        raise _no_config(folder)
+    if not (folder / WEIGHTS).is_file():
+        raise _no_weights(folder)
+    return SavedAdapter(folder, _configuration(folder / CONFIG), header.header(folder / WEIGHTS))
+
+
+def module_of(key: str) -> str:
+    """The module that a key belongs to, by its text alone, without PEFT's prefix."""
+    path = _TUNER.split(key.removeprefix(translation.PREFIX), maxsplit=1)[0]
+    return path.removesuffix(".weight").removesuffix(".bias")
+
+
+def _configuration(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Gemma4CompatError(f"{str(file)!r} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise Gemma4CompatError(f"{str(file)!r} holds no settings: it is a JSON {type(config).__name__}")
+    return config
+
+
+def _folder(adapter: str | os.PathLike[str]) -> Path:
+    path = Path(adapter)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise Gemma4CompatError(f"{str(path)!r} is a file; give the folder that it is in")
+    name = os.fspath(adapter)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        cached = _cached(name)
+        if cached is not None:
+            return cached
+        raise Gemma4CompatError(
+            f"{name!r} is no folder and no adapter in the cache of the hub; fetch it with: "
+            f"hf download {name} {CONFIG} {WEIGHTS}"
+        )
+    raise Gemma4CompatError(f"the folder {name!r} does not exist; give the folder of a saved adapter")
+
+
+def _cached(repository: str) -> Path | None:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError:
+        return None
+    try:
+        found = try_to_load_from_cache(repository, CONFIG)
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _no_config(folder: Path) -> Gemma4CompatError:
+    if (folder / WEIGHTS).is_file() or (folder / PICKLE).is_file():
+        name = WEIGHTS if (folder / WEIGHTS).is_file() else PICKLE
+        return Gemma4CompatError(
+            f"there is {name} in {str(folder)!r} and no {CONFIG}, without which PEFT cannot load it; copy it from "
+            "where the adapter was saved"
+        )
+    inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG}"))
+    if inside:
+        return Gemma4CompatError(
+            f"{str(folder)!r} is no saved adapter, but holds some: {', '.join(inside)}. Give one of these folders"
+        )
+    model = ", but the folder of a model, which comes after the adapter" if (folder / "config.json").is_file() else ""
+    return Gemma4CompatError(f"{str(folder)!r} is no saved adapter{model}: there is no {CONFIG} in it")
+
+
+def _no_weights(folder: Path) -> Gemma4CompatError:
+    if (folder / PICKLE).is_file():
+        return Gemma4CompatError(
+            f"{str(folder / PICKLE)!r} is a pickle, which runs code when it is read, so it is not read. If you trust "
+            "it, load the adapter with PEFT and save_pretrained() it: that writes safetensors"
+        )
+    index = folder / f"{WEIGHTS}.index.json"
+    if index.is_file():
+        return Gemma4CompatError(
+            f"{str(index)!r} says that the weights are in several files, which PEFT neither writes nor loads; join "
+            f"them into {WEIGHTS}"
+        )
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    there = f"; there is {', '.join(others)}, which PEFT does not look for" if others else ""
+    return Gemma4CompatError(f"{str(folder)!r} is no saved adapter: there is no {WEIGHTS} in it{there}")

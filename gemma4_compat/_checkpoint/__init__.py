@@ -1,0 +1,1 @@
+"""Safetensors files tensor by tensor, and checkpoints in several of them."""

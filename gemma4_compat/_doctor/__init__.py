@@ -1,0 +1,1 @@
+"""The command ``doctor``: reproductions in child processes, and the verdicts."""

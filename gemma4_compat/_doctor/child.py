@@ -1,0 +1,62 @@
+"""One reproduction in this process, as JSON: ``python -m gemma4_compat._doctor.child ID FOLDER``.
+
+``doctor`` runs it twice, with the shim off and on. ``build FOLDER [VARIANT]`` instead makes the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat import _shim
+from gemma4_compat._engine.patch import Outcome
+from gemma4_compat._reproduction.workspace import LackingError, Workspace
+
+
+def run(patch_id: str, folder: Path) -> dict[str, Any]:
+    """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C.
+
+    ``ID:reverted`` undoes every patch first, after the libraries were imported with them; ``ID:alone`` this one.
+    """
+    patch_id, _, mode = patch_id.partition(":")
+    patch = {patch.id: patch for patch in _shim.engine.patches()}[patch_id]
+    if mode:
+        for target in patch.targets:
+            with contextlib.suppress(ModuleNotFoundError):  # of another release; the patch waits for it in vain
+                importlib.import_module(target.module)
+        _shim.engine.revert(patch_id if mode == "alone" else None)
+    started = time.perf_counter()
+    try:
+        result: dict[str, Any] = dataclasses.asdict(patch.reproduce(Workspace(folder)))
+    except LackingError as error:
+        result = dataclasses.asdict(Outcome(False, str(error), applicable=False))
+    except Exception as error:  # the user's crash is the result here
+        message = " ".join(str(error).split())
+        result = dataclasses.asdict(Outcome(True, f"{type(error).__name__}: {message}"))
+    result["seconds"] = round(time.perf_counter() - started, 2)
+    status = _shim.engine.status()[patch_id]
+    result["state"], result["reason"], result["detection"] = status.state, status.reason, status.detection
+    return result
+
+
+def main(argv: list[str]) -> int:
+    command, folder = argv[0], Path(argv[1])
+    if command == "build":
+        workspace = Workspace.build(folder, argv[2] if len(argv) > 2 else None)
+        # Beside a GPU a fork is not safe, and where a system's own libraries start threads.
+        forks = sys.platform == "linux" and workspace.main == "cpu"
+        result: dict[str, Any] = {"built": str(folder), "forks": forks}
+    else:
+        result = run(command, folder)
+    print("\n" + json.dumps(result, allow_nan=True), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

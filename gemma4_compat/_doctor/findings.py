@@ -1,0 +1,176 @@
+"""Run reproductions in child processes, shim off and on, and judge what they found. Imports nothing upstream."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._doctor import children
+from gemma4_compat._engine import versions as _versions
+from gemma4_compat._engine.engine import ISSUES
+from gemma4_compat._engine.patch import Patch
+from gemma4_compat._errors import Gemma4CompatError
+
+STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+
+REPAIRED = "repaired"
+NOT_AFFECTED = "not affected"
+NOT_APPLICABLE = "not applicable"
+REMAINS = "DEFECT REMAINS"
+DISABLED = "skipped, DEFECT REMAINS"
+FAILED = "PATCH FAILED"
+CAUSED = "BROKEN BY THE PATCH"
+OFF_REMAINS = "PATCH OFF, DEFECT REMAINS"
+OFF_NOT_SEEN = "patch off, defect not seen"
+_GOOD = frozenset({REPAIRED, NOT_AFFECTED, NOT_APPLICABLE, OFF_NOT_SEEN})
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One patch examined on this stack.
+
+    Attributes:
+        id: the patch.
+        versions: releases of the libraries it concerns.
+        without: the reproduction's result with every patch off (keys ``defect``, ``detail``, ``parity``,
+            ``applicable``, ``seconds``, ``state``, ``reason``, ``detection``).
+        with_shim: the same with this package as the environment configures it.
+    """
+
+    id: str
+    versions: dict[str, str]
+    without: dict[str, Any]
+    with_shim: dict[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        state, there = self.with_shim["state"], self.without["defect"]
+        if self.with_shim["defect"] and not there:
+            return CAUSED
+        if state == "failed":
+            if there:
+                return OFF_REMAINS
+            # Code that is not known may be code without the defect; anything else that failed is our fault.
+            return OFF_NOT_SEEN if self.with_shim["detection"] == "unknown" else FAILED
+        if self.with_shim["defect"]:
+            return DISABLED if state == "skipped" else REMAINS
+        if there:
+            return REPAIRED
+        return NOT_AFFECTED if self.without["applicable"] else NOT_APPLICABLE
+
+    @property
+    def good(self) -> bool:
+        return self.verdict in _GOOD
+
+    @property
+    def report(self) -> str | None:
+        """What to tell us, and where, about a patch that could not be applied; None for any other."""
+        if self.with_shim["state"] != "failed":
+            return None
+        ask = f"please report it at {ISSUES}"
+        if self.verdict == OFF_NOT_SEEN:
+            ask = f"upstream may have fixed it; {ask}, so that the patch's range is closed"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{ask}. Say: {self.id}: {self.with_shim['reason']} [{versions}]"
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "versions": self.versions,
+            "without": self.without,
+            "with": self.with_shim,
+            "verdict": self.verdict,
+            "report": self.report,
+        }
+
+
+def stack() -> dict[str, str]:
+    """Installed releases of the libraries a reproduction needs.
+
+    Raises:
+        Gemma4CompatError: one is missing, or older than the oldest supported release.
+    """
+    versions = {name: _versions.installed(name) for name in STACK}
+    missing = [name for name, version in versions.items() if version is None]
+    if missing:
+        raise Gemma4CompatError(
+            f"{', '.join(missing)} not installed; the reproductions need {', '.join(STACK)}. "
+            "Install them: pip install 'gemma4-compat[stack]'"
+        )
+    found = {name: str(version) for name, version in versions.items()}
+    if too_old := [text for item in found.items() if (text := _versions.too_old(*item)) is not None]:
+        raise Gemma4CompatError("\n".join(too_old))
+    return found
+
+
+def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]) -> Iterator[Finding]:
+    """Reproduce each patch's defect without and with the shim; yields findings as they are complete.
+
+    Args:
+        patches: what to examine.
+        keep: leave the folder with the tiny checkpoint, the adapters and the offloaded weights, and say where it is.
+        note: called with lines for the user that are not findings.
+
+    Raises:
+        Gemma4CompatError: the tiny checkpoint cannot be built with this stack.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="gemma4-compat-"))
+    try:
+        built = children.alone("build", folder, disabled="all")
+        if "built" not in built:
+            raise Gemma4CompatError(f"the tiny Gemma 4 checkpoint cannot be built: {built['detail']}")
+        results: dict[tuple[str, bool], dict[str, Any]] = {}
+        for patch, shim, result in _results(patches, folder, forks=built.get("forks", False)):
+            results[patch.id, shim] = result
+            if (patch.id, not shim) in results:
+                yield Finding(patch.id, _concerned(patch), results[patch.id, False], results[patch.id, True])
+    finally:
+        if keep:
+            note(f"kept: {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)  # on Windows a memory-mapped file may outlive its reader
+
+
+def _results(patches: Sequence[Patch], folder: Path, *, forks: bool) -> Iterator[tuple[Patch, bool, dict[str, Any]]]:
+    """Each patch's reproduction with the shim (True) and without (False), as they end."""
+    jobs: dict[Future[dict[str, Any]], tuple[Patch, bool]] = {}
+    with contextlib.ExitStack() as stack:
+        for shim in (False, True):
+            beside = max(1, min(2 if forks else 8, (os.cpu_count() or 2) // 4))  # alone, they mostly import
+            idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]] = queue.SimpleQueue()
+            for _ in range(beside):
+                disabled = "" if shim else "all"
+                if forks:
+                    idle.put(stack.enter_context(children.Forks(folder, disabled)))
+                else:
+                    idle.put(functools.partial(children.alone, folder=folder, disabled=disabled))
+            pool = stack.enter_context(ThreadPoolExecutor(beside))
+            jobs.update({pool.submit(_with_one_of, idle, patch.id): (patch, shim) for patch in patches})
+        try:
+            for job in as_completed(jobs):
+                yield *jobs[job], job.result()
+        finally:
+            for job in jobs:
+                job.cancel()
+
+
+def _with_one_of(idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]], command: str) -> dict[str, Any]:
+    run = idle.get()
+    try:
+        return run(command)
+    finally:
+        idle.put(run)
+
+
+def _concerned(patch: Patch) -> dict[str, str]:
+    names = [patch.distribution, *(_versions.requirement(text)[0] for text in patch.requires)]
+    return {name: version for name in names if (version := _versions.installed(name)) is not None}

@@ -1,0 +1,1 @@
+"""Arms, applies and undoes patches. Knows nothing about Gemma 4, and nothing about reproductions."""

@@ -1,0 +1,179 @@
+"""What a patch is, and what the engine says about it. Plain data: no upstream library, no engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+#: A parity figure is the largest absolute logit difference over this many forwards; tokens of a generate must agree.
+FORWARDS = 3
+
+# `StrEnum` would say this better; it needs Python 3.11 and the floor is 3.10.
+
+
+class Severity(str, enum.Enum):
+    """What the defect does to a user who has no patch."""
+
+    CRASH = "crash"
+    WRONG_RESULT = "wrong_result"
+    MEMORY = "memory"
+    SPEED = "speed"
+
+    __str__ = str.__str__
+
+
+class Detection(str, enum.Enum):
+    """What the code that is really loaded says, after the version said "maybe"."""
+
+    AFFECTED = "affected"
+    NOT_AFFECTED = "not_affected"
+    UNKNOWN = "unknown"
+
+    __str__ = str.__str__
+
+
+class PatchState(str, enum.Enum):
+    """Where a patch is in its life.
+
+    ``registered`` (known, not armed) -> ``skipped`` (opted out, library absent or too old, requirement unmet) |
+    ``not_needed`` (release outside ``affected``, or the loaded code has no defect) | ``pending`` (armed, waiting for
+    the import) -> ``applied`` | ``failed`` (unknown code; nothing of it remains) ; ``applied`` -> ``reverted``.
+    """
+
+    REGISTERED = "registered"
+    SKIPPED = "skipped"
+    NOT_NEEDED = "not_needed"
+    PENDING = "pending"
+    APPLIED = "applied"
+    FAILED = "failed"
+    REVERTED = "reverted"
+
+    __str__ = str.__str__
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a reproduction found.
+
+    Attributes:
+        defect: the defect was seen.
+        detail: what was seen, with the measured value.
+        parity: largest absolute difference from the same weights on one device (0.0 is bit-exact); None where the
+            reproduction compares something else than logits.
+        applicable: the situation can exist here; False where this release lacks the model class, say, or this CPU the
+            instructions (then ``defect`` is False and ``detail`` says what is missing).
+    """
+
+    defect: bool
+    detail: str
+    parity: float | None = None
+    applicable: bool = True
+
+    @classmethod
+    def of_parity(cls, found: float, what: str) -> Outcome:
+        """Any difference from the same weights on one device is a defect."""
+        if found == 0.0:
+            return cls(False, f"{what}: {FORWARDS} forwards and generate bit-exact", 0.0)
+        return cls(True, f"{what}: logits differ by {found:.3g} from the same weights on one device", found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One upstream function and what takes its place.
+
+    Attributes:
+        module: the leaf module that defines it (``"bitsandbytes.nn.modules"``), never a re-exporting package.
+        name: its dotted path there (``"Params4bit.to"``).
+        replacement: ``replacement(original, *args, **kwargs)``; for methods ``args[0]`` is ``self`` (or ``cls``).
+        known: fingerprints (see :mod:`gemma4_compat._engine.fingerprint`) of the upstream code this was proven on,
+            with the releases that carry it. Code with any other fingerprint is never replaced.
+        optional: the module or name does not exist in every affected release; where it is missing it is left out.
+    """
+
+    module: str
+    name: str
+    replacement: Callable[..., Any]
+    known: Mapping[str, str]
+    optional: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One defect and its repair. The vocabulary is that of DEP-3, OSV and PyPA version specifiers.
+
+    Attributes:
+        id: ``<distribution>-<slug>``, for ever.
+        summary: one line, what is repaired.
+        symptom: what the user sees: exception type and message, or ``silent: ...``.
+        severity: see :class:`Severity`.
+        failure_points: rows of docs/PATCHES.md this patch answers (``F1`` ...).
+        distribution: the library whose code is replaced.
+        affected: PEP 440 specifier of its affected releases; closed by ``<fixed`` once a fix is released.
+        measured: the newest release it was proven on. Beyond it the patch applies only to unchanged code.
+        requires: PEP 508 requirements on *other* distributions without which there is no defect.
+        targets: every function that is replaced.
+        reproduce: builds the situation through public API and reports (or raises) the defect; ``doctor`` runs it.
+        bug: where upstream tracks it.
+        applied_upstream: the upstream change that fixes it, if there is one.
+        fixed: the first release with that change.
+        retire_when: the condition under which this file is deleted.
+        opt_in: only applied when named in ``GEMMA4_COMPAT_ENABLE``.
+        after: ids of patches that must be applied before this one.
+        detect: a cheap, static look at the loaded code that may say ``NOT_AFFECTED`` (or ``UNKNOWN``) although the
+            version is in range; the fingerprints of ``targets`` are checked after it.
+    """
+
+    id: str
+    summary: str
+    symptom: str
+    severity: Severity
+    failure_points: tuple[str, ...]
+    distribution: str
+    affected: str
+    measured: str
+    targets: tuple[Target, ...]
+    retire_when: str
+    reproduce: Callable[[Any], Outcome]
+    requires: tuple[str, ...] = ()
+    bug: tuple[str, ...] = ()
+    applied_upstream: str | None = None
+    fixed: str | None = None
+    opt_in: bool = False
+    after: tuple[str, ...] = ()
+    detect: Callable[[], Detection] | None = None
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that must be imported, completely, before the patch can be applied."""
+        return tuple(dict.fromkeys(target.module for target in self.targets if not target.optional))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchStatus:
+    """What happened to one patch in this process.
+
+    Attributes:
+        id: the patch.
+        state: see :class:`PatchState`.
+        reason: why it is in that state, in one sentence.
+        versions: releases seen when that was decided, by distribution (absent ones are left out).
+        late: applied after its library had been imported; names other modules had taken by then were rebound.
+        overridden: replaced functions that another library has replaced again since.
+        detection: what the loaded code said; None where it was not looked at, or looking at it was not what failed.
+        at: when the state was entered, seconds since the epoch (``time.time()``).
+    """
+
+    id: str
+    state: PatchState
+    reason: str
+    versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    late: bool = False
+    overridden: tuple[str, ...] = ()
+    detection: Detection | None = None
+    at: float = 0.0

@@ -1,0 +1,1 @@
+"""The command ``merge``: an adapter merged into its base, with measured parity."""

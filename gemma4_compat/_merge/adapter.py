@@ -1,0 +1,291 @@
+"""A saved adapter as the merge needs it: its keys in the names of the base model, and what each of them changes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._adapters import translation as _adapter_keys
+from gemma4_compat._checkpoint import shards
+from gemma4_compat._checkpoint.shards import Entry
+from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+
+PREFIX = "base_model.model."
+WEIGHTS, PICKLE, CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
+
+#: PEFT types whose layers know nothing of one another, so that one at a time can be built and merged.
+TYPES = (
+    "BOFT",
+    "FOURIERFT",
+    "HRA",
+    "IA3",
+    "LN_TUNING",
+    "LOHA",
+    "LOKR",
+    "LORA",
+    "MISS",
+    "OFT",
+    "TRAINABLE_TOKENS",
+)
+_PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
+_TOKENS = "trainable_tokens_delta"
+
+
+@dataclass
+class Adapter:
+    """A saved adapter and what it changes in one base model.
+
+    Attributes:
+        folder: of an adapter that PEFT loads onto this model as it is; the given one where that is so already.
+        config: PEFT's configuration of it.
+        entries: the tensors, by their key in PEFT's terms for this model (no adapter name).
+        modules: path of a module -> keys of the adapter's weights there.
+        replaced: parameter or buffer of the model -> key of the value it gets (modules_to_save, trained biases).
+        dead: keys in the file of modules this model has no use for.
+        absent: modules that the configuration targets and the file has nothing for.
+        translated: whether the file's own keys were other ones.
+    """
+
+    folder: Path
+    config: Any
+    entries: Mapping[str, Entry]
+    modules: dict[str, list[str]] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
+    dead: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    translated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+
+def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool = False) -> Adapter:
+    """Read what an adapter says; its weights stay on disk.
+
+    Args:
+        folder: with ``adapter_config.json`` and weights.
+        model: the base model on meta.
+        scratch: an empty folder for a copy in PEFT's terms, where the given one is in others.
+        allow_pickle: read ``adapter_model.bin`` (tensors only).
+
+    Raises:
+        Gemma4CompatError: it cannot be merged into this model; the message says why and what to do.
+    """
+    config = _config(folder)
+    if (folder / WEIGHTS).is_file():
+        source, entries = folder, shards.entries(folder / WEIGHTS)
+    else:
+        source, entries = scratch, _unpickled(folder, scratch, config, allow_pickle)
+    if not entries:
+        raise Gemma4CompatError(f"the adapter in {str(folder)!r} has no weights: {WEIGHTS} is empty")
+    adapter = Adapter(source, config, entries)
+    modules = {name for name, _ in model.named_modules() if name}
+    translation = _adapter_keys.translate(entries, modules)
+    if not translation.names:
+        raise Gemma4CompatError(
+            f"not one of the {len(entries)} keys of the adapter in {str(folder)!r} belongs to {type(model).__name__} "
+            f"(the first is {next(iter(entries))!r}). It was made for another model; give the base it was trained on"
+        )
+    if translation.unmatched:
+        raise Gemma4CompatError(
+            f"{len(translation.unmatched)} keys of the adapter in {str(folder)!r} belong to no module of "
+            f"{type(model).__name__}, {translation.unmatched[0]!r} among them; without them the merged model would "
+            "not answer as the adapter does. Give the base it was trained on"
+        )
+    adapter.dead = tuple(translation.dead)
+    adapter.entries = {new: entries[old] for old, new in translation.names.items()}
+    _sort(adapter, model)
+    if not translation.is_identity:
+        adapter.translated = any(old != new for old, new in translation.names.items())
+        _rename(adapter, {here: there for there, here in translation.modules.values()}, scratch)
+    elif source == scratch:
+        _save_config(adapter.config, scratch)
+    if not adapter.translated:
+        adapter.absent = _absent(adapter, model)
+    if adapter.absent:
+        warnings.warn(
+            f"the adapter's configuration targets {len(adapter.absent)} modules that its file has no weights for, "
+            f"{adapter.absent[0]} among them; they stay as they are in the base.",
+            Gemma4CompatWarning,
+            stacklevel=3,
+        )
+    return adapter
+
+
+def _config(folder: Path) -> Any:
+    import peft
+
+    file = folder / CONFIG
+    if not file.is_file():
+        raise Gemma4CompatError(
+            f"{str(folder)!r} is no saved adapter: there is no {CONFIG} in it. Give the folder save_pretrained wrote"
+        )
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        kind = data.get("peft_type")
+    except (OSError, ValueError, AttributeError) as error:
+        raise Gemma4CompatError(f"{str(file)!r} cannot be read: {error}") from error
+    kind = "MISS" if kind == "BONE" and not hasattr(peft.PeftType, "BONE") else kind
+    if kind in _PROMPTS:
+        raise Gemma4CompatError(f"{kind} changes the prompt, not the weights: there is nothing to merge")
+    if kind not in peft.PeftType.__members__:
+        raise Gemma4CompatError(
+            f"the adapter in {str(folder)!r} has the type {kind!r}, which peft {peft.__version__} does not know. "
+            "Install the release it was made with"
+        )
+    if kind not in TYPES:
+        raise Gemma4CompatError(
+            f"adapters of type {kind} are not merged module by module, for their layers share state or their type is "
+            f"not covered by a test ({', '.join(TYPES)} are). Merge it in memory: load the base in bf16, "
+            "PeftModel.from_pretrained, merge_and_unload, save_pretrained"
+        )
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+    except (TypeError, ValueError, KeyError) as error:
+        raise Gemma4CompatError(f"{str(file)!r} is not understood by peft {peft.__version__}: {error}") from error
+    if getattr(config, "layer_replication", None):
+        raise Gemma4CompatError(
+            "the adapter replicates layers (layer_replication): the result is another architecture"
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise Gemma4CompatError(
+            "an activated LoRA (alora_invocation_tokens) depends on the prompt: it cannot be merged"
+        )
+    return config
+
+
+def _unpickled(folder: Path, scratch: Path, config: Any, allow_pickle: bool) -> dict[str, Entry]:
+    import torch
+    from safetensors.torch import save_file
+
+    file = folder / PICKLE
+    if not file.is_file():
+        raise Gemma4CompatError(f"there are no weights in {str(folder)!r}: neither {WEIGHTS} nor {PICKLE}")
+    if not allow_pickle:
+        raise Gemma4CompatError(
+            f"the adapter in {str(folder)!r} is a pickle ({PICKLE}), and pickles can run code when they are read. "
+            "Convert it where you trust it (PeftModel.save_pretrained writes safetensors), or pass --allow-pickle "
+            "(allow_pickle=True), which admits tensors and nothing else"
+        )
+    try:
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise Gemma4CompatError(f"{str(file)!r} cannot be read as tensors alone: {_line(error)}") from error
+    if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise Gemma4CompatError(f"{str(file)!r} holds something else than tensors by name")
+    save_file({key: value.clone().contiguous() for key, value in weights.items()}, scratch / WEIGHTS)
+    return shards.entries(scratch / WEIGHTS)
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[0]
+
+
+def _sort(adapter: Adapter, model: Any) -> None:
+    """What each key changes: weights of the adapter on a module, or a value of the model itself."""
+    modules = {name for name, _ in model.named_modules()}
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for key in adapter.entries:
+        path = key.removeprefix(PREFIX)
+        plain = path.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
+        if plain in own:
+            adapter.replaced[plain] = key
+            continue
+        module = path.rpartition(".")[0]
+        while module and module not in modules:
+            module = module.rpartition(".")[0]
+        if not module:
+            raise Gemma4CompatError(
+                f"the adapter's {key!r} belongs to no module: {adapter.config.peft_type.value} keeps state that its "
+                "layers share, which cannot be merged module by module. Merge it in memory with PEFT"
+            )
+        adapter.modules.setdefault(module, []).append(key)
+
+
+def _rename(adapter: Adapter, there: Mapping[str, str], scratch: Path) -> None:
+    """Write the adapter with the keys of this model, and a configuration that targets exactly these modules.
+
+    ``there``: module of this model -> its name in the file, by which the configuration's patterns were meant.
+    """
+    before = {path: there.get(path, path) for path in adapter.modules}
+    config = adapter.config = copy.deepcopy(adapter.config)
+    for attribute in ("rank_pattern", "alpha_pattern"):
+        if patterns := getattr(config, attribute, None):
+            exact = {
+                re.escape(path): patterns[found]
+                for path, old in before.items()
+                if (found := pattern_for(patterns, old)) is not None
+            }
+            setattr(config, attribute, exact)
+    if getattr(config, "feedforward_modules", None):
+        config.feedforward_modules = {
+            path for path, old in before.items() if names_it(config.feedforward_modules, old)
+        }
+    plain = [path for path, keys in adapter.modules.items() if kind_of(keys, config, path) == "target"]
+    if plain:
+        config.target_modules = sorted(plain)
+        for attribute in ("exclude_modules", "layers_to_transform", "layers_pattern"):
+            if hasattr(config, attribute):
+                setattr(config, attribute, None)
+    outputs = [shards.Output(key, entry.dtype, entry.shape) for key, entry in adapter.entries.items()]
+    target = scratch / "translated"
+    target.mkdir()
+    shards.write(target, [outputs], {key: lambda e=entry: shards.pieces(e) for key, entry in adapter.entries.items()})
+    (target / "model.safetensors").rename(target / WEIGHTS)
+    adapter.entries = shards.entries(target / WEIGHTS)
+    adapter.folder = target
+    _save_config(config, target)
+
+
+def _save_config(config: Any, folder: Path) -> None:
+    config.save_pretrained(str(folder))
+
+
+def pattern_for(patterns: Mapping[str, Any], name: str) -> str | None:
+    """The pattern that PEFT would take for a module of that name."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
+
+
+def names_it(names: Any, path: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def kind_of(keys: Collection[str], config: Any, path: str) -> str:
+    """How PEFT put weights on a module: as a "target", on single "tokens", or on named "parameters" of it."""
+    if any(key.endswith(_TOKENS) for key in keys):
+        return "tokens"
+    owners = (name.rpartition(".")[0] for name in getattr(config, "target_parameters", None) or ())
+    return "parameters" if any(path == owner or path.endswith(f".{owner}") for owner in owners) else "target"
+
+
+def _absent(adapter: Adapter, model: Any) -> tuple[str, ...]:
+    """Modules that PEFT would put an adapter on, and that the file has no weights for."""
+    from peft.tuners import tuners_utils
+
+    if not getattr(adapter.config, "target_modules", None):
+        return ()
+    config = copy.deepcopy(adapter.config)
+    resolve = getattr(tuners_utils, "_maybe_include_all_linear_layers", None)
+    if resolve is not None:
+        config = resolve(config, model)  # the clipped linears of the towers become their inner ones here
+    kinds = {type(module) for name, module in model.named_modules() if name in adapter.modules}
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if type(module) in kinds
+        and name not in adapter.modules
+        and f"{name}.weight" not in adapter.replaced
+        and tuners_utils.check_target_module_exists(config, name)
+    )

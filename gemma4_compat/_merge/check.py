@@ -1,0 +1,378 @@
+"""Does a merged model answer as the base with the adapter loaded does: measured, against a measured bound.
+
+Merging rounds each weight once more, and that shows in the logits; how much depends on the model and the prompt. So
+the bound is taken from the model itself: the adapter-loaded model answers again with noise of one rounding of its
+dtype on the output of every adapted module, which is what rounding their weights does (and of every 4-bit layer, which
+another kernel computes). What differs by more than a few times that is no rounding.
+
+Both models are never in memory at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: Times the noise that a difference may be: of its largest logit, and of its root mean square, which varies less.
+BOUND, BOUND_RMS = 3.0, 2.0
+#: Draws of the noise; the largest counts.
+DRAWS = 2
+NEW_TOKENS = 16
+_PROMPT_TOKENS = 32
+
+_TEXTS = (
+    "The capital of France is",
+    "Write a short poem about the sea and the people who live from it.",
+    'def fibonacci(n):\n    """The n-th Fibonacci number."""\n',
+    "Question: A train leaves at 9:40 and arrives at 13:05. How long does the journey take?\nAnswer:",
+    "Liebe Kolleginnen und Kollegen, hiermit lade ich Sie herzlich ein",
+    "Summarize: the same weights must give the same answer wherever they live.",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "Translate to Spanish: I would like a table for two by the window.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How the merged model's answers compare with those of the base with the adapter loaded.
+
+    Differences are of logits, over every position of every prompt: the largest, and the root mean square.
+
+    Attributes:
+        prompts: what was asked.
+        reference: what the merged model was compared with.
+        positions: how many rows of logits were compared.
+        difference: merged against adapter-loaded.
+        difference_rms: the same.
+        noise: adapter-loaded against itself with one rounding of noise on the adapted modules.
+        noise_rms: the same.
+        effect: adapter-loaded against the base alone.
+        effect_rms: the same.
+        bound: what ``difference`` may be.
+        bound_rms: what ``difference_rms`` may be; None when a tolerance was given.
+        kl_mean: Kullback-Leibler divergence of the merged model's next token from the adapter-loaded one's, in nats.
+        kl_max: the largest of a position.
+        greedy_equal: for each prompt, up to which new token greedy decoding agrees.
+        greedy_tokens: new tokens decoded.
+        notes: what the comparison cannot tell.
+    """
+
+    prompts: tuple[str, ...]
+    reference: str
+    positions: int
+    difference: float
+    difference_rms: float
+    noise: float
+    noise_rms: float
+    effect: float
+    effect_rms: float
+    bound: float
+    bound_rms: float | None
+    kl_mean: float
+    kl_max: float
+    greedy_equal: tuple[int, ...]
+    greedy_tokens: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Within bounds. A difference that is not a number is not."""
+        return self.difference <= self.bound and (self.bound_rms is None or self.difference_rms <= self.bound_rms)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked: ``batch`` for its forward; ``decode`` to let it go on."""
+
+    title: str
+    batch: Mapping[str, Any]
+    decode: bool = True
+
+
+@dataclass
+class _Spread:
+    """The largest and the mean square of differences that arrive one prompt at a time."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    count: int = 0
+
+    def add(self, one: Any, other: Any) -> None:
+        difference = (one - other).abs()
+        largest = difference.max().item()
+        self.largest = largest if math.isnan(largest) else max(self.largest, largest)
+        self.squares += difference.double().square().sum().item()
+        self.count += difference.numel()
+
+    @property
+    def rms(self) -> float:
+        return math.sqrt(self.squares / self.count) if self.count else 0.0
+
+
+@dataclass
+class Reference:
+    """The answers of the base with the adapter, and what is needed to judge others by them."""
+
+    logits: list[Any] = field(default_factory=list)
+    tokens: list[Any] = field(default_factory=list)
+    noise: _Spread = field(default_factory=_Spread)
+    effect: _Spread = field(default_factory=_Spread)
+    title: str = ""
+
+
+def prompts(folder: Path, model: Any, count: int, touched: Sequence[str]) -> tuple[list[Prompt], list[str]]:
+    """``count`` prompts, one with an image and a sound more where the model has towers, and notes about them.
+
+    Args:
+        folder: of the base; its tokenizer is used where it has one.
+        model: the model on meta.
+        count: how many.
+        touched: modules the adapter changes.
+    """
+    import torch
+
+    config = model.config
+    text = config.get_text_config()
+    notes: list[str] = []
+    tokenizer, why = _tokenizer(folder)
+    if tokenizer is None:
+        notes.append(f"no tokenizer ({why}): the prompts are pseudo-random token ids")
+    generator = torch.Generator().manual_seed(7)
+    special = {value for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))}
+    plain = torch.tensor([token for token in range(3, min(text.vocab_size, 65536)) if token not in special])
+    found: list[Prompt] = []
+    for index in range(count):
+        if tokenizer is not None and index < len(_TEXTS):
+            ids, title = (
+                tokenizer(_TEXTS[index], return_tensors="pt")["input_ids"][:, : 4 * _PROMPT_TOKENS],
+                _TEXTS[index],
+            )
+        else:
+            chosen = torch.randint(len(plain), (1, _PROMPT_TOKENS), generator=generator)
+            ids, title = plain[chosen], f"{_PROMPT_TOKENS} token ids"
+        found.append(Prompt(title, _batch(model, ids)))
+    media = _media(model, plain, generator)
+    if media is not None and count:
+        found.append(media)
+    towers = [path for path in touched if for_media(path)]
+    if towers and media is None:
+        notes.append(
+            f"no prompt has an image or a sound: {len(towers)} adapted modules, {towers[0]} among them, are not run"
+        )
+    return found, notes
+
+
+def for_media(path: str) -> bool:
+    """Whether a module computes for images or sounds only."""
+    return any(part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio") for part in path.split("."))
+
+
+def _tokenizer(folder: Path) -> tuple[Any, str]:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return None, "the base has none"
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True), ""
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        return None, " ".join(str(error).split())[:200]
+
+
+def _batch(model: Any, ids: Any) -> dict[str, Any]:
+    import torch
+
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if _has_towers(model):
+        batch["mm_token_type_ids"] = torch.zeros_like(ids)
+    return batch
+
+
+def _has_towers(model: Any) -> bool:
+    return bool(getattr(model.config, "vision_config", None) or getattr(model.config, "audio_config", None))
+
+
+def _media(model: Any, plain: Any, generator: Any) -> Prompt | None:
+    """A prompt with a small image and a short sound of random values, four soft tokens each."""
+    import torch
+
+    config = model.config
+    if config.model_type != "gemma4":
+        return None
+    vision, audio = getattr(config, "vision_config", None), getattr(config, "audio_config", None)
+    if vision is None and audio is None:
+        return None
+    ids = plain[torch.randint(len(plain), (1, 24), generator=generator)]
+    batch = _batch(model, ids)
+    said = []
+    if vision is not None:
+        ids[0, 4:8] = config.image_token_id
+        side = torch.arange(2 * vision.pooling_kernel_size)
+        grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1).reshape(1, len(side) ** 2, 2)
+        batch["pixel_values"] = torch.rand(1, len(side) ** 2, 3 * vision.patch_size**2, generator=generator)
+        batch["image_position_ids"] = grid
+        said.append("an image")
+    if audio is not None:
+        ids[0, 12:16] = config.audio_token_id
+        mels = audio.subsampling_conv_channels[0]
+        batch["input_features"] = torch.randn(1, 16, mels, generator=generator)
+        batch["input_features_mask"] = torch.ones(1, 16, dtype=torch.bool)
+        said.append("a sound")
+    if vision is not None:
+        batch["mm_token_type_ids"] = (ids == config.image_token_id).long()
+    if audio is not None:
+        batch["mm_token_type_ids"] = batch["mm_token_type_ids"] + 3 * (ids == config.audio_token_id).long()
+    return Prompt(f"{' and '.join(said)} of random values", batch)
+
+
+def ask_reference(load: Callable[[], Any], asked: Sequence[Prompt], adapted: Sequence[str], title: str) -> Reference:
+    """The answers of the adapter-loaded model that ``load`` makes; it is freed again."""
+    import torch
+
+    reference = Reference(title=title)
+    model = load()
+    with torch.no_grad():
+        for number, prompt in enumerate(asked):
+            logits = _logits(model, prompt)
+            reference.logits.append(logits)
+            with model.disable_adapter():
+                reference.effect.add(logits, _logits(model, prompt))
+            for draw in range(DRAWS):
+                with _noise(model, adapted, seed=DRAWS * number + draw):
+                    reference.noise.add(logits, _logits(model, prompt))
+            reference.tokens.append(_greedy(model, prompt))
+    del model
+    gc.collect()
+    _empty_cache()
+    return reference
+
+
+def compare(
+    load: Callable[[], Any],
+    asked: Sequence[Prompt],
+    reference: Reference,
+    *,
+    tolerance: float | None,
+    notes: Sequence[str] = (),
+) -> Parity:
+    """The answers of the merged model that ``load`` makes against the reference's."""
+    import torch
+
+    spread = _Spread()
+    kl_sum, kl_max, positions = 0.0, 0.0, 0
+    equal = []
+    model = load()
+    with torch.no_grad():
+        for prompt, wanted, tokens in zip(asked, reference.logits, reference.tokens):
+            logits = _logits(model, prompt)
+            spread.add(wanted, logits)
+            right, found = wanted.double().log_softmax(-1), logits.double().log_softmax(-1)
+            divergence = (right.exp() * (right - found)).sum(-1).clamp_min(0)
+            kl_sum, kl_max = kl_sum + divergence.sum().item(), max(kl_max, divergence.max().item())
+            positions += divergence.numel()
+            same = (_greedy(model, prompt) == tokens).long()
+            equal.append(int(same.cumprod(0).sum()))
+    del model
+    gc.collect()
+    _empty_cache()
+    said = list(notes)
+    noise = reference.noise
+    if reference.effect.largest == 0.0:
+        said.append("the adapter has no effect on these prompts")
+    elif BOUND_RMS * noise.rms >= reference.effect.rms:
+        said.append(
+            "the adapter's effect on these prompts is no larger than the bound: they cannot tell a lost adapter"
+        )
+    return Parity(
+        prompts=tuple(prompt.title for prompt in asked),
+        reference=reference.title,
+        positions=positions,
+        difference=spread.largest,
+        difference_rms=spread.rms,
+        noise=noise.largest,
+        noise_rms=noise.rms,
+        effect=reference.effect.largest,
+        effect_rms=reference.effect.rms,
+        bound=BOUND * noise.largest if tolerance is None else tolerance,
+        bound_rms=BOUND_RMS * noise.rms if tolerance is None else None,
+        kl_mean=kl_sum / positions,
+        kl_max=kl_max,
+        greedy_equal=tuple(equal),
+        greedy_tokens=NEW_TOKENS,
+        notes=tuple(said),
+    )
+
+
+def _empty_cache() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _logits(model: Any, prompt: Prompt) -> Any:
+    return model(**_on(model, prompt.batch)).logits[0].float().cpu()
+
+
+def _greedy(model: Any, prompt: Prompt) -> Any:
+    """The new tokens, always :data:`NEW_TOKENS` of them: a model that ends early in both agrees to the end."""
+    import torch
+
+    out = model.generate(
+        **_on(model, prompt.batch), max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    tokens = out[0, prompt.batch["input_ids"].shape[1] :].cpu()
+    return torch.nn.functional.pad(tokens, (0, NEW_TOKENS - len(tokens)), value=-1)
+
+
+def _on(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    from gemma4_compat._models.inspection import input_device
+
+    device = input_device(model)
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+@contextlib.contextmanager
+def _noise(model: Any, paths: Sequence[str], *, seed: int) -> Iterator[None]:
+    """While inside, outputs of these modules carry noise of one rounding in their dtype.
+
+    Relative to the larger of the value and its row's root mean square: rounding a weight matrix perturbs what a row
+    sums to, however small the sum.
+    """
+    import torch
+
+    generators: dict[Any, Any] = {}
+
+    def perturb(_module: Any, _arguments: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return output
+        generator = generators.setdefault(output.device, torch.Generator(output.device).manual_seed(seed))
+        sign = torch.randint(0, 2, output.shape, generator=generator, device=output.device, dtype=torch.int8) * 2 - 1
+        values = output.float()
+        scale = torch.maximum(values.abs(), values.square().mean(-1, keepdim=True).sqrt())
+        return (values + sign * scale * rounding(output.dtype)).to(output.dtype)
+
+    chosen = {model.base_model.model.get_submodule(path) for path in paths}
+    # These compute with another kernel than the merged model's linears.
+    quantized = [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    inside = {part for module in chosen for part in module.modules()}
+    handles = [module.register_forward_hook(perturb) for module in chosen | (set(quantized) - inside)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def rounding(dtype: Any) -> float:
+    """The relative error of one rounding: half a unit in the last place of a 16-bit dtype.
+
+    In float32 the steps of a sum are rounded as its result is, and the order of the steps differs: four times that.
+    """
+    import torch
+
+    return float(torch.finfo(dtype).eps) * (2.0 if dtype is torch.float32 else 0.5)

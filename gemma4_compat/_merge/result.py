@@ -1,0 +1,72 @@
+"""What a merge returns, and the error of one whose outputs are out of bounds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._merge.check import Parity
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeReport:
+    """What was merged into what, and how the answers compare.
+
+    Attributes:
+        out: folder of the merged model.
+        base: of the base, as given; ``adapter`` likewise.
+        model_class: the class in ``transformers`` that the folder loads as.
+        start: "original" or "dequantized".
+        quantization: what "dequantized" stands for: "4bit", "4bit-double" or "8bit"; None for "original".
+        assumed: whether nothing said so.
+        dtype: of the merged weights: "bf16", "fp16" or "fp32".
+        peft_type: of the adapter.
+        modules: how many the adapter was merged into.
+        replaced: tensors that the adapter replaced as a whole.
+        dequantized: weights that went through the quantization and back.
+        dead: keys of the adapter for modules that are never used; they were dropped.
+        absent: modules that the adapter's configuration names and its file has nothing for.
+        untied: the head got weights of its own.
+        files: with weights.
+        nbytes: of the weights.
+        seconds: for the merge, and for the check.
+        versions: of the libraries.
+        parity: what the check found; None when there was none.
+    """
+
+    out: str
+    base: str
+    adapter: str
+    model_class: str
+    start: str
+    quantization: str | None
+    assumed: bool
+    dtype: str
+    peft_type: str
+    modules: int
+    replaced: int
+    dequantized: int
+    dead: tuple[str, ...]
+    absent: tuple[str, ...]
+    untied: bool
+    files: tuple[str, ...]
+    nbytes: int
+    seconds: dict[str, float]
+    versions: dict[str, str]
+    parity: Parity | None = field(default=None)
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        data = asdict(self)
+        if self.parity is not None:
+            data["parity"]["ok"] = self.parity.ok
+        return data
+
+
+class MergeParityError(Gemma4CompatError):
+    """The merged model does not answer as the adapter does; nothing was kept. ``report`` says what was measured."""
+
+    def __init__(self, message: str, report: MergeReport) -> None:
+        super().__init__(message)
+        self.report = report

@@ -1,0 +1,67 @@
+"""The report of a merge, for a reader."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gemma4_compat._merge.check import Parity
+    from gemma4_compat._merge.result import MergeReport
+
+
+def report_text(report: MergeReport) -> str:
+    """Everything a report says, a fact a line."""
+    from gemma4_compat._planner.layout import size_text
+
+    start = report.start
+    if report.quantization is not None:
+        start += f", {report.quantization}" + (
+            " (assumed: nothing says how it was quantized)" if report.assumed else ""
+        )
+    lines = [
+        f"base      {report.base} ({report.model_class}, {start})",
+        f"adapter   {report.adapter} ({report.peft_type}, {report.modules} modules, {report.replaced} whole tensors)",
+        f"merged    {report.out}: {size_text(report.nbytes)} in {report.dtype}, {len(report.files)} files",
+    ]
+    if report.dequantized:
+        lines.append(f"          {report.dequantized} weights as {report.quantization} has them")
+    if report.untied:
+        lines.append("          the head has weights of its own now (tie_word_embeddings is false)")
+    if report.dead:
+        lines.append(
+            f"          {len(report.dead)} keys of modules that are never used were dropped: {report.dead[0]}, ..."
+        )
+    if report.absent:
+        lines.append(
+            f"          {len(report.absent)} targeted modules without weights in the adapter: {report.absent[0]}, ..."
+        )
+    lines.append(f"time      {report.seconds['merge']:.1f} s, check {report.seconds['check']:.1f} s")
+    lines.append("with      " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    if report.parity is None:
+        return "\n".join([*lines, "parity    not measured (--check 0)"])
+    return "\n".join([*lines, *_parity(report.parity)])
+
+
+def _parity(parity: Parity) -> list[str]:
+    rows = [("merged against adapter-loaded", parity.difference, parity.difference_rms)]
+    rows += [("one rounding in the adapter-loaded model", parity.noise, parity.noise_rms)]
+    rows += [("the adapter's whole effect", parity.effect, parity.effect_rms)]
+    greedy = ", ".join(map(str, parity.greedy_equal))
+    return [
+        f"parity    against {parity.reference}, {len(parity.prompts)} prompts, {parity.positions} positions",
+        f"          {'difference of logits':<42}{'largest':>10}{'rms':>10}",
+        *(f"          {name:<42}{largest:>10.3g}{rms:>10.3g}" for name, largest, rms in rows),
+        f"          KL divergence {parity.kl_mean:.2e} nats on average, {parity.kl_max:.2e} at most",
+        f"          greedy tokens that agree, of {parity.greedy_tokens}: {greedy}",
+        *(f"          note: {note}" for note in parity.notes),
+        f"verdict   {verdict(parity)}",
+    ]
+
+
+def verdict(parity: Parity) -> str:
+    """Within bounds or not, in a line."""
+    bound = f"{parity.bound:.3g}" + ("" if parity.bound_rms is None else f" (rms {parity.bound_rms:.3g})")
+    found = f"{parity.difference:.3g} (rms {parity.difference_rms:.3g})"
+    if parity.ok:
+        return f"within bounds: logits differ by {found}, the bound is {bound}"
+    return f"parity is out of bounds: logits differ by {found}, the bound is {bound}"

@@ -1,0 +1,1 @@
+"""The command ``needed``: which patches the pins of a project still need."""

@@ -1,0 +1,1 @@
+"""Offloaded modules: streaming of layers, host memory, row lookup, PEFT on offloaded layers."""

@@ -1,0 +1,153 @@
+"""accelerate's hooks that have nothing to do are out of the way while a dispatched model runs.
+
+``dispatch_model`` puts a hook on every module, also on those that stay on the accelerator: it moves inputs that are
+there already, 18 times a layer, and costs a tenth or more of the decoding speed. When everything computes on one
+device, the hook of the model itself has moved the inputs, and the others find nothing to move: as little as with the
+whole model on that device, where there are none.
+
+They are taken off for the forward of the model and put back after it. Whoever calls a module by itself finds its hook.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat._models import placement
+
+# The two hooks of each model and tower.
+_handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def install(model: Any) -> bool:
+    """Do so for a dispatched model; False, and nothing is done, where it computes on several devices."""
+    import torch
+
+    uninstall(model)
+    device = placement.hook_device(model)
+    hooked = [module for module in model.modules() if "_hf_hook" in vars(module)]
+    if device is None or any(placement.hook_device(module) != device for module in hooked):
+        return False
+    # A tower runs once a prompt, and has a hook that moves its inputs: its modules are not touched for every token.
+    towers = [
+        module for name, module in model.named_modules() if name.endswith("_tower") and "_hf_hook" in vars(module)
+    ]
+    inside = {id(part): tower for tower in towers for part in tower.modules() if part is not tower}
+    found = False
+    for root in (model, *towers):
+        own = [part for part in hooked if part is not model and inside.get(id(part), model) is root]
+        quiet = Quiet(root, [Forward(part) for part in own if _only_moves_inputs(part)])
+        if quiet.wrapped:
+            # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
+            enter, leave = torch.compiler.disable(quiet.enter), torch.compiler.disable(quiet.leave)
+            _handles[root] = (
+                root.register_forward_pre_hook(enter, prepend=True),
+                root.register_forward_hook(leave, always_call=True),
+            )
+            found = True
+    return found
+
+
+def uninstall(model: Any) -> None:
+    """Leave the hooks where they are."""
+    for module in model.modules():
+        for handle in _handles.pop(module, ()):
+            handle.remove()
+
+
+def _only_moves_inputs(module: Any) -> bool:
+    hook = vars(module)["_hf_hook"]
+    return (
+        type(hook).__name__ == "AlignDevicesHook"
+        and not hook.offload
+        and not hook.io_same_device
+        and is_hooks_own(module)
+    )
+
+
+def is_hooks_own(module: Any) -> bool:
+    """Whether the ``forward`` of a module with a hook is the one that accelerate put there."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, functools.partial) and forward.func.__module__ == "accelerate.hooks"
+
+
+class Quiet:
+    """The way around the hooks inside a module, for its forward.
+
+    Args:
+        root: the module.
+        wrapped: the forwards inside whose hooks only move inputs.
+    """
+
+    def __init__(self, root: Any, wrapped: list[Forward]) -> None:
+        self.wrapped = wrapped
+        self._model = weakref.ref(root)
+        self._inside: set[int] = set()  # threads; one that was interrupted (Ctrl-C) has not left
+
+    def enter(self, model: Any, _inputs: Any) -> None:
+        """The hook before the model's forward."""
+        if model is not self._model():  # a deep copy
+            return
+        if not self._inside:
+            for forward in self.wrapped:
+                forward.unwrap()
+        self._inside.add(threading.get_ident())
+
+    def leave(self, model: Any, _inputs: Any, _output: Any) -> None:
+        """The hook after the model's forward, also after one that failed."""
+        if model is not self._model() or not self._inside:
+            return
+        self._inside.discard(threading.get_ident())
+        if not self._inside:
+            for forward in self.wrapped:
+                forward.wrap()
+
+
+class Forward:
+    """The ``forward`` that accelerate put on a module with its hook, and the module's own.
+
+    Attributes:
+        module: of which it is.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._attributes = vars(module)
+        self._hook = self._attributes["_hf_hook"]
+        self._hooked = self._attributes["forward"] if is_hooks_own(module) else None
+        self._outer: Any = None
+        self._watched: Any = None
+
+    def watch(self, after: Callable[[Any], None]) -> None:
+        """Have ``after`` called with the module's output in forwards that are ``watched``."""
+        attributes = self._attributes
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = attributes["_old_forward"](*args, **kwargs)
+            after(output)
+            return output
+
+        self._watched = forward
+
+    def unwrap(self, *, watched: bool = False) -> None:
+        """Let the module run without its hook. Does nothing where the hook has been replaced or removed since.
+
+        Neither does it where somebody has put a ``forward`` of his own around the hook's: a profiler, a spy.
+        """
+        attributes = self._attributes
+        if attributes.get("_hf_hook") is not self._hook or "_old_forward" not in attributes:
+            return
+        inner, current = attributes["_old_forward"], attributes.get("forward")
+        own = self._watched if watched and self._watched is not None else inner
+        # It is the inner one where another of these has unwrapped the module.
+        if current is not own and (current is self._hooked or current is inner):
+            self._outer, attributes["forward"] = current, own
+
+    def wrap(self) -> None:
+        """Undo :meth:`unwrap`."""
+        outer, self._outer = self._outer, None
+        if outer is not None and self._attributes.get("_hf_hook") is self._hook:
+            self._attributes["forward"] = outer

@@ -1,0 +1,171 @@
+"""PEFT on layers whose weights are offloaded: on meta between two forwards, brought in by accelerate for each.
+
+Replacements for the patch peft-keep-dispatch, which without them would be worse than the defect: a base that stays
+where it is meets code that reads ``base_layer.weight`` when it likes.
+
+* Code that only asks where the weight is (where to put an adapter) is shown the execution device.
+* Code that reads, copies or changes it while an adapter is made, finds it there, and what it changed is kept.
+* Layers that read it in their own forward, outside their base layer's, have it for the whole forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import placement, walk
+
+#: Fields of a LoRA config under which a layer only adds to what its base layer answers. Any other field that is set to
+#: something else than its default may make it read the base weight.
+_ADDING_FIELDS = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_bias",
+        "lora_dropout",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "task_type",
+        "trainable_token_indices",
+        "use_rslora",
+    }
+)
+_ADDING_INITS = (True, False, "gaussian", "orthogonal")
+_BROUGHT_IN = "_gemma4_compat_brought_in"  # on a layer, during its forward: its base layer's hook
+_REGISTERED = "_gemma4_compat_registered"  # on a layer that has the two forward hooks below
+
+
+def replace_module(
+    original: Callable[..., None], self: Any, parent: Any, child_name: str, new_module: Any, child: Any
+) -> None:
+    with placement.seen_on_execution_device(_base(child)):
+        original(self, parent, child_name, new_module, child)
+
+
+def move_adapter_to_device_of_base_layer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    with placement.seen_on_execution_device(self.get_base_layer()):
+        original(self, *args, **kwargs)
+
+
+def modules_to_save_update(
+    original: Callable[..., None], self: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
+    offloaded = [module for module in self.original_module.modules() if placement.is_offloaded(module)]
+    if not offloaded or adapter_name in self.modules_to_save:
+        original(self, adapter_name, *args, **kwargs)
+        return
+    # The copy must hold real values and must not be offloaded itself: it is there to be trained. So upstream copies a
+    # module that has its weights and no hooks; the copy gets one that only moves inputs.
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    devices = {module: placement.execution_device(module) for module in offloaded}
+    with contextlib.ExitStack() as stack:
+        for module in offloaded:
+            stack.enter_context(placement.weights_brought_in(module))
+        stack.enter_context(placement.hooks_off(self.original_module.modules()))
+        original(self, adapter_name, *args, **kwargs)
+    pairs = zip(self.original_module.modules(), self.modules_to_save[adapter_name].modules())
+    for module, copied in list(pairs):
+        if module in devices:
+            add_hook_to_module(copied, AlignDevicesHook(execution_device=devices[module]))
+
+
+def inject_adapter(
+    original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    config = self.peft_config[adapter_name]
+    _refuse_offloaded_biases(config, model)
+    # Not `is_offloaded`: accelerate leaves one of two tied weights in until its module's first forward.
+    if _only_adds(config) or not any(placement.offload_hook(module) for module in walk.modules(model)):
+        return original(self, model, adapter_name, *args, **kwargs)
+    # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, when it is made and later.
+    create = self._create_and_replace
+
+    def create_with_weights(config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
+        base = _base(target)
+        hook = placement.offload_hook(base)
+        if hook is not None and not placement.is_offloaded(base):  # tied: take it out, as its first forward does
+            hook.pre_forward(base)
+            hook.post_forward(base, None)
+        offloaded = hook is not None
+        with placement.weights_brought_in(base):
+            create(config, name, target, target_name, parent, *rest, **kw)
+        if offloaded:
+            _keep_weights_in_for_the_whole_forward(getattr(parent, target_name))
+
+    vars(self)["_create_and_replace"] = create_with_weights
+    try:
+        return original(self, model, adapter_name, *args, **kwargs)
+    finally:
+        del vars(self)["_create_and_replace"]
+
+
+def _only_adds(config: Any) -> bool:
+    """Whether this adapter neither reads nor changes base weights (then nothing has to be brought in for it)."""
+    if type(config).__name__ != "LoraConfig" or config.init_lora_weights not in _ADDING_INITS:
+        return False
+    for field in dataclasses.fields(config):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        value = getattr(config, field.name)
+        if field.name not in _ADDING_FIELDS and field.name != "init_lora_weights" and value and value != default:
+            return False
+    return True
+
+
+def _keep_weights_in_for_the_whole_forward(layer: Any) -> None:
+    if not vars(layer).get(_REGISTERED):
+        layer.register_forward_pre_hook(_bring_in)
+        layer.register_forward_hook(_take_out, always_call=True)
+        vars(layer)[_REGISTERED] = True
+
+
+def _bring_in(layer: Any, _inputs: Any) -> None:
+    base = _base(layer)
+    hook = placement.offload_hook(base)
+    # Not so: not offloaded any more, or a layer around this one has done it, or a page it is in.
+    if hook is not None and placement.is_offloaded(base):
+        hook.pre_forward(base)
+        hook.offload = False  # the base layer's own forward leaves the weights alone
+        vars(layer)[_BROUGHT_IN] = hook
+
+
+def _take_out(layer: Any, _inputs: Any, _output: Any) -> None:
+    hook = vars(layer).pop(_BROUGHT_IN, None)
+    if hook is not None:
+        hook.offload = True
+        hook.post_forward(_base(layer), None)
+
+
+def _refuse_offloaded_biases(config: Any, model: Any) -> None:
+    if getattr(config, "bias", "none") in ("none", None):
+        return
+    for name, module in model.named_modules():
+        if placement.is_offloaded(module) and vars(module)["_parameters"].get("bias") is not None:
+            raise Gemma4CompatError(
+                f"bias={config.bias!r} trains biases of the base model, and that of {name!r} is offloaded: it would "
+                "neither learn nor load. Use bias='none', or a device_map that keeps the module on its device."
+            )
+
+
+def _base(module: Any) -> Any:
+    """The module below a PEFT layer (or a stack of them)."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module

@@ -1,0 +1,195 @@
+"""Looking up the rows of an offloaded embedding where its table lives, instead of bringing the table in.
+
+Two ways, both bit-exact, for the embedding's own forward computes on its device either way:
+
+* *in place*: for the forward the module's weight is the table itself, seen from where the module computes. On a GPU
+  that is the pinned host memory under its device address, and the lookup's kernel reads the rows over PCIe: no copy,
+  no synchronization. On the CPU it is the memory-mapped file.
+* *rows*: where the memory cannot be pinned, a table on disk serves a GPU, or a file holds it in another dtype, the
+  tokens come to the host, their distinct rows are gathered into a small table that goes to the device, and the tokens
+  are renumbered to match. Only where the embedding is known to use its weight for nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from gemma4_compat._models import placement
+from gemma4_compat._offload import host_memory
+
+_STATE = "_gemma4_compat_lookup"  # on the hook of an offloaded embedding
+_TOLD = "_gemma4_compat_told"  # on such a hook, after a message
+_log = logging.getLogger("gemma4_compat")
+
+
+class Lookup:
+    """The lookup of one offloaded ``nn.Embedding``.
+
+    Args:
+        module: the embedding; its weight, of shape [rows, width], is on meta.
+        hook: accelerate's hook that offloads it.
+    """
+
+    def __init__(self, module: Any, hook: Any) -> None:
+        import torch
+
+        self.weights_map = hook.weights_map
+        self.device = placement.execution_device(module)
+        self.meta: Any = None  # the parameter between forwards, while a forward runs
+        self._padding: Any = None
+        self._in_place: Any = None
+        # A tensor made in inference mode could not take part in a later training.
+        with torch.inference_mode(False):
+            stored = self._stored = host_memory.stored(hook.weights_map, "weight")
+            if stored.raw.device.type != "cpu":
+                # Dispatched from the accelerator: what accelerate keeps for the host never left it.
+                stored.raw = stored.raw.cpu()
+                if stored.holder is not None:
+                    stored.holder[stored.key] = stored.raw
+            if stored.dtype != stored.raw.dtype:
+                return
+            if self.device.type == "cpu":
+                self._in_place = _parameter(stored.raw)
+            elif not stored.on_disk:  # pinning a file's pages would take the memory that "disk" is there to save
+                memory = host_memory.pin(stored.raw, self.device)
+                seen = None if memory is None else memory.view_on(self.device)
+                self._in_place = None if seen is None else _parameter(seen)
+
+    @property
+    def in_place(self) -> bool:
+        return self._in_place is not None
+
+    def fits(self, hook: Any, module: Any) -> bool:
+        """Whether the weight and where it is wanted are still what they were."""
+        return self.weights_map is hook.weights_map and self.device == placement.execution_device(module)
+
+    def enter(self, module: Any, tokens: Any) -> Any:
+        """Give the module a weight for its forward; returns the tokens that belong to it.
+
+        Args:
+            module: the embedding.
+            tokens: integer tensor of any shape, on any device.
+        """
+        import torch
+
+        self.leave(module)
+        meta = module._parameters["weight"]
+        # Whoever asks for gradients of the embeddings gets them; those of the table itself go with the graph.
+        learns = meta.requires_grad and torch.is_grad_enabled()
+        if self.in_place:
+            weight = _parameter(self._in_place, learns=True) if learns else self._in_place
+        else:
+            rows, tokens = gather(self._stored.raw, tokens, self.device)
+            weight = _parameter(rows.to(self._stored.dtype), learns=learns)
+            # A small table has no row of that number, which only matters to the gradients of the table.
+            self._padding, module.padding_idx = module.padding_idx, None
+        self.meta, module._parameters["weight"] = meta, weight
+        return tokens
+
+    def leave(self, module: Any) -> None:
+        """Take the weight out again. Does nothing outside a forward."""
+        if self.meta is not None:
+            if self._padding is not None:
+                module.padding_idx, self._padding = self._padding, None
+            module._parameters["weight"], self.meta = self.meta, None
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None  # a copied module makes its own
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+
+def gather(table: Any, tokens: Any, device: Any) -> tuple[Any, Any]:
+    """The rows of a table on the host that some tokens need, on ``device``, and the tokens renumbered to them.
+
+    Args:
+        table: [rows, width], on the CPU.
+        tokens: integers of any shape, on any device.
+        device: where both results go.
+
+    Returns:
+        [distinct tokens, width] of the table's dtype, and the tokens' row numbers, of their shape and dtype.
+    """
+    import torch
+
+    distinct, renumbered = torch.unique(tokens.cpu(), return_inverse=True)
+    with torch.no_grad():
+        if torch.device(device).type != "cuda":
+            return table.index_select(0, distinct.long()).to(device), renumbered.to(device, tokens.dtype)
+        rows = host_memory.staging((distinct.numel(), table.shape[1]), table.dtype)
+        torch.index_select(table, 0, distinct.long(), out=rows)
+        return rows.to(device, non_blocking=True), renumbered.to(device, tokens.dtype)
+
+
+def lookup_for(hook: Any, module: Any) -> Lookup | None:
+    """The lookup of an embedding that this hook offloads; None where the module has to have its whole table.
+
+    That is: a table that learns, one whose rows a forward renormalizes, one of a class of its own (quantized, say),
+    one of a module that has more to bring in, and one that is tied to a weight which is on the device anyhow.
+    """
+    import torch
+
+    found: Lookup | None = vars(hook).get(_STATE)
+    if found is not None:
+        found.leave(module)  # a forward that failed left its weight in
+    weight = module._parameters.get("weight")
+    if weight is None or (weight.requires_grad and module.training and torch.is_grad_enabled()):
+        return None
+    if module.max_norm is not None or placement.offload_hook(module) is not hook:
+        return None
+    if found is not None and found.fits(hook, module):
+        return found
+    if type(weight) is not torch.nn.Parameter or weight.device.type != "meta" or _device_has_it(hook, weight):
+        return None
+    others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor is not weight]
+    if any(tensor.device.type == "meta" for tensor in others):
+        return None
+    found = vars(hook)[_STATE] = Lookup(module, hook)
+    return found
+
+
+def current(hook: Any) -> Lookup | None:
+    """The lookup whose weight the hook's module holds just now."""
+    found: Lookup | None = vars(hook).get(_STATE)
+    return None if found is None or found.meta is None else found
+
+
+def reads_rows_only(module: Any) -> bool:
+    """Whether the forward of a hooked embedding looks its first argument up in its weight and that is all.
+
+    Not so, for instance, of learned positions, which look up what they compute from an attention mask.
+    """
+    import torch
+
+    forward = getattr(vars(module).get("_old_forward"), "__func__", None)
+    if forward is torch.nn.Embedding.forward:
+        return True
+    name = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
+    return name.startswith("transformers.models.gemma4") and name.endswith("TextScaledWordEmbedding.forward")
+
+
+def _device_has_it(hook: Any, weight: Any) -> bool:
+    """Whether the table is tied to a weight that stays on the hook's device: accelerate then takes that one."""
+    if not hook.tied_params_map or "weight" not in hook.tied_params_names:
+        return False
+    where = host_memory.stored(hook.weights_map, "weight")
+    copies = {} if where.on_disk else hook.tied_params_map.get(where.raw.data_ptr(), {})
+    if not any(str(key) == str(hook.execution_device) for key in copies):
+        return False
+    if not vars(hook).get(_TOLD):
+        vars(hook)[_TOLD] = True
+        size = weight.numel() * weight.element_size() / 2**30
+        _log.warning(
+            "gemma4_compat: an embedding of %s rows is off the accelerator, but the head tied to it computes on %s "
+            "and keeps a copy of %.2f GiB there. Give both the same device_map entry to save one of the two.",
+            *(weight.shape[0], hook.execution_device, size),
+        )
+    return True
+
+
+def _parameter(tensor: Any, *, learns: bool = False) -> Any:
+    import torch
+
+    return torch.nn.Parameter(tensor, requires_grad=learns)

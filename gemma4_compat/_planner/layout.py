@@ -1,0 +1,440 @@
+"""Which block of a Gemma 4 goes where, so that everything a load needs stays inside the memory there is.
+
+Eviction is an ordered list of choices, each needing less of the accelerator than the one before: everything on it; the
+per-layer table in host memory (rows are looked up there, which costs nothing); the towers too, unused ones first; then
+decoder layers paged, as few as needed. The first choice that fits is taken, so more memory never pages more layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._planner import memory
+from gemma4_compat._planner.memory import COSTS, Block, Blueprint, Load, Size
+
+#: Fewer paged layers than this free nothing: the buffers of a list take the room of :attr:`Costs.slots` of them.
+_FEWEST_PAGED = COSTS.slots + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Bytes on one accelerator.
+
+    Attributes:
+        weights: what stays there.
+        pages: buffers for the paged layers.
+        adapter: LoRA weights, those of paged layers included.
+        kv: KV cache at the end of the context.
+        loading: peak in ``from_pretrained``.
+        prefill: peak of the first forward, towers included.
+        decode: peak while decoding, at the end of the context.
+        budget: what it may use.
+    """
+
+    weights: int
+    pages: int
+    adapter: int
+    kv: int
+    loading: int
+    prefill: int
+    decode: int
+    budget: int
+
+    @property
+    def peak(self) -> int:
+        """The largest of the three."""
+        return max(self.loading, self.prefill, self.decode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A placement and what it costs.
+
+    Attributes:
+        device_map: for ``from_pretrained``; keys cover every tensor once. The first accelerator in it executes what is
+            offloaded.
+        use: by accelerator.
+        cpu: bytes in host memory, pages padded.
+        disk: bytes on disk.
+        paged: names of the decoder layers that are paged.
+    """
+
+    device_map: dict[str, int | str]
+    use: dict[int | str, Use]
+    cpu: int
+    disk: int
+    paged: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Blocks that leave the accelerator as a whole, and how many decoder layers are paged."""
+
+    evicted: frozenset[str]
+    paged: int
+
+
+def layout(
+    blueprint: Blueprint,
+    budgets: Mapping[int | str, int] | Mapping[int, int],
+    load: Load | None = None,
+    *,
+    cpu: int | None = None,
+    disk: int | None = None,
+    quantize_offloaded: bool = True,
+    balanced: bool = False,
+) -> Layout:
+    """Place a model.
+
+    Args:
+        blueprint: from :func:`gemma4_compat._planner.memory.describe`.
+        budgets: bytes that may be allocated on each accelerator, by the value the map shall have for it (0, "cuda:0").
+        load: context, batch, modalities; default: :class:`Load`'s.
+        cpu: bytes of host memory for what leaves the accelerators; None: as much as it takes.
+        disk: the same for the disk.
+        quantize_offloaded: offloaded modules are quantized as the others; False is transformers' default for a dict
+            map, where they stay in bf16.
+        balanced: over several accelerators, about the same on each; otherwise the first ones are filled.
+
+    Raises:
+        Gemma4CompatError: it cannot fit. The message says what would.
+    """
+    load = load or Load()
+    _check(budgets, load)
+    found = _first_that_fits(blueprint, budgets, load, quantize_offloaded)
+    if found is None:
+        raise Gemma4CompatError(_refusal(blueprint, budgets, load, quantize_offloaded))
+    if balanced and len(budgets) > 1 and not found.choice.paged:
+        found = _balance(found, blueprint, budgets, load, quantize_offloaded)
+    return _stored(found, cpu=cpu, disk=disk)
+
+
+def smallest_budget(blueprint: Blueprint, load: Load | None = None, *, quantize_offloaded: bool = True) -> int:
+    """The fewest bytes on one accelerator with which :func:`layout` succeeds."""
+    load = load or Load()
+    return min(
+        _Placement(blueprint, choice, {0: 1 << 62}, load, quantize_offloaded).use[0].peak
+        for choice in _choices(blueprint, load, quantize_offloaded)
+    )
+
+
+def longest_context(
+    blueprint: Blueprint,
+    budgets: Mapping[int | str, int] | Mapping[int, int],
+    load: Load,
+    *,
+    limit: int,
+    placed: Layout | None = None,
+    quantize_offloaded: bool = True,
+) -> int:
+    """The longest context that fits, up to ``limit``; 0 where none does.
+
+    Args:
+        blueprint: from :func:`gemma4_compat._planner.memory.describe`.
+        budgets: as for :func:`layout`.
+        load: everything but its context.
+        limit: what the model was made for.
+        placed: keep this placement; otherwise layouts may change with the context.
+        quantize_offloaded: as for :func:`layout`.
+    """
+
+    def fits(context: int) -> bool:
+        wanted = replace(load, context=context, prompt=None)
+        if placed is None:
+            return _first_that_fits(blueprint, budgets, wanted, quantize_offloaded) is not None
+        kept = _Kept(blueprint, placed, wanted, quantize_offloaded)
+        return all(use.peak <= budgets[device] for device, use in kept.use.items())  # type: ignore[index]
+
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+# ------------------------------------------------------------------------------------------------------------ choices
+
+
+def _choices(blueprint: Blueprint, load: Load, quantize_offloaded: bool) -> Iterator[_Choice]:
+    evicted: list[str] = []
+    yield _Choice(frozenset(), 0)
+    tied = {block.tied for block in blueprint.blocks}
+    # An input embedding that no head shares is looked up where it lives, as the table is.
+    for block in blueprint.blocks:
+        if block.kind == "table" or (block.kind == "embedding" and block.name not in tied):
+            evicted.append(block.name)
+            yield _Choice(frozenset(evicted), 0)
+    used = {name for name in ("vision", "audio") if getattr(load, name)}
+    towers = [block for block in blueprint.blocks if block.kind == "tower"]
+    for block in sorted(towers, key=lambda block: (block.modality in used, -block.stored.allocated)):
+        evicted.append(block.name)
+        yield _Choice(frozenset(evicted), 0)
+    for count in range(_FEWEST_PAGED, len(blueprint.layers) + 1):
+        yield _Choice(frozenset(evicted), count)
+
+
+def _spread(layers: Sequence[Block], count: int, quantize_offloaded: bool) -> list[Block]:
+    """``count`` layers, the largest ones, evenly spaced among equals: a copy hides behind what is between."""
+    chosen: list[Block] = []
+    by_size: dict[int, list[Block]] = {}
+    for layer in layers:
+        by_size.setdefault(_size(layer, quantize_offloaded).allocated, []).append(layer)
+    for size in sorted(by_size, reverse=True):
+        equal = by_size[size]
+        wanted = min(count - len(chosen), len(equal))
+        chosen += [equal[index * len(equal) // wanted] for index in range(wanted)]
+    names = {layer.name for layer in chosen}
+    return [layer for layer in layers if layer.name in names]
+
+
+def _size(block: Block, quantize_offloaded: bool) -> Size:
+    return block.stored if quantize_offloaded else block.plain
+
+
+# ---------------------------------------------------------------------------------------------------------- placements
+
+
+class _Placement:
+    """Where a choice puts every block, and what each accelerator then uses. Its ``use`` may exceed the budgets."""
+
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        choice: _Choice,
+        budgets: Mapping[Any, int],
+        load: Load,
+        quantize_offloaded: bool,
+        main: Any = None,
+    ) -> None:
+        self.blueprint, self.choice, self.budgets, self.load = blueprint, choice, budgets, load
+        self.quantize_offloaded = quantize_offloaded
+        self.main = next(iter(budgets)) if main is None else main
+        self.paged: list[Block] = []
+        self.on: dict[Any, list[Block]] = {device: [] for device in budgets}
+        self.evicted = [block for block in blueprint.blocks if block.name in choice.evicted]
+        self.on[self.main] = [
+            block for block in blueprint.blocks if block.name not in choice.evicted and block.kind != "layer"
+        ]
+        self._place_layers(list(blueprint.layers))
+        self.use = {device: self._use(device, self.on[device]) for device in self.on if self._works(device)}
+
+    @property
+    def fits(self) -> bool:
+        return all(use.peak <= use.budget for use in self.use.values())
+
+    def _works(self, device: Any) -> bool:
+        return device == self.main or bool(self.on[device])
+
+    def _place_layers(self, layers: list[Block]) -> None:
+        others = [device for device in self.budgets if device != self.main]
+        if not self.choice.paged:
+            # Fill the accelerators in their order; what is left over stays on the last, which then does not fit.
+            for device in (self.main, *others):
+                while layers and self._holds(device, [*self.on[device], layers[0]]):
+                    self.on[device].append(layers.pop(0))
+            self.on[(self.main, *others)[-1]] += layers
+            return
+        # Paged layers are computed by the main accelerator: the others take the end of the model, as much as they can.
+        for device in reversed(others):
+            while layers and self._holds(device, [layers[-1], *self.on[device]]):
+                self.on[device].insert(0, layers.pop())
+        self.paged = _spread(layers, min(self.choice.paged, len(layers)), self.quantize_offloaded)
+        names = {layer.name for layer in self.paged}
+        self.on[self.main] += [layer for layer in layers if layer.name not in names]
+
+    def _holds(self, device: Any, blocks: list[Block]) -> bool:
+        return self._use(device, blocks).peak <= self.budgets[device]
+
+    def _use(self, device: Any, resident: list[Block]) -> Use:
+        return use_of(
+            self.blueprint,
+            resident,
+            self.paged if device == self.main else (),
+            self.evicted if device == self.main else (),
+            self.load,
+            budget=self.budgets[device],
+            main=device == self.main,
+            quantize_offloaded=self.quantize_offloaded,
+        )
+
+
+class _Kept:
+    """What a placement that is already made uses for another load."""
+
+    def __init__(self, blueprint: Blueprint, placed: Layout, load: Load, quantize_offloaded: bool) -> None:
+        main = next(iter(placed.use))
+        self.use = {}
+        for device, use in placed.use.items():
+            resident = [block for block in blueprint.blocks if placed.device_map[block.name] == device]
+            away = [block for block in blueprint.blocks if placed.device_map[block.name] not in placed.use]
+            self.use[device] = use_of(
+                blueprint,
+                resident,
+                [block for block in away if block.kind == "layer"] if device == main else (),
+                [block for block in away if block.kind != "layer"] if device == main else (),
+                load,
+                budget=use.budget,
+                main=device == main,
+                quantize_offloaded=quantize_offloaded,
+            )
+
+
+def use_of(
+    blueprint: Blueprint,
+    resident: Collection[Block],
+    paged: Collection[Block],
+    evicted: Collection[Block],
+    load: Load,
+    *,
+    budget: int,
+    main: bool,
+    quantize_offloaded: bool,
+) -> Use:
+    """What one accelerator uses: blocks that stay, layers that pass through, and (the main one) blocks elsewhere."""
+    weights = sum(block.stored.allocated for block in resident)
+    largest = max((_size(block, quantize_offloaded).allocated for block in paged), default=0)
+    pages = largest * min(COSTS.slots, len(paged))
+    adapter = sum(block.adapter for block in (*resident, *paged, *evicted))
+    layers = [block for block in (*resident, *paged) if block.kind == "layer"]
+    if paged and not quantize_offloaded:  # computed as they are: no dequantized copy
+        layers = [replace(block, workspace=0, experts=0) if block in paged else block for block in layers]
+    kv = sum(memory.kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
+    held = weights + pages + adapter + COSTS.blas_workspace
+    prefill = memory.activations(blueprint, layers, load, prefill=True, head=main)
+    decode = memory.activations(blueprint, layers, load, prefill=False, head=main)
+    if main:
+        towers = [block for block in evicted if block.kind == "tower" and getattr(load, block.modality or "")]
+        brought_in = max((2 * _size(block, quantize_offloaded).leaf for block in towers), default=0)
+        prefill = max(prefill, brought_in + memory.tower_activations(blueprint, load))
+    return Use(
+        weights=weights,
+        pages=pages,
+        adapter=adapter,
+        kv=kv,
+        loading=weights + max((block.loading for block in resident), default=0),
+        prefill=_with_slack(held + prefill),
+        decode=_with_slack(held + decode),
+        budget=budget,
+    )
+
+
+def _with_slack(nbytes: int) -> int:
+    return nbytes + int(nbytes * COSTS.slack)
+
+
+def _first_that_fits(
+    blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quantize_offloaded: bool
+) -> _Placement | None:
+    for choice in _choices(blueprint, load, quantize_offloaded):
+        for main in budgets:
+            placement = _Placement(blueprint, choice, budgets, load, quantize_offloaded, main)
+            if placement.fits:
+                return placement
+    return None
+
+
+def _balance(
+    found: _Placement, blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quantize_offloaded: bool
+) -> _Placement:
+    """The placement of the same choice whose fullest accelerator is the emptiest, to 1 %."""
+    low, high = 0, max(use.peak for use in found.use.values())
+    best = found
+    while high - low > max(high // 100, 1):
+        cap = (low + high) // 2
+        capped = {device: min(budget, cap) for device, budget in budgets.items()}
+        trial = _Placement(blueprint, found.choice, capped, load, quantize_offloaded, found.main)
+        if trial.fits:
+            best, high = trial, cap
+        else:
+            low = cap
+    best.use = {device: replace(use, budget=budgets[device]) for device, use in best.use.items()}
+    return best
+
+
+def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
+    """Host memory for what left the accelerators; where that is short, the disk, the table first: rows are enough."""
+    largest = max((_size(block, found.quantize_offloaded).allocated for block in found.paged), default=0)
+    away = sorted(found.evicted, key=lambda block: ("table", "embedding", "tower").index(block.kind))
+    needs = {block.name: _size(block, found.quantize_offloaded).nbytes for block in away}
+    needs |= {block.name: largest for block in reversed(found.paged)}
+    on_disk: list[str] = []
+    in_host = dict(needs)
+    while cpu is not None and sum(in_host.values()) > cpu:
+        name = next(iter(in_host))
+        on_disk.append(name)
+        del in_host[name]
+    wanted = sum(needs[name] for name in on_disk)
+    if disk is not None and wanted > disk:
+        raise Gemma4CompatError(
+            f"{size_text(sum(needs.values()))} of the model must leave the accelerator, and host memory "
+            f"({size_text(cpu or 0)}) and disk ({size_text(disk)}) hold less: give {size_text(wanted - disk)} more of "
+            "either"
+        )
+    where: dict[str, int | str] = dict.fromkeys(in_host, "cpu")
+    where.update(dict.fromkeys(on_disk, "disk"))
+    for device, blocks in found.on.items():
+        where.update((block.name, device) for block in blocks)
+    # The first accelerator of a map is the one that executes what is offloaded.
+    main = {block.name for block in found.on[found.main]}
+    names = sorted((block.name for block in found.blueprint.blocks), key=lambda name: name not in main)
+    ordered = {found.main: found.use[found.main]} | found.use
+    return Layout(
+        device_map={name: where[name] for name in names},
+        use=ordered,
+        cpu=sum(in_host.values()),
+        disk=wanted,
+        paged=tuple(block.name for block in found.paged),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def _check(budgets: Mapping[Any, int], load: Load) -> None:
+    if not budgets:
+        raise Gemma4CompatError("no accelerator was given: name at least one budget, such as {0: 8 * 2**30}")
+    for device, budget in budgets.items():
+        if budget <= 0:
+            raise Gemma4CompatError(f"the budget of accelerator {device!r} is {budget} bytes; it must be positive")
+    for name in ("context", "batch", *(("prompt",) if load.prompt is not None else ())):
+        if getattr(load, name) < 1:
+            raise Gemma4CompatError(f"{name} is {getattr(load, name)}; it must be at least 1")
+    if load.attention not in ("sdpa", "eager"):
+        raise Gemma4CompatError(f"attention {load.attention!r} is unknown; use 'sdpa' or 'eager'")
+
+
+def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quantize_offloaded: bool) -> str:
+    needed = smallest_budget(blueprint, load, quantize_offloaded=quantize_offloaded)
+    given = ", ".join(size_text(budget) for budget in budgets.values())
+    remedies = [f"{size_text(needed, up=True)} on one accelerator"]
+    context = longest_context(blueprint, budgets, load, limit=load.context, quantize_offloaded=quantize_offloaded)
+    if context:
+        remedies.append(f"a context of {context} tokens")
+    alone = replace(load, batch=1)
+    if load.batch > 1 and _first_that_fits(blueprint, budgets, alone, quantize_offloaded) is not None:
+        remedies.append("a batch of 1")
+    if blueprint.quantization in (None, "8bit"):
+        remedies.append("4-bit weights")
+    elif not quantize_offloaded and _first_that_fits(blueprint, budgets, load, True) is not None:
+        remedies.append("offloaded layers quantized too (gemma4_compat.quantize_offloaded)")
+    experts = ""
+    if blueprint.quantization != "8bit" and blueprint.experts and not any(layer.experts for layer in blueprint.layers):
+        experts = " Its experts are in bf16 here; quantize_experts counts, and loads, them in 4 bits."
+    return (
+        f"{blueprint.model_class} with a context of {load.context} and a batch of {load.batch} does not fit into "
+        f"{given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}.{experts}"
+    )
+
+
+def size_text(nbytes: int, *, up: bool = False) -> str:
+    """``nbytes`` in GiB or MiB; ``up``: never less than it is, so that the text can be used as a budget."""
+    unit, name = (1 << 30, "GiB") if nbytes >= 1 << 30 else (1 << 20, "MiB")
+    digits = 100 if name == "GiB" else 1
+    scaled = -(-nbytes * digits // unit) if up else round(nbytes * digits / unit)
+    return f"{scaled / digits:.{2 if digits == 100 else 0}f} {name}"

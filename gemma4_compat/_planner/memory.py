@@ -1,0 +1,651 @@
+"""How many bytes a Gemma 4 needs and where: arithmetic over a model on the meta device, no weights, no accelerator.
+
+:func:`describe` cuts a model into :class:`Block` pieces that a device map can place one by one. :func:`weights`,
+:func:`kv_cache` and :func:`activations` say what they cost; :mod:`gemma4_compat._planner.layout` places them.
+
+Everything is counted as PyTorch's allocator counts it (``torch.cuda.memory_allocated``: each tensor rounded up to 512
+bytes). :data:`COSTS` holds the few numbers that are measured, not derived.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from gemma4_compat._engine import versions
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._quantization import experts as _quantized_experts
+
+#: How weights are stored; the names of the command line's ``--quantize`` (its "none" is None here).
+QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
+
+#: What a block is, in the order in which layouts evict them: "table" (the per-layer embedding), "tower" (vision, audio
+#: and their bridges), "layer" (decoder layers), and what stays: "embedding", "head", "rest".
+Kind = Literal["table", "tower", "layer", "embedding", "head", "rest"]
+
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Numbers of the model of :func:`activations` that come from measurements, in one place.
+
+    Attributes:
+        blas_workspace: what cuBLAS keeps (32 MiB on Hopper, 8 MiB before it).
+        slots: buffers a list of paged layers has on the accelerator in a forward.
+        norm: bytes an element while an RMSNorm runs: its fp32 copy and one more.
+        per_layer_inputs: bytes an element of the per-layer inputs while they are projected, normalized and added:
+            the looked-up rows and the projection in bf16, two fp32 copies.
+        eager_scores: bytes an element of attention scores with eager attention: bf16, masked, fp32, bf16 again.
+        logits: bytes an element of the last position's logits: bf16, its soft-capped copies, ``generate``'s fp32 one.
+        image_tokens: soft tokens of one image.
+        audio_frames: mel frames of one sound (30 s).
+        slack: share of everything else that fragmentation and small temporaries take.
+    """
+
+    blas_workspace: int = 32 << 20
+    slots: int = 2
+    norm: int = 8
+    per_layer_inputs: int = 12
+    eager_scores: int = 10
+    logits: int = 14
+    image_tokens: int = 280
+    audio_frames: int = 3000
+    slack: float = 0.01
+
+
+COSTS = Costs()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One decoder layer's attention; ``window`` is None for full attention, ``shared`` layers hold no KV cache."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kv_width: int
+    window: int | None
+    shared: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One way to store a block.
+
+    Attributes:
+        nbytes: sum over its tensors, quantization states included; tied weights with the first block that has them.
+        allocated: the same with every tensor rounded up to 512 bytes, as on an accelerator or in a page.
+        leaf: the largest module without children, which is what accelerate's hooks bring in at a time.
+    """
+
+    nbytes: int
+    allocated: int
+    leaf: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of the model that a device map places as a whole.
+
+    Attributes:
+        name: its path in the model, a key for ``device_map``.
+        kind: see :data:`Kind`.
+        stored: as it is once quantized; :attr:`plain` where nothing in it is.
+        plain: as it is where offloaded modules are not quantized, which is transformers' default for a dict map.
+        workspace: bytes of the largest dequantized weight: bitsandbytes makes one for more than one token.
+        loading: bytes of the largest single weight before it is quantized.
+        adapter: bytes of the adapter on it; they stay on the accelerator that computes the block.
+        modality: "vision" or "audio" for a tower.
+        attention: of a decoder layer.
+        intermediate: width of a decoder layer's MLP.
+        experts: bytes of a decoder layer's quantized experts once they are dequantized; 0 where none are quantized.
+        tied: name of the block that holds its weight, for a head tied to the embedding.
+    """
+
+    name: str
+    kind: Kind
+    stored: Size
+    plain: Size
+    workspace: int
+    loading: int
+    adapter: int = 0
+    modality: str | None = None
+    attention: Attention | None = None
+    intermediate: int = 0
+    experts: int = 0
+    tied: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """A model as blocks, and the shapes that activations depend on.
+
+    Attributes:
+        blocks: cover every parameter and buffer once, in the model's order.
+        model_class: name of its class in ``transformers``.
+        quantization: see :data:`QUANTIZATIONS`; None where nothing is quantized.
+        item: bytes of an activation's element (2 for bf16).
+        hidden: width of the residual stream.
+        vocabulary: rows of the head.
+        per_layer_width: width of the per-layer inputs of all layers together; 0 without them.
+        experts: (number, used for a token, width) of a mixture of experts, or None.
+        patches: patches a soft token of an image has in the vision tower; 0 without a tower.
+        vision: (width, width of the MLP, heads, rows of the position table) of the vision tower, or None.
+        audio: (width, channels of the first convolution) of the audio tower, or None.
+        math_attention: whether this transformers sends heads wider than 256 to SDPA's fp32 "math" kernel, which holds
+            all scores; decided by asking its own function.
+        one_hot_positions: whether this transformers looks image positions up with a one-hot matrix.
+        one_query: whether this transformers takes only the last position through the KV-shared layers of a prefill.
+    """
+
+    blocks: tuple[Block, ...]
+    model_class: str
+    quantization: str | None
+    item: int
+    hidden: int
+    vocabulary: int
+    per_layer_width: int = 0
+    experts: tuple[int, int, int] | None = None
+    patches: int = 0
+    vision: tuple[int, int, int, int] | None = None
+    audio: tuple[int, int] | None = None
+    math_attention: bool = False
+    one_hot_positions: bool = False
+    one_query: bool = False
+
+    @property
+    def layers(self) -> tuple[Block, ...]:
+        """The decoder layers, in order."""
+        return tuple(block for block in self.blocks if block.kind == "layer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What the model is asked to do.
+
+    Attributes:
+        context: tokens of a sequence, prompt and answer together.
+        batch: sequences at a time.
+        prompt: tokens of the prompt, which one forward takes in; None is the worst case, all of the context.
+        vision: whether images are given (one a sequence).
+        audio: whether sound is given (30 s a sequence).
+        attention: "sdpa" or "eager".
+    """
+
+    context: int = 4096
+    batch: int = 1
+    prompt: int | None = None
+    vision: bool = False
+    audio: bool = False
+    attention: str = "sdpa"
+
+    @property
+    def prefill(self) -> int:
+        """Tokens of a sequence in the first forward."""
+        return self.context if self.prompt is None else min(self.prompt, self.context)
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def rounded(nbytes: int) -> int:
+    """``nbytes`` as an allocator and a page hand them out."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def quantized_tensors(rows: int, columns: int, quantization: str) -> list[int]:
+    """Bytes of each tensor that bitsandbytes keeps for one ``rows`` x ``columns`` weight.
+
+    4-bit: two values a byte, one fp32 ``absmax`` for 64 values, a code book of 16. Double quantization: ``absmax`` in
+    one byte, one fp32 nested ``absmax`` for 256 of them, its code book of 256 and an offset. 8-bit: one byte a value
+    and one fp32 ``SCB`` a row.
+    """
+    count = rows * columns
+    if quantization == "8bit":
+        return [count, 4 * rows]
+    scales = -(-count // 64)
+    packed = [-(-count // 2)]
+    if quantization == "4bit":
+        return [*packed, 4 * scales, 4 * 16]
+    return [*packed, scales, 4 * 16, 4 * -(-scales // 256), 4 * 256, 4]
+
+
+def quantized_experts(count: int, rows: int, columns: int, quantization: str) -> list[int]:
+    """Bytes of each tensor of ``count`` experts' ``rows`` x ``columns`` weights in 4 bits: what bitsandbytes keeps for
+    one, with shared code books and, under double quantization, an offset for each.
+    """
+    if quantization == "4bit":
+        packed, scales, book = quantized_tensors(rows, columns, quantization)
+        return [count * packed, count * scales, book]
+    packed, scales, book, nested, nested_book, offset = quantized_tensors(rows, columns, quantization)
+    return [count * packed, count * scales, book, count * nested, nested_book, count * offset]
+
+
+def describe(
+    model: Any,
+    quantization: str | None = None,
+    quantized: Callable[[str], bool] | Collection[str] | None = None,
+    *,
+    adapter: Mapping[str, int] | None = None,
+    experts: bool = False,
+) -> Blueprint:
+    """Cut a model into blocks.
+
+    Args:
+        model: a Gemma 4 of any of its classes, on meta as well as loaded; bitsandbytes modules are seen.
+        quantization: how modules that are to be quantized will be stored; None: as the model has them now.
+        quantized: which ``nn.Linear`` modules will be, by path: a predicate, or the paths. Modules that are
+            bitsandbytes' already count as quantized whatever it says. None: no others.
+        adapter: bytes of an adapter by path of the module they sit on (:func:`adapter_sizes`).
+        experts: experts will be quantized, too (``gemma4_compat.quantize_experts``); those that are count as such.
+
+    Raises:
+        Gemma4CompatError: the model is no Gemma 4 language model, or the quantization is unknown.
+    """
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise Gemma4CompatError(
+            f"quantization {quantization!r} is unknown; use one of {', '.join(QUANTIZATIONS)}, or none"
+        )
+    path, text = _text_model(model)
+    chosen = quantized if callable(quantized) else frozenset(quantized or ()).__contains__
+    sizes = _Sizes(model, quantization, chosen, experts)
+    remaining = dict(adapter or {})
+    blocks = []
+    for name, kind, module in _pieces(model, path):
+        own = {key: remaining.pop(key) for key in list(remaining) if key == name or key.startswith(f"{name}.")}
+        blocks.append(_block(name, kind, module, sizes, sum(own.values())))
+    if remaining:
+        raise Gemma4CompatError(
+            f"the adapter has weights for {_first(remaining)}, which {type(model).__name__} does not have; "
+            "it was made for another model, or for another of its classes"
+        )
+    return Blueprint(
+        blocks=tuple(blocks),
+        model_class=type(model).__name__,
+        quantization=quantization or sizes.found,
+        **_shapes(model, text),
+    )
+
+
+def linear_names(model: Any, skip: Collection[str]) -> frozenset[str]:
+    """The modules that transformers quantizes with these ``llm_int8_skip_modules``: asks its own function."""
+    import torch
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return frozenset(
+        name
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and should_convert_module(name, list(skip))
+    )
+
+
+class _Sizes:
+    """Sizes of modules; a tied weight counts where it is met first."""
+
+    def __init__(self, model: Any, quantization: str | None, chosen: Callable[[str], bool], experts: bool) -> None:
+        self.quantization = quantization
+        self.experts = experts
+        self.found: str | None = None
+        self._chosen = chosen
+        self._owners: dict[int, str] = {}
+        # A model whose weights are not tied yet says which will be.
+        ties = getattr(model, "all_tied_weights_keys", None) or {}
+        self._ties = ties if isinstance(ties, dict) else {}
+
+    def tensors(self, name: str, module: Any) -> Iterator[tuple[str, list[int], list[int], int, int, int]]:
+        """For each module below ``name``: its path, bytes of its tensors stored and plain, workspace, loading, and of
+        its quantized experts.
+        """
+        for part, leaf in module.named_modules():
+            path = ".".join(filter(None, (name, part)))
+            way = self._way(path, leaf)
+            stored: list[int] = []
+            plain: list[int] = []
+            workspace = loading = experts = 0
+            for key, tensor in (*leaf.named_parameters(recurse=False), *leaf.named_buffers(recurse=False)):
+                full = f"{path}.{key}"
+                if self._ties.get(full, full) != full or self._owners.setdefault(id(tensor), full) != full:
+                    continue
+                if (shape := self._expert_shape(leaf, tensor)) is not None:
+                    stored += quantized_experts(*shape, self.found or "4bit")
+                    plain.append(2 * math.prod(shape))
+                    experts += plain[-1]
+                    loading = max(loading, plain[-1])
+                elif way is not None and key == "weight":
+                    rows, columns = leaf.out_features, leaf.in_features
+                    stored += quantized_tensors(rows, columns, way)
+                    plain.append(2 * rows * columns)
+                    workspace = 0 if way == "8bit" else 2 * rows * columns
+                    loading = 2 * rows * columns
+                elif not (way == "8bit" and key == "SCB"):
+                    stored.append(tensor.numel() * tensor.element_size())
+                    plain.append(stored[-1])
+            yield path, stored, plain, workspace, loading, experts
+
+    def owner(self, tensor: Any, path: str) -> str:
+        """The path at which a weight was counted."""
+        return self._ties.get(path) or self._owners.get(id(tensor), path)
+
+    def _expert_shape(self, module: Any, tensor: Any) -> tuple[int, int, int] | None:
+        """(experts, rows, columns) of a parameter of experts that is quantized, or will be; else None."""
+        if not _quantized_experts.is_experts(module):
+            return None
+        state = vars(tensor).get("quant_state")
+        if state is not None:
+            self.found = "4bit-double" if state.nested else "4bit"
+        elif not self.experts or tensor.ndim != 3 or tensor[0].numel() % 64:
+            return None
+        else:
+            self.found = self.quantization
+        count, rows, columns = tensor.shape if state is None else state.shape
+        return count, rows, columns
+
+    def _way(self, path: str, module: Any) -> str | None:
+        names = {base.__name__ for base in type(module).__mro__}
+        if "Linear8bitLt" in names:
+            way = "8bit"
+        elif "Linear4bit" in names:
+            double = getattr(module.weight, "compress_statistics", False)
+            state = getattr(module.weight, "quant_state", None)
+            nested = getattr(state, "nested", None)
+            way = "4bit-double" if (double if nested is None else nested) else "4bit"
+        elif self.quantization is not None and "Linear" in names and self._chosen(path):
+            way = self.quantization
+        else:
+            return None
+        self.found = way
+        return way
+
+
+def _block(name: str, kind: Kind, module: Any, sizes: _Sizes, adapter: int) -> Block:
+    if not hasattr(module, "named_modules"):  # a parameter or buffer of a module that is not placed as a whole
+        size = module.numel() * module.element_size()
+        one = Size(nbytes=size, allocated=rounded(size), leaf=rounded(size))
+        return Block(name=name, kind=kind, stored=one, plain=one, workspace=0, loading=0, adapter=adapter)
+    parts = list(sizes.tensors(name, module))
+    layer = kind == "layer"
+    tied = None
+    if kind == "head" and hasattr(module, "weight"):
+        owner = sizes.owner(module.weight, f"{name}.weight").rpartition(".")[0]
+        tied = owner if owner != name else None
+    return Block(
+        name=name,
+        kind=kind,
+        stored=_size([part[1] for part in parts]),
+        plain=_size([part[2] for part in parts]),
+        workspace=max(part[3] for part in parts),
+        loading=max(part[4] for part in parts),
+        experts=sum(part[5] for part in parts),
+        adapter=adapter,
+        modality=("vision" if "vision" in name else "audio") if kind == "tower" else None,
+        attention=_attention(module.self_attn) if layer else None,
+        intermediate=module.mlp.gate_proj.out_features if layer else 0,
+        tied=tied,
+    )
+
+
+def _size(leaves: list[list[int]]) -> Size:
+    aligned = [sum(map(rounded, tensors)) for tensors in leaves]
+    return Size(nbytes=sum(map(sum, leaves)), allocated=sum(aligned), leaf=max(aligned))
+
+
+def _attention(module: Any) -> Attention:
+    shared = bool(module.is_kv_shared_layer)
+    width = int(module.q_proj.out_features)
+    return Attention(
+        heads=width // int(module.head_dim),
+        kv_heads=width // int(module.head_dim) // int(module.num_key_value_groups),
+        head_dim=int(module.head_dim),
+        kv_width=0 if shared else int(module.k_proj.out_features),
+        window=int(module.sliding_window) if module.is_sliding else None,
+        shared=shared,
+    )
+
+
+def _text_model(model: Any) -> tuple[str, Any]:
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        if {"embed_tokens", "layers"} <= children.keys() and "Gemma4" in type(module).__name__:
+            return name, module
+    raise Gemma4CompatError(f"{type(model).__name__} has no Gemma 4 language model (embed_tokens and layers) in it")
+
+
+def _pieces(model: Any, path: str) -> Iterator[tuple[str, Kind, Any]]:
+    """Paths, kinds and modules of the blocks: the parts of the text model, and what is beside the way down to it."""
+    inside: dict[str, Kind] = {"embed_tokens": "embedding", "embed_tokens_per_layer": "table"}
+    first, _, rest = path.partition(".")
+    children = dict(model.named_children())
+    for name, child in children.items():
+        if not path and name == "layers":
+            for index, layer in enumerate(child):
+                yield f"{name}.{index}", "layer", layer
+        elif not path:
+            yield name, inside.get(name, "rest"), child
+        elif name != first:
+            yield name, _kind_beside(name, children), child
+        else:
+            yield from ((f"{name}.{part}", kind, module) for part, kind, module in _pieces(child, rest))
+    for name, tensor in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)):
+        yield name, "rest", tensor
+
+
+def _kind_beside(name: str, siblings: Collection[str]) -> Kind:
+    if name == "lm_head":
+        return "head"
+    if name in ("vision_tower", "audio_tower"):
+        return "tower"
+    # The encoder-free models have only these; elsewhere they are small bridges behind a tower.
+    if name in ("embed_vision", "embed_audio") and f"{name.removeprefix('embed_')}_tower" not in siblings:
+        return "tower"
+    return "rest"
+
+
+def _shapes(model: Any, text: Any) -> dict[str, Any]:
+    config = model.config
+    text_config = text.config
+    vision, audio = (getattr(config, f"{name}_config", None) for name in ("vision", "audio"))
+    towers = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ("vision_tower", "audio_tower")}
+    has_vision, has_audio = (any(name.endswith(tower) for name in towers) for tower in ("vision_tower", "audio_tower"))
+    table = getattr(text, "embed_tokens_per_layer", None)
+    shapes: dict[str, Any] = {
+        "item": text.embed_tokens.weight.element_size(),
+        "hidden": text.embed_tokens.embedding_dim,
+        "vocabulary": text.embed_tokens.num_embeddings,
+        "per_layer_width": 0 if table is None else table.embedding_dim,
+        "math_attention": _math_attention(),
+        "one_hot_positions": _one_hot_positions(),
+        "one_query": hasattr(type(text), "_maybe_slice_kv_shared_inputs"),
+    }
+    if getattr(text_config, "enable_moe_block", False):
+        shapes["experts"] = (text_config.num_experts, text_config.top_k_experts, text_config.moe_intermediate_size)
+    if has_vision and vision is not None:
+        heads = vision.num_attention_heads
+        shapes["vision"] = (vision.hidden_size, vision.intermediate_size, heads, vision.position_embedding_size)
+        shapes["patches"] = vision.pooling_kernel_size**2
+    if has_audio and audio is not None:
+        shapes["audio"] = (audio.hidden_size, audio.subsampling_conv_channels[0])
+    return shapes
+
+
+def _math_attention() -> bool:
+    import torch
+    from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
+
+    key = torch.empty(1, 1, 1, 512, device="meta")
+    given = {"attention_mask": None, "key": key, "value": key}
+    return bool(use_gqa_in_sdpa(**{name: given[name] for name in inspect.signature(use_gqa_in_sdpa).parameters}))
+
+
+def _one_hot_positions() -> bool:
+    import transformers
+
+    return versions.admits("<5.10", transformers.__version__)
+
+
+# ------------------------------------------------------------------------------------------------------------ KV cache
+
+
+def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
+    """Bytes one decoder layer holds in transformers' ``DynamicCache``.
+
+    KV-shared layers hold none. A full layer holds all of the context. A sliding layer holds ``sliding_window`` tokens
+    while decoding; but what it keeps after a prompt is a *view* of the keys of the whole prompt, so in the prefill
+    every layer holds all of it, until its next update. Layers whose values are their keys (``attention_k_eq_v``)
+    still hold both.
+    """
+    attention = block.attention
+    if attention is None or attention.shared:
+        return 0
+    tokens = load.context
+    if prefill:
+        tokens = load.prefill
+    elif attention.window is not None:
+        tokens = min(tokens, attention.window)
+    return 2 * rounded(load.batch * tokens * attention.kv_width * item)
+
+
+# --------------------------------------------------------------------------------------------------------- activations
+
+
+def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool, head: bool) -> int:
+    """The largest sum of KV cache and temporaries while ``layers`` run on one accelerator, beside the weights.
+
+    With T tokens in the forward (batch x prompt, or batch while decoding), e bytes an element, W the width of the
+    per-layer inputs of all layers together:
+
+    - always alive: the embedded inputs and the residual stream (2 T hidden e), the per-layer inputs as looked up and
+      as projected (2 T W e), rotary tables, the attention mask (prompt x prompt bytes where a layer needs one);
+    - before the layers, and before a prefill has a cache: the per-layer inputs being projected
+      (``COSTS.per_layer_inputs`` T W);
+    - then the KV cache (:func:`kv_cache`) and one of, whichever is largest: a layer's attention; its MLP: gate,
+      activation, up (3 T intermediate e); its experts; the logits of the last position (``COSTS.logits`` batch
+      vocabulary: ``generate`` keeps no others);
+    - attention: queries with their norm in fp32, keys and values repeated for every head where the kernel has no
+      grouped heads, the output with its fp32 accumulator, and all scores twice where the kernel is "math" (in fp32)
+      or eager;
+    - the dequantized bf16 copy of a layer's largest 4-bit weight, where the forward has more than one token, of its
+      quantized experts (while decoding: of those that are hit), and 8-bit's quantized inputs and int32 products;
+    - LoRA: the layer's widest input and output in fp32.
+
+    Where transformers takes only the last position through the KV-shared layers of a prefill (5.23), they count as in
+    decoding.
+    """
+    tokens = load.batch * (load.prefill if prefill else 1)
+    item = blueprint.item
+    wide = blueprint.per_layer_width
+    alive = tokens * item * 2 * (blueprint.hidden + wide)
+    if prefill and layers:
+        alive += 2 * item * load.prefill * sum({block.attention.head_dim for block in layers if block.attention})
+        alive += _mask(layers, load)
+    cache = sum(kv_cache(block, load, item, prefill=prefill) for block in layers)
+    stages = [COSTS.norm * tokens * blueprint.hidden]
+    stages += [_layer(blueprint, block, load, prefill=prefill) for block in layers]
+    first = 0
+    if head:
+        stages.append(COSTS.logits * load.batch * blueprint.vocabulary)
+        first = (COSTS.per_layer_inputs - 2 * item) * tokens * wide + (0 if prefill else cache)
+    return alive + max(first, cache + max(stages))
+
+
+def _mask(layers: Collection[Block], load: Load) -> int:
+    """Masks of one byte a pair with SDPA (none while the prompt fits the window), bf16 with eager attention."""
+    eager = load.attention == "eager"
+    windows = {block.attention.window for block in layers if block.attention}
+    masks = sum(1 for window in windows if eager or (window is not None and load.prefill > window))
+    return int(masks * load.batch * load.prefill**2 * (2 if eager else 1))
+
+
+def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> int:
+    attention = block.attention
+    assert attention is not None  # a decoder layer
+    rows = load.prefill if prefill and not (attention.shared and blueprint.one_query) else 1
+    tokens = load.batch * rows
+    item, hidden = blueprint.item, blueprint.hidden
+    width = attention.heads * attention.head_dim
+    residual = 2 * tokens * hidden * item  # the stream, and what a norm made of it
+    seen = load.prefill if prefill else load.context
+    if attention.window is not None and not prefill:
+        seen = min(seen, attention.window)
+    keys = load.batch * seen * width  # of every head
+    scores = load.batch * attention.heads * rows * seen
+    kernel = tokens * width * item  # queries
+    repeated = 1 < attention.kv_heads < attention.heads  # one head is shown to all as a view
+    if load.attention == "eager":
+        kernel += (2 * keys * item if repeated else 0) + COSTS.eager_scores * scores
+    else:
+        kernel += tokens * width * (item + 4)  # output, accumulator
+        if attention.head_dim > 256 and blueprint.math_attention:
+            kernel += 2 * keys * (item + 4) + 2 * 4 * scores
+        elif repeated and rows > 1 and (attention.head_dim > 256 or seen > (attention.window or seen)):
+            kernel += 2 * keys * item
+    if not prefill:  # a layer's old and new cache are both there while it grows
+        kernel += kv_cache(block, load, item, prefill=False)
+    projected = tokens * width * (item + COSTS.norm)
+    mlp = 3 * tokens * block.intermediate * item
+    many = tokens > 1
+    workspace = block.workspace if many else 0
+    if blueprint.quantization == "8bit":
+        workspace = tokens * (3 * max(block.intermediate, width) + 6 * max(block.intermediate, width))
+    experts = 0
+    if blueprint.experts is not None:
+        number, used, inner = blueprint.experts
+        experts = tokens * used * (8 * (number + 1) + item * (2 * inner + hidden)) + 2 * residual
+        if block.experts and tokens * used < number:  # those that are hit, and their packed bytes
+            experts += block.experts * tokens * used // number * 5 // 4
+        else:
+            experts += block.experts
+    lora = tokens * 4 * (block.intermediate + hidden) if block.adapter else 0
+    return residual + workspace + lora + max(projected, kernel, mlp, experts, COSTS.norm * tokens * hidden)
+
+
+def tower_activations(blueprint: Blueprint, load: Load) -> int:
+    """The largest sum of temporaries while a tower runs, for one image and 30 s of sound a sequence.
+
+    Vision: patches x (the residual stream, its fp32 norm and three times the MLP), the mask, the one-hot position
+    matrix of transformers < 5.10 (int64 and bf16), and scores with eager attention. Audio: three copies of the first
+    convolution's output (a quarter of the mel frames x 128 bins x channels), which is larger than any layer.
+    """
+    item = blueprint.item
+    stages = [0]
+    if load.vision and blueprint.vision is not None:
+        hidden, inner, heads, positions = blueprint.vision
+        each = COSTS.image_tokens * blueprint.patches
+        patches = load.batch * each
+        scores = COSTS.eager_scores * load.batch * heads * each**2 if load.attention == "eager" else 0
+        layer = patches * hidden * (3 * item + COSTS.norm) + load.batch * each**2
+        layer += max(3 * patches * inner * item, scores)
+        stages += [layer, patches * 2 * positions * (8 + item) if blueprint.one_hot_positions else 0]
+    elif load.vision:  # one projection of raw patches
+        stages.append(load.batch * COSTS.image_tokens * 48 * 48 * 3 * (item + COSTS.norm))
+    if load.audio and blueprint.audio is not None:
+        _, channels = blueprint.audio
+        stages.append(3 * load.batch * (COSTS.audio_frames // 2) * 64 * channels * item)
+    return max(stages)
+
+
+# ------------------------------------------------------------------------------------------------------------- adapter
+
+
+def adapter_sizes(folder: Any) -> dict[str, int]:
+    """Bytes of a saved adapter by path of the module they sit on, read from ``adapter_model.safetensors``' header.
+
+    PEFT loads a bf16 or fp16 adapter into fp32 (``autocast_adapter_dtype``), so four bytes a value count.
+
+    Raises:
+        Gemma4CompatError: no adapter in that folder, not in safetensors, or damaged.
+    """
+    from gemma4_compat._adapters import saved  # with json, which importing the package does not load
+
+    sizes: dict[str, int] = {}
+    for key, tensor in saved.read(folder).tensors.items():
+        path = saved.module_of(key)
+        sizes[path] = sizes.get(path, 0) + rounded(4 * math.prod(tensor.shape))
+    return sizes
+
+
+def _first(names: Mapping[str, Any]) -> str:
+    return repr(next(iter(names)))

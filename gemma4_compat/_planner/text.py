@@ -1,0 +1,111 @@
+"""A plan as text: a bar for each device, the map, the expected peaks, and the code that loads it."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gemma4_compat._planner.layout import Use, size_text
+from gemma4_compat._planner.plan import grouped, runs
+
+if TYPE_CHECKING:
+    from gemma4_compat._planner.plan import Plan
+
+#: What a bar's cells mean, and how they look where the output can show blocks and where it can not.
+_PARTS = ("weights", "paging buffers", "KV cache", "temporaries", "free")
+_BLOCKS = "█▓▒░·"
+_ASCII = "#=+-."
+
+
+def can_show_blocks(encoding: str | None) -> bool:
+    """Whether an output of this encoding has the characters of the bars."""
+    try:
+        _BLOCKS.encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> str:
+    """Everything a plan says; lines of the report are at most ``width`` columns, by default the terminal's."""
+    width = max(50, min(width or shutil.get_terminal_size().columns, 100))
+    return "\n".join(
+        [
+            *_heading(plan, width),
+            "",
+            *_bars(plan, width, _BLOCKS if blocks else _ASCII),
+            "",
+            *_map(plan, width),
+            "",
+            *_peaks(plan, width),
+            "",
+            plan.code,
+        ]
+    )
+
+
+def _heading(plan: Plan, width: int) -> Iterator[str]:
+    stored = {None: "bf16", "8bit": "8 bit", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}
+    given = [name for name in ("vision", "audio") if getattr(plan, name)]
+    experts = ", experts too" if plan.experts else ""
+    title = f"{plan.model} ({plan.model_class}), {stored[plan.quantization]}{experts}, context {plan.context}"
+    title += f", batch {plan.batch}" + "".join(f", {name}" for name in given)
+    yield from textwrap.wrap(title, width)
+    if plan.assumed:
+        yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
+
+
+def _bars(plan: Plan, width: int, cells: str) -> Iterator[str]:
+    labels = {device: f"gpu {device}" if isinstance(device, int) else str(device) for device in plan.use}
+    label_width = max(len(label) for label in (*labels.values(), "disk"))
+    room = width - label_width - len("  []  10.00 GiB of 10.00 GiB")
+    for device, use in plan.use.items():
+        bar = _bar(use, room, cells)
+        yield f"{labels[device]:<{label_width}}  [{bar}]  {size_text(use.peak)} of {size_text(use.budget)}"
+    for label, nbytes in (("cpu", plan.cpu), ("disk", plan.disk)):
+        if nbytes:
+            yield f"{label:<{label_width}}  {size_text(nbytes)}"
+    yield from textwrap.wrap("  ".join(f"{cell} {part}" for cell, part in zip(cells, _PARTS)), width)
+
+
+def _bar(use: Use, room: int, cells: str) -> str:
+    """``room`` cells for the budget: what the larger of the two forwards has in use."""
+    weights = use.weights + use.adapter
+    kv = min(use.kv, max(0, use.peak - weights - use.pages))
+    parts = [weights, use.pages, kv, max(0, use.peak - weights - use.pages - kv)]
+    bar, done = "", 0
+    for cell, nbytes in zip(cells, parts):
+        done += nbytes
+        bar += cell * (round(room * done / use.budget) - len(bar))
+    return bar[:room].ljust(room, cells[-1])
+
+
+def _map(plan: Plan, width: int) -> Iterator[str]:
+    by_device: dict[int | str, list[str]] = {}
+    for prefix, numbers, device in grouped(plan.device_map):
+        by_device.setdefault(device, []).append(prefix if numbers is None else f"{prefix} {_ranges(numbers)}")
+    for device, entries in by_device.items():
+        label = f"{device}: "
+        yield from textwrap.wrap(
+            ", ".join(entries), width, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False
+        )
+    if plan.paged:
+        paged = f"{len(plan.paged)} decoder layers are paged: copied to the accelerator while others compute."
+        yield from textwrap.wrap(paged, width)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
+
+
+def _peaks(plan: Plan, width: int) -> Iterator[str]:
+    yield "Expected peaks:"
+    for device, use in plan.use.items():
+        phases = (f"{name} {size_text(getattr(use, name))}" for name in ("loading", "prefill", "decode"))
+        yield from textwrap.wrap(
+            f"{device}: {', '.join(phases)}", width, initial_indent="  ", subsequent_indent="    "
+        )
+    yield from textwrap.wrap(f"Longest context that fits this map: {plan.longest_context} tokens.", width)

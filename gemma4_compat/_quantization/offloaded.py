@@ -1,0 +1,154 @@
+"""Whether quantized modules that a device map puts on the CPU or on disk shall stay quantized; what such a load did.
+
+Imports nothing upstream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from gemma4_compat._engine import settings
+from gemma4_compat._models import device_maps
+
+ID = "transformers-quantize-offloaded"
+#: Entries of a device map that offload: these strings alone, to accelerate; ``torch.device("cpu")`` is a main device.
+OFFLOADED = frozenset({"cpu", "disk"})
+_LOGGER = logging.getLogger("gemma4_compat")
+_asked: contextvars.ContextVar[bool] = contextvars.ContextVar("gemma4_compat_quantize_offloaded", default=False)
+
+_QUANTIZED = {"Params4bit": "4-bit", "Int8Params": "8-bit"}
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@contextlib.contextmanager
+def asked() -> Iterator[None]:
+    """Inside, in this thread (and task) alone, offloaded modules are quantized like the others. Nests."""
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def is_asked() -> bool:
+    """Whether somebody asked for it: here, with :func:`asked`, or with ``GEMMA4_COMPAT_ENABLE`` for the process."""
+    return _asked.get() or settings.is_enabled(ID)
+
+
+def main_accelerator(placement: Mapping[str, Any]) -> Any:
+    """Where a model with this map computes, by accelerate's rule: the first device that offloads nothing; or None."""
+    return next((device for device in placement.values() if device not in OFFLOADED), None)
+
+
+def device_of(name: str, placement: Mapping[str, Any]) -> str | None:
+    """``"cpu"`` or ``"disk"`` for a tensor that the map puts there, else None."""
+    entry = device_maps.entry_for(name, placement)
+    device = None if entry is None else placement[entry]
+    return device if device in OFFLOADED else None
+
+
+def precision(parameter: Any) -> str:
+    """``"4-bit"``, ``"8-bit"``, or the usual short name of the parameter's dtype."""
+    name = str(parameter.dtype).rpartition(".")[2]
+    return _QUANTIZED.get(type(parameter).__name__) or _SHORT.get(name, name)
+
+
+def size(parameter: Any) -> int:
+    """Bytes of a parameter and of the scales that belong to it, wherever they are."""
+    import torch
+
+    total: int = parameter.numel() * parameter.element_size()
+    state = vars(parameter).get("quant_state")
+    states = [state, None if state is None else state.state2]
+    scales = [tensor for item in states if item is not None for tensor in (item.absmax, item.code)]
+    scales.append(vars(parameter).get("SCB"))
+    for item in scales:
+        if isinstance(item, torch.Tensor):
+            total += item.numel() * item.element_size()
+    return total
+
+
+def report(model: Any, placement: Mapping[str, Any], skipped: Iterable[str]) -> None:
+    """One line for a quantized model with offloaded parts: which of them are quantized and which are not.
+
+    A warning, because that is what can be seen without configuring ``logging``, and because a model that is bigger
+    than expected, and answers differently, looks like a defect.
+
+    Args:
+        model: it, with its weights.
+        placement: its device map.
+        skipped: modules that the user wants unquantized.
+    """
+    import torch
+
+    main = main_accelerator(placement)
+    away = OFFLOADED if main is not None else {"disk"}
+    found: dict[str, dict[str, int]] = {}  # bytes by block and precision
+    for name, parameter in model.named_parameters():
+        device = device_of(name, placement)
+        if device in away:
+            block = found.setdefault(_block(name, placement), {})
+            block[precision(parameter)] = block.get(precision(parameter), 0) + size(parameter)
+    if not found:
+        return
+    parts = []
+    for kind in sorted({kind for block in found.values() for kind in block}):
+        names = [name for name, block in found.items() if max(block, key=lambda item: block[item]) == kind]
+        total = sum(block.get(kind, 0) for block in found.values())
+        parts.append(f"{kind} {_readable(total)}" + (f" ({', '.join(compact(names))})" if names else ""))
+    where = "off the accelerator" if main is not None else "on disk"
+    hint = ""
+    if any(
+        type(module) is torch.nn.Linear
+        and device_of(f"{name}.weight", placement) in away
+        and not any(name.startswith(entry) or name.endswith(entry) for entry in ("lm_head", *skipped))
+        for name, module in model.named_modules()
+    ):
+        hint = "; load inside gemma4_compat.quantize_offloaded() to quantize their linear layers too"
+    _LOGGER.warning("gemma4_compat: %s: %s%s", where, ", ".join(parts), hint)
+
+
+def _block(name: str, placement: Mapping[str, Any]) -> str:
+    """The part of the model that a line about ``name`` should name: a decoder layer, a tower, an embedding."""
+    natural = re.match(r"(?:.*?\blayers\.\d+|(?:model\.)?(?:language_model\.)?[^.]+)(?=\.|$)", name)
+    entry = device_maps.entry_for(name, placement) or ""
+    tower = re.match(r"(?:model\.)?(?:vision|audio)_tower", name)
+    part = tower.group() if tower else natural.group() if natural else name
+    return entry if len(entry) > len(part) else part
+
+
+def compact(names: Iterable[str]) -> list[str]:
+    """Names, with runs of numbered ones joined: ``layers.0``, ``layers.1`` and ``layers.2`` become ``layers.0-2``."""
+    numbers: dict[str, list[int]] = {}
+    others: list[str] = []
+    for name in names:
+        stem, _, last = name.rpartition(".")
+        if last.isdigit():
+            numbers.setdefault(stem, []).append(int(last))
+        else:
+            others.append(name)
+    joined = []
+    for stem, found in numbers.items():
+        runs: list[list[int]] = []
+        for number in sorted(found):
+            if runs and runs[-1][1] == number - 1:
+                runs[-1][1] = number
+            else:
+                runs.append([number, number])
+        text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+        joined.append(f"{stem}.{text}")
+    return joined + others
+
+
+def _readable(total: int) -> str:
+    value, unit = float(total), "B"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"

@@ -1,0 +1,1 @@
+"""The tiny checkpoint, and the situations in which a reproduction shows a defect."""

@@ -1,0 +1,157 @@
+"""Situations that several reproductions, and tests, build in the same way."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gemma4_compat._engine.patch import Outcome
+from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction.workspace import NEW_TOKENS, Workspace, difference
+
+
+def assisted(workspace: Workspace, *, without_arguments: bool = False) -> Outcome:
+    """Whether generating with an assistant model gives the tokens that it gives without.
+
+    ``without_arguments``: the crash that transformers-assistant-arguments repairs is raised: it is in question.
+    """
+    import torch
+
+    model, batch = workspace.load(), workspace.inputs()
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    alone = model.generate(**batch, **options)
+    try:
+        assistant = workspace.load_assistant()
+    except ImportError as error:
+        return Outcome(False, str(error), applicable=False)
+    try:
+        helped = model.generate(**batch, **options, assistant_model=assistant)
+    except ValueError as error:
+        if "Cannot `crop`" not in str(error):
+            raise
+        return Outcome(False, "this release cannot take tokens back from a sliding cache", applicable=False)
+    except TypeError as error:
+        if without_arguments or "CandidateGenerator.__init__" not in str(error):
+            raise
+        return Outcome(False, "this release cannot call the assistant it makes", applicable=False)
+    if torch.equal(alone, helped):
+        return Outcome(False, f"{NEW_TOKENS} tokens with an assistant model are those without")
+    return Outcome(True, "with an assistant model other tokens are generated")
+
+
+def transposed(layer: Any) -> Outcome:
+    """Whether a linear has the same outputs for a transposed input, (1, 8, in_features) in bfloat16, and its copy."""
+    import torch
+
+    columns = torch.randn(1, layer.in_features, 8, generator=torch.Generator().manual_seed(0))
+    columns = columns.to(layer.weight.device, torch.bfloat16)
+    with torch.no_grad():
+        found, expected = layer(columns.transpose(1, 2)), layer(columns.transpose(1, 2).contiguous())
+    worst = (found - expected).abs().max().item()
+    scale = expected.abs().max().item()
+    if worst:
+        return Outcome(True, f"a transposed input's outputs, of up to {scale:.2g}, are off by up to {worst:.2g}")
+    return Outcome(False, "a transposed input and its contiguous copy have bit-equal outputs", 0.0)
+
+
+def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:
+    """Of which kinds of layers a model returns the keys and values that an assistant model asks for."""
+    import torch
+
+    with torch.no_grad():
+        outputs = model(**batch, return_shared_kv_states=True)
+    return sorted(getattr(outputs, "shared_kv_states", None) or {})
+
+
+def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
+    """What the language model gets of the image (``sense`` "vision") or the sound ("audio") in ``batch``; float32,
+    a row a soft token.
+    """
+    import torch
+
+    inner = model.model  # not every release has these on the outer class
+    with torch.no_grad():
+        if sense == "vision":
+            found = inner.get_image_features(batch["pixel_values"], batch["image_position_ids"], return_dict=True)
+            parts = found.pooler_output
+            pooled = torch.cat(list(parts)) if isinstance(parts, (list, tuple)) else parts
+        else:
+            found = inner.get_audio_features(batch["input_features"], batch["input_features_mask"], return_dict=True)
+            pooled = found.pooler_output[found.attention_mask]
+    return pooled.float().cpu()
+
+
+def sensed(workspace: Workspace, quantization: str, sense: str) -> tuple[float, float]:
+    """How a tower quantized with everything else compares: with the same weights, dequantized; and with itself for a
+    quite different image or sound. Relative differences of its features, so 0 and about 1.4 are perfect.
+    """
+    batch = workspace.inputs()
+    other = dict(batch, pixel_values=1 - batch["pixel_values"])
+    if sense == "audio":
+        other["input_features"] = -batch["input_features"]
+    model = tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True)
+    found, another = features(model, batch, sense), features(model, other, sense)
+    plain = tiny.dequantize(tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True))
+    return relative(found, features(plain, batch, sense)), relative(another, found)
+
+
+def relative(found: Any, reference: Any) -> float:
+    """The size of the difference as a share of the size of ``reference`` (2-norms)."""
+    return float((found - reference).norm() / reference.norm())
+
+
+def in_another_process(module: str, build: Callable[[], Any], *, reverse: bool) -> Any:
+    """What ``build`` builds where a set of names in the code of ``module`` has that order, sorted or ``reverse``.
+
+    A process has one or the other: Python salts the hashes of strings with a number of its own.
+    """
+    code = importlib.import_module(module)
+
+    def ordered(names: Iterable[str]) -> dict[str, None]:
+        return dict.fromkeys(sorted(names, reverse=reverse))
+
+    code.set = ordered  # type: ignore[attr-defined]
+    try:
+        return build()
+    finally:
+        del code.set
+
+
+def second_rank(module: str, workspace: Workspace) -> Outcome:
+    """The answers of a second rank of DDP, whose set of names has the other order, against those of the first."""
+    first, second = (in_another_process(module, workspace.load, reverse=reverse) for reverse in (False, True))
+    reference = workspace.answers(first)
+    broadcast_buffers(first, second)
+    return Outcome.of_parity(difference(reference, workspace.answers(second)), "a second rank of DDP")
+
+
+def broadcast_buffers(source: Any, target: Any) -> None:
+    """What ``DistributedDataParallel`` does from one process to another: buffers of a dtype go in one piece, without
+    their names.
+    """
+    import torch
+
+    with torch.no_grad():
+        for dtype in {buffer.dtype for buffer in target.buffers()}:
+            own = [buffer for buffer in target.buffers() if buffer.dtype == dtype]
+            sent = torch.cat([buffer.flatten() for buffer in source.buffers() if buffer.dtype == dtype])
+            for buffer, piece in zip(own, sent.split([buffer.numel() for buffer in own]), strict=True):
+                buffer.copy_(piece.view_as(buffer))
+
+
+def image_in_second_part(model: Any, batch: dict[str, Any]) -> Outcome:
+    """A prompt in two parts, an image in the second, with a static cache, against the same prompt at once."""
+    import torch
+    from transformers import StaticCache
+
+    ids = batch["input_ids"]
+    kinds = torch.zeros_like(ids)
+    kinds[:, 18:22] = 1
+    cache = StaticCache(config=model.config, max_cache_len=2 * ids.shape[1])
+    with torch.no_grad():
+        expected = model(ids, mm_token_type_ids=kinds, use_cache=False).logits
+        model(ids[:, :12], past_key_values=cache)
+        found = model(ids[:, 12:], mm_token_type_ids=kinds, past_key_values=cache).logits
+    off = (expected[:, 12:] - found).abs().max().item()
+    return Outcome(off > 1e-3, f"after an image in the second part of a text the logits are off by {off:.2g}")

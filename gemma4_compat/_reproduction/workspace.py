@@ -1,0 +1,237 @@
+"""Reproductions: the situation a patch is for, built through public API on a tiny checkpoint, in a process of its own.
+
+The main device is the first GPU where there is
+one; then "cpu" entries are offloaded to the host. Without a GPU the main device is the CPU and modules are offloaded
+to disk: accelerate uses the same hooks and meta weights for both.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._engine.patch import FORWARDS
+from gemma4_compat._models import variants
+from gemma4_compat._reproduction import tiny
+
+ADAPTERS = ("language", "towers", "all")
+NEW_TOKENS = 6
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Logits of :data:`FORWARDS` forwards (float32, on the CPU) and the tokens of one greedy ``generate``."""
+
+    logits: tuple[Any, ...]
+    tokens: Any
+
+
+class LackingError(Exception):
+    """The variant in the workspace has nothing of what a reproduction is about; says what it lacks."""
+
+
+class Workspace:
+    """A folder with the tiny checkpoint and its adapters, and the ways a reproduction uses them.
+
+    Its ``variant`` is None for the checkpoint that has nearly everything, or one of :data:`variants.NAMES`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        file = folder / "variant"
+        self.variant = file.read_text(encoding="utf-8") if file.exists() else None
+
+    @classmethod
+    def build(cls, folder: Path, variant: str | None = None) -> Workspace:
+        """Write the checkpoint and one adapter for each of :data:`ADAPTERS`.
+
+        Raises:
+            Gemma4CompatError: the installed transformers has no such variant.
+        """
+        if variant is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "variant").write_text(variant, encoding="utf-8")
+        workspace = cls(folder)
+        tiny.build_checkpoint(workspace.checkpoint, variant=variant)
+        for targets in ADAPTERS:
+            tiny.build_adapter(workspace.checkpoint, workspace.adapter(targets), targets)
+        return workspace
+
+    def needs(self, part: str) -> None:
+        """Say that a reproduction is about ``part``, one of :data:`variants.PARTS`.
+
+        Raises:
+            LackingError: the variant at hand has none; the reproduction is then not applicable.
+        """
+        if self.variant is not None and part not in variants.parts(self.variant):
+            raise LackingError(f"the {self.variant} has no {variants.PARTS[part]}")
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def adapter(self, targets: str) -> Path:
+        return self.folder / f"adapter-{targets}"
+
+    def made(self, build: Callable[..., Any], **options: Any) -> Path:
+        """A folder that ``build(folder, **options)`` filled, the first time it is asked for; options are numbers or
+        names. Another reproduction that runs at the same time gets the complete folder or makes it itself.
+        """
+        name = "-".join([build.__name__.strip("_"), *(f"{key}-{value}" for key, value in sorted(options.items()))])
+        folder = self.folder / name
+        if not folder.exists():
+            unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self.folder))
+            build(unfinished, **options)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if not folder.exists():  # nobody else was faster
+                    raise
+                shutil.rmtree(unfinished)
+        return folder
+
+    def misfit(self) -> Path:
+        """An adapter that was made for a base model of another width (two of its tensors are)."""
+        return self.made(self._misfit)
+
+    def unified(self) -> Workspace | None:
+        """A workspace with the 12B in it; None where the installed transformers has no such model.
+
+        Raises:
+            LackingError: another variant is in this one.
+        """
+        import transformers
+
+        self.needs("unified")
+        if not hasattr(transformers, "Gemma4UnifiedConfig"):
+            return None
+        if self.variant == variants.UNIFIED:
+            return self
+        return Workspace(self.made(self._unified))
+
+    def _unified(self, folder: Path) -> None:
+        Workspace.build(folder, variants.UNIFIED)
+
+    def larger(self, **options: int) -> Path:
+        """The checkpoint with more ``layers``, or another ``table``, see :func:`tiny.build_checkpoint`."""
+        variant = {} if self.variant is None else {"variant": self.variant}
+        return self.made(tiny.build_checkpoint, **options, **variant)
+
+    def inputs(self, *, text_only: bool = False) -> dict[str, Any]:
+        """:func:`tiny.inputs` for the checkpoint at hand, on the main device."""
+        return tiny.inputs(self.main, text_only=text_only, variant=self.variant)
+
+    def load_assistant(self, quantization: str | None = None) -> Any:
+        """An assistant model for :meth:`load`'s, to be given to its ``generate`` as ``assistant_model``.
+
+        Raises:
+            ImportError: the installed transformers has none for it.
+        """
+        return tiny.load(
+            self.made(self._assistant), quantization, device=self.main, cls=tiny.assistant_class(self.checkpoint)
+        )
+
+    def _assistant(self, folder: Path) -> None:
+        tiny.build_assistant(self.checkpoint, folder, variant=self.variant)
+
+    def _misfit(self, folder: Path) -> None:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        shutil.copytree(self.adapter("language"), folder, dirs_exist_ok=True)
+        weights = load_file(folder / "adapter_model.safetensors")
+        for end, shape in (("0.mlp.up_proj.lora_A.weight", (4, 96)), ("3.mlp.up_proj.lora_B.weight", (96, 4))):
+            (name,) = [name for name in weights if name.endswith(f"language_model.layers.{end}")]
+            weights[name] = torch.zeros(shape)
+        save_file(weights, folder / "adapter_model.safetensors")
+
+    @property
+    def main(self) -> Any:
+        """Where the model computes: GPU 0, or the CPU where there is none."""
+        import torch
+
+        return 0 if torch.cuda.is_available() else "cpu"
+
+    @property
+    def offloaded(self) -> str:
+        """Where a map puts what does not fit: the CPU beside a GPU, else the disk."""
+        return "disk" if self.main == "cpu" else "cpu"
+
+    def load(self, quantization: str | None = None) -> Any:
+        """The base model, everything on the main device, eval mode."""
+        return tiny.load(self.checkpoint, quantization, device=self.main)
+
+    def load_text(self) -> Any:
+        """:meth:`load`'s language model as a ``Gemma4ForCausalLM`` (or the 12B's): the same weights, from a checkpoint
+        of its own.
+        """
+        twin = self.made(self._text_twin)
+        return tiny.load(twin, device=self.main, cls=tiny.class_name(twin, text_only=True))
+
+    def _text_twin(self, folder: Path) -> None:
+        tiny.build_text_twin(self.checkpoint, folder)
+
+    def text_adapter(self) -> Path:
+        """An adapter made with :meth:`load_text`, for layers that only a language model has."""
+        return self.made(self._text_adapter)
+
+    def _text_adapter(self, folder: Path) -> None:
+        targets: Any = ["per_layer_input_gate", "per_layer_projection"]
+        if self.variant is not None and "per_layer_embeddings" not in variants.parts(self.variant):
+            targets = r".*\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
+        tiny.write_adapter(self.load_text(), targets, folder)
+
+    def split(self, quantization: str | None = None, offload: str = "both") -> Any:
+        """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`tiny.device_map`)."""
+        return self.dispatch(self.load(quantization), offload)
+
+    def dispatch(self, model: Any, offload: str = "both") -> Any:
+        return self.dispatch_map(model, tiny.device_map(model, offload, main=self.main, offloaded=self.offloaded))
+
+    def dispatch_map(self, model: Any, placement: dict[str, Any]) -> Any:
+        """Dispatch a loaded model with any map; weights on disk go to a new folder."""
+        return tiny.dispatch(model, placement, Path(tempfile.mkdtemp(prefix="offload-", dir=self.folder)))
+
+    def answers(self, model: Any, *, text_only: bool = False) -> Answers:
+        """Three forwards and a greedy generate on a prompt with an image and a sound, without gradients."""
+        import torch
+
+        batch = self.inputs(text_only=text_only)
+        # A place for an image that is not there is read by some classes as padding, by others as a word.
+        places = [tiny.IMAGE_TOKEN, tiny.AUDIO_TOKEN, tiny.VIDEO_TOKEN]
+        options = {} if self.variant is None else {"suppress_tokens": places}
+        with torch.no_grad():
+            logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
+            tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **options).cpu()
+        return Answers(logits, tokens)
+
+
+def difference(reference: Answers, other: Answers) -> float:
+    """The largest absolute logit difference over all forwards; infinite for a NaN or another token."""
+    import torch
+
+    if not torch.equal(reference.tokens, other.tokens):
+        return math.inf
+    found = [(a - b).abs().max().item() for a, b in zip(reference.logits, other.logits)]
+    # Each one is looked at: `max` would pass over a NaN that is not the first.
+    return max(found) if all(math.isfinite(value) for value in found) else math.inf
+
+
+def stored_bytes(module: Any) -> int:
+    """Bytes of a module's parameters and of what quantized ones keep beside them: scales, code books, offsets.
+
+    As they were loaded: in a forward bitsandbytes repacks 4-bit weights for some CPUs, and may move 8-bit scales.
+    """
+    total = 0
+    for parameter in module.parameters():
+        state = getattr(parameter, "quant_state", None)
+        parts = [parameter, getattr(parameter, "SCB", None), getattr(state, "offset", None)]
+        for part in filter(None, (state, getattr(state, "state2", None))):
+            parts += [part.absmax, part.code]
+        total += sum(part.numel() * part.element_size() for part in parts if part is not None)
+    return total

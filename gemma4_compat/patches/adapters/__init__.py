@@ -1,0 +1,1 @@
+"""Patches for loading, creating and merging adapters."""

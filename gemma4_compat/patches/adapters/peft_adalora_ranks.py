@@ -1,0 +1,97 @@
+"""silent: an AdaLoRA adapter that was trained on a bf16 base gives other answers once it is saved and loaded again.
+
+Why: each layer divides by its number of ranks, which PEFT keeps as a frozen parameter and does not save. Where
+the base is not float32, changing its dtype puts another parameter in its place, a trained one; since PEFT 0.21 nothing
+freezes that again. The optimizer changes the number, and what is loaded has the right one again.
+
+Here: it stays frozen, and so do the weights of other tuners' adapters that were loaded to be used, not trained.
+
+Goes when PEFT keeps it frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import walk
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def update_layer(original: Callable[..., Any], self: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, adapter_name, *args, **kwargs)
+    self.ranknum[adapter_name].requires_grad_(False)
+    return result
+
+
+def cast_adapter_dtype(original: Callable[..., Any], model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+    frozen = [
+        module._parameters
+        for module in walk.modules(model)
+        if adapter_name in module._parameters and not module._parameters[adapter_name].requires_grad
+    ]
+    result = original(model, adapter_name, *args, **kwargs)
+    for parameters in frozen:
+        parameters[adapter_name].requires_grad_(False)
+    return result
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+    from pathlib import Path
+
+    import torch
+    from peft import AdaLoraConfig, PeftModel, get_peft_model
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    torch.manual_seed(0)
+    targets = r".*language_model\..*\.up_proj"
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, init_lora_weights=False, target_modules=targets)
+    model = get_peft_model(workspace.load(), config)
+    batch = workspace.inputs()
+    optimizer = torch.optim.Adam([value for value in model.parameters() if value.requires_grad], lr=0.1)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
+    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
+    model.save_pretrained(folder)
+    again = PeftModel.from_pretrained(workspace.load(), folder)
+    found = difference(workspace.answers(model.eval()), workspace.answers(again.eval()))
+    return Outcome.of_parity(found, "AdaLoRA after one step, saved and loaded again")
+
+
+PATCH = Patch(
+    id="peft-adalora-ranks",
+    summary="AdaLoRA's number of ranks is not trained, so an adapter is loaded as it was saved",
+    symptom="silent: an AdaLoRA adapter trained on a bf16 base gives other answers once it is saved and loaded again",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F4",),
+    distribution="peft",
+    affected=">=0.21.0",
+    measured="0.21.2",
+    requires=("transformers>=5.5",),
+    retire_when="AdaLoraLayer.ranknum has no gradient on a bf16 base",
+    targets=(
+        Target(
+            module="peft.tuners.adalora.layer",
+            name="AdaLoraLayer.update_layer",
+            replacement=update_layer,
+            known={
+                "c1b213bbc723": "0.21.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.tuners.tuners_utils",
+            name="cast_adapter_dtype",
+            replacement=cast_adapter_dtype,
+            known={
+                "8fc79f162ef0": "0.21.0",
+                "60172c2f2b51": "0.21.1 - 0.21.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

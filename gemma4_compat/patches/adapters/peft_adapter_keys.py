@@ -1,0 +1,204 @@
+"""silent: an adapter made with ``Gemma4ForCausalLM`` loads onto ``Gemma4ForConditionalGeneration``, and does nothing.
+
+``Found missing adapter keys while loading the checkpoint: [...]`` is all that is said, in a warning of many lines. The
+other way round a load dies in ``Target modules ... not found in the base model``.
+
+Why: the layers are ``model.layers`` in one class and ``model.language_model.layers`` in the other; PEFT loads with
+``strict=False``, so what has no place is dropped. Other tools write other prefixes.
+
+Here: the keys of the file are translated to the names of the model at hand (``_adapter_keys.py`` says which dialects,
+docs/ADAPTERS.md shows them), and the config is made to target the layers that the file has weights for, so towers get
+no idle adapter layers and what is saved loads again. Keys of k/v projections that a KV-shared layer does not have here
+are left out. Other keys without a place are one warning; a load in which no key has one is an error, and leaves the
+model as it was. An adapter whose keys fit is loaded by upstream's code alone.
+
+Goes when PEFT translates between a model's classes, and refuses an adapter of which nothing fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._adapters import fitting
+from gemma4_compat._adapters.translation import PREFIX
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_NO_TARGETS = ("not found in the base model", "No modules were targeted", "All modules were excluded")
+
+
+def from_pretrained(
+    original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return _load(original, model, model_id, (cls, model, model_id, *args), kwargs)
+
+
+def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+    return _load(original, self, model_id, (self, model_id, *args), kwargs)
+
+
+def _load(original: Callable[..., Any], model: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    known = fitting.being_loaded()
+    if not fitting.is_gemma4(model) or (known is not None and known.source == str(source)):
+        return original(*args, **kwargs)
+    keys = _keys(source, kwargs)
+    with fitting.loading(source, keys):
+        try:
+            return original(*args, **kwargs)
+        except ValueError as error:
+            nothing = not fitting.translate(keys, model).names
+            if keys and nothing and any(text in str(error) for text in _NO_TARGETS):
+                raise fitting.nothing_matched(source, model, keys) from error
+            raise
+
+
+def _keys(source: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The keys of the adapter's file; none where it has no config (upstream says so) or its weights elsewhere."""
+    folder = Path(str(source), kwargs.get("subfolder") or "")
+    if Path(str(source)).is_dir():
+        files = [folder / f"adapter_model.{end}" for end in ("safetensors", "bin")]
+        if not (folder / "adapter_config.json").is_file() or not any(file.is_file() for file in files):
+            return ()
+
+    def read() -> dict[str, Any]:
+        from peft import PeftConfig, PeftModel
+        from peft.utils import load_peft_weights
+
+        hub, _ = PeftModel._split_kwargs(kwargs)
+        PeftConfig._get_peft_type(source, **hub)  # upstream's own error for a name that is none
+        weights: dict[str, Any] = load_peft_weights(source, device="cpu", **hub)
+        return weights
+
+    return fitting.keys_in(source, read=read, subfolder=kwargs.get("subfolder"))
+
+
+def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:
+    # The last step before the matching, for every tuner: "all-linear" and default targets are resolved by then.
+    peft_config = original(peft_config, model)
+    adapter = fitting.being_loaded()
+    if adapter is not None and fitting.is_gemma4(model):
+        fitting.fit(peft_config, model, adapter.keys)
+    return peft_config
+
+
+def set_peft_model_state_dict(
+    original: Callable[..., Any],
+    model: Any,
+    peft_model_state_dict: Any,
+    adapter_name: str = "default",
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    config = getattr(model, "peft_config", {}).get(adapter_name)
+    if not fitting.is_gemma4(model) or config is None or not hasattr(config, "target_modules"):
+        return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)
+    adapter = fitting.being_loaded()
+    source = adapter.source if adapter is not None else "given as a state dict"
+    keys = list(peft_model_state_dict)
+    found = fitting.translate(keys, model)
+    wrapped = any(name.startswith(PREFIX) for name, _ in model.named_parameters())
+    dead = set(found.dead)
+    weights = {
+        (name if wrapped else name.removeprefix(PREFIX)): peft_model_state_dict[key]
+        for key in keys
+        if key not in dead
+        for name in [found.names.get(key, key)]
+    }
+    if list(weights) == keys:
+        weights = peft_model_state_dict
+    if keys and not weights:  # nothing but dead keys
+        raise fitting.nothing_matched(source, model, keys)
+    written = {_plain(name, adapter_name): key for key, name in found.names.items()}
+    result = original(model, weights, adapter_name, *args, **kwargs)
+    lost = [name for name in result.unexpected_keys if _is_of_a_layer(name)]
+    unmatched = [written.get(_plain(name, adapter_name), name) for name in lost]
+    if keys and len(result.unexpected_keys) >= len(weights or keys):
+        raise fitting.nothing_matched(source, model, keys)
+    fitting.warn_of_unmatched(source, model, unmatched, len(keys))
+    return result
+
+
+def _plain(name: str, adapter_name: str) -> str:
+    """A name as it is in a file, without the adapter's name that PEFT put in."""
+    return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part != adapter_name)
+
+
+def _is_of_a_layer(name: str) -> bool:
+    """Not what a tuner keeps once for the whole model, and looks after itself (``base_model.vera_A``)."""
+    return len(name.removeprefix(PREFIX).split(".")) > 2
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from peft import PeftModel
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    adapter = workspace.text_adapter()
+    reference = workspace.answers(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)
+    model = PeftModel.from_pretrained(workspace.load(), adapter)
+    found = difference(reference, workspace.answers(model, text_only=True))
+    return Outcome.of_parity(found, "an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration")
+
+
+PATCH = Patch(
+    id="peft-adapter-keys",
+    summary="adapters of other Gemma 4 classes and tools load, and one of which nothing fits is an error",
+    symptom="silent: an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration does nothing (UserWarning: "
+    "Found missing adapter keys); the other way round ValueError: Target modules ... not found in the base model",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F22",),
+    distribution="peft",
+    affected=">=0.18.0",
+    measured="0.21.2",
+    retire_when="PEFT translates adapter keys between a model's classes and refuses an adapter of which nothing fits",
+    targets=(
+        Target(
+            module="peft.peft_model",
+            name="PeftModel.from_pretrained",
+            replacement=from_pretrained,
+            known={
+                "c474e5d52050": "0.18.0 - 0.18.1",
+                "cad08ee23da9": "0.19.0 - 0.19.1",
+                "46a16ffc232a": "0.20.0",
+                "77634d2091c5": "0.21.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.peft_model",
+            name="PeftModel.load_adapter",
+            replacement=load_adapter,
+            known={
+                "10467b22bfc0": "0.18.0 - 0.18.1",
+                "8a3cd563ebdd": "0.19.0 - 0.19.1",
+                "8b1eb29f9e9e": "0.20.0",
+                "05baac2ad608": "0.21.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.tuners.tuners_utils",
+            name="_maybe_include_all_linear_layers",
+            replacement=maybe_include_all_linear_layers,
+            known={
+                "5743c15056c3": "0.18.0 - 0.19.1",
+                "fe528186babc": "0.20.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.utils.save_and_load",
+            name="set_peft_model_state_dict",
+            replacement=set_peft_model_state_dict,
+            known={
+                "912c8043ac7d": "0.18.0 - 0.18.1",
+                "f1ae9c8559e3": "0.19.0 - 0.19.1",
+                "20971edfc068": "0.20.0",
+                "59ce1d4e0f4b": "0.21.0",
+                "581823541539": "0.21.1 - 0.21.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,125 @@
+"""silent: an adapter made with ``init_lora_weights="pissa_niter_4"`` gives other answers once it is saved and loaded
+again, and one made with ``"olora"`` on a quantized base gives other answers than the base before it is trained.
+
+Why: both take a part out of the base weights and make it the adapter. What ``pissa_niter`` takes is drawn at random,
+when the adapter is made and again when it is loaded, and is not saved. What OLoRA leaves of a 4-bit or 8-bit weight is
+quantized again.
+
+Here: on Gemma 4 models each is one warning when the adapter is made or loaded, early enough for what it says to do.
+
+Goes when PEFT saves what it took (or the seed), and says what a second quantization loses.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._models import device_maps
+from gemma4_compat._quantization.plain_layers import is_quantized
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def inject_adapter(
+    original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, model, adapter_name, *args, **kwargs)
+    init = getattr(self.peft_config[adapter_name], "init_lora_weights", None)
+    if isinstance(init, str) and device_maps.is_gemma4(model):
+        text = _warning(init.lower(), model, adapter_name)
+        if text is not None:
+            warnings.warn(text, Gemma4CompatWarning, stacklevel=4)
+    return result
+
+
+def _warning(init: str, model: Any, adapter_name: str) -> str | None:
+    if init.startswith("pissa_niter_"):
+        return (
+            f"init_lora_weights={init!r} takes a random part out of the base weights and makes it the adapter "
+            f"{adapter_name!r}. It is another part each time: saved and loaded again, the model gives other answers. "
+            "Use init_lora_weights='pissa', which is exact. Or make it a LoRA adapter of the unchanged base: "
+            "before training, set init_lora_weights=True in its config and save it; after training, give that folder "
+            "to save_pretrained as path_initial_model_for_weight_conversion."
+        )
+    if init != "olora":
+        return None
+    count = sum(
+        is_quantized(layer.get_base_layer())
+        for layer in model.modules()
+        if hasattr(layer, "get_base_layer") and adapter_name in getattr(layer, "lora_A", ())
+    )
+    if not count:
+        return None
+    return (
+        f"init_lora_weights='olora' took a part out of {count} quantized weights, and they were quantized again: the "
+        "model gives other answers than the base model, even before training. "
+        "To start from the base model as it is, use init_lora_weights=True."
+    )
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+    import warnings
+    from pathlib import Path
+
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from gemma4_compat._errors import Gemma4CompatWarning
+    from gemma4_compat._reproduction.workspace import difference
+
+    targets = ["up_proj"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = LoraConfig(r=4, target_modules=targets, init_lora_weights="pissa_niter_4")
+        made = get_peft_model(workspace.load(), config).eval()
+        olora = LoraConfig(r=4, target_modules=targets, init_lora_weights="olora")
+        quantized = get_peft_model(workspace.load("4bit"), olora).eval()
+    said = sum(issubclass(warning.category, Gemma4CompatWarning) for warning in caught)
+    if said == 2:
+        return Outcome(False, "one warning for pissa_niter_4 and one for olora on a 4-bit base")
+    folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
+    made.save_pretrained(folder)
+    again = PeftModel.from_pretrained(workspace.load(), folder)
+    moved = difference(workspace.answers(made), workspace.answers(again.eval()))
+    changed = difference(workspace.answers(workspace.load("4bit")), workspace.answers(quantized))
+    if moved == 0.0 and changed == 0.0:
+        return Outcome(False, "pissa_niter_4 is loaded as it was saved, and olora leaves a 4-bit base as it is")
+    return Outcome(
+        True,
+        f"nothing is said where pissa_niter_4 reloads with logits {moved:.3g} away, and olora on a 4-bit base "
+        f"starts {changed:.3g} away",
+    )
+
+
+PATCH = Patch(
+    id="peft-changed-base",
+    summary="initializations that change the base weights, and cannot be loaded or quantized again, say so",
+    symptom="silent: an adapter made with init_lora_weights='pissa_niter_4' gives other answers when it is loaded "
+    "again; one made with 'olora' on a 4-bit base gives other answers than the base before it is trained",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F4",),
+    distribution="peft",
+    affected=">=0.18.0",
+    measured="0.21.2",
+    requires=("bitsandbytes", "transformers>=5.5"),
+    after=("peft-quantized-tuners",),
+    retire_when="PEFT saves what pissa_niter took, and says what OLoRA loses on quantized weights",
+    targets=(
+        Target(
+            module="peft.tuners.tuners_utils",
+            name="BaseTuner.inject_adapter",
+            replacement=inject_adapter,
+            known={
+                "68bd72181f68": "0.18.0 - 0.18.1",
+                "4667223f092b": "0.19.0 - 0.20.0",
+                "dab4e0770653": "0.21.0 - 0.21.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

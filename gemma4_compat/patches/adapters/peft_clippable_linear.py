@@ -1,0 +1,82 @@
+"""``ValueError: Target module Gemma4ClippableLinear(...) is not supported``
+
+Raised by ``get_peft_model`` and by every adapter load whose target names (``q_proj``, ``up_proj``, ...) reach into the
+vision or audio tower.
+
+Why: the towers wrap their linears in ``Gemma4ClippableLinear``, which clamps input and output and is not an
+``nn.Linear``; PEFT chooses the adapter layer by type.
+
+Here: just before PEFT matches names, the config is rewritten so that a wrapper is excluded and its inner ``.linear``
+is targeted instead. The clamps stay around the adapted layer, keys read ``...q_proj.linear.lora_A.weight`` as in
+adapters made elsewhere, and the saved config says exactly that, so it loads in a PEFT without this patch. A wrapper
+and its inner layer that both match are adapted once. ``rank_pattern``, ``alpha_pattern`` and IA3's
+``feedforward_modules`` follow.
+
+Goes when PEFT adapts the wrapper, or transformers makes it an ``nn.Linear``; no release does so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._adapters import clipped
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:
+    # The last step before the matching, for every tuner: "all-linear" and default targets are resolved by then.
+    peft_config = original(peft_config, model)
+    if getattr(peft_config, "target_modules", None):
+        clipped.redirect(peft_config, model)
+    return peft_config
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    workspace.needs("clipped_linears")
+    explicit = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
+    values = {name: value for name, value in explicit.state_dict().items() if "lora_" in name}
+    reference = workspace.answers(explicit)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "ffw_layer_1"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=names)
+    model = get_peft_model(workspace.load(), config)
+    adapted = {name for name in model.state_dict() if "lora_" in name}
+    if adapted != set(values):
+        return Outcome(
+            True, f"{len(adapted ^ set(values))} adapter weights differ in name from targeting .linear by hand"
+        )
+    with torch.no_grad():
+        model.load_state_dict(values, strict=False)
+    found = difference(reference, workspace.answers(model.eval()))
+    return Outcome.of_parity(found, f"{', '.join(names[:2])}, ... reach {len(values) // 2} layers")
+
+
+PATCH = Patch(
+    id="peft-clippable-linear",
+    summary="adapters reach the linears inside Gemma 4's clipped vision and audio layers",
+    symptom="ValueError: Target module Gemma4ClippableLinear(...) is not supported",
+    severity=Severity.CRASH,
+    failure_points=("F4",),
+    distribution="peft",
+    affected=">=0.18.0",
+    measured="0.21.2",
+    bug=("https://github.com/huggingface/peft/issues/3129",),
+    retire_when="PEFT adapts Gemma4ClippableLinear, or transformers makes it an nn.Linear",
+    targets=(
+        Target(
+            module="peft.tuners.tuners_utils",
+            name="_maybe_include_all_linear_layers",
+            replacement=maybe_include_all_linear_layers,
+            known={"5743c15056c3": "0.18.0 - 0.19.1", "fe528186babc": "0.20.0 - 0.21.2"},
+        ),
+    ),
+    reproduce=reproduce,
+)

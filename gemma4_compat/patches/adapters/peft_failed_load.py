@@ -1,0 +1,109 @@
+"""silent: after an adapter could not be loaded (``RuntimeError: Error(s) in loading state_dict for PeftModel: size
+mismatch for ...``) the base model answers something else: that adapter's layers are still in it, half filled.
+
+Why: PEFT injects the adapter's layers first and reads its weights afterwards; when that fails nothing is taken out.
+
+Here: a load that raises, for whatever reason, leaves the model as it was. An adapter of the wrong shape is one error
+that names the first module, instead of one line for each tensor.
+
+Goes when PEFT takes back what it injected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._adapters import rollback
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def from_pretrained(
+    original: Callable[..., Any],
+    cls: Any,
+    model: Any,
+    model_id: Any,
+    adapter_name: str = "default",
+    *args: Any,
+    **kw: Any,
+) -> Any:
+    return _load(original, model, model_id, adapter_name, (cls, model, model_id, adapter_name, *args), kw)
+
+
+def load_adapter(
+    original: Callable[..., Any], self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    return _load(original, self, model_id, adapter_name, (self, model_id, adapter_name, *args), kwargs)
+
+
+def _load(
+    original: Callable[..., Any], model: Any, adapter: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    try:
+        with rollback.undone_if_it_fails(model, name):
+            return original(*args, **kwargs)
+    except RuntimeError as error:
+        clear = rollback.misfit(error, adapter, model)
+        if clear is None:
+            raise
+        raise clear from error
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from peft import PeftModel
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    found = []
+    for base in (workspace.load(), workspace.split()):
+        reference = workspace.answers(workspace.load())
+        try:
+            PeftModel.from_pretrained(base, workspace.misfit())
+        except RuntimeError as error:
+            message = str(error).splitlines()[0]
+        left = [name for name, _ in base.named_modules() if "lora_" in name]
+        if left:
+            return Outcome(True, f"{message} {len(left)} modules of it stay in the base model, {left[0]} among them")
+        found.append(difference(reference, workspace.answers(base)))
+    return Outcome.of_parity(max(found), "the base model after an adapter that does not fit")
+
+
+PATCH = Patch(
+    id="peft-failed-load",
+    summary="an adapter that cannot be loaded leaves the model as it was",
+    symptom="silent: after a load that raised (RuntimeError: size mismatch) the base model gives other answers",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F3",),
+    distribution="peft",
+    affected=">=0.18.0",
+    measured="0.21.2",
+    retire_when="PEFT takes back what it injected when a load fails",
+    targets=(
+        Target(
+            module="peft.peft_model",
+            name="PeftModel.from_pretrained",
+            replacement=from_pretrained,
+            known={
+                "c474e5d52050": "0.18.0 - 0.18.1",
+                "cad08ee23da9": "0.19.0 - 0.19.1",
+                "46a16ffc232a": "0.20.0",
+                "77634d2091c5": "0.21.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.peft_model",
+            name="PeftModel.load_adapter",
+            replacement=load_adapter,
+            known={
+                "10467b22bfc0": "0.18.0 - 0.18.1",
+                "8a3cd563ebdd": "0.19.0 - 0.19.1",
+                "8b1eb29f9e9e": "0.20.0",
+                "05baac2ad608": "0.21.0 - 0.21.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

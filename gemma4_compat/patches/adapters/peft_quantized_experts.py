@@ -1,0 +1,181 @@
+"""silent: a LoRA with ``target_parameters`` on experts that are quantized to 4 bits is made for the packed bytes.
+
+Its ``lora_A`` takes one value and its ``lora_B`` gives as many as there are bytes. The first forward ends in
+``ValueError: Registering a parametrization may not change the dtype of the tensor`` or ``RuntimeError: Expected mat_a
+to be Float32, BFloat16 or Float16 matrix, got Byte``.
+
+Why: PEFT reads shape and dtype off the parameter and adds to what it holds.
+
+Here: for experts that transformers-quantized-experts has quantized, PEFT sees the shape and dtype of their values, and
+what it adds is added to the dequantized values, by its own code, also where the experts are offloaded. A merge into
+them is one error before anything is changed that says how to merge without loss. Other parameters are PEFT's alone.
+
+Goes when PEFT adapts parameters that bitsandbytes has quantized.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._quantization import experts
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def get_param(original: Callable[..., Any], self: Any) -> Any:
+    module = self.get_base_layer()
+    if experts.quantized_parameter(module, self.parameter_name) is None:
+        return original(self)
+    return experts.logical(module, self.parameter_name)
+
+
+def activate_lora(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
+    if experts.quantized_parameter(self.get_base_layer(), self.parameter_name) is None:
+        return original(self, active_adapters)
+    return _activated(original, self, active_adapters)
+
+
+@contextlib.contextmanager
+def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
+    """PEFT activates its adapters on a stand-in for the experts; what it adds there is then added to their values."""
+    import torch
+
+    module, name = wrapper.get_base_layer(), wrapper.parameter_name
+    holder: Any = torch.nn.Module()
+    values = experts.logical(module, name)
+    holder.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
+    vars(wrapper)["get_base_layer"] = lambda *_args, **_kwargs: holder
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(original(wrapper, active_adapters))
+            if torch.nn.utils.parametrize.is_parametrized(holder, name):  # else no adapter is active
+                for add in holder.parametrizations[name]:
+                    stack.enter_context(experts.adding(module, name, add))
+            yield
+    finally:
+        del vars(wrapper)["get_base_layer"]
+
+
+def merge(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    experts.refuse_merge(self)
+    original(self, *args, **kwargs)
+
+
+def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    experts.refuse_merge(self.model)
+    return original(self, *args, **kwargs)
+
+
+def unload_and_optionally_merge(
+    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
+) -> Any:
+    if merge:
+        experts.refuse_merge(self.model)
+    return original(self, merge, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from gemma4_compat._reproduction import tiny
+
+    checkpoint = workspace.made(tiny.build_moe_checkpoint)
+    config = tiny.quantization_config("4bit-double")
+    found = []
+    for dequantize in (True, False):
+        model = tiny.load(checkpoint, device=workspace.main)
+        for module in experts.all_experts(model).values():
+            experts.quantize_module(module, config)
+            if dequantize:
+                experts.dequantize_module(module)
+        torch.manual_seed(0)
+        lora = LoraConfig(
+            r=2,
+            target_modules=[],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+            init_lora_weights=False,
+        )
+        model = get_peft_model(model, lora).eval()
+        widths = {part.in_features for name, part in model.named_modules() if name.endswith("lora_A.default")}
+        if 1 in widths:
+            return Outcome(True, "lora_A takes one value: the adapter is made for the packed bytes of the experts")
+        # A forward needs what transformers-quantized-experts replaces, which may be off here.
+        layers = [part for part in model.modules() if getattr(part, "parameter_name", None) in experts.NAMES]
+        found.append([(part.get_delta_weight("default"), _values(part)) for part in layers])
+    differences = [float((a - b).abs().max()) for one, other in zip(*found) for a, b in zip(one[:2], other[:2])]
+    return Outcome.of_parity(max(differences), "LoRA on experts in 4 bits: what is added, and the sums")
+
+
+def _values(wrapper: Any) -> Any:
+    """The values that the experts compute with in a forward of ``wrapper``."""
+    import torch
+
+    module, name = wrapper.get_base_layer(), wrapper.parameter_name
+    with torch.no_grad(), wrapper._activate_lora(["default"]):
+        return experts.current(module, name)
+
+
+PATCH = Patch(
+    id="peft-quantized-experts",
+    summary="LoRA with target_parameters works on experts in 4 bits; a merge into them is refused",
+    symptom="silent: lora_A over quantized experts takes one value, and the first forward fails",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F21",),
+    distribution="peft",
+    affected=">=0.18.0",
+    measured="0.21.2",
+    requires=("transformers>=5.5", "bitsandbytes"),
+    retire_when="PEFT adapts parameters that bitsandbytes has quantized",
+    targets=(
+        Target(
+            module="peft.tuners.lora.layer",
+            name="ParamWrapper.get_param",
+            replacement=get_param,
+            known={
+                "f762f21d9e25": "0.18.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.tuners.lora.layer",
+            name="ParamWrapper._activate_lora",
+            replacement=activate_lora,
+            known={
+                "378fc191e221": "0.18.0 - 0.18.1",
+                "2598eadde227": "0.19.0 - 0.20.0",
+                "7bc30de20eb6": "0.21.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.tuners.lora.layer",
+            name="ParamWrapper.merge",
+            replacement=merge,
+            known={
+                "f639de4950ed": "0.18.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.tuners.tuners_utils",
+            name="BaseTuner.merge_adapter",
+            replacement=merge_adapter,
+            known={
+                "505823a479f2": "0.18.0 - 0.21.2",
+            },
+        ),
+        Target(
+            module="peft.tuners.tuners_utils",
+            name="BaseTuner._unload_and_optionally_merge",
+            replacement=unload_and_optionally_merge,
+            known={
+                "44384b5d4d10": "0.18.0 - 0.18.1",
+                "c2ac39c9b643": "0.19.0 - 0.20.0",
+                "f504312c4990": "0.21.0 - 0.21.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,128 @@
+"""silent: ``model.load_adapter`` of an adapter that another Gemma 4 class made does nothing.
+
+The load report lists its keys as UNEXPECTED and the new layers as MISSING. It is the same defect as in PEFT's own
+loaders (see the patch peft-adapter-keys, which also fits the config while the layers are made).
+
+Why: transformers strips PEFT's prefix and matches names; ``model.layers`` is not ``model.language_model.layers``.
+
+Here: where the keys need translating, the weights are read and handed over under the names of the model at hand. A
+load in which nothing fits is an error before anything is changed; some keys that do not fit are one warning.
+
+Goes when transformers translates adapter keys between a model's classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._adapters import fitting
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_HUB = ("revision", "token", "subfolder", "cache_dir", "force_download", "local_files_only", "proxies")
+
+
+def load_adapter(
+    original: Callable[..., Any],
+    self: Any,
+    peft_model_id: Any = None,
+    adapter_name: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    arguments = (self, peft_model_id, adapter_name, *args)
+    # positional beyond the name: peft_config, then adapter_state_dict
+    given = args[1] if len(args) > 1 else kwargs.get("adapter_state_dict")
+    if not fitting.is_gemma4(self) or (given is None and peft_model_id is None):
+        return original(*arguments, **kwargs)
+    source = peft_model_id if given is None else "given as a state dict"
+    read = _reader(peft_model_id, given, kwargs)
+    if given is not None:
+        keys = tuple(given)
+    else:
+        hub = _hub(kwargs)
+        folder = Path(str(peft_model_id))
+        if folder.is_dir() and not (folder / (hub.get("subfolder") or "") / "adapter_config.json").is_file():
+            return original(*arguments, **kwargs)  # upstream says so
+        keys = fitting.keys_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
+    found = fitting.translate(keys, self)
+    if keys and not found.names:
+        raise fitting.nothing_matched(source, self, keys)
+    with fitting.loading(source, keys):
+        if found.is_identity or len(args) > 1:
+            return original(*arguments, **kwargs)
+        weights = read()
+        kwargs["adapter_state_dict"] = {name: weights[key] for key, name in found.names.items()}
+        result = original(*arguments, **kwargs)
+    fitting.warn_of_unmatched(source, self, found.unmatched, len(keys))
+    return result
+
+
+def _reader(source: Any, given: Any, kwargs: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    def read() -> dict[str, Any]:
+        if given is not None:
+            return dict(given)
+        from peft.utils import load_peft_weights
+
+        weights: dict[str, Any] = load_peft_weights(str(source), device="cpu", **_hub(kwargs))
+        return weights
+
+    return read
+
+
+def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Which file it is, where it is on the hub."""
+    named = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
+    return {name: named[name] for name in _HUB if named.get(name) is not None}
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.workspace import difference
+
+    adapter = str(workspace.text_adapter())
+    text = workspace.load_text()
+    try:
+        text.load_adapter(adapter)
+    except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
+        return Outcome(False, f"load_adapter does not run here: {error}", applicable=False)
+    reference = workspace.answers(text, text_only=True)
+    model = workspace.load()
+    model.load_adapter(adapter)
+    found = difference(reference, workspace.answers(model, text_only=True))
+    return Outcome.of_parity(found, "model.load_adapter of a Gemma4ForCausalLM's adapter")
+
+
+PATCH = Patch(
+    id="transformers-adapter-keys",
+    summary="transformers' own load_adapter takes adapters of other Gemma 4 classes and tools",
+    symptom="silent: model.load_adapter of an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration does "
+    "nothing",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F22",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("peft",),
+    retire_when="PeftAdapterMixin.load_adapter translates adapter keys between a model's classes",
+    targets=(
+        Target(
+            module="transformers.integrations.peft",
+            name="PeftAdapterMixin.load_adapter",
+            replacement=load_adapter,
+            known={
+                "515ae093a6ec": "5.5.0 - 5.5.4",
+                "f07f5358e25a": "5.6.0 - 5.6.2",
+                "b360153ac072": "5.7.0 - 5.9.0",
+                "3b8fa5525c07": "5.10.1 - 5.12.1",
+                "5d51ede23781": "5.13.0 - 5.14.1",
+                "66fd97da718c": "5.15.0 - 5.17.0",
+                "8c7be9493d22": "5.18.0 - 5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

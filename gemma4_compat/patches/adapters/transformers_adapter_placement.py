@@ -1,0 +1,108 @@
+"""silent: ``model.load_adapter(...)`` of transformers on a model that is partly on disk or the CPU answers garbage.
+
+Why: transformers loads the adapter's tensors with the base's ``hf_device_map``. Adapter weights that belong to a
+"disk" entry are treated as offloaded and stay on meta; those of a "cpu" entry are put on the CPU, while their layer
+computes on the GPU (``Expected all tensors to be on the same device``).
+
+Here: while the adapter loads, the map shows where each module *computes* instead of where its weights wait (or, where
+the hooks were removed and the map was left behind, where its weights are). The layers themselves are created in the
+right place by the patch peft-keep-dispatch.
+
+Goes when transformers loads adapter weights onto their layer's execution device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement as _placement
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _placement.map_owner(self) is not self:
+        return original(self, *args, **kwargs)
+    placement = self.hf_device_map
+    main = _main_device(self)
+    self.hf_device_map = {
+        name: device if device not in ("cpu", "disk") else _device(self, name, device) if main is None else main
+        for name, device in placement.items()
+    }
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        self.hf_device_map = placement
+
+
+def _main_device(model: Any) -> Any:
+    """The device accelerate computes offloaded modules on: all of them on one, so the first hook tells."""
+    for module in model.modules():
+        hook = _placement.offload_hook(module)
+        if hook is not None and hook.execution_device is not None:
+            return hook.execution_device
+    return None
+
+
+def _device(model: Any, name: str, default: Any) -> Any:
+    """Where the weights under ``name`` are, once the hooks were removed and the map tells the past."""
+    prefix = f"{name}." if name else ""
+    return next((value.device for key, value in model.named_parameters() if f"{key}.".startswith(prefix)), default)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.workspace import difference
+
+    adapter = str(workspace.adapter("all"))
+    model = workspace.load()
+    try:
+        model.load_adapter(adapter)
+    except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
+        return Outcome(False, f"load_adapter does not run here, on one device either: {error}", applicable=False)
+    reference = workspace.answers(model)
+    model = workspace.split()
+    placement = dict(model.hf_device_map)
+    model.load_adapter(adapter)
+    if model.hf_device_map != placement:
+        return Outcome(True, f"hf_device_map of {len(placement)} entries became {model.hf_device_map}")
+    lost = [
+        name for name, parameter in model.named_parameters() if "lora_" in name and parameter.device.type == "meta"
+    ]
+    if lost:
+        return Outcome(True, f"{len(lost)} LoRA weights are on meta, their values lost")
+    return Outcome.of_parity(difference(reference, workspace.answers(model)), "model.load_adapter on a split base")
+
+
+PATCH = Patch(
+    id="transformers-adapter-placement",
+    summary="transformers' own load_adapter puts adapter weights where their layers compute",
+    symptom="silent: adapter weights of offloaded layers stay on meta; with a GPU RuntimeError: Expected all tensors "
+    "to be on the same device",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F3", "F13"),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("peft",),
+    retire_when="PeftAdapterMixin.load_adapter uses execution devices",
+    targets=(
+        Target(
+            module="transformers.integrations.peft",
+            name="PeftAdapterMixin.load_adapter",
+            replacement=load_adapter,
+            known={
+                "515ae093a6ec": "5.5.0 - 5.5.4",
+                "f07f5358e25a": "5.6.0 - 5.6.2",
+                "b360153ac072": "5.7.0 - 5.9.0",
+                "3b8fa5525c07": "5.10.1 - 5.12.1",
+                "5d51ede23781": "5.13.0 - 5.14.1",
+                "66fd97da718c": "5.15.0 - 5.17.0",
+                "8c7be9493d22": "5.18.0 - 5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

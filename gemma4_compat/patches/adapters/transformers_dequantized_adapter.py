@@ -1,0 +1,107 @@
+"""``AttributeError: 'Parameter' object has no attribute 'quant_state'``
+
+Raised by ``merge_and_unload``, ``merge_adapter`` and, for some tuners, the forward after ``peft_model.dequantize()``
+(a method of the transformers model below). IA3 refuses: ``Cannot merge ia3 layers when the model is loaded in 4-bit
+mode``. Silent: every dequantized base weight is trainable from then on, and ``is_loaded_in_4bit`` stays True.
+
+Why: transformers exchanges the bitsandbytes layer inside the adapter's layer for an ``nn.Linear``; the adapter's layer
+is still PEFT's variant for bitsandbytes, which unpacks its base weight.
+
+Here: once the base layers are plain, each adapter layer becomes PEFT's plain one, the object that loading the adapter
+onto the dequantized model gives. Adapters, their parameters and hooks stay the same objects; frozen weights stay
+frozen. Quantized layers whose weights are offloaded cannot be dequantized, and transformers fails with half of the
+model exchanged; that is one error before anything is.
+
+Goes when dequantizing a model exchanges the adapter layers too, or PEFT's layers look at their base layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import placement
+from gemma4_compat._quantization.plain_layers import is_quantized, make_plain
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def dequantize_and_replace(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    quantized = {name: module for name, module in model.named_modules() if is_quantized(module)}
+    _refuse_offloaded(quantized)
+    adapted = [module for module in model.modules() if hasattr(module, "get_base_layer")]
+    frozen = [name for name, module in quantized.items() if not module.weight.requires_grad]
+    model = original(model, *args, **kwargs)
+    for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):
+        if getattr(model, flag, False):
+            setattr(model, flag, False)
+    exchanged = {model.get_submodule(name) for name in quantized}
+    if adapted:
+        for name in frozen:
+            model.get_submodule(name).weight.requires_grad_(False)
+    for layer in adapted:
+        if layer.get_base_layer() in exchanged:
+            make_plain(layer)
+    return model
+
+
+def _refuse_offloaded(quantized: dict[str, Any]) -> None:
+    offloaded = [name for name, module in quantized.items() if placement.is_offloaded(module)]
+    if offloaded:
+        raise Gemma4CompatError(
+            f"dequantize: the weights of {len(offloaded)} quantized layers are offloaded, {offloaded[0]!r} among "
+            "them, and would be four times (8-bit: twice) as large in host memory or on disk. Nothing was changed. "
+            "Load the model with everything on one device, device_map={'': 0} or {'': 'cpu'}, and dequantize it "
+            "there; to merge an adapter, load the base model without quantization_config."
+        )
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import copy
+
+    from peft import PeftModel
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    found = []
+    for quantization in ("4bit", "8bit"):
+        base = workspace.load(quantization)
+        base.dequantize()
+        reference = PeftModel.from_pretrained(base, workspace.adapter("all")).merge_and_unload()
+        model = PeftModel.from_pretrained(workspace.load(quantization), workspace.adapter("all"))
+        model.dequantize()
+        trainable = sum(parameter.requires_grad for parameter in model.parameters())
+        merged = copy.deepcopy(model).merge_and_unload()
+        if trainable:
+            return Outcome(True, f"{trainable} base weights are trainable after dequantize()")
+        found.append(difference(workspace.answers(reference), workspace.answers(merged)))
+    return Outcome.of_parity(max(found), "an adapter merged after dequantize(), as one loaded after it")
+
+
+PATCH = Patch(
+    id="transformers-dequantized-adapter",
+    summary="adapters can be merged, trained and exchanged after the model below them was dequantized",
+    symptom="AttributeError: 'Parameter' object has no attribute 'quant_state' (8-bit: 'Linear' object has no "
+    "attribute 'state') from merging after dequantize(); silent: dequantized base weights become trainable",
+    severity=Severity.CRASH,
+    failure_points=("F6",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("peft", "bitsandbytes"),
+    retire_when="dequantize() leaves adapter layers that can be merged",
+    targets=(
+        Target(
+            module="transformers.integrations.bitsandbytes",
+            name="dequantize_and_replace",
+            replacement=dequantize_and_replace,
+            known={
+                "46ffff78a04f": "5.5.0 - 5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,117 @@
+"""silent: after ``model.load_adapter`` raised (``RuntimeError: You set `ignore_mismatched_sizes` to `False```) the
+model answers something else: the layers of the adapter that did not load are still in it.
+
+Why: transformers injects the adapter's layers first and reads its weights afterwards; when that fails nothing is taken
+out.
+
+Here: a load that raises, for whatever reason, leaves the model as it was. An adapter of the wrong shape is one error
+that names the first module.
+
+Goes when transformers takes back what it injected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._adapters import rollback
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_PREFIX = "base_model.model."
+
+
+def load_adapter(
+    original: Callable[..., Any],
+    self: Any,
+    peft_model_id: Any = None,
+    adapter_name: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    name = adapter_name or "default"
+    found: list[tuple[str, Any, Any]] = []
+    try:
+        with rollback.undone_if_it_fails(self, name):
+            try:
+                return original(self, peft_model_id, adapter_name, *args, **kwargs)
+            except RuntimeError:
+                found += _misfits(self, peft_model_id, name)  # while its layers are still there
+                raise
+    except RuntimeError as error:
+        if not found:
+            raise
+        raise rollback.describe(peft_model_id, self, found) from error
+
+
+def _misfits(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[str, Any, Any]]:
+    """Tensors of a local adapter whose shape is not that of the layer they belong to."""
+    from safetensors import safe_open
+
+    file = Path(folder or "", "adapter_model.safetensors")
+    if not file.is_file():
+        return
+    here = {
+        ".".join(part for part in name.split(".") if part != adapter_name): list(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if adapter_name in name.split(".")
+    }
+    with safe_open(file, framework="pt") as saved:
+        for key in saved.keys():  # noqa: SIM118  (not a mapping)
+            shape, name = list(saved.get_slice(key).get_shape()), key.removeprefix(_PREFIX)
+            if here.get(name, shape) != shape:
+                yield name, shape, here[name]
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.workspace import difference
+
+    found = []
+    for base in (workspace.load(), workspace.split()):
+        reference = workspace.answers(workspace.load())
+        try:
+            base.load_adapter(str(workspace.misfit()))
+        except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
+            return Outcome(False, f"load_adapter does not run here: {error}", applicable=False)
+        except RuntimeError as error:
+            message = str(error).splitlines()[0]
+        left = [name for name, _ in base.named_modules() if "lora_" in name]
+        if left:
+            return Outcome(True, f"{message} {len(left)} modules of it stay in the model, {left[0]} among them")
+        found.append(difference(reference, workspace.answers(base)))
+    return Outcome.of_parity(max(found), "the model after an adapter that does not fit")
+
+
+PATCH = Patch(
+    id="transformers-failed-adapter",
+    summary="an adapter that transformers cannot load leaves the model as it was",
+    symptom="silent: after a load_adapter that raised (RuntimeError, mismatched sizes) the model gives other answers",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F3",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("peft",),
+    retire_when="PeftAdapterMixin.load_adapter takes back what it injected when a load fails",
+    targets=(
+        Target(
+            module="transformers.integrations.peft",
+            name="PeftAdapterMixin.load_adapter",
+            replacement=load_adapter,
+            known={
+                "515ae093a6ec": "5.5.0 - 5.5.4",
+                "f07f5358e25a": "5.6.0 - 5.6.2",
+                "b360153ac072": "5.7.0 - 5.9.0",
+                "3b8fa5525c07": "5.10.1 - 5.12.1",
+                "5d51ede23781": "5.13.0 - 5.14.1",
+                "66fd97da718c": "5.15.0 - 5.17.0",
+                "8c7be9493d22": "5.18.0 - 5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,1 @@
+"""Patches for loading and saving whole models."""

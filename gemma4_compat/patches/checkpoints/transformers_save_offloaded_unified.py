@@ -1,0 +1,87 @@
+"""``AttributeError: Gemma4UnifiedVisionEmbedder has no attribute `embedding_projection```, from ``save_pretrained``
+of a ``gemma4_unified`` model (the 12B) whose image embedder is on the CPU or on disk.
+
+Why: the checkpoint has other names for that embedder's tensors than the model. ``save_pretrained`` first gives all
+tensors the names of the checkpoint, and then looks for the hooks of offloaded ones under these.
+
+Here: a tensor that is saved under another name is looked for under its own.
+
+Goes when transformers below 5.14.0 is no longer supported: later releases bring tensors in before they rename them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def load_offloaded_parameter(original: Callable[..., Any], model: Any, param_name: str) -> Any:
+    if device_maps.is_gemma4(model) and not _has_module(model, param_name.rpartition(".")[0]):
+        param_name = _own_name(model, param_name)
+    return original(model, param_name)
+
+
+def _has_module(model: Any, path: str) -> bool:
+    for part in path.split("."):
+        if part not in model._modules:
+            return False
+        model = model._modules[part]
+    return True
+
+
+def _own_name(model: Any, saved: str) -> str:
+    """The model's name for a parameter that is saved as ``saved``."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    offloaded = {name: weight for name, weight in model.named_parameters() if weight.device.type == "meta"}
+    weight = revert_weight_conversion(model, offloaded).get(saved)
+    return next((name for name, own in offloaded.items() if own is weight), saved)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    unified = workspace.unified()
+    if unified is None:
+        return Outcome(False, "this release has no gemma4_unified", applicable=False)
+    reference, model = unified.load(), unified.split(offload="towers")
+    saved = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    model.save_pretrained(saved)
+    reloaded = type(model).from_pretrained(saved, dtype=reference.dtype, device_map={"": workspace.main}).eval()
+    found = difference(unified.answers(reference), unified.answers(reloaded))
+    return Outcome.of_parity(found, "embedders offloaded, saved and loaded again")
+
+
+PATCH = Patch(
+    id="transformers-save-offloaded-unified",
+    summary="a gemma4_unified model, the 12B, can be saved while its image embedder is offloaded",
+    symptom="AttributeError: Gemma4UnifiedVisionEmbedder has no attribute `embedding_projection`",
+    severity=Severity.CRASH,
+    failure_points=("F30",),
+    distribution="transformers",
+    affected=">=5.10.1,<5.14.0",
+    measured="5.13.1",
+    fixed="5.14.0",
+    applied_upstream="https://github.com/huggingface/transformers/pull/47018",
+    requires=("accelerate",),
+    retire_when="transformers below 5.14.0 is no longer supported",
+    targets=(
+        Target(
+            module="transformers.integrations.accelerate",
+            name="load_offloaded_parameter",
+            replacement=load_offloaded_parameter,
+            known={
+                "36f042d3860d": "5.10.1 - 5.13.1",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,161 @@
+"""silent: ``Gemma4ForCausalLM.from_pretrained`` of a multimodal checkpoint has random weights.
+
+A load report lists every weight of the language model as MISSING and every weight of the file as UNEXPECTED; the model
+answers noise. So do ``Gemma4TextModel`` and the unified (12B) classes, and before 5.6 ``Gemma4Model``.
+
+Why: the checkpoint calls the language model ``model.language_model``, the text-only classes call it ``model``, and
+Gemma 4 has no entry in transformers' conversion mapping (models that have one, such as Qwen 3.5, load).
+
+Here: such a rename is added to the conversions of that load, so it works with shards, device maps, disk offload and
+quantization as any other. What the file has beyond the language model is left out without a word. The rename is not
+kept for saving: ``save_pretrained`` writes the names of the class that is saved. A checkpoint that was *saved*
+quantized says so in a part of its config that the text-only class does not read; that is an error.
+
+Goes when transformers has conversions for ``gemma4_text`` and ``gemma4_unified_text``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: The one weight that every language model has under one name, so it tells what comes before.
+_ANCHOR = "embed_tokens.weight"
+_INSIDE = "language_model"
+#: What bitsandbytes saves beside a quantized weight.
+_QUANTIZED = (".SCB", ".absmax", ".quant_map")
+
+
+def load_pretrained_model(
+    original: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    expected_keys: Any = None,
+) -> Any:
+    arguments = (model, state_dict, checkpoint_files, load_config, expected_keys)
+    # expected_keys are given where an adapter is loaded
+    if expected_keys is not None or not str(getattr(model.config, "model_type", "")).startswith("gemma4"):
+        return original(*arguments)
+    keys = _keys(state_dict, checkpoint_files, load_config.sharded_metadata)
+    rename = _rename(keys, [name for name, _ in model.named_parameters()], model.base_model_prefix)
+    if rename is None:
+        return original(*arguments)
+    _refuse_quantized(keys, model, load_config)
+    from transformers.core_model_loading import WeightRenaming
+
+    before, after = rename
+    # the whole name, as every occurrence of what is matched is replaced: "model." is in "language_model." too
+    conversion = WeightRenaming(source_patterns=rf"^{re.escape(before)}(.+)", target_patterns=rf"{after}\1")
+    load_config = dataclasses.replace(load_config, weight_mapping=[conversion, *(load_config.weight_mapping or [])])
+    info, index = original(model, state_dict, checkpoint_files, load_config)
+    model._weight_conversions = [item for item in model._weight_conversions or [] if item is not conversion]
+    if _INSIDE in before:
+        beyond = [key for key in keys if not key.startswith((before, "lm_head."))]
+        info.unexpected_keys = set(info.unexpected_keys).difference(beyond)
+    return info, index
+
+
+def _keys(state_dict: Any, checkpoint_files: Any, sharded: Any) -> list[str]:
+    """The names of what is loaded, without reading any of it."""
+    if state_dict is not None:
+        return list(state_dict)
+    if sharded is not None:
+        return list(sharded["weight_map"])
+    if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
+        return []  # pickled: no Gemma 4 was released like that, and its names cannot be had without its weights
+    from safetensors import safe_open
+
+    with safe_open(checkpoint_files[0], framework="pt") as file:
+        return list(file.keys())
+
+
+def _rename(there: Iterable[str], here: Iterable[str], base_model_prefix: str) -> tuple[str, str] | None:
+    """What names begin with in the checkpoint, and here; None where transformers finds its way without help."""
+    prefixes = [_prefix(there), _prefix(here)]
+    saved, wanted = (prefix.split(".")[:-1] if prefix is not None else None for prefix in prefixes)
+    if saved is None or wanted is None or _INSIDE not in saved:
+        return None
+    base = [base_model_prefix] if base_model_prefix else []
+    if saved in (wanted, base + wanted) or base + saved == wanted:
+        return None
+    while saved and wanted and saved[-1] == wanted[-1]:
+        saved, wanted = saved[:-1], wanted[:-1]
+    return "".join(f"{part}." for part in saved), "".join(f"{part}." for part in wanted)
+
+
+def _prefix(keys: Iterable[str]) -> str | None:
+    """What stands before the input embedding's name."""
+    found = [key[: -len(_ANCHOR)] for key in keys if key == _ANCHOR or key.endswith(f".{_ANCHOR}")]
+    return found[0] if len(found) == 1 else None
+
+
+def _refuse_quantized(keys: Iterable[str], model: Any, load_config: Any) -> None:
+    quantizer = load_config.hf_quantizer
+    if any(key.endswith(_QUANTIZED) for key in keys) and not getattr(quantizer, "pre_quantized", False):
+        name = type(model).__name__
+        raise Gemma4CompatError(
+            f"the checkpoint {str(load_config.pretrained_model_name_or_path)!r} was saved quantized, and says so in "
+            f"the multimodal part of its config, which {name} does not read: its weights would be taken for something "
+            f"else. Load it with Gemma4ForConditionalGeneration, or give {name}.from_pretrained a config= with the "
+            "checkpoint's quantization_config set on its text_config."
+        )
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    import transformers
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    reference = workspace.answers(workspace.load(), text_only=True)
+    # One seed for both: random weights must not depend on what ran before.
+    torch.manual_seed(0)
+    name = tiny.class_name(workspace.checkpoint, text_only=True)
+    model = (
+        getattr(transformers, name)
+        .from_pretrained(workspace.checkpoint, dtype=torch.bfloat16, device_map={"": workspace.main})
+        .eval()
+    )
+    found = difference(reference, workspace.answers(model, text_only=True))
+    return Outcome.of_parity(found, f"{name} of a multimodal checkpoint")
+
+
+PATCH = Patch(
+    id="transformers-text-only-checkpoint",
+    summary="the text-only classes load the language model of a multimodal checkpoint",
+    symptom="silent: Gemma4ForCausalLM.from_pretrained(multimodal checkpoint) has random weights",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F23",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    retire_when="transformers has conversions for gemma4_text and gemma4_unified_text",
+    targets=(
+        Target(
+            module="transformers.modeling_utils",
+            name="PreTrainedModel._load_pretrained_model",
+            replacement=load_pretrained_model,
+            known={
+                "b95a861b6b0a": "5.5.0 - 5.5.4",
+                "84aa74409159": "5.6.0 - 5.6.2",
+                "cdb8587d4c91": "5.7.0 - 5.12.1",
+                "2960594e9919": "5.13.0 - 5.15.1",
+                "1b7af09f9cc9": "5.16.0 - 5.16.1",
+                "76231f395559": "5.17.0 - 5.22.2",
+                "47b694dfcb19": "5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,1 @@
+"""Patches for caches, chunked prefills and assistant models."""

@@ -1,0 +1,112 @@
+"""``ValueError: Cannot `crop` a `DynamicSlidingWindowLayer` after it has seen more tokens than its sliding window``
+from assisted generation and prompt lookup.
+
+Why: tokens that were guessed and rejected are taken out of the cache again, and a sliding layer has forgotten what
+would be needed. So ``generate`` makes a cache that forgets nothing, ``"dynamic_full"``. In 5.12.0 to 5.13.1 that one
+got sliding layers too, for the model and for its assistant; in no release before 5.15.0 is a ``DynamicCache`` that the
+caller made from the configuration a cache of this kind.
+
+Here: a Gemma 4 model's cache for assisted generation has its sliding layers replaced by ones that keep everything,
+with what they hold, before the first token. The answers are the same, the cache grows with the context. A cache that
+has forgotten tokens already is refused with one clear error, and is as it was.
+
+Goes when transformers below 5.15.0, whose sliding layers can be cropped, is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models.cache_config import is_gemma4
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_NAME = "past_key_values"
+
+
+def prepare_cache(
+    original: Callable[..., Any],
+    self: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    result = original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    cropped = generation_mode == "assisted_generation" or generation_config.cache_implementation == "dynamic_full"
+    if cropped and is_gemma4(self.config) and model_kwargs.get(_NAME) is not None:
+        keep_everything(model_kwargs[_NAME])
+    return result
+
+
+def keep_everything(cache: Any) -> None:
+    """Replace the dynamic sliding layers of ``cache`` by layers of full attention that hold the same tokens.
+
+    Raises:
+        Gemma4CompatError: one of them has forgotten tokens; nothing has been changed.
+    """
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    sliding = {index: layer for index, layer in enumerate(cache.layers) if type(layer) is DynamicSlidingWindowLayer}
+    for layer in sliding.values():
+        if layer.get_seq_length() >= layer.sliding_window:
+            raise Gemma4CompatError(
+                f"past_key_values holds {layer.get_seq_length()} tokens, and its sliding layers have forgotten all "
+                f"but the last {layer.sliding_window - 1}, so assisted generation cannot take rejected tokens back; "
+                "begin the text with past_key_values=DynamicCache() (without a config), or leave out past_key_values"
+            )
+    for index, layer in sliding.items():
+        full = DynamicLayer()
+        if layer.is_initialized:
+            full.update(layer.keys, layer.values)
+        cache.layers[index] = full
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from transformers import DynamicCache
+
+    from gemma4_compat._reproduction import tiny
+
+    model = workspace.load().float()
+    options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 8, "do_sample": False}
+    cache = DynamicCache(config=model.config)
+    expected = model.generate(**options)
+    found = model.generate(**options, prompt_lookup_num_tokens=2, past_key_values=cache)
+    same = torch.equal(expected, found)
+    return Outcome(not same, f"prompt lookup gives {'the same' if same else 'other'} tokens")
+
+
+PATCH = Patch(
+    id="transformers-assisted-cache",
+    summary="assisted generation and prompt lookup past the sliding window",
+    symptom="ValueError: Cannot `crop` a `DynamicSlidingWindowLayer` after it has seen more tokens than its window",
+    severity=Severity.CRASH,
+    failure_points=("F24",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.15.0",
+    measured="5.14.1",
+    fixed="5.15.0",
+    bug=("https://github.com/huggingface/transformers/issues/46629",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/47447",
+    retire_when="transformers below 5.15.0 is no longer supported",
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._prepare_cache_for_generation",
+            replacement=prepare_cache,
+            known={
+                "05c87e9dbddb": "5.5.0 - 5.11.0",
+                "6e6e630b1974": "5.12.0 - 5.12.1",
+                "650a0d7eb0a9": "5.13.0 - 5.13.1",
+                "fa02142a656f": "5.14.0 - 5.14.1",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,122 @@
+"""silent: with ``prefill_chunk_size`` the 12B, the 26B-A4B and the 31B see an image differently where a chunk ends
+inside it: its first part does not see its second part, and the logits are off by as much as between any two prompts.
+
+Why: in these models the tokens of one image attend to each other in both directions, and from 5.23.0 on transformers
+reads prompts with images in chunks, cut wherever the size says. What is in a later chunk cannot be seen from an
+earlier one.
+
+Here: a chunk ends before an image of which it would hold a part; an image that is larger than a chunk is read at once.
+Other chunks are never larger than asked for.
+
+Goes when transformers cuts prompts between images.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models.cache_config import is_gemma4
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def prefill(
+    original: Callable[..., Any],
+    self: Any,
+    input_ids: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    size, kinds = generation_config.prefill_chunk_size, model_kwargs.get("mm_token_type_ids")
+    if (
+        isinstance(size, int)
+        and size > 0  # what is not a size is for transformers to refuse
+        and kinds is not None
+        and is_gemma4(self.config)
+        and getattr(self.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    ):
+        length = _new_tokens(input_ids, generation_config, model_kwargs)
+        vision = (kinds[:, -length:] == 1) | (kinds[:, -length:] == 2)  # images, frames of videos
+        inside = (vision[:, 1:] & vision[:, :-1]).any(dim=0).tolist()
+        if any(inside[size - 1 :: size]):
+            generation_config = copy.copy(generation_config)
+            generation_config.prefill_chunk_size = chunks(inside, size)  # torch.split takes a size, or sizes
+    return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _new_tokens(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> int:
+    """How many of ``input_ids`` are read, as ``_prefill`` finds out: all, or those that the cache does not hold."""
+    whole, mask, cache = input_ids.shape[1], model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    told = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    return int(whole - cache.get_seq_length()) if cache is not None and told == whole else int(whole)
+
+
+def chunks(inside: list[bool], size: int) -> list[int]:
+    """The sizes of the chunks of a prompt, at most ``size`` each where that is possible. ``inside[i]``: a cut between
+    its tokens i and i + 1 goes through an image, in any row of the batch.
+    """
+    sizes, start, end = [], 0, len(inside) + 1
+    while start < end:
+        stop = min(start + size, end)
+        while start < stop < end and inside[stop - 1]:
+            stop -= 1
+        if stop == start:  # the image is larger than a chunk
+            stop = start + size
+            while stop < end and inside[stop - 1]:
+                stop += 1
+        sizes.append(stop - start)
+        start = stop
+    return sizes
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import tiny
+
+    if workspace.variant is None:
+        large = workspace.made(tiny.build_checkpoint, text_variant="31B")
+        model = tiny.load(large, device=workspace.main).float()
+    else:
+        model = workspace.load().float()
+    batch = tiny.without(workspace.inputs(), "input_features")
+    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    try:
+        expected, *found = (model.generate(**batch, **options, prefill_chunk_size=size) for size in (None, 6, 8))
+    except Gemma4CompatError:  # before 5.23.0, where transformers-chunked-media is on
+        return Outcome(False, "prompts with images are not read in chunks")
+    cut, between = ((expected.logits[0] - one.logits[0]).abs().max().item() for one in found)
+    rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
+    return Outcome(
+        cut > rounding >= between,  # where images are left out, chunks between them are wrong, too
+        f"where a chunk ends inside an image the logits are off by {cut:.2g}, elsewhere by {between:.2g}",
+    )
+
+
+PATCH = Patch(
+    id="transformers-chunked-images",
+    summary="a prefill in chunks never cuts through an image (12B, 26B-A4B, 31B)",
+    symptom="silent: prefill_chunk_size cuts through images, whose tokens then do not see each other",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F24", "F30"),
+    distribution="transformers",
+    affected=">=5.23.0",
+    measured="5.23.0",
+    retire_when="transformers cuts prompts between images",
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._prefill",
+            replacement=prefill,
+            known={
+                "37e30b720aba": "5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

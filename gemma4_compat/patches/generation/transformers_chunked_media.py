@@ -1,0 +1,120 @@
+"""silent: with ``prefill_chunk_size`` images, videos and sounds are not looked at. The answer is that to a prompt with
+placeholders in their stead.
+
+Why: each chunk of the prompt is prepared as if it were a later step of the decoding, which needs no media any more.
+
+Here: for Gemma 4, a prompt that fits into one chunk is not cut, and one that has to be cut is refused with one clear
+error, as transformers does itself from 5.23.0 on.
+
+Goes when transformers below 5.23.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models.cache_config import is_gemma4
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: What a caller gives, and under which name transformers from 5.20.0 on encodes it before the first chunk
+#: (``mm_encoder_outputs``; a sound stays as it was given).
+_MEDIA = (
+    ("images", "pixel_values", "image"),
+    ("videos", "pixel_values_videos", "video"),
+    ("sounds", "input_features", "audio"),
+)
+
+
+def _media(model_kwargs: dict[str, Any]) -> list[str]:
+    encoded = model_kwargs.get("mm_encoder_outputs") or {}
+    return [
+        kind for kind, given, name in _MEDIA if model_kwargs.get(given) is not None or encoded.get(name) is not None
+    ]
+
+
+def prefill(
+    original: Callable[..., Any],
+    self: Any,
+    input_ids: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    size = generation_config.prefill_chunk_size
+    media = _media(model_kwargs)
+    if size is not None and media and is_gemma4(self.config):
+        if input_ids.shape[-1] > size:
+            raise Gemma4CompatError(
+                f"a prompt of {input_ids.shape[-1]} tokens with {' and '.join(media)} cannot be read in chunks of "
+                f"prefill_chunk_size={size}: this transformers would leave them out; set prefill_chunk_size=None"
+            )
+        generation_config = copy.copy(generation_config)
+        generation_config.prefill_chunk_size = None
+    return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import tiny
+
+    model, batch = workspace.load().float(), workspace.inputs()
+    sounds = {"sounds alone": tiny.without(batch, "image")} if "input_features" in batch else {}
+    found = {"images alone": tiny.without(batch, "input_features"), **sounds, "all": batch}
+    outcomes = [_compare(model, media, name) for name, media in found.items()]
+    defects = [outcome for outcome in outcomes if outcome.defect]
+    return Outcome(
+        bool(defects),
+        "; ".join(outcome.detail for outcome in defects or outcomes[-1:]),
+        max(outcome.parity or 0.0 for outcome in outcomes),
+    )
+
+
+def _compare(model: Any, batch: dict[str, Any], media: str) -> Outcome:
+    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    expected, found = (
+        model.generate(**batch, **options, prefill_chunk_size=size) for size in (None, batch["input_ids"].shape[1])
+    )
+    off = (expected.logits[0] - found.logits[0]).abs().max().item()
+    try:
+        chunked = model.generate(**batch, **options, prefill_chunk_size=8)
+        wrong = (expected.logits[0] - chunked.logits[0]).abs().max().item()
+        said = f"in several they are off by {wrong:.2g}"
+    except (Gemma4CompatError, ValueError):  # ours, and that of transformers
+        wrong, said = 0.0, "more than one is refused"
+    rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
+    return Outcome(off > 0 or wrong > rounding, f"{media}: in one chunk the logits are off by {off:.2g}; {said}", off)
+
+
+PATCH = Patch(
+    id="transformers-chunked-media",
+    summary="a prefill in chunks never leaves out images and sounds",
+    symptom="silent: prefill_chunk_size leaves out images, videos and sounds",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F24",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.23.0",
+    measured="5.22.2",
+    fixed="5.23.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.23.0",
+    retire_when="transformers below 5.23.0 is no longer supported",
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._prefill",
+            replacement=prefill,
+            known={
+                "d84b2672eb2e": "5.5.0 - 5.17.0",
+                "09ead49af029": "5.18.0",
+                "6d684d6d2b0f": "5.19.0 - 5.20.2",
+                "1fc1149a04e7": "5.21.0 - 5.22.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,91 @@
+"""silent: with ``cache_implementation="offloaded"`` or ``"offloaded_static"`` a layer may attend to keys and values
+that are not there yet.
+
+Why: a layer's keys and values are copied to pinned host memory on the stream that computes, and fetched again on
+another one, which waits for nothing. With few layers that are offloaded (the E2B has seven full ones, three of which
+have keys of their own) the next token fetches them soon after.
+
+Here: the stream that fetches waits for the one that computes, as from transformers 5.20.0 on. Seen on a GPU with
+5.6.2; by their source the other releases up to 5.19.0 copy in the same way.
+
+Goes when transformers below 5.20.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models.host import has_cuda
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: Cycles that a copy to the host takes longer in the reproduction; on current GPUs 25 to 50 ms.
+DELAY = 50_000_000
+
+
+def prefetch(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    import torch
+
+    for device in {layer.device for layer in self.layers if layer.is_initialized}:
+        self.prefetch_stream.wait_stream(torch.cuda.default_stream(device))
+    original(self, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from unittest import mock
+
+    import torch
+    from transformers.cache_utils import CacheLayerMixin
+
+    from gemma4_compat._reproduction import tiny
+
+    if not torch.cuda.is_available():
+        return Outcome(False, "no CUDA device: there are no offloaded caches", applicable=False)
+    offload = CacheLayerMixin.offload
+
+    def late(layer: Any) -> None:
+        torch.cuda._sleep(DELAY)
+        offload(layer)
+
+    model = workspace.load().float()
+    options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(**options)
+    with mock.patch.object(CacheLayerMixin, "offload", late):
+        found = model.generate(**options, cache_implementation="offloaded")
+    worst = max((one - other).abs().max().item() for one, other in zip(expected.logits, found.logits))
+    scale = max(one.abs().max().item() for one in expected.logits)
+    return Outcome(
+        not worst < 1e-4 * scale, f"with an offloaded cache, whose copies take long, logits are off by {worst:.2g}"
+    )
+
+
+PATCH = Patch(
+    id="transformers-offloaded-cache",
+    summary="offloaded caches give a layer the keys and values that it stored",
+    symptom="silent: with cache_implementation='offloaded' keys and values are fetched before they were stored",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F24",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.20.0",
+    measured="5.19.0",
+    fixed="5.20.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+    retire_when="transformers below 5.20.0 is no longer supported",
+    detect=has_cuda,
+    targets=(
+        Target(
+            module="transformers.cache_utils",
+            name="Cache.prefetch",
+            replacement=prefetch,
+            known={
+                "9693612b61d4": "5.5.0 - 5.12.1",
+                "3adc3f0c6cc5": "5.13.0 - 5.19.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,66 @@
+"""``IndexError: list index out of range`` in ``Cache.update``, with ``cache_implementation="static"``, its offloaded
+kind or a ``StaticCache`` of one's own, on the 26B-A4B and the 31B.
+
+Why: a cache has a layer for each of the model's that is not KV-shared: ``layer_types[:-num_kv_shared_layers]``. The
+larger models share nothing, and ``[:-0]`` is ``[:0]``: no layer at all.
+
+Here: the cache is built from a configuration that does not mention KV-shared layers where there are none, as models
+have that know no sharing. That is exact for any model, so it is not limited to Gemma 4.
+
+Goes when transformers below 5.10.1 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models.cache_config import Unshared, shares_nothing
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def static_cache(original: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(self, Unshared(config) if shares_nothing(config) else config, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+
+    checkpoint = workspace.made(tiny.build_checkpoint, text_variant="31B")
+    model = tiny.load(checkpoint, device=workspace.main).float()
+    options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
+    expected, found = model.generate(**options), model.generate(**options, cache_implementation="static")
+    same = torch.equal(expected, found)
+    return Outcome(not same, f"with a static cache {'the same' if same else 'other'} tokens than with the default one")
+
+
+PATCH = Patch(
+    id="transformers-static-cache",
+    summary="static caches for models without KV-shared layers (26B-A4B, 31B)",
+    symptom="IndexError: list index out of range in Cache.update with cache_implementation='static'",
+    severity=Severity.CRASH,
+    failure_points=("F24",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.10.1",
+    measured="5.9.0",
+    fixed="5.10.1",
+    applied_upstream="https://github.com/huggingface/transformers/pull/46235",
+    retire_when="transformers below 5.10.1 is no longer supported",
+    targets=(
+        Target(
+            module="transformers.cache_utils",
+            name="StaticCache.__init__",
+            replacement=static_cache,
+            known={
+                "1b72a5e719d7": "5.5.0 - 5.7.0",
+                "7d3331cd84b6": "5.8.0 - 5.9.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,68 @@
+"""``RuntimeError: index_copy_(): Source/destination tensor must have same slice shapes`` (5.13 and 5.14), or
+``AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute`` (5.15 to 5.17): a static cache together
+with ``prefill_chunk_size``.
+
+Why: for a prefill in chunks the static cache is allocated in advance, with one head width for all layers. Gemma 4's
+full attention has wider heads than its sliding layers.
+
+Here: for Gemma 4 the layers are allocated when they get their first keys, as without chunks and as in every other
+release.
+
+Goes when transformers 5.13 to 5.17 are no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models.cache_config import is_gemma4
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def init_shape(original: Callable[..., Any], self: Any) -> Any:
+    return None if is_gemma4(self.config) else original(self)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+
+    model = workspace.load().float()
+    options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**options)
+    options["disable_compile"] = True  # on a GPU upstream compiles with a static cache: another thing
+    found = model.generate(**options, cache_implementation="static", prefill_chunk_size=5)
+    same = torch.equal(expected, found)
+    return Outcome(not same, f"a static cache filled in chunks gives {'the same' if same else 'other'} tokens")
+
+
+PATCH = Patch(
+    id="transformers-static-chunks",
+    summary="static caches with a prefill in chunks",
+    symptom="RuntimeError: index_copy_(): ... same slice shapes, or AmbiguousGlobalPerLayerAttributeError: 'head_dim'",
+    severity=Severity.CRASH,
+    failure_points=("F24",),
+    distribution="transformers",
+    affected=">=5.13.0,<5.18.0",
+    measured="5.17.0",
+    fixed="5.18.0",
+    bug=("https://github.com/huggingface/transformers/issues/48501",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/48619",
+    retire_when="transformers below 5.18.0 is no longer supported",
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._get_static_cache_init_shape",
+            replacement=init_shape,
+            known={
+                "2de4097dd77c": "5.13.0 - 5.17.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

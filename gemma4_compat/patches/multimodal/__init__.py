@@ -1,0 +1,1 @@
+"""Patches for images and sound."""

@@ -1,0 +1,176 @@
+"""``ValueError: Gemma4AudioModel does not support an attention implementation through
+torch.nn.functional.scaled_dot_product_attention yet`` for ``from_pretrained(..., attn_implementation="sdpa")``, with
+``"flex_attention"`` too, and with both in ``set_attn_implementation`` of a loaded model.
+
+Why: a request for the whole model goes to every part of it as if each had been asked by name, and the audio tower has
+no attention but its own, in chunks, and says so since 5.20.0. Without a request it falls back by itself.
+
+Here: a request for the whole model is for the parts that can: text and vision run it, the audio tower its eager
+attention, and one INFO line of the logger ``gemma4_compat`` says so. What a dict asks of ``audio_config`` by name is
+still upstream's error, unless the dict asks the same of the model (``""``) and of the text: that reads as one request.
+
+Goes when a request for the whole model leaves the audio tower what it has.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Detection, Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+_LOGGER = logging.getLogger("gemma4_compat")
+_FLAGS = (
+    ("flex_attention", "_supports_flex_attn"),
+    ("sdpa", "_supports_sdpa"),
+    ("flash", "_supports_flash_attn"),
+)
+#: The config of the model that is being built: the inner model finds there what the outer one has made of a request.
+_building: contextvars.ContextVar[Any] = contextvars.ContextVar("gemma4_compat_building", default=None)
+#: What ``set_attn_implementation`` was asked for the whole model.
+_asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("gemma4_compat_attention", default=None)
+
+
+def build(original: Callable[..., Any], self: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    if _building.get() is not config:
+        _settle(config)
+    token = _building.set(config)
+    try:
+        return original(self, config, *args, **kwargs)
+    finally:
+        _building.reset(token)
+
+
+def set_attn_implementation(
+    original: Callable[..., Any], self: Any, attn_implementation: Any, *args: Any, **kwargs: Any
+) -> Any:
+    whole = isinstance(attn_implementation, str) and getattr(self.config, "audio_config", None) is not None
+    token = _asked.set(attn_implementation if whole else None)
+    try:
+        return original(self, attn_implementation, *args, **kwargs)
+    finally:
+        _asked.reset(token)
+
+
+def get_correct_attn_implementation(
+    original: Callable[..., Any], self: Any, requested_attention: str | None, *args: Any, **kwargs: Any
+) -> Any:
+    asked = _asked.get()
+    if asked is not None and not _declares(type(self), asked):
+        _say(asked)
+        requested_attention = "eager"
+    return original(self, requested_attention, *args, **kwargs)
+
+
+def _settle(config: Any) -> None:
+    """Let the audio tower have eager attention where the whole model is asked for one it does not declare."""
+    asked, audio = getattr(config, "_attn_implementation", None), getattr(config, "audio_config", None)
+    if asked is None or audio is None:
+        return
+    # A dict that names the tower alone leaves the others without a request.
+    if not asked == audio._attn_implementation == config.text_config._attn_implementation:
+        return
+    if not _declares(sys.modules[_GEMMA4].Gemma4AudioModel, asked):
+        _say(asked)
+        audio._attn_implementation_internal = "eager"  # as upstream writes what it has decided
+
+
+def _declares(tower: Any, implementation: str) -> bool:
+    """Whether a model class says that it runs this attention; a name of the user's own is that of a backend."""
+    name = implementation.removeprefix("paged|")
+    if name == "eager":
+        return True
+    flag = next((flag for part, flag in _FLAGS if part in name), "_supports_attention_backend")
+    return bool(getattr(tower, flag))
+
+
+@functools.cache
+def _say(implementation: str) -> None:
+    _LOGGER.info(
+        "gemma4_compat: attn_implementation=%r is for the text and vision models; the audio tower has only eager "
+        "attention and runs that",
+        implementation,
+    )
+
+
+def detect() -> Detection:
+    tower = sys.modules[_GEMMA4].Gemma4AudioModel
+    declared = all(getattr(tower, flag) for flag in (*dict(_FLAGS).values(), "_supports_attention_backend"))
+    return Detection.NOT_AFFECTED if declared else Detection.AFFECTED
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.scenarios import features
+    from gemma4_compat._reproduction.workspace import difference
+
+    workspace.needs("audio_tower")
+    batch = tiny.inputs(workspace.main)
+    reference = workspace.load()
+    asked = tiny.load(workspace.checkpoint, device=workspace.main, attn_implementation="sdpa")
+    later = tiny.load(workspace.checkpoint, device=workspace.main, attn_implementation="eager")
+    later.set_attn_implementation("sdpa")
+    for model in (asked, later):
+        config, here = model.config, reference.config
+        for part in ("text_config", "vision_config", "audio_config"):
+            found, usual = (getattr(each, part)._attn_implementation for each in (config, here))
+            if found != usual:
+                return Outcome(True, f"{part} runs {found} attention, {usual} without a request")
+        for sense in ("vision", "audio"):
+            if not torch.equal(features(model, batch, sense), features(reference, batch, sense)):
+                return Outcome(True, f"the {sense} features are not those without a request")
+    expected = workspace.answers(reference)
+    found = [difference(expected, workspace.answers(model)) for model in (asked, later)]
+    return Outcome.of_parity(max(found), 'attn_implementation="sdpa"')
+
+
+PATCH = Patch(
+    id="transformers-audio-attention",
+    summary="an attention asked for the whole model is for the text and the vision model; audio keeps its own",
+    symptom="ValueError: Gemma4AudioModel does not support an attention implementation through torch.nn.functional."
+    "scaled_dot_product_attention yet",
+    severity=Severity.CRASH,
+    failure_points=("F8",),
+    distribution="transformers",
+    affected=">=5.20.0",
+    measured="5.23.0",
+    retire_when="a request for the whole model does not raise for the audio tower",
+    detect=detect,
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="Gemma4ForConditionalGeneration.__init__",
+            replacement=build,
+            known={"58012e401669": "5.20.0 - 5.23.0"},
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4Model.__init__",
+            replacement=build,
+            known={"c6c3b65eab3a": "5.20.0 - 5.23.0"},
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4PreTrainedModel.set_attn_implementation",
+            replacement=set_attn_implementation,
+            known={"fb5bbbab1192": "5.20.0 - 5.23.0"},
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioModel.get_correct_attn_implementation",
+            replacement=get_correct_attn_implementation,
+            known={"48aef77379b9": "5.20.0 - 5.23.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,79 @@
+"""``RuntimeError: masked_scatter: expected self and source to have same dtypes but got Float and Half`` for a prompt
+with sound, where the audio tower computes in another dtype than the token embedding: a model with float16 towers and a
+float32 language model, as on GPUs without bfloat16, or a float32 model under ``torch.autocast``.
+
+Why: ``Gemma4Model.forward`` casts the features of images and videos to the dtype of the embeddings they go into. Those
+of sound it only moves to their device.
+
+Here: ``Gemma4Model.get_audio_features`` returns what goes into the prompt in the dtype of the token embedding.
+
+Goes when transformers below 5.15.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def get_audio_features(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    found = original(self, *args, **kwargs)
+    features, dtype = getattr(found, "pooler_output", None), self.get_input_embeddings().weight.dtype
+    if features is not None and features.dtype != dtype and dtype.is_floating_point:
+        found.pooler_output = features.to(dtype)
+    return found
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import contextlib
+
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    workspace.needs("audio_tower")
+    model = tiny.load(workspace.checkpoint, device=workspace.main, dtype=torch.float32)
+    autocast = torch.autocast(torch.device(workspace.main).type, dtype=torch.bfloat16)
+    tower, bridge = model.model.audio_tower, model.model.embed_audio
+    found = []
+    for way in (autocast, contextlib.nullcontext()):
+        with way:
+            # What a user would do about it: cast what goes into the prompt.
+            hook = bridge.register_forward_hook(lambda _module, _args, features: features.float())
+            reference = workspace.answers(model)
+            hook.remove()
+            found.append(difference(reference, workspace.answers(model)))
+        tower.half()
+        bridge.half()
+    return Outcome.of_parity(max(found), "bfloat16 autocast, and float16 towers under a float32 language model")
+
+
+PATCH = Patch(
+    id="transformers-audio-dtype",
+    summary="sound of another dtype than the token embedding is cast to it, as images are",
+    symptom="RuntimeError: masked_scatter: expected self and source to have same dtypes but got Float and Half",
+    severity=Severity.CRASH,
+    failure_points=("F25",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.15.0",
+    measured="5.14.1",
+    fixed="5.15.0",
+    bug=("https://github.com/huggingface/transformers/issues/47672",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/47482",
+    retire_when="transformers below 5.15.0 is no longer supported",
+    targets=(
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4Model.get_audio_features",
+            replacement=get_audio_features,
+            known={"219618b9b2d7": "5.5.0 - 5.14.1"},
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,114 @@
+"""silent: with ``attn_implementation="eager"`` the audio tower attends to the padding and to what is out of its
+window, and to nothing else: its features are off by a third to a half of their size. With ``"flex_attention"`` the
+first sound is an ``AttributeError: 'BlockMask' object has no attribute 'device'``.
+
+Why: ``Gemma4AudioAttention`` takes its mask for one of booleans. That is what ``create_bidirectional_mask`` makes for
+``sdpa``; for ``eager`` it makes numbers to add, 0 where there is something to attend to, which is False. What it makes
+for the others has no such form at all. The attention itself is the same for every name.
+
+Here: a mask of numbers becomes one of booleans before it is cut into blocks, and the tower runs ``eager`` where the
+model is asked for anything but that or ``sdpa``; one INFO line of the logger ``gemma4_compat`` says so.
+
+Goes when transformers below 5.20.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_LOGGER = logging.getLogger("gemma4_compat")
+_KNOWN = frozenset({"eager", "sdpa", "paged|eager", "paged|sdpa"})
+
+
+def blocked(original: Callable[..., Any], self: Any, mask_4d: Any) -> Any:
+    return original(self, mask_4d == 0 if mask_4d.is_floating_point() else mask_4d)
+
+
+def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    found = original(self, *args, **kwargs)  # raises for what is unknown or not installed
+    if found in _KNOWN:
+        return found
+    _say(found)
+    return "eager"
+
+
+@functools.cache
+def _say(asked: str) -> None:
+    _LOGGER.info(
+        "gemma4_compat: the audio tower cannot run attn_implementation=%r and runs its eager attention", asked
+    )
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.scenarios import features, relative
+    from gemma4_compat._reproduction.workspace import difference
+
+    workspace.needs("audio_tower")
+    batch = tiny.inputs(workspace.main)
+    generator = torch.Generator().manual_seed(13)
+    sound = {
+        "input_features": torch.randn(2, 200, 128, generator=generator).to(batch["input_ids"].device),
+        "input_features_mask": (torch.arange(200) < torch.tensor([[200], [90]])).to(batch["input_ids"].device),
+    }
+    usual = workspace.load()
+    model = tiny.load(workspace.checkpoint, device=workspace.main, attn_implementation={"audio_config": "eager"})
+    expected, found = (features(each, sound, "audio") for each in (usual, model))
+    if not torch.equal(found, expected):
+        return Outcome(True, f"sound features are off by {relative(found, expected):.2g} of their size")
+    return Outcome.of_parity(difference(workspace.answers(usual), workspace.answers(model)), "eager audio attention")
+
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+
+PATCH = Patch(
+    id="transformers-audio-mask",
+    summary="the audio tower's mask is the same whatever attention the model is asked for",
+    symptom='silent: with attn_implementation="eager" the audio tower attends to exactly what is masked',
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F8",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.20.0",
+    measured="5.19.0",
+    fixed="5.20.0",
+    bug=("https://github.com/huggingface/transformers/issues/48818",),
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
+    retire_when="transformers below 5.20.0 is no longer supported",
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioModel._convert_4d_mask_to_blocked_5d",
+            replacement=blocked,
+            known={"feb92602d94a": "5.5.0 - 5.19.0"},
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioModel.get_correct_attn_implementation",
+            replacement=implementation,
+            known={"020cc6dea854": "5.5.0 - 5.18.0", "48aef77379b9": "5.19.0"},
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioModel._check_and_adjust_attn_implementation",
+            replacement=implementation,
+            known={
+                "2798d212b35d": "5.5.0 - 5.6.2",
+                "6bc38a1f504a": "5.7.0 - 5.11.0",
+                "650b5f074058": "5.12.0 - 5.17.0",
+                "ad27b0e56674": "5.18.0",
+                "343e0b36f4dd": "5.19.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,123 @@
+"""silent: in float16 an image is NaN to the model, and so are all its logits; the 26B-A4B and the 31B.
+
+Why: ``Gemma4VisionPooler`` multiplies by the square root of the hidden size in the dtype of the model. Where the
+features are to be standardized afterwards (``vision_config.standardize``) they are in the thousands before, and the
+product is beyond 65504, the largest float16. The standardized features are small again.
+
+Here: a pooler that is given float16 works in float32, the features are standardized in that, and float16 again when
+they leave the tower. Other dtypes are left alone.
+
+Goes when transformers below 5.10.1 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: Of the image features' relative difference from float32: 0.006 on transformers 5.23, 0.008 on 5.5.0.
+BOUND = 0.03
+
+
+def pool(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    if hidden_states.dtype is torch.float16:
+        hidden_states = hidden_states.float()
+    return original(self, hidden_states, *args, **kwargs)
+
+
+def tower(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    found = original(self, *args, **kwargs)
+    # Not quantized with the linears, so it tells the dtype that the tower works in.
+    if self.patch_embedder.position_embedding_table.dtype is torch.float16:
+        if isinstance(found, tuple):
+            return found[0].half(), *found[1:]
+        found.last_hidden_state = found.last_hidden_state.half()
+    return found
+
+
+def _build_standardized(folder: Path) -> None:
+    """A checkpoint whose image features are in the thousands until they are standardized, as those of the 26B are."""
+    import torch
+    from transformers import Gemma4ForConditionalGeneration
+
+    from gemma4_compat._reproduction import tiny
+
+    torch.manual_seed(3)
+    config = tiny.config()
+    config.vision_config.standardize = True
+    config.vision_config.use_clipped_linears = False
+    model = Gemma4ForConditionalGeneration(config)
+    batch = tiny.inputs()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 0.1)
+        vision = model.model.vision_tower
+        vision.std_bias.zero_()
+        vision.std_scale.fill_(1.0)
+        norm = vision.encoder.layers[-1].post_feedforward_layernorm.weight.fill_(1000.0)
+        for _ in range(2):  # beyond float16 at the end of the pooler, within it before, and the bias is
+            raw = vision(batch["pixel_values"], batch["image_position_ids"], return_dict=True).last_hidden_state
+            norm.mul_(90_000 / raw.abs().max())
+        vision.std_bias.copy_(raw.mean(0).clamp(-50_000, 50_000))
+        vision.std_scale.fill_(1 / raw.std().item())
+    model.to(torch.float16).save_pretrained(folder)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.scenarios import features, relative
+
+    batch = tiny.inputs(workspace.main)
+    checkpoint = workspace.made(_build_standardized)
+    model = tiny.load(checkpoint, device=workspace.main, dtype=torch.float16)
+    with torch.no_grad():
+        if not model(**batch).logits.isfinite().all():
+            return Outcome(True, "the logits of a prompt with an image are NaN")
+    reference = tiny.load(checkpoint, device=workspace.main, dtype=torch.float32)
+    found = relative(features(model, batch, "vision"), features(reference, batch, "vision"))
+    return Outcome(not found < BOUND, f"image features in float16 are those of float32, to {found:.2g}")
+
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+
+PATCH = Patch(
+    id="transformers-fp16-vision",
+    summary="a float16 model with standardized image features (26B-A4B, 31B) sees the image",
+    symptom="silent: the logits of a prompt with an image are NaN in float16",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F25",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.10.1",
+    measured="5.9.0",
+    fixed="5.10.1",
+    applied_upstream="https://github.com/huggingface/transformers/pull/46277",
+    retire_when="transformers below 5.10.1 is no longer supported",
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="Gemma4VisionPooler.forward",
+            replacement=pool,
+            known={"ee222db7f20f": "5.5.0 - 5.9.0"},
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4VisionModel.forward",
+            replacement=tower,
+            known={"578d9903e8df": "5.5.0 - 5.9.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

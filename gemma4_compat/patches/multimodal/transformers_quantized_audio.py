@@ -1,0 +1,100 @@
+"""``TypeError: torch.finfo() requires a floating point input type`` in the audio tower when it is quantized.
+
+Why: ``Gemma4AudioFeedForward`` and ``Gemma4AudioLightConv1d`` take ``torch.finfo`` of a weight's dtype, and
+``Gemma4AudioAttention`` casts to that of ``post``'s. Quantized, that is ``uint8`` or ``int8``.
+
+Here: upstream's functions run with linears that tell the dtype of the hidden states, as later releases ask for.
+
+Goes when transformers below 5.11.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._quantization import compute_dtype
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: As in ``transformers_quantized_vision.py``: 0.02 in 4-bit and in 8-bit on transformers 5.23.
+BOUND = 0.15
+
+
+def feed_forward(original: Callable[..., Any], self: Any, hidden_states: Any) -> Any:
+    return original(
+        compute_dtype.for_quantized(self, hidden_states.dtype, "ffw_layer_1", "ffw_layer_2"), hidden_states
+    )
+
+
+def convolution(original: Callable[..., Any], self: Any, hidden_states: Any) -> Any:
+    return original(
+        compute_dtype.for_quantized(self, hidden_states.dtype, "linear_start", "linear_end"), hidden_states
+    )
+
+
+def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(compute_dtype.for_quantized(self, hidden_states.dtype, "post"), hidden_states, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.scenarios import features, sensed
+
+    workspace.needs("audio_tower")
+    # One quantization is measured where its kernels take any input; that of the other, whose defect is the business of
+    # bitsandbytes-cpu-strides or bitsandbytes-int8-strides, has to run.
+    measured, other = ("8bit", "4bit") if workspace.main == "cpu" else ("4bit", "8bit")
+    error, contrast = sensed(workspace, measured, "audio")
+    if not error < BOUND or contrast < BOUND:
+        return Outcome(True, f"sound features are off by {error:.2g} of their size")
+    features(tiny.load(workspace.checkpoint, other, device=workspace.main, towers=True), workspace.inputs(), "audio")
+    return Outcome(False, f"sound features in {measured} are those of the dequantized weights, to {error:.2g}")
+
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+
+PATCH = Patch(
+    id="transformers-quantized-audio",
+    summary="a quantized audio tower hears the sound",
+    symptom="TypeError: torch.finfo() requires a floating point input type",
+    severity=Severity.CRASH,
+    failure_points=("F10",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.11.0",
+    measured="5.10.4",
+    fixed="5.11.0",
+    bug=("https://github.com/huggingface/transformers/issues/45672",),
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.11.0",
+    requires=("bitsandbytes",),
+    retire_when="transformers below 5.11.0 is no longer supported",
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioFeedForward.forward",
+            replacement=feed_forward,
+            known={
+                "caaf18a24d08": "5.5.0 - 5.10.4",
+            },
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioLightConv1d.forward",
+            replacement=convolution,
+            known={
+                "17254b87bf65": "5.5.0 - 5.10.4",
+            },
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4AudioAttention.forward",
+            replacement=attention,
+            known={
+                "e10f4f093247": "5.5.0 - 5.10.4",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

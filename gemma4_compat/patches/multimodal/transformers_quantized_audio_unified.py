@@ -1,0 +1,73 @@
+"""silent: a quantized ``gemma4_unified`` model (the 12B) hears noise, if anything: its features of a sound have
+nothing to do with those of the same weights, dequantized.
+
+Why: the 12B has no towers. ``Gemma4UnifiedMultimodalEmbedder`` takes pieces of a sound, and what its image embedder
+made of an image, to the model's width, and casts them to ``embedding_projection.weight.dtype`` first. Quantized, that
+is ``uint8`` or ``int8``, and of samples between -1 and 1 little is left.
+
+Here: upstream's function runs with a linear that tells the dtype of what comes in, so that nothing is cast, as in
+later releases.
+
+Goes when transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._quantization import compute_dtype
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: As in ``transformers_quantized_vision_unified.py``: 0.004 in 4-bit, 0.007 in 8-bit; 80 and 0.7 without the patch.
+BOUND = 0.05
+
+
+def multimodal_embedder(original: Callable[..., Any], self: Any, inputs_embeds: Any) -> Any:
+    return original(compute_dtype.for_quantized(self, inputs_embeds.dtype, "embedding_projection"), inputs_embeds)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.scenarios import sensed
+
+    unified = workspace.unified()
+    if unified is None:
+        return Outcome(False, "this release has no gemma4_unified", applicable=False)
+    for quantization in ("4bit", "8bit"):
+        error, contrast = sensed(unified, quantization, "audio")
+        if not error < BOUND or contrast < BOUND:
+            return Outcome(True, f"{quantization}: sound features are off by {error:.2g} of their size")
+    return Outcome(False, f"sound features in 4-bit and 8-bit are those of the dequantized weights, to {BOUND}")
+
+
+_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+
+PATCH = Patch(
+    id="transformers-quantized-audio-unified",
+    summary="a quantized gemma4_unified model, the 12B, hears the sound",
+    symptom="silent: a quantized gemma4_unified model answers about noise",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F10", "F30"),
+    distribution="transformers",
+    affected=">=5.10.1,<5.13.0",
+    measured="5.12.1",
+    fixed="5.13.0",
+    bug=("https://github.com/huggingface/transformers/issues/46899",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/46904",
+    requires=("bitsandbytes",),
+    retire_when="transformers below 5.13.0 is no longer supported",
+    targets=(
+        Target(
+            module=_UNIFIED,
+            name="Gemma4UnifiedMultimodalEmbedder.forward",
+            replacement=multimodal_embedder,
+            known={
+                "8bca126ce889": "5.10.1 - 5.12.1",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

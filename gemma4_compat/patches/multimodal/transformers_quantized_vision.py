@@ -1,0 +1,76 @@
+"""silent: with a quantized vision tower the model sees grey; two different images give the same features.
+
+Why: ``Gemma4VisionPatchEmbedder.forward`` casts the pixels to ``input_proj.weight.dtype``. Quantized, that is
+``uint8`` or ``int8``, and of values between -1 and 1 little is left.
+
+Here: upstream's function runs with linears that tell the dtype of the unquantized parameters beside them, to which the
+unquantized model casts. With it the tower needs no exclusion from quantization.
+
+Goes when transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._quantization import compute_dtype
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: How far the features of the tiny random tower may be from those of the same weights, dequantized. It magnifies the
+#: rounding of the kernels: 0.07 in 4-bit and 0.06 in 8-bit on transformers 5.23, 1.2 to 1.3 without the patch.
+BOUND = 0.15
+
+
+def patch_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(
+        compute_dtype.for_quantized(self, self.position_embedding_table.dtype, "input_proj"), *args, **kwargs
+    )
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.scenarios import sensed
+
+    workspace.needs("vision_tower")
+    for quantization in ("4bit", "8bit"):
+        error, contrast = sensed(workspace, quantization, "vision")
+        if contrast < BOUND:
+            return Outcome(
+                True, f"{quantization}: an image and its negative have the same features (to {contrast:.2g})"
+            )
+        if not error < BOUND:
+            return Outcome(True, f"{quantization}: image features are off by {error:.2g} of their size")
+    return Outcome(False, f"image features in 4-bit and 8-bit are those of the dequantized weights, to {BOUND}")
+
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+
+PATCH = Patch(
+    id="transformers-quantized-vision",
+    summary="a quantized vision tower sees the image",
+    symptom="silent: with a quantized vision tower, answers about grey, distorted shapes; the same ones for any image",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F9",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.13.0",
+    measured="5.12.1",
+    fixed="5.13.0",
+    bug=("https://github.com/huggingface/transformers/issues/46932",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/46933",
+    requires=("bitsandbytes",),
+    retire_when="transformers below 5.13.0 is no longer supported",
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="Gemma4VisionPatchEmbedder.forward",
+            replacement=patch_embedder,
+            known={
+                "a6d6c013ef0d": "5.5.0 - 5.12.1",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,75 @@
+"""``RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16`` (``mat1 and mat2`` on a
+GPU) for an image, where the vision tower is quantized and what follows it, ``embed_vision``, is not.
+
+Why: the processor's ``pixel_values`` are float32. An unquantized tower casts them to its weights' dtype; a quantized
+one, since transformers 5.13, leaves them as they are, so its features are float32. ``embed_vision`` casts nothing.
+
+Here: ``embed_vision`` gets the features in the dtype of its weight, unless autocast is on, which casts them itself.
+
+Goes when transformers' quantized tower casts its input, or ``embed_vision`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import FORWARDS, Outcome, Patch, Severity, Target
+from gemma4_compat._models import autocast
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def forward(original: Callable[..., Any], self: Any, inputs_embeds: Any, *args: Any, **kwargs: Any) -> Any:
+    dtype = self.embedding_projection.weight.dtype
+    if inputs_embeds.dtype != dtype and dtype.is_floating_point and autocast.dtype_on(inputs_embeds.device) is None:
+        inputs_embeds = inputs_embeds.to(dtype)
+    return original(self, inputs_embeds, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.scenarios import features
+
+    workspace.needs("vision_tower")
+    skipped = ["lm_head", "model.embed_vision", "model.embed_audio"]
+    model = tiny.load(workspace.checkpoint, "4bit", device=workspace.main, towers=True, skip_modules=skipped)
+    batch = workspace.inputs()
+    # What a user would do about it: cast what comes out of the tower.
+    hook = model.model.embed_vision.embedding_projection.register_forward_pre_hook(
+        lambda module, inputs: tuple(value.to(module.weight.dtype) for value in inputs)
+    )
+    reference = features(model, batch, "vision")
+    hook.remove()
+    same = all(torch.equal(reference, features(model, batch, "vision")) for _ in range(FORWARDS))
+    said = f"a float32 image, a quantized tower, embed_vision in bf16: {'the same' if same else 'other'} features"
+    return Outcome(not same, said, 0.0 if same else None)
+
+
+PATCH = Patch(
+    id="transformers-vision-dtype",
+    summary="a quantized vision tower works before an embedder that is not quantized",
+    symptom="RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16 (on a GPU mat1 "
+    "and mat2)",
+    severity=Severity.CRASH,
+    failure_points=("F9",),
+    distribution="transformers",
+    affected=">=5.13.0",
+    measured="5.23.0",
+    requires=("bitsandbytes",),
+    retire_when="transformers casts the pixel values of a quantized vision tower, or the features after it",
+    targets=(
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4MultimodalEmbedder.forward",
+            replacement=forward,
+            known={
+                "eec936127e79": "5.13.0 - 5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

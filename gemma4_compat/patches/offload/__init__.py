@@ -1,0 +1,1 @@
+"""Patches for weights on the CPU or on disk."""

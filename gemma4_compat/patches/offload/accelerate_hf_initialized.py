@@ -1,0 +1,83 @@
+"""``TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'`` (``Int8Params`` too).
+
+Raised when accelerate attaches its hooks to a quantized model, so any CPU or disk offload of one ends there.
+
+Why: transformers 5 marks every loaded parameter with ``_is_hf_initialized``. ``set_module_tensor_to_device`` moves a
+bitsandbytes parameter by building a new one from the old one's ``__dict__``, the mark included, and bitsandbytes
+before 0.50 takes no unknown keyword. Later ones swallow it: no crash, but the mark is lost.
+
+Here: the mark is taken off for the move and put back afterwards, on the new parameter and on the old one, which others
+may still hold.
+
+Goes when accelerate 1.14 is the oldest supported release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+MARK = "_is_hf_initialized"
+_CLASSES = frozenset({"Params4bit", "Int8Params", "FP4Params"})  # the names upstream itself tests for
+
+
+def set_module_tensor_to_device(
+    original: Callable[..., None], module: Any, tensor_name: str, *args: Any, **kwargs: Any
+) -> None:
+    path, _, name = tensor_name.rpartition(".")
+    owner = module.get_submodule(path) if path else module
+    old = owner._parameters.get(name)
+    if type(old).__name__ not in _CLASSES or MARK not in vars(old):
+        original(module, tensor_name, *args, **kwargs)
+        return
+    mark = vars(old).pop(MARK)
+    try:
+        original(module, tensor_name, *args, **kwargs)
+    finally:
+        setattr(old, MARK, mark)
+    setattr(owner._parameters[name], MARK, mark)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from accelerate.utils import set_module_tensor_to_device
+
+    for quantization in ("4bit", "8bit"):
+        model = workspace.load(quantization)
+        layer = model.model.language_model.layers[0].mlp.up_proj
+        set_module_tensor_to_device(layer, "weight", "meta")
+        if not getattr(layer.weight, MARK, False):
+            return Outcome(True, f"{MARK} is lost on the moved {quantization} parameter")
+    workspace.split("4bit")
+    return Outcome(False, f"4-bit and 8-bit parameters move, {MARK} kept; the model dispatches")
+
+
+PATCH = Patch(
+    id="accelerate-hf-initialized",
+    summary="quantized parameters keep _is_hf_initialized when accelerate moves them",
+    symptom="TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized' (with "
+    "bitsandbytes 0.50 silent: the mark is lost)",
+    severity=Severity.CRASH,
+    failure_points=("F1",),
+    distribution="accelerate",
+    affected=">=1.12,<1.14.0",
+    measured="1.13.0",
+    requires=("bitsandbytes", "transformers>=5"),
+    bug=("https://github.com/huggingface/transformers/issues/43872",),
+    applied_upstream="https://github.com/huggingface/accelerate/pull/3976",
+    fixed="1.14.0",
+    retire_when="the oldest supported accelerate is 1.14.0",
+    targets=(
+        Target(
+            module="accelerate.utils.modeling",
+            name="set_module_tensor_to_device",
+            replacement=set_module_tensor_to_device,
+            known={"423a8e632983": "1.12.0", "e84c6e14ba8c": "1.13.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

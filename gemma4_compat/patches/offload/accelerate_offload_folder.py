@@ -1,0 +1,158 @@
+"""silent: a model that is dispatched with an ``offload_dir`` in which another model lies computes with that one's
+weights; and bare ``FileNotFoundError`` on one ``.dat`` or ``.safetensors`` file when the folder is gone.
+
+Why: ``dispatch_model`` writes nothing into a folder that has an ``index.json``: it may have been prepared. Whether it
+was prepared from *these* weights it does not ask. Reading one back fails deep inside a forward, with no word of what
+the file is for.
+
+Here: where the model still has the weights that are to go to disk, what lies in the folder is compared with them
+first. Equal: it is used. Missing: it is added. Different: one error, and nothing was moved. A folder that cannot be
+written or read is named, with the weight; the model is usable again as soon as the folder is.
+
+Goes when accelerate compares or refuses, and names folder and weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import device_maps
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    folder, placement = given.get("offload_dir"), given["device_map"]
+    if folder is not None and given.get("offload_index") is None and Path(folder, "index.json").is_file():
+        weights = {
+            name: tensor
+            for name, tensor in given["model"].state_dict().items()
+            if placement.get(device_maps.entry_for(name, placement)) == "disk" and tensor.device.type != "meta"
+        }
+        _complete(Path(folder), weights)
+    return original(*args, **kwargs)
+
+
+def _complete(folder: Path, weights: Mapping[str, Any]) -> None:
+    """Add what the folder lacks of these weights.
+
+    Raises:
+        Gemma4CompatError: it has other weights under the same names.
+    """
+    from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
+
+    there = OffloadedWeightsLoader(save_folder=str(folder))
+    keys = set(there)
+    for name in sorted(keys & weights.keys()):
+        found, expected = there[name], weights[name]
+        if not _equal(found, expected):
+            raise Gemma4CompatError(
+                f"the offload folder {str(folder)!r} holds another model's weights: {name!r} is "
+                f"{found.dtype} {tuple(found.shape)} there, and not what this model has "
+                f"({expected.dtype} {tuple(expected.shape)}). Nothing was moved. Give an empty folder as offload_dir."
+            )
+    offload_state_dict(str(folder), {name: tensor for name, tensor in weights.items() if name not in keys})
+
+
+def _equal(first: Any, second: Any) -> bool:
+    import torch
+
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    # Bytes, not numbers: a NaN is not equal to itself.
+    first, second = (part.detach().cpu().contiguous().view(-1).view(torch.uint8) for part in (first, second))
+    return bool(torch.equal(first, second))
+
+
+def offload_state_dict(original: Callable[..., None], save_dir: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        original(save_dir, *args, **kwargs)
+    except OSError as error:
+        raise Gemma4CompatError(
+            f"the offload folder {str(save_dir)!r} cannot be written: {error}. Nothing was moved. Give a folder that "
+            "can be made or written, on a disk with room for the weights."
+        ) from error
+    index = Path(save_dir, "index.json")
+    if not index.exists():  # not one weight: an entry of the map that matches nothing, or has only buffers
+        index.write_text("{}", encoding="utf-8")
+
+
+def getitem(original: Callable[..., Any], self: Any, key: str) -> Any:
+    from safetensors import SafetensorError
+
+    try:
+        return original(self, key)
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a file that was cut, in numpy's words
+        folder = Path(self.index[key].get("safetensors_file") or Path(self.save_folder, key)).parent
+        raise Gemma4CompatError(
+            f"the offloaded weight {key!r} cannot be read from the folder {str(folder)!r}: {error}. What is offloaded "
+            "to disk is read for each forward, so the folder must stay as it is while the model is in use. Put it "
+            "back and the model is usable again, or load the model again."
+        ) from error
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    folder = Path(tempfile.mkdtemp(dir=workspace.folder))
+    first = workspace.load()
+    placement = tiny.device_map(first, "towers", main=workspace.main, offloaded="disk")
+    tiny.dispatch(first, placement, folder)
+    other = workspace.load()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    reference = workspace.answers(other)
+    try:
+        tiny.dispatch(other, placement, folder)
+    except Gemma4CompatError:
+        return Outcome.of_parity(difference(reference, workspace.answers(other)), "refused, and the model as it was")
+    return Outcome.of_parity(difference(reference, workspace.answers(other)), "an offload folder of another model")
+
+
+PATCH = Patch(
+    id="accelerate-offload-folder",
+    summary="an offload folder that holds other weights, is gone or cannot be written is one clear error",
+    symptom="silent: a model dispatched with a used offload_dir computes with the weights that lie there; "
+    "FileNotFoundError on a .dat file in a forward",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F27",),
+    distribution="accelerate",
+    affected=">=1.12",
+    measured="1.15.0",
+    retire_when="dispatch_model does not read an offload_dir that was written from other weights",
+    targets=(
+        Target(
+            module="accelerate.big_modeling",
+            name="dispatch_model",
+            replacement=dispatch_model,
+            known={"ce5fa56a90e1": "1.12.0", "a6f9d638158e": "1.13.0 - 1.14.0", "e7b75432dc18": "1.15.0"},
+        ),
+        Target(
+            module="accelerate.utils.offload",
+            name="offload_state_dict",
+            replacement=offload_state_dict,
+            known={"3f29de5b709b": "1.12.0 - 1.15.0"},
+        ),
+        Target(
+            module="accelerate.utils.offload",
+            name="OffloadedWeightsLoader.__getitem__",
+            replacement=getitem,
+            known={"b65348c0d1c0": "1.12.0 - 1.15.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

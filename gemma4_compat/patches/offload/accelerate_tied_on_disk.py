@@ -1,0 +1,102 @@
+"""silent: with a tied embedding and head on disk, modules compute with each other's weights; where the shapes differ,
+``RuntimeError: mat1 and mat2 shapes cannot be multiplied``.
+
+Why: accelerate recognizes tied weights by the address of their data, also when that memory has been freed: of weights
+that were written to disk, of those it has read from there for a forward, and (before 1.15) address 0, which is that of
+every tensor on meta. Whatever is loaded to such an address later passes for the tied weight.
+
+Here: only addresses that stay valid, in the model or in the host's copy of its weights, are registered. A tied weight
+on disk is then read once for each of its modules, as every other weight is.
+
+Goes when accelerate forgets an address with its memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement as _placement
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def attach_align_device_hook_on_blocks(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    tied, on_host = given.get("tied_params_map"), getattr(given.get("weights_map"), "state_dict", {})
+    if not tied or given.get("module_name"):
+        original(*args, **kwargs)
+        return
+    tied.pop(0, None)
+    original(*args, **kwargs)
+    for address in tied.keys() - _addresses(given["module"], on_host):
+        del tied[address]
+    for name, module in given["module"].named_modules():
+        hook = _placement.offload_hook(module)
+        if hook is not None:
+            hook.tied_params_names = {weight for weight in hook.tied_params_names if f"{name}.{weight}" in on_host}
+
+
+def _addresses(model: Any, on_host: Mapping[str, Any]) -> set[int]:
+    """Where the data of the model's parameters, and of the host's copies of them, lie."""
+    held = [*model.parameters(), *on_host.values()]
+    return {tensor.data_ptr() for tensor in held if tensor.device.type != "meta"}
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    import torch
+    from transformers import Gemma4ForCausalLM
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    checkpoint = workspace.made(tiny.build_text_checkpoint)
+
+    def load(placement: dict[str, Any]) -> Any:
+        folder = tempfile.mkdtemp(dir=workspace.folder)
+        return Gemma4ForCausalLM.from_pretrained(
+            checkpoint, dtype=torch.bfloat16, device_map=placement, offload_folder=folder
+        ).eval()
+
+    on_disk = dict.fromkeys(["model.embed_tokens", "model.embed_tokens_per_layer", "lm_head"], "disk")
+    rest = ["model.layers", "model.norm", "model.rotary_emb"]
+    rest += ["model.per_layer_model_projection", "model.per_layer_projection_norm"]
+    placement = {**on_disk, **dict.fromkeys(rest, workspace.main)}
+    reference = workspace.answers(load({"": workspace.main}), text_only=True)
+    found = difference(reference, workspace.answers(load(placement), text_only=True))
+    if found == 0.0:
+        model = workspace.dispatch_map(load({"": workspace.main}), placement)
+        found = difference(reference, workspace.answers(model, text_only=True))
+        freed = model.lm_head._hf_hook.tied_params_map.keys() - _addresses(model, {})
+        if freed:
+            return Outcome(True, f"{len(freed)} addresses of freed memory pass for those of tied weights")
+    return Outcome.of_parity(found, "embeddings and tied head on disk")
+
+
+PATCH = Patch(
+    id="accelerate-tied-on-disk",
+    summary="weights on disk are not taken for each other when the embedding and its tied head are among them",
+    symptom="silent: a module computes with another one's weight, or RuntimeError: mat1 and mat2 shapes cannot be "
+    "multiplied",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F15",),
+    distribution="accelerate",
+    affected=">=1.12",
+    measured="1.15.0",
+    after=("accelerate-nested-map",),
+    retire_when="accelerate forgets the address of a tied weight when its memory is freed",
+    targets=(
+        Target(
+            module="accelerate.hooks",
+            name="attach_align_device_hook_on_blocks",
+            replacement=attach_align_device_hook_on_blocks,
+            known={"f9677dca2b1b": "1.12.0 - 1.15.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,113 @@
+"""``AttributeError: Linear8bitLt has no attribute `SCB` `` (newer transformers: ``...SCB is neither a parameter,
+buffer, nor extra state``) from ``save_pretrained`` on an 8-bit model with offloaded layers; ``state_dict()`` has their
+scales on meta.
+
+Why: ``Int8Params.to("meta")`` moves the scales (``SCB``, one for each output row) to meta with the weight, and nothing
+else keeps them on the layer. Forwards read them from accelerate's weights map, where they are as long as nobody
+rebuilt it: PEFT's merge does, and accelerate before 1.14 does not ask for them when it takes its hooks off.
+
+Here: on a move to meta the new parameter's scales stay on the host, the *pristine copy*. A move back to a real device
+makes a fresh copy that remembers it; when that one goes to meta again the pristine copy itself is used, nothing is
+copied back. And a parameter whose statistics the layer took over in its first forward does not become one that claims
+to have the weight without its scales when it is moved to where it is (PEFT's DoRA on the CPU:
+``AttributeError: 'NoneType' object has no attribute 'unsqueeze'``).
+
+8-bit offload works from bitsandbytes 0.48.2 on: in 0.48.0 and 0.48.1 upstream's own is broken.
+
+Goes when bitsandbytes keeps ``SCB`` on a move to meta; no release does so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+# Both are attributes of a tensor of scales.
+PRISTINE = "_gemma4_compat_pristine"  # True on the host copy that belongs to an offloaded weight
+ORIGIN = "_gemma4_compat_origin"  # on a copy on a device: its pristine host copy
+
+
+def int8params_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    scales = vars(self).get("SCB")
+    if device is None or self.dtype != torch.int8:
+        return original(self, *args, **kwargs)
+    if scales is None:
+        new = original(self, *args, **kwargs)
+        if vars(self).get("CB") is None and new.device == self.device:
+            new.CB = None  # or the layer would take over a weight without scales
+        return new
+    offloading = device.type == "meta"
+    if scales.device.type == "meta" or not (offloading or hasattr(scales, PRISTINE)):
+        return original(self, *args, **kwargs)
+    # Upstream moves `self.SCB` along. Without one it moves only the data.
+    self.SCB = None
+    try:
+        new = original(self, *args, **kwargs)
+    finally:
+        self.SCB = scales
+    new.SCB = _host_copy(scales) if offloading else _device_copy(scales, device)
+    return new
+
+
+def _host_copy(scales: Any) -> Any:
+    """The pristine scales for ``scales``: the ones they were copied from, or a copy on the host."""
+    if hasattr(scales, PRISTINE):
+        return scales
+    if not hasattr(scales, ORIGIN):
+        pristine = scales.detach().to("cpu")  # what is on the host already is shared
+        setattr(pristine, PRISTINE, True)
+        setattr(scales, ORIGIN, pristine)  # accelerate moves each parameter twice; one copy serves both
+    return getattr(scales, ORIGIN)
+
+
+def _device_copy(pristine: Any, device: Any) -> Any:
+    copied = pristine.to(device, copy=True)
+    setattr(copied, ORIGIN, pristine)
+    return copied
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    reference = workspace.answers(workspace.load("8bit"))
+    model = workspace.load("8bit")
+    for parameter in model.parameters():
+        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+    saved = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    workspace.dispatch(model).save_pretrained(saved)
+    reloaded = type(model).from_pretrained(saved, device_map={"": workspace.main}).eval()
+    found = difference(reference, workspace.answers(reloaded))
+    return Outcome.of_parity(found, "an offloaded 8-bit model, saved and loaded again")
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-meta-scales",
+    summary="8-bit scales survive a move to meta, so offloaded 8-bit layers can be saved and merged into",
+    symptom="AttributeError: Linear8bitLt has no attribute `SCB` (newer transformers: ...SCB is neither a parameter, "
+    "buffer, nor extra state)",
+    severity=Severity.CRASH,
+    failure_points=("F28",),
+    distribution="bitsandbytes",
+    affected=">=0.48.2",
+    measured="0.50.2",
+    retire_when="bitsandbytes keeps Int8Params.SCB on a move to meta",
+    targets=(
+        Target(
+            module="bitsandbytes.nn.modules",
+            name="Int8Params.to",
+            replacement=int8params_to,
+            known={"1e648b711316": "0.48.2", "45cb83eb3cb4": "0.49.0 - 0.50.2"},
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,141 @@
+"""``NotImplementedError: Cannot copy out of meta tensor`` at the first forward of an offloaded 4-bit layer; with
+double quantization ``RuntimeError: Tensor.item() cannot be called on meta tensors`` already when hooks are attached.
+
+Why: ``Params4bit.to("meta")`` calls ``QuantState.to("meta")``, which moves the state's tensors in place. The state is
+shared by the old parameter, the new one and the module, and what went to meta is gone: scales, code book, nested
+offset.
+
+Here: a move to meta gives the new parameter a state of its own whose tensors are on the host, the *pristine copy*, and
+leaves the shared one alone. A move back to a real device makes a fresh copy from it and remembers where it came from;
+when that one goes to meta again the pristine copy itself is used, nothing is copied back. Two things follow: nothing
+accumulates on the device, and a state that bitsandbytes repacks for the CPU during a forward (AVX512-BF16 hosts, F18)
+never becomes the pristine copy. ``as_dict`` on an offloaded layer reads true values because they are there.
+
+A state that was destroyed before the patch was active cannot be brought back: using it is an error that says so.
+
+Goes when bitsandbytes keeps the state on a move to meta; no release does so far.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._quantization import quant_states
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    state = self.quant_state
+    offloading = device is not None and device.type == "meta"
+    if (
+        device is None
+        or not self.bnb_quantized
+        or state is None
+        or not (offloading or quant_states.is_pristine(state))
+    ):
+        return original(self, *args, **kwargs)
+    moved = quant_states.host_copy(state) if offloading else quant_states.device_copy(state, device)
+    # Upstream moves `self.quant_state` in place and hands it on. Without one it moves only the data.
+    self.quant_state = None
+    try:
+        new = original(self, *args, **kwargs)
+    finally:
+        self.quant_state = state
+    new.quant_state = moved
+    module = self.module
+    if offloading and module is not None and module.weight is self and module.quant_state is state:
+        module.quant_state = moved  # or the module would keep the device's copy alive
+    return new
+
+
+def params4bit_deepcopy(original: Callable[..., Any], self: Any, memo: dict[int, Any]) -> Any:
+    import torch
+
+    if self.data.device.type != "meta":
+        return original(self, memo)
+    # Upstream makes an empty CPU parameter and sets its data, which torch refuses for meta data.
+    new = torch.Tensor._make_subclass(type(self), self.data, self.requires_grad)
+    vars(new).update(vars(self))
+    new.quant_state = copy.deepcopy(self.quant_state, memo)
+    return new
+
+
+def quant_state_to(original: Callable[..., None], self: Any, device: Any) -> None:
+    import torch
+
+    if device is not None and torch.device(device).type == "meta":
+        original(self, "cpu")
+        setattr(self, quant_states.PRISTINE, True)
+        return
+    quant_states.check_not_lost(self)
+    original(self, device)
+
+
+def quant_state_as_dict(
+    original: Callable[..., dict[str, Any]], self: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    quant_states.check_not_lost(self)
+    return original(self, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.workspace import difference
+
+    found = []
+    for quantization in ("4bit-double", "4bit"):
+        reference = workspace.answers(workspace.load(quantization))
+        model = workspace.load(quantization)
+        for parameter in model.parameters():
+            vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+        found.append(difference(reference, workspace.answers(workspace.dispatch(model))))
+    return Outcome.of_parity(max(found), "4-bit layers offloaded, single and double quantization")
+
+
+PATCH = Patch(
+    id="bitsandbytes-meta-quant-state",
+    summary="4-bit quantization states survive a move to meta, so 4-bit layers can be offloaded",
+    symptom="NotImplementedError: Cannot copy out of meta tensor (double quantization: RuntimeError: Tensor.item() "
+    "cannot be called on meta tensors)",
+    severity=Severity.CRASH,
+    failure_points=("F2",),
+    distribution="bitsandbytes",
+    affected=">=0.48.2",
+    measured="0.50.2",
+    bug=("https://github.com/huggingface/transformers/issues/43873",),
+    retire_when="bitsandbytes keeps QuantState on a move to meta",
+    targets=(
+        Target(
+            module="bitsandbytes.nn.modules",
+            name="Params4bit.to",
+            replacement=params4bit_to,
+            known={"ad3586d451e4": "0.48.2", "7b5cef68b97b": "0.49.0 - 0.50.2"},
+        ),
+        Target(
+            module="bitsandbytes.nn.modules",
+            name="Params4bit.__deepcopy__",
+            replacement=params4bit_deepcopy,
+            known={"3dbc42de6fd3": "0.48.2 - 0.50.2"},
+        ),
+        Target(
+            module="bitsandbytes.functional",
+            name="QuantState.to",
+            replacement=quant_state_to,
+            known={"6a6728b5fb4f": "0.48.2 - 0.50.2"},
+        ),
+        Target(
+            module="bitsandbytes.functional",
+            name="QuantState.as_dict",
+            replacement=quant_state_as_dict,
+            known={"995c446c2695": "0.48.2 - 0.49.2", "f4d14517d6e7": "0.50.0 - 0.50.2"},
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,1 @@
+"""Patches for device maps, and for models split over devices."""

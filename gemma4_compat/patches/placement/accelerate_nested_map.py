@@ -1,0 +1,194 @@
+"""``ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0``, from a device map
+with an entry inside another one, most often the catch-all ``""``.
+
+``{"": 0, "model.vision_tower": "disk"}`` cannot be loaded; with "cpu" in it, everything that should stay on the CPU
+goes through the GPU first (E4B: 9.33 GiB while loading, for a model that ends at 3.2). ``{"": "disk", "lm_head": 0}``
+ends in ``FileNotFoundError: ... index.json``.
+
+Why: the hook of an outer entry takes everything inside it, and the inner entry's hook comes too late: what the outer
+one should not have moved was moved, what it should not have offloaded has no value any more. And the weights "under"
+an entry are those whose name starts with its name and a dot, which for ``""`` is none.
+
+Here: a nested map is read as its most specific entries. The modules that an outer entry opens into parts keep a hook
+for their own tensors. Which weights are offloaded follows the same rule. ``hf_device_map`` stays the map that was
+given.
+
+Goes when accelerate resolves nested entries.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+# The map of the dispatch that runs in this thread, for the function that collects the weights to offload.
+_dispatched: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("dispatched", default=None)
+
+
+def dispatch_model(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _dispatched.set(device_map)
+    try:
+        return original(model, device_map, *args, **kwargs)
+    finally:
+        _dispatched.reset(token)
+
+
+def extract_submodules_state_dict(
+    original: Callable[..., Any], state_dict: Mapping[str, Any], submodule_names: list[str]
+) -> Any:
+    placement = _dispatched.get()
+    if placement is None or not (device_maps.is_nested(placement) or "" in submodule_names):
+        return original(state_dict, submodule_names)
+    wanted = set(submodule_names)
+    return {name: value for name, value in state_dict.items() if device_maps.entry_for(name, placement) in wanted}
+
+
+def attach_align_device_hook_on_blocks(
+    original: Callable[..., None],
+    module: Any,
+    execution_device: Any = None,
+    offload: Any = False,
+    weights_map: Any = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: Any = None,
+    preload_module_classes: Any = None,
+    tied_params_map: Any = None,
+) -> None:
+    common = {
+        "offload_buffers": offload_buffers,
+        "skip_keys": skip_keys,
+        "tied_params_map": tied_params_map,
+    }
+    whole = isinstance(offload, Mapping) and isinstance(execution_device, Mapping) and not module_name
+    entries, opened = _most_specific(module, offload) if whole else ({}, {})
+    if opened:
+        main = execution_device.get("")
+        devices = {name: execution_device[entry] for name, entry in {**entries, **opened}.items()}
+        offload = {name: offload[entry] for name, entry in {**entries, **opened}.items()}
+        execution_device = {"": main, **{name: devices[name] for name in entries}}
+    original(
+        module,
+        execution_device=execution_device,
+        offload={name: offload[name] for name in entries} if opened else offload,
+        weights_map=weights_map,
+        module_name=module_name,
+        preload_module_classes=preload_module_classes,
+        **common,
+    )
+    for name in opened:
+        _hook_own_tensors(module.get_submodule(name), name, devices[name], offload[name], weights_map, common)
+
+
+def _most_specific(model: Any, placement: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """A nested map as entries none of which lies inside another.
+
+    Returns two mappings of module names to keys of ``placement``: the entries, and the modules that had to be opened
+    into parts, whose own tensors still belong to the key. The second is empty for a map that is not nested.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    keys = [key for key in placement if key in modules]
+    around = {outer for key in keys for outer in device_maps.ancestors(key)}
+    entries = {key: key for key in keys if key not in around}
+    opened: dict[str, str] = {}
+    waiting = [(key, key) for key in keys if key in around]
+    while waiting:
+        name, key = waiting.pop()
+        opened[name] = key
+        for child in modules[name]._modules:
+            part = f"{name}.{child}" if name else child
+            if part in placement or modules.get(part) is None:
+                continue
+            if part in around:
+                waiting.append((part, key))
+            else:
+                entries[part] = key
+    return entries, opened
+
+
+def _hook_own_tensors(
+    module: Any, name: str, device: Any, offload: bool, weights_map: Any, common: dict[str, Any]
+) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from accelerate.utils import PrefixedDataset
+    from accelerate.utils.modeling import named_module_tensors
+
+    own = any(True for _ in named_module_tensors(module))
+    if not name and not own:
+        return  # accelerate gives the model itself a hook, and it has no tensors to place
+    prefix = f"{name}." if name else ""
+    hook = AlignDevicesHook(
+        execution_device=device,
+        offload=offload and own,
+        weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+        place_submodules=False,
+        **common,
+    )
+    add_hook_to_module(module, hook, append=True)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    reference = workspace.answers(workspace.load())
+    names = [f"model.{name}" for name in tiny.towers(workspace.load())]
+    inside = {"model.vision_tower": "encoder", "model.embed_vision": "multimodal_embedder"}[names[0]]
+    placement = {"": workspace.main, **dict.fromkeys(names, "disk"), f"{names[0]}.{inside}": workspace.main}
+    folder = tempfile.mkdtemp(dir=workspace.folder)
+    model = tiny.load(workspace.checkpoint, device_map=placement, offload_folder=folder)
+    if model.hf_device_map != placement:
+        return Outcome(True, f"hf_device_map became {model.hf_device_map}")
+    wrong = [
+        name
+        for name, tensor in model.named_parameters()
+        if (tensor.device.type == "meta") != (placement[device_maps.entry_for(name, placement) or ""] == "disk")
+    ]
+    if wrong:
+        return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
+    return Outcome.of_parity(difference(reference, workspace.answers(model)), "catch-all entry, parts of it on disk")
+
+
+PATCH = Patch(
+    id="accelerate-nested-map",
+    summary="device-map entries inside other entries, the catch-all '' included, go straight to their device",
+    symptom="ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0; without "
+    "disk silent: offloaded modules pass through the GPU while loading",
+    severity=Severity.CRASH,
+    failure_points=("F14",),
+    distribution="accelerate",
+    affected=">=1.12",
+    measured="1.15.0",
+    after=("accelerate-skip-keys",),
+    retire_when="accelerate reads a nested device map as its most specific entries",
+    targets=(
+        Target(
+            module="accelerate.big_modeling",
+            name="dispatch_model",
+            replacement=dispatch_model,
+            known={"ce5fa56a90e1": "1.12.0", "a6f9d638158e": "1.13.0 - 1.14.0", "e7b75432dc18": "1.15.0"},
+        ),
+        Target(
+            module="accelerate.hooks",
+            name="attach_align_device_hook_on_blocks",
+            replacement=attach_align_device_hook_on_blocks,
+            known={"f9677dca2b1b": "1.12.0 - 1.15.0"},
+        ),
+        Target(
+            module="accelerate.utils.offload",
+            name="extract_submodules_state_dict",
+            replacement=extract_submodules_state_dict,
+            known={"8819f81d6867": "1.12.0 - 1.15.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

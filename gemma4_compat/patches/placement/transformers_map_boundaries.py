@@ -1,0 +1,75 @@
+"""silent: an entry ``...layers.1`` of a device map also takes layers 10 to 19 while the model loads.
+
+They are loaded to the CPU (with 4-bit weights: quantized there, with other scales than on the GPU) and moved
+afterwards; with "disk" the load ends in ``weight is on the meta device, we need a `value` to put in on 0``. It takes a
+map that names layer 1 and covers layer 10 with a more general entry, such as the catch-all ``""``.
+
+Why: transformers matches entries as prefixes of a parameter's name, not as whole names of modules.
+
+Here: a parameter belongs to the most specific entry that names it or a module around it.
+
+Goes when ``expand_device_map`` respects module boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def expand_device_map(original: Callable[..., Any], device_map: Any, param_names: Iterable[str]) -> Any:
+    if device_map is None:
+        return original(device_map, param_names)
+    entries = {name: device_maps.entry_for(name, device_map) for name in param_names}
+    return {name: "cpu" if entry is None else device_map[entry] for name, entry in entries.items()}
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    checkpoint = workspace.larger(layers=12)
+    reference = workspace.answers(tiny.load(checkpoint, device=workspace.main))
+    placement = {"": workspace.main, "model.language_model.layers.1": "disk"}
+    folder = tempfile.mkdtemp(dir=workspace.folder)
+    model = tiny.load(checkpoint, device_map=placement, offload_folder=folder)
+    wrong = [
+        name
+        for name, tensor in model.named_parameters()
+        if (tensor.device.type == "meta") != name.startswith("model.language_model.layers.1.")
+    ]
+    if wrong:
+        return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
+    return Outcome.of_parity(difference(reference, workspace.answers(model)), "layer 1 of 12 on disk")
+
+
+PATCH = Patch(
+    id="transformers-map-boundaries",
+    summary="an entry for layer 1 of a device map does not take layers 10 to 19 as well",
+    symptom="silent: layers are loaded to another device than the map says; with disk ValueError: weight is on the "
+    "meta device, we need a `value` to put in on 0",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F14",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("accelerate",),
+    retire_when="transformers matches device-map entries at module boundaries",
+    targets=(
+        Target(
+            module="transformers.integrations.accelerate",
+            name="expand_device_map",
+            replacement=expand_device_map,
+            known={"bedb3b7bab10": "5.5.0 - 5.23.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

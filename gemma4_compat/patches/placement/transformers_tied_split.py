@@ -1,0 +1,178 @@
+"""``KeyError: 'lm_head.weight'`` or ``weight is on the meta device, we need a `value` to put in on 0``: the embedding
+and the head that shares its weight are under different entries of a device map, one of them on disk.
+
+Why: a checkpoint holds a tied weight once, under the embedding's name. The index of offloaded weights is made from
+the checkpoint's names, so an offloaded head finds nothing under its own; and a head that stays is tied to an embedding
+that is on meta.
+
+Here: the index gets an entry for every name of a tied weight that is on disk, and a name that is not on disk gets the
+value before the model is dispatched. The head then has a copy of its own, as large as the embedding: the price of a
+map that keeps one of them in memory and not the other.
+
+Goes when transformers indexes a tied weight under all its names and loads the ones that stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def accelerate_disk_offload(
+    original: Callable[..., dict[str, Any]],
+    model: Any,
+    disk_offload_folder: Any,
+    checkpoint_files: Any,
+    device_map: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    index = original(model, disk_offload_folder, checkpoint_files, device_map, *args, **kwargs)
+    unknown = [names for names in _tied(model) if _on_disk(names, device_map) and not index.keys() & set(names)]
+    if unknown:
+        # Upstream looks up what the map puts on disk; asked as if all were, it finds the name in the checkpoint.
+        everything = original(model, disk_offload_folder, checkpoint_files, {"": "disk"}, *args, **kwargs)
+        for names in unknown:
+            entry = next((everything[name] for name in names if name in everything), None)
+            if entry is not None:  # else the checkpoint is not in safetensors: written before the dispatch
+                index.update(dict.fromkeys(_on_disk(names, device_map), entry))
+    return index
+
+
+def accelerate_dispatch(
+    original: Callable[..., None],
+    model: Any,
+    hf_quantizer: Any,
+    device_map: Any,
+    offload_folder: Any,
+    offload_index: Any,
+    offload_buffers: Any,
+) -> None:
+    for names in _tied(model):
+        if on_disk := _on_disk(names, device_map):
+            _complete(model, names, on_disk, offload_folder, offload_index)
+    original(model, hf_quantizer, device_map, offload_folder, offload_index, offload_buffers)
+
+
+def tie_weights(
+    original: Callable[..., Any], self: Any, missing_keys: set[str] | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    # A checkpoint in torch's own format holds both names. Upstream compares their values, which meta has not.
+    if missing_keys is None:
+        return original(self, missing_keys, *args, **kwargs)
+    pairs = self.all_tied_weights_keys
+    apart = {
+        name: owner
+        for name, owner in pairs.items()
+        if not missing_keys & {name, owner}
+        and "meta" in {self.get_parameter(name).device.type, self.get_parameter(owner).device.type}
+    }
+    if not apart:
+        return original(self, missing_keys, *args, **kwargs)
+    self.all_tied_weights_keys = {name: owner for name, owner in pairs.items() if name not in apart}
+    try:
+        return original(self, missing_keys, *args, **kwargs)
+    finally:
+        self.all_tied_weights_keys = {**self.all_tied_weights_keys, **apart}
+
+
+def _complete(model: Any, names: list[str], on_disk: list[str], folder: Any, index: dict[str, Any]) -> None:
+    """Give every name of one tied weight that is on disk an entry, and every other one a value."""
+    import torch
+    from accelerate.utils import OffloadedWeightsLoader
+
+    entry = next((index[name] for name in names if name in index), None)
+    if entry is None:
+        write = vars(sys.modules["transformers.integrations.accelerate"])["offload_weight"]
+        entry = write(model.get_parameter(on_disk[0]), on_disk[0], folder, index)[on_disk[0]]
+    for name in names:
+        weight = model.get_parameter(name)
+        if name in on_disk:
+            index.setdefault(name, entry)
+        elif weight.device.type == "meta":
+            value = OffloadedWeightsLoader(index={name: entry})[name].to(weight.dtype)
+            owner, _, attribute = name.rpartition(".")
+            parameter = torch.nn.Parameter(value, requires_grad=weight.requires_grad)
+            model.get_submodule(owner)._parameters[attribute] = parameter
+
+
+def _tied(model: Any) -> list[list[str]]:
+    """The names of each tied weight, the one that owns it first."""
+    groups: dict[str, list[str]] = {}
+    for name, owner in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        groups.setdefault(owner, [owner]).append(name)
+    return list(groups.values())
+
+
+def _on_disk(names: list[str], device_map: Any) -> list[str]:
+    """Those of the names that the map puts on disk."""
+    entries = {name: device_maps.entry_for(name, device_map) for name in names}
+    return [name for name, entry in entries.items() if entry is not None and device_map[entry] == "disk"]
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    reference = workspace.answers(workspace.load())
+    found = []
+    for offloaded in ("lm_head", "model.language_model.embed_tokens"):
+        placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded="disk")
+        placement[offloaded] = "disk"
+        folder = tempfile.mkdtemp(dir=workspace.folder)
+        model = tiny.load(workspace.checkpoint, device_map=placement, offload_folder=folder)
+        if model.hf_device_map != placement:
+            return Outcome(True, f"hf_device_map became {model.hf_device_map}")
+        found.append(difference(reference, workspace.answers(model)))
+    return Outcome.of_parity(max(found), "tied head and embedding apart, one of them on disk")
+
+
+_MODULE = "transformers.integrations.accelerate"
+
+PATCH = Patch(
+    id="transformers-tied-split",
+    summary="a tied head and its embedding may be on different entries of a device map",
+    symptom="KeyError: 'lm_head.weight' or ValueError: weight is on the meta device, we need a `value` to put in on 0",
+    severity=Severity.CRASH,
+    failure_points=("F15",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("accelerate",),
+    retire_when="transformers indexes a tied weight under all its names and loads those that stay",
+    targets=(
+        Target(
+            module="transformers.modeling_utils",
+            name="PreTrainedModel.tie_weights",
+            replacement=tie_weights,
+            known={"3df9bbeff8ff": "5.5.0 - 5.12.1", "e028c9c972d4": "5.13.0 - 5.22.2", "408f191f3e2a": "5.23.0"},
+        ),
+        Target(
+            module=_MODULE,
+            name="accelerate_disk_offload",
+            replacement=accelerate_disk_offload,
+            known={
+                "55553fd9913c": "5.5.0 - 5.8.1",
+                "fb1e94f7696a": "5.9.0",
+                "ee6d37eac47b": "5.10.1 - 5.12.1",
+                "8ba77e2f77aa": "5.13.0 - 5.23.0",
+            },
+        ),
+        Target(
+            module=_MODULE,
+            name="accelerate_dispatch",
+            replacement=accelerate_dispatch,
+            known={"f51beed66e7d": "5.5.0 - 5.15.1", "699444316d1d": "5.16.0 - 5.23.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,1 @@
+"""Patches for 4-bit and 8-bit weights."""

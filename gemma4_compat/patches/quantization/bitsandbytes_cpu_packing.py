@@ -1,0 +1,172 @@
+"""silent: on a CPU with AVX512-BF16, a 4-bit weight has other scales after its first eval forward.
+
+``state_dict()``, ``save_pretrained``, ``dequantize()``, a move to a GPU and a training step that come after it use
+them.
+
+Why: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. That rounds the scales to bf16 and
+flattens nested ones; the inverse used by ``state_dict`` quantizes the rounded ones again. ``dequantize_4bit`` and
+``Params4bit.to`` do not know the packed layout at all, and the fast kernel has no gradient, so a training step after
+an eval forward silently loses the gradient through the base layer.
+
+Here: packing keeps the attributes it replaces (a few per cent of the weight's bytes), unpacking puts them back; the
+weight's nibbles are only permuted, so their inverse is exact. Whoever cannot read the packed layout gets the unpacked.
+
+Goes when bitsandbytes' own inverse is exact and complete; no release since 0.49.0, which brought the packing, is.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._models import host
+from gemma4_compat._quantization import quant_states
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def pack(original: Callable[..., Any], qweight: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
+    before = dict(vars(quant_state))
+    packed = original(qweight, quant_state, *args, **kwargs)
+    setattr(quant_state, quant_states.UNPACKED, before)
+    return packed
+
+
+def unpack(original: Callable[..., Any], packed_weight: Any, quant_state: Any, *args: Any, **kwargs: Any) -> Any:
+    before = vars(quant_state).get(quant_states.UNPACKED)
+    qweight, recovered = original(packed_weight, quant_state, *args, **kwargs)
+    if before is None:
+        warnings.warn(
+            "a 4-bit weight was repacked for the CPU before the patch bitsandbytes-cpu-packing was active; its exact "
+            "scales are gone. Import gemma4_compat before the first forward and load the model again.",
+            Gemma4CompatWarning,
+        )
+    else:
+        vars(recovered).clear()
+        vars(recovered).update(before)
+    return qweight, recovered
+
+
+def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    device = torch._C._nn._parse_to(*args, **kwargs)[0]
+    # On the way to meta the data is dropped, and the state's pristine copy is not the packed one. A parameter that is
+    # not quantized yet may carry the state of the one it replaces: PEFT merges that way.
+    if (
+        device is not None
+        and device.type != "meta"
+        and self.bnb_quantized
+        and quant_states.is_packed(self.quant_state)
+    ):
+        _unpack_parameter(self)
+    return original(self, *args, **kwargs)
+
+
+def linear4bit_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.training or x.requires_grad:
+        # FSDP2 hands the layer a plain parameter; the original then makes it a Params4bit again.
+        weight = self.weight
+        if quant_states.is_packed(getattr(weight, "quant_state", None)):
+            _unpack_parameter(weight)
+    return original(self, x, *args, **kwargs)
+
+
+def dequantize_4bit(
+    original: Callable[..., Any],
+    A: Any,  # noqa: N803  (upstream's name; callers may use it as a keyword)
+    quant_state: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if quant_states.is_packed(quant_state):
+        import copy
+
+        A, quant_state = _inverse()(A, copy.copy(quant_state))  # noqa: N806
+    return original(A, quant_state, *args, **kwargs)
+
+
+def _unpack_parameter(parameter: Any) -> None:
+    parameter.data, parameter.quant_state = _inverse()(parameter.data, parameter.quant_state)
+
+
+def _inverse() -> Any:
+    return vars(sys.modules["bitsandbytes.functional"])["_convert_weight_packed_for_cpu_inverse"]
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from bitsandbytes import functional
+
+    from gemma4_compat._reproduction import tiny
+
+    if not hasattr(functional, "has_avx512bf16"):
+        return Outcome(False, "this bitsandbytes does not repack")
+    if not functional.has_avx512bf16():
+        return Outcome(False, "this CPU has no AVX512-BF16: bitsandbytes does not repack", applicable=False)
+    worst = 0.0
+    for quantization in ("4bit", "4bit-double"):
+        model = tiny.load(workspace.checkpoint, quantization)
+        layer = model.model.language_model.layers[0].mlp.up_proj
+        before = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+        with torch.no_grad():
+            model(**tiny.inputs(text_only=True))
+        model.state_dict()
+        after = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+        worst = max(worst, (before - after).abs().max().item())
+    if worst:
+        return Outcome(True, f"weights change by {worst:.3g} in an eval forward and state_dict()")
+    return Outcome(False, "weights are bit-equal after an eval forward and state_dict()")
+
+
+_MODULES = "bitsandbytes.nn.modules"
+_FUNCTIONAL = "bitsandbytes.functional"
+
+PATCH = Patch(
+    id="bitsandbytes-cpu-packing",
+    summary="4-bit weights keep their exact scales when bitsandbytes repacks them for the CPU",
+    symptom="silent: state_dict, dequantize, .to and training after an eval forward on the CPU use wrong scales",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F18",),
+    distribution="bitsandbytes",
+    affected=">=0.49.0",
+    measured="0.50.2",
+    retire_when="bitsandbytes restores the original scales when it unpacks",
+    after=("bitsandbytes-meta-quant-state",),
+    detect=host.packs_for_cpu,
+    targets=(
+        Target(
+            module=_FUNCTIONAL,
+            name="_convert_weight_packed_for_cpu",
+            replacement=pack,
+            known={"8ecd5c8cf463": "0.49.0 - 0.50.2"},
+        ),
+        Target(
+            module=_FUNCTIONAL,
+            name="_convert_weight_packed_for_cpu_inverse",
+            replacement=unpack,
+            known={"48a865bf57a4": "0.49.0 - 0.50.2"},
+        ),
+        Target(
+            module=_FUNCTIONAL,
+            name="dequantize_4bit",
+            replacement=dequantize_4bit,
+            known={"3f4167541596": "0.49.0 - 0.49.1", "0416296c1a88": "0.49.2", "5e06de984bd1": "0.50.0 - 0.50.2"},
+        ),
+        Target(
+            module=_MODULES, name="Params4bit.to", replacement=params4bit_to, known={"7b5cef68b97b": "0.49.0 - 0.50.2"}
+        ),
+        Target(
+            module=_MODULES,
+            name="Linear4bit.forward",
+            replacement=linear4bit_forward,
+            known={"9b2d93752fb3": "0.49.0 - 0.49.2", "b99064aaa4ae": "0.50.0 - 0.50.2"},
+        ),
+    ),
+    reproduce=reproduce,
+)

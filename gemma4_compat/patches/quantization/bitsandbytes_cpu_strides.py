@@ -1,0 +1,80 @@
+"""silent: on a CPU with AVX512-BF16, a 4-bit linear returns garbage for an input whose last dimension is not
+contiguous, such as ``x.transpose(1, 2)``; for one without rows the process dies (SIGFPE).
+
+Gemma 4's audio tower has such inputs: the convolution in each of its layers ends in a transpose. A 4-bit audio tower
+on the CPU hears something else.
+
+Why: the fused kernel is told the stride of a row, and takes the elements of a row to lie next to each other. It
+divides by the number of rows.
+
+Here: such an input is made contiguous first; nothing is computed for no rows.
+
+Goes when bitsandbytes does that, or tells its kernel the other stride; no release since 0.49.0, which brought the
+kernel, does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import host
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def gemv_4bit(
+    original: Callable[..., Any],
+    A: Any,  # noqa: N803  (upstream's name; callers may use it as a keyword)
+    B: Any,  # noqa: N803
+    out: Any = None,
+    transposed_A: bool = False,  # noqa: N803
+    transposed_B: bool = False,  # noqa: N803
+    state: Any = None,
+) -> Any:
+    if A.device.type == "cpu":
+        if A.numel() == 0 and state is not None:
+            return A.new_empty((*A.shape[:-1], state.shape[0])) if out is None else out
+        if A.stride(-1) != 1:
+            A = A.contiguous()  # noqa: N806
+    return original(A, B, out, transposed_A, transposed_B, state)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from bitsandbytes import functional
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.scenarios import transposed
+
+    if not hasattr(functional, "has_avx512bf16"):
+        return Outcome(False, "this bitsandbytes has no fused kernel for the CPU", applicable=False)
+    if not functional.has_avx512bf16():
+        return Outcome(False, "this CPU has no AVX512-BF16: the fused kernel does not run", applicable=False)
+    return transposed(tiny.load(workspace.checkpoint, "4bit").model.language_model.layers[0].mlp.up_proj)
+
+
+PATCH = Patch(
+    id="bitsandbytes-cpu-strides",
+    summary="4-bit linears on the CPU read inputs that are not contiguous as they are",
+    symptom="silent: a 4-bit linear returns garbage for a transposed input on CPUs with AVX512-BF16 (audio tower)",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F10", "F18"),
+    distribution="bitsandbytes",
+    affected=">=0.49.0",
+    measured="0.50.2",
+    retire_when="bitsandbytes makes the input of its CPU kernel contiguous",
+    detect=host.packs_for_cpu,
+    targets=(
+        Target(
+            module="bitsandbytes.functional",
+            name="gemv_4bit",
+            replacement=gemv_4bit,
+            known={
+                "6d7fbf7ae088": "0.49.0 - 0.50.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,274 @@
+"""silent: 4-bit (and 8-bit) models with offloaded modules are bigger than asked, and answer differently.
+
+What a ``device_map`` puts on the CPU or on disk is not quantized, so it takes four times the memory and the time to
+move, and the answers are not those of the same quantization on one device. (Documented upstream, and the reason for
+``llm_int8_enable_fp32_cpu_offload``.) ``device_map="auto"`` does quantize it, but on the CPU, whose kernels do not
+agree with those of the GPU on every scale, and what it puts on disk it reads back unquantized.
+
+Why: when the flag was made, a quantized weight could not be offloaded.
+
+Here: the default stays, with what its rule (a skip list) catches besides: a catch-all ``""`` on the CPU keeps
+everything unquantized, and before 5.21 ``...layers.1`` there keeps layers 10 to 19 so. Inside
+``gemma4_compat.quantize_offloaded()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded``, modules of
+Gemma 4 models are quantized wherever the map puts them, except those that are skipped (``llm_int8_skip_modules``,
+``lm_head``); the flag is not needed then. However they came to be quantized, weights that go to the CPU or to disk are
+quantized on the accelerator, one at a time, so that they have the bits they would have there; those on disk are
+written as they are, quantized. And every load of a quantized Gemma 4 model with offloaded modules says in one line
+which are quantized. The patch is always armed, as any other, and does the first only when asked: a patch that waits
+for its name in the environment could not serve a context manager, nor one thread without the others.
+
+Goes when transformers can quantize what it offloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import device_maps
+from gemma4_compat._quantization import offloaded
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+# Attributes of a quantizer, which serves one load.
+_GEMMA4 = "_gemma4_compat_gemma4"  # whether its model is one; before it has seen the model it does not know
+_REFUSED = "_gemma4_compat_refused"  # what validate_environment was asked about a map before that
+_PLACEMENT = "_gemma4_compat_placement"  # the map, while weights are loaded, if it offloads anything
+_TO_WRITE = "_gemma4_compat_to_write"  # on a quantized weight that has to be written to disk
+_BITSANDBYTES = ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
+
+
+def validate_environment(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    # Upstream refuses maps with offloaded modules unless the flag allows these to stay unquantized.
+    gemma4 = vars(self).get(_GEMMA4)
+    if gemma4 is False or not offloaded.is_asked() or not isinstance(kwargs.get("device_map"), dict):
+        original(self, *args, **kwargs)
+        return
+    original(self, *args, **{**kwargs, "device_map": None})
+    if gemma4 is None:
+        vars(self)[_REFUSED] = (args, kwargs)
+
+
+def process_model_before_weight_loading(
+    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    gemma4 = vars(self)[_GEMMA4] = device_maps.is_gemma4(model)
+    again = vars(self).pop(_REFUSED, None)
+    if not gemma4:
+        if again is not None:
+            self.validate_environment(*again[0], **again[1])
+        return original(self, model, *args, **kwargs)
+    if not offloaded.is_asked():
+        return original(self, model, *args, **kwargs)
+    if args:
+        return original(self, model, None, *args[1:], **kwargs)
+    return original(self, model, **{**kwargs, "device_map": None})  # upstream skips what this puts on cpu or disk
+
+
+def get_device_map(
+    original: Callable[..., Any],
+    model: Any,
+    device_map: Any,
+    max_memory: Any = None,
+    hf_quantizer: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    placement = original(model, device_map, max_memory, hf_quantizer, *args, **kwargs)
+    if (
+        type(hf_quantizer).__name__ in _BITSANDBYTES
+        and isinstance(placement, dict)
+        and device_maps.is_gemma4(model)
+        and any(device in offloaded.OFFLOADED for device in placement.values())
+    ):
+        vars(hf_quantizer)[_PLACEMENT] = placement
+    return placement
+
+
+def quantize(
+    original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    placement = vars(self.hf_quantizer).get(_PLACEMENT)
+    devices = {} if placement is None else {name: offloaded.device_of(name, placement) for name in input_dict}
+    if placement is None or not any(devices.values()):
+        return original(self, input_dict, *args, **kwargs)
+    main = offloaded.main_accelerator(placement)
+    if main is not None:
+        input_dict = {name: _moved(value, main) if devices[name] else value for name, value in input_dict.items()}
+    result = original(self, input_dict, *args, **kwargs)
+    del input_dict
+    for name in result:
+        if devices.get(name) and result[name].device.type != "cpu":
+            owner = vars(result[name]).get("module")  # a 4-bit weight knows its module, one that was moved does not
+            result[name] = result[name].to("cpu")
+            if owner is not None:
+                result[name].module = owner
+        if devices.get(name) == "disk":
+            _leave_on_meta(kwargs["model"], name, result[name])
+    return result
+
+
+def deserialize(
+    original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    result = original(self, input_dict, *args, **kwargs)
+    placement, name = vars(self.hf_quantizer).get(_PLACEMENT), kwargs.get("full_layer_name")
+    weight = result.get("weight", next(iter(result.values()), None))  # or a parameter with a name of its own
+    if placement and name and hasattr(weight, "to") and offloaded.device_of(name, placement) == "disk":
+        _leave_on_meta(kwargs["model"], name, weight)
+    return result
+
+
+def _moved(value: Any, device: Any) -> Any:
+    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)
+
+
+def _leave_on_meta(model: Any, name: str, weight: Any) -> None:
+    """Give the module what accelerate would leave it of a weight on disk: the weight on meta, with its scales.
+
+    transformers writes the weight, and nothing else; the scales are on the host (bitsandbytes-meta-quant-state,
+    bitsandbytes-int8-meta-scales).
+    """
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    setattr(weight, _TO_WRITE, True)
+    module._parameters[last] = weight.to("meta")
+    module._parameters[last]._is_hf_initialized = True  # or transformers would draw random numbers for it
+    if "quant_state" in vars(module):
+        module.quant_state = module._parameters[last].quant_state
+
+
+def offload_and_maybe_resave_param(
+    original: Callable[..., Any],
+    target_name: str,
+    param: Any,
+    loading_info: Any,
+    disk_offload_folder: Any,
+    disk_offload_index: dict[str, Any],
+    applied_ops: Any,
+) -> Any:
+    if hasattr(param, _TO_WRITE):
+        if disk_offload_folder is None:
+            raise Gemma4CompatError(
+                f"device_map puts {target_name.rpartition('.')[0]!r} on disk, and it is quantized, so it has to be "
+                "written there. Give from_pretrained a folder for it (offload_folder='offload'), or put it on 'cpu'."
+            )
+        disk_offload_index.pop(target_name, None)  # of the unquantized weight in the checkpoint
+        param = param.data
+    return original(target_name, param, loading_info, disk_offload_folder, disk_offload_index, applied_ops)
+
+
+def accelerate_dispatch(
+    original: Callable[..., Any], model: Any, hf_quantizer: Any, device_map: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if hf_quantizer is not None and (placement := vars(hf_quantizer).pop(_PLACEMENT, None)) is not None:
+        offloaded.report(model, placement, hf_quantizer.quantization_config.llm_int8_skip_modules or ())
+    return original(model, hf_quantizer, device_map, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    found = []
+    for quantization in ("4bit-double", "8bit"):
+        reference = workspace.load(quantization)
+        placement = tiny.device_map(reference, "layers", main=workspace.main, offloaded=workspace.offloaded)
+        with offloaded.asked():
+            folder = tempfile.mkdtemp(dir=workspace.folder)
+            model = tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
+        found.append(difference(workspace.answers(reference), workspace.answers(model)))
+    return Outcome.of_parity(max(found), "4-bit and 8-bit decoder layers offloaded by a device map")
+
+
+PATCH = Patch(
+    id="transformers-quantize-offloaded",
+    summary="what a device map offloads can be quantized, bit for bit as on the accelerator; a load says what is",
+    symptom="silent: logits of a 4-bit model with offloaded modules differ from those of the same model on one "
+    "device; offloaded modules are in bf16",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F32",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("accelerate", "bitsandbytes"),
+    retire_when="transformers can quantize what it offloads",
+    targets=(
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer.validate_environment",
+            replacement=validate_environment,
+            known={"2ce4a92f2b29": "5.5.0 - 5.23.0"},
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_8bit",
+            name="Bnb8BitHfQuantizer.validate_environment",
+            replacement=validate_environment,
+            known={"7f3ca7a47957": "5.5.0 - 5.23.0"},
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
+            replacement=process_model_before_weight_loading,
+            known={"020b98c3705c": "5.5.0 - 5.23.0"},
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_8bit",
+            name="Bnb8BitHfQuantizer._process_model_before_weight_loading",
+            replacement=process_model_before_weight_loading,
+            known={"020b98c3705c": "5.5.0 - 5.23.0"},
+        ),
+        Target(
+            module="transformers.integrations.bitsandbytes",
+            name="Bnb4bitQuantize.convert",
+            replacement=quantize,
+            known={"0d8e00c65f3a": "5.5.0 - 5.9.0", "130c30ede72e": "5.10.1 - 5.23.0"},
+            optional=True,  # imported by the first load that quantizes, after it has checked the map
+        ),
+        Target(
+            module="transformers.integrations.bitsandbytes",
+            name="Bnb8bitQuantize.convert",
+            replacement=quantize,
+            known={"68179fd7f14e": "5.5.0 - 5.9.0", "a75b8ff5a030": "5.10.1 - 5.23.0"},
+            optional=True,  # imported by the first load that quantizes, after it has checked the map
+        ),
+        Target(
+            module="transformers.integrations.bitsandbytes",
+            name="Bnb4bitDeserialize.convert",
+            replacement=deserialize,
+            known={"5834fc05e9ad": "5.5.0 - 5.23.0"},
+            optional=True,  # imported by the first load that quantizes, after it has checked the map
+        ),
+        Target(
+            module="transformers.integrations.bitsandbytes",
+            name="Bnb8bitDeserialize.convert",
+            replacement=deserialize,
+            known={"ad6ede899e2d": "5.5.0 - 5.23.0"},
+            optional=True,  # imported by the first load that quantizes, after it has checked the map
+        ),
+        Target(
+            module="transformers.core_model_loading",
+            name="offload_and_maybe_resave_param",
+            replacement=offload_and_maybe_resave_param,
+            known={"e44c4f14d31a": "5.5.0 - 5.23.0"},
+        ),
+        Target(
+            module="transformers.integrations.accelerate",
+            name="_get_device_map",
+            replacement=get_device_map,
+            known={"b645e5f8c2f4": "5.5.0 - 5.15.1", "a6ba6440fdf4": "5.16.0 - 5.23.0"},
+        ),
+        Target(
+            module="transformers.integrations.accelerate",
+            name="accelerate_dispatch",
+            replacement=accelerate_dispatch,
+            known={"f51beed66e7d": "5.5.0 - 5.15.1", "699444316d1d": "5.16.0 - 5.23.0"},
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,258 @@
+"""silent: the 26B-A4B "in 4 bits" takes 48.5 GB of memory; 45.7 GB of them are experts in bf16.
+
+Why: bitsandbytes quantizes ``nn.Linear`` modules, and the experts of a layer are two parameters with three dimensions.
+
+Here: every load of a Gemma 4 with bitsandbytes that leaves experts unquantized says in one line how much they are.
+Inside ``gemma4_compat.quantize_experts()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts``, a 4-bit
+load quantizes them too, each expert's matrix by itself, one parameter of one layer at a time: its bf16 values are gone
+before the next one is read. They are offloaded, paged, saved and loaded as other 4-bit weights. What computes is
+upstream's own code over dequantized weights: of the experts that are hit where few tokens are given, of all of a layer
+otherwise. For a backward pass they are dequantized again. The default stays, and the patch is always armed: the line,
+quantize_experts() and a saved model with such experts need it.
+
+Goes when transformers can quantize experts with bitsandbytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps
+from gemma4_compat._quantization import experts as _quantized_experts
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_STORED = "_gemma4_compat_stored_experts"  # on a quantizer: the parameters that are quantized in its checkpoint
+
+
+def process_model_before_weight_loading(
+    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, model, *args, **kwargs)
+    if not _quantized_experts.is_moe(model):
+        return result
+    config = self.quantization_config
+    if self.pre_quantized:
+        stored = _quantized_experts.in_checkpoint(kwargs.get("checkpoint_files") or ())
+        vars(self)[_STORED] = stored
+        _quantized_experts.prepare(
+            model, config, lambda name: _quantized_experts.tail_of(name) in stored, prequantized=True
+        )
+    elif _quantized_experts.is_asked():
+        chosen = _quantized_experts.chosen_by(self.modules_to_not_convert)
+        _quantized_experts.prepare(model, config, chosen, prequantized=False)
+    return result
+
+
+def param_needs_quantization(
+    original: Callable[..., bool], self: Any, model: Any, param_name: str, **kwargs: Any
+) -> bool:
+    module = _quantized_experts.owner_of(model, param_name)
+    if module is not None:
+        return _quantized_experts.quantized_parameter(module, param_name.rpartition(".")[2]) is not None
+    return original(self, model, param_name, **kwargs)
+
+
+def quantize(
+    original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    name = next(iter(input_dict))
+    module = _quantized_experts.owner_of(kwargs["model"], name) if kwargs.get("model") is not None else None
+    if module is None:
+        return original(self, input_dict, *args, **kwargs)
+    value = input_dict[name]
+    value = value[0] if isinstance(value, list) else value
+    like = _quantized_experts.quantized_parameter(module, name.rpartition(".")[2])
+    module._is_hf_initialized = True
+    return {name: _quantized_experts.quantized(value, like)}
+
+
+def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> list[Any]:
+    conversions = original(self)
+    stored = vars(self).get(_STORED)
+    if not stored:
+        return conversions
+    from transformers.core_model_loading import WeightConverter
+    from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
+
+    for name in _quantized_experts.NAMES:
+        if any(tail.endswith(f".{name}") for tail in stored):
+            target = f"experts.{name}"
+            beside = [f"{target}.{key}" for key in (*_quantized_experts.STORED, *_quantized_experts.STORED_STATES)]
+            # The longest first: older releases take the first that matches the beginning of a key.
+            sources = [*sorted(beside, key=len, reverse=True), target]
+            conversions.append(WeightConverter(sources, target, operations=[Bnb4bitDeserialize(self)]))
+    return conversions
+
+
+def deserialize(
+    original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    name, model = kwargs.get("full_layer_name") or "", kwargs.get("model")
+    module = None if model is None else _quantized_experts.owner_of(model, name)
+    if module is None or len(input_dict) == 1:
+        return original(self, input_dict, *args, **kwargs)
+    target = f"experts.{name.rpartition('.')[2]}"
+    tensors = {
+        key.removeprefix(target).removeprefix("."): value[0] if isinstance(value, list) else value
+        for key, value in input_dict.items()
+    }
+    module._is_hf_initialized = True
+    return {target: _quantized_experts.from_checkpoint(tensors)}
+
+
+def process_model_after_weight_loading(
+    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if device_maps.is_gemma4(model):
+        _quantized_experts.report(model, 4 if type(self).__name__ == "Bnb4BitHfQuantizer" else 8)
+    return original(self, model, *args, **kwargs)
+
+
+def dequantize(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    model = original(self, model, *args, **kwargs)
+    for module in _quantized_experts.all_experts(model).values():
+        _quantized_experts.dequantize_module(module, kwargs.get("dtype"))
+    return model
+
+
+def experts_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _quantized_experts.forward(original, self, *args, **kwargs)
+
+
+def by_hand(model: Any, quantization: str) -> Any:
+    """``model``, in whose unquantized experts each matrix was quantized by itself and dequantized again."""
+    import torch
+    from bitsandbytes import functional
+
+    for module in _quantized_experts.all_experts(model).values():
+        for name in _quantized_experts.NAMES:
+            with torch.no_grad():
+                for matrix in module.get_parameter(name):
+                    packed = functional.quantize_4bit(
+                        matrix.contiguous(), quant_type="nf4", compress_statistics=quantization == "4bit-double"
+                    )
+                    matrix.copy_(functional.dequantize_4bit(*packed))
+    return model
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._quantization import offloaded
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    checkpoint = workspace.made(tiny.build_moe_checkpoint)
+    found = []
+    for quantization in ("4bit-double", "4bit"):
+        with _quantized_experts.asked():
+            model = tiny.load(checkpoint, quantization, device=workspace.main, skip_modules=["router.proj"])
+        experts = [
+            weight for module in _quantized_experts.all_experts(model).values() for weight in module.parameters()
+        ]
+        plain = sum(weight.nbytes for weight in experts if weight.is_floating_point())
+        if plain:
+            total = sum(map(offloaded.size, model.parameters()))
+            return Outcome(True, f"experts: {plain} of the {total} bytes of a 4-bit model are in bf16")
+        reference = tiny.load(checkpoint, quantization, device=workspace.main, skip_modules=["router.proj"])
+        answers = [workspace.answers(one, text_only=True) for one in (by_hand(reference, quantization), model)]
+        found.append(difference(*answers))
+    return Outcome.of_parity(max(found), "experts in 4 bits, single and double quantization")
+
+
+PATCH = Patch(
+    id="transformers-quantized-experts",
+    summary="experts can be quantized to 4 bits while loading; a load that leaves them in bf16 says how much that is",
+    symptom="silent: a 26B-A4B loaded in 4 bits takes 48.5 GB of memory",
+    severity=Severity.MEMORY,
+    failure_points=("F21",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("accelerate", "bitsandbytes"),
+    retire_when="transformers can quantize experts with bitsandbytes",
+    targets=(
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
+            replacement=process_model_before_weight_loading,
+            known={
+                "020b98c3705c": "5.5.0 - 5.23.0",
+            },
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer._process_model_after_weight_loading",
+            replacement=process_model_after_weight_loading,
+            known={
+                "ecfc271b6043": "5.5.0 - 5.20.2",
+                "5cdaf04bd6aa": "5.21.0 - 5.23.0",
+            },
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_8bit",
+            name="Bnb8BitHfQuantizer._process_model_after_weight_loading",
+            replacement=process_model_after_weight_loading,
+            known={
+                "e4f9390a2131": "5.5.0 - 5.20.2",
+                "486bf16d739e": "5.21.0 - 5.23.0",
+            },
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer.param_needs_quantization",
+            replacement=param_needs_quantization,
+            known={
+                "8eb305499ef4": "5.5.0 - 5.23.0",
+            },
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer.get_weight_conversions",
+            replacement=get_weight_conversions,
+            known={
+                "2301b54c4186": "5.5.0 - 5.20.2",
+                "b2f26bcd2848": "5.21.0 - 5.23.0",  # inherited
+            },
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer._dequantize",
+            replacement=dequantize,
+            known={
+                "7e5b27b07d64": "5.5.0 - 5.23.0",
+            },
+        ),
+        Target(
+            module="transformers.integrations.bitsandbytes",
+            name="Bnb4bitQuantize.convert",
+            replacement=quantize,
+            known={
+                "0d8e00c65f3a": "5.5.0 - 5.9.0",
+                "130c30ede72e": "5.10.1 - 5.23.0",
+            },
+            optional=True,  # imported by the first load that quantizes
+        ),
+        Target(
+            module="transformers.integrations.bitsandbytes",
+            name="Bnb4bitDeserialize.convert",
+            replacement=deserialize,
+            known={
+                "5834fc05e9ad": "5.5.0 - 5.23.0",
+            },
+            optional=True,  # imported by the first load that quantizes
+        ),
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4TextExperts.forward",
+            replacement=experts_forward,
+            known={
+                "d6dc68c796e2": "5.5.0 - 5.17.0",
+                "ec66ddae1250": "5.18.0 - 5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

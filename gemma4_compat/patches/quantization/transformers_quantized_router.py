@@ -1,0 +1,116 @@
+"""silent: a mixture of experts in 4 (or 8) bits sends tokens to other experts than it would in bf16.
+
+Why: every linear layer is quantized, ``router.proj`` among them, the smallest of a decoder layer (26B-A4B: 0.7 MB of
+1.6 GB) and the one whose small differences decide. A router chooses the 8 highest of 128 scores, many of them close.
+
+Here: the routers of Gemma 4 models that bitsandbytes quantizes while loading stay as they are. They are added to
+``llm_int8_skip_modules`` of the model's configuration, so a saved model says so too and loads anywhere; the
+configuration that was given is not changed. A checkpoint whose router is quantized is loaded as it is.
+
+Goes when transformers leaves routers unquantized.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps
+from gemma4_compat._quantization import experts
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_ROUTER = "router.proj"
+
+
+def process_model_before_weight_loading(
+    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if not self.pre_quantized and device_maps.is_gemma4(model):
+        routers = [name for name, _ in model.named_modules() if name.endswith(f".{_ROUTER}")]
+        skip = self.quantization_config.llm_int8_skip_modules
+        if any(map(experts.chosen_by(skip or ()), routers)):
+            if skip is None:  # then upstream has a list of its own, which an explicit one takes the place of
+                skip = self.get_modules_to_not_convert(model)
+            self.quantization_config = copy.copy(self.quantization_config)
+            self.quantization_config.llm_int8_skip_modules = [*skip, _ROUTER]
+    return original(self, model, *args, **kwargs)
+
+
+def routes(model: Any, batch: dict[str, Any]) -> Any:
+    """Which experts each token of a batch is sent to in each decoder layer, ascending: (layers, tokens, experts)."""
+    import torch
+
+    found: list[Any] = []
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output: found.append(output[2].sort().values))
+        for name, module in model.named_modules()
+        if name.endswith(".router")
+    ]
+    try:
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(found)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    checkpoint = workspace.made(tiny.build_moe_checkpoint)
+    batch = tiny.inputs(workspace.main, text_only=True)
+    found = []
+    for quantization in ("4bit", "8bit"):
+        model = tiny.load(checkpoint, quantization, device=workspace.main)
+        reference = tiny.load(checkpoint, quantization, device=workspace.main, skip_modules=[_ROUTER])
+        router = model.model.language_model.layers[0].router.proj
+        if type(router).__name__ != "Linear":
+            other = (routes(model, batch) != routes(reference, batch)).any(dim=-1).float().mean()
+            return Outcome(
+                True,
+                f"router.proj is a {type(router).__name__}; {other:.0%} of the tokens are sent to other experts than "
+                "by a router in bf16",
+            )
+        found.append(
+            difference(workspace.answers(reference, text_only=True), workspace.answers(model, text_only=True))
+        )
+    return Outcome.of_parity(max(found), "4-bit and 8-bit models whose routers are in bf16")
+
+
+PATCH = Patch(
+    id="transformers-quantized-router",
+    summary="the routers of a quantized mixture of experts stay in bf16",
+    symptom="silent: a quantized 26B-A4B sends tokens to other experts than the unquantized one",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F21",),
+    distribution="transformers",
+    affected=">=5.5",
+    measured="5.23.0",
+    requires=("accelerate", "bitsandbytes"),
+    retire_when="transformers leaves routers unquantized",
+    targets=(
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
+            replacement=process_model_before_weight_loading,
+            known={
+                "020b98c3705c": "5.5.0 - 5.23.0",
+            },
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_8bit",
+            name="Bnb8BitHfQuantizer._process_model_before_weight_loading",
+            replacement=process_model_before_weight_loading,
+            known={
+                "020b98c3705c": "5.5.0 - 5.23.0",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

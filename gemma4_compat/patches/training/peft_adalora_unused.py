@@ -1,0 +1,82 @@
+"""``TypeError: unsupported operand type(s) for *: 'Parameter' and 'NoneType'``
+
+Raised by AdaLoRA's ``update_and_allocate`` when an adapted layer had no part in the step: targets such as
+``all-linear`` or ``q_proj`` reach the vision and audio towers, and a batch of text leaves them without gradients.
+
+Why: the importance of a weight is its value times its gradient, and no gradient is not taken for zero.
+
+Here: it is. Layers that no batch uses are the first to lose their rank.
+
+Goes when PEFT skips weights without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def update_ipt(original: Callable[..., Any], self: Any, model: Any) -> Any:
+    import torch
+
+    unused = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if "lora_" in name and self.adapter_name in name and parameter.grad is None
+    ]
+    for parameter in unused:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        return original(self, model)
+    finally:
+        for parameter in unused:
+            parameter.grad = None
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from peft import AdaLoraConfig, get_peft_model
+
+    from gemma4_compat._reproduction import tiny
+
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=tiny.TARGETS["language"])
+    model = get_peft_model(workspace.load(), config)
+    batch = workspace.inputs(text_only=True)
+    model.base_model.model.model.language_model.layers[0].requires_grad_(False)  # as a layer that no batch reaches
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    model.base_model.update_and_allocate(1)
+    importance = model.base_model.rankallocator.ipt
+    unused = [name for name in importance if ".layers.0." in name]
+    lost = [name for name in unused if importance[name].abs().max() != 0]
+    if not unused or lost:
+        return Outcome(True, f"{len(lost)} of {len(unused)} weights without a gradient have an importance")
+    return Outcome(False, f"{len(unused)} weights without a gradient have no importance", 0.0)
+
+
+PATCH = Patch(
+    id="peft-adalora-unused",
+    summary="AdaLoRA allocates ranks when some adapted layers, such as the towers', had no part in a step",
+    symptom="TypeError: unsupported operand type(s) for *: 'Parameter' and 'NoneType' from update_and_allocate",
+    severity=Severity.CRASH,
+    failure_points=("F4",),
+    distribution="peft",
+    affected=">=0.18.0",
+    measured="0.21.2",
+    requires=("transformers>=5.5",),
+    retire_when="RankAllocator.update_ipt skips weights without gradients",
+    targets=(
+        Target(
+            module="peft.tuners.adalora.layer",
+            name="RankAllocator.update_ipt",
+            replacement=update_ipt,
+            known={
+                "1fd266029b8f": "0.18.0 - 0.21.2",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,100 @@
+"""silent: without a cache transformers 5.5.0 and 5.5.1 compute another model. ``use_cache=False`` and gradient
+checkpointing (of either kind) give other logits, and a training loss and gradients that belong to no Gemma 4.
+
+Why: there the KV-shared layers read the keys and values of an earlier layer out of the cache. Where there is none, and
+checkpointing takes it away, each of them computes its own, with weights that nobody has trained.
+
+Here: a forward has a container for them (as from 5.5.2 on), and a layer that gets no cache shares through it.
+
+Goes when transformers below 5.5.2 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models.shared_kv import SharedStates
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_NAME = "shared_kv_states"
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+
+
+class _NoCache:
+    """What the attention needs of a cache to share keys and values, and nothing to remember."""
+
+    def __init__(self, states: Any) -> None:
+        self.shared_layers = states
+
+    def update(self, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return keys, values
+
+
+def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.config.num_kv_shared_layers:
+        kwargs[_NAME] = SharedStates({})  # passed on to every layer with what else is left over
+    return original(self, *args, **kwargs)
+
+
+def attention(
+    original: Callable[..., Any],
+    self: Any,
+    hidden_states: Any,
+    position_embeddings: Any,
+    attention_mask: Any,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    states = kwargs.pop(_NAME, None)
+    if past_key_values is None and states is not None:
+        past_key_values = _NoCache(states)
+    return original(self, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    model, batch = workspace.load(), workspace.inputs()
+    with torch.no_grad():
+        cached, uncached = (model(**batch, use_cache=use_cache).logits for use_cache in (True, False))
+    found = (cached - uncached).abs().max().item()
+    return Outcome(found > 0, f"without a cache the logits differ by {found:.3g} from those with one", found)
+
+
+PATCH = Patch(
+    id="transformers-uncached-sharing",
+    summary="without a cache, and under gradient checkpointing, KV-shared layers still share",
+    symptom="silent: use_cache=False and gradient checkpointing give other logits and losses",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F19",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.5.2",
+    measured="5.5.1",
+    fixed="5.5.2",
+    bug=("https://github.com/huggingface/transformers/issues/45242",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/45312",
+    retire_when="transformers below 5.5.2 is no longer supported",
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="Gemma4TextModel.forward",
+            replacement=text_model,
+            known={
+                "f7a58f5fb877": "5.5.0 - 5.5.1",
+            },
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4TextAttention.forward",
+            replacement=attention,
+            known={
+                "c787471bb7f0": "5.5.0 - 5.5.1",
+            },
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,190 @@
+"""How doctor judges what its children report, and what it says to the shell. The children themselves are faked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import gemma4_compat
+from gemma4_compat import cli
+from gemma4_compat._doctor import children as _children
+from gemma4_compat._doctor import findings
+from gemma4_compat._engine import versions as _versions
+
+IDS = [patch.id for patch in gemma4_compat.patches()]
+
+
+def report(
+    defect: bool, state: str = "applied", parity: float | None = 0.0, detection: str | None = None
+) -> dict[str, Any]:
+    detail = "the defect" if defect else "as it should be"
+    result = {"defect": defect, "detail": detail, "parity": parity, "applicable": True, "seconds": 1.0}
+    return result | {"state": state, "reason": "because", "detection": detection}
+
+
+@pytest.mark.parametrize(
+    "without, state, with_shim, verdict",
+    [
+        (True, "applied", False, findings.REPAIRED),
+        (False, "not_needed", False, findings.NOT_AFFECTED),
+        (False, "applied", False, findings.NOT_AFFECTED),
+        (True, "applied", True, findings.REMAINS),
+        (True, "not_needed", True, findings.REMAINS),
+        (True, "skipped", True, findings.DISABLED),
+        (False, "applied", True, findings.CAUSED),
+        (True, "pending", True, findings.REMAINS),
+        (True, "unknown", True, findings.REMAINS),
+        (True, "failed", True, findings.OFF_REMAINS),
+        (True, "failed", False, findings.OFF_REMAINS),
+        (False, "failed", True, findings.CAUSED),
+        (False, "failed", False, findings.FAILED),
+    ],
+)
+def test_verdict(without: bool, state: str, with_shim: bool, verdict: str) -> None:
+    finding = findings.Finding("id", {}, report(without, "skipped"), report(with_shim, state))
+    assert finding.verdict == verdict
+    assert finding.good is (verdict in {"repaired", "not affected"})
+    assert (finding.report is None) is (state != "failed")
+
+
+@pytest.mark.parametrize("there, verdict", [(True, findings.OFF_REMAINS), (False, findings.OFF_NOT_SEEN)])
+def test_a_patch_that_is_off_because_the_code_is_unknown_is_good_where_the_defect_is_not_seen(
+    there: bool, verdict: str
+) -> None:
+    off = report(there, "failed", detection="unknown")
+    finding = findings.Finding("fakelib-double", {"fakelib": "9.0"}, report(there, "skipped"), off)
+    assert finding.verdict == verdict
+    assert finding.good is not there
+    assert finding.report
+    for part in ("fakelib-double", "fakelib 9.0", "because", "https://", "please report it"):
+        assert part in finding.report
+    assert ("upstream may have fixed it" in finding.report) is not there
+    assert finding.as_data()["report"] == finding.report
+
+
+def test_what_cannot_happen_on_this_stack_is_not_applicable_and_good() -> None:
+    nothing = report(False, "applied") | {"applicable": False}
+    finding = findings.Finding("id", {}, nothing, nothing)
+    assert finding.verdict == "not applicable"
+    assert finding.good
+
+
+class Children:
+    """In place of the child processes. ``broken`` are the patches whose defect stays."""
+
+    def __init__(self, broken: frozenset[str]) -> None:
+        self.broken = broken
+        self.folders: set[Path] = set()
+
+    def __call__(self, command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
+        shim = not disabled
+        assert folder.is_dir()
+        self.folders.add(folder)
+        if command == "build":
+            assert not shim
+            return {"built": str(folder)}
+        return report(not shim or command in self.broken, "applied" if shim else "skipped")
+
+
+def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str, broken: frozenset[str] = frozenset()) -> Any:
+    children = Children(broken)
+    monkeypatch.setattr(findings, "stack", lambda: dict.fromkeys(findings.STACK, "1.0"))
+    monkeypatch.setattr(_children, "alone", children)
+    result = CliRunner().invoke(cli.app, ["doctor", *arguments])
+    (folder,) = children.folders
+    return result, folder
+
+
+def test_all_repaired_exits_0_with_a_table_in_the_order_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, folder = doctor(monkeypatch)
+    assert result.exit_code == 0, result.output
+    table = result.stdout.splitlines()[-len(IDS) :]
+    assert [line.split()[0] for line in table] == IDS
+    assert all("bit-exact" in line and line.endswith("repaired") for line in table)
+    assert not folder.exists()
+
+
+def test_one_defect_that_remains_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, broken=frozenset(IDS[1:2]))
+    assert result.exit_code == 1
+    assert [line.split()[0] for line in result.stdout.splitlines() if line.endswith("DEFECT REMAINS")][-1] == IDS[1]
+
+
+@pytest.mark.parametrize("broken", [[], IDS[:1]])
+def test_json_is_all_there_is_on_stdout(monkeypatch: pytest.MonkeyPatch, broken: list[str]) -> None:
+    result, _ = doctor(monkeypatch, "--json", broken=frozenset(broken))
+    data = json.loads(result.stdout)
+    assert [finding["id"] for finding in data["findings"]] == IDS
+    assert data["ok"] is not bool(broken)
+    assert result.exit_code == len(broken)
+    assert all(finding["with"]["defect"] is (finding["id"] in broken) for finding in data["findings"])
+    assert IDS[0] in result.stderr, "progress goes to stderr"
+
+
+def test_only_the_patches_asked_for_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, IDS[2], IDS[0], "--json")
+    assert [finding["id"] for finding in json.loads(result.stdout)["findings"]] == [IDS[0], IDS[2]]
+
+
+@pytest.mark.parametrize("there, code", [(True, 1), (False, 0)])
+def test_a_patch_that_is_off_is_told_where_to_report_it(
+    monkeypatch: pytest.MonkeyPatch, there: bool, code: int
+) -> None:
+    monkeypatch.setattr(findings, "stack", lambda: dict.fromkeys(findings.STACK, "1.0"))
+    off = report(there, "failed", detection="unknown")
+    monkeypatch.setattr(_children, "alone", lambda name, folder, **_: {"built": ""} if name == "build" else off)
+    result = CliRunner().invoke(cli.app, ["doctor", IDS[0]])
+    assert result.exit_code == code, result.output
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("  report")]
+    assert "please report it at https://github.com/gemma4-compat/gemma4-compat/issues" in line
+    assert f"Say: {IDS[0]}: because [" in line
+    assert result.stdout.splitlines()[-1].endswith(findings.OFF_REMAINS if there else findings.OFF_NOT_SEEN)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--json"], IDS[:1]])
+def test_below_the_oldest_supported_releases_nothing_is_built(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    versions = {"torch": "2.9", "transformers": "5.4.0", "accelerate": "1.12.0", "peft": "0.17.1"}
+    monkeypatch.setattr(_versions, "installed", lambda name: versions.get(name, "0.49.0"))
+    monkeypatch.setattr(_children, "alone", lambda *_, **__: pytest.fail("a child was started"))
+    result = CliRunner().invoke(cli.app, ["doctor", *arguments])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "gemma4-compat: transformers 5.4.0 is older than the oldest supported release 5.5.0; "
+        "upgrade: pip install 'transformers>=5.5.0'\n"
+        "peft 0.17.1 is older than the oldest supported release 0.18.0; upgrade: pip install 'peft>=0.18.0'\n"
+    )
+
+
+def test_keep_leaves_the_folder_and_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, folder = doctor(monkeypatch, "--keep", IDS[0])
+    assert folder.is_dir()
+    assert f"kept: {folder}" in result.stderr
+    folder.rmdir()
+
+
+def test_a_checkpoint_that_cannot_be_built_is_bad_usage_not_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "stack", dict)
+    monkeypatch.setattr(_children, "alone", lambda *_, **__: report(True))
+    result = CliRunner().invoke(cli.app, ["doctor"])
+    assert result.exit_code == 2
+    assert "the tiny Gemma 4 checkpoint cannot be built: the defect" in result.stderr
+
+
+def test_a_child_that_dies_is_a_defect_that_shows_its_last_words(tmp_path: Path) -> None:
+    result = _children.alone("no-such-patch", tmp_path, disabled="all")
+    assert result["defect"]
+    assert result["state"] == "unknown"
+    assert result["detail"].startswith("the process ended with 1: ")
+    assert "no-such-patch" in result["detail"]
+
+
+def test_a_child_that_hangs_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_children, "TIMEOUT", 0)
+    result = _children.alone("build", tmp_path, disabled="all")
+    assert (result["defect"], result["detail"]) == (True, "no answer after 0 s")

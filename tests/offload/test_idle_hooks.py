@@ -1,0 +1,208 @@
+"""accelerate's hooks that have nothing to do are out of the way in a forward, and in their place after it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemma4_compat._offload import idle_hooks
+
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Any:
+    """Three linears, the last one offloaded."""
+    import torch
+    from accelerate import dispatch_model
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))).eval()
+    return dispatch_model(module, {"0": "cpu", "1": "cpu", "2": "disk"}, offload_dir=str(tmp_path))
+
+
+def quiet(module: Any) -> bool:
+    return vars(module)["forward"] is vars(module)["_old_forward"]
+
+
+def states(model: Any) -> list[bool]:
+    return [quiet(module) for module in model]
+
+
+def watch(model: Any) -> list[list[bool]]:
+    """What :func:`states` says in the middle of forwards from now on."""
+    seen: list[list[bool]] = []
+    model[1].register_forward_hook(lambda *_: seen.append(states(model)))
+    return seen
+
+
+def x() -> Any:
+    import torch
+
+    return torch.ones(1, 4)
+
+
+def test_hooks_that_only_move_inputs_are_quiet_in_a_forward(model: Any) -> None:
+    import torch
+
+    seen = watch(model)
+    expected = model(x())
+    assert seen == [[False] * 3]
+    assert idle_hooks.install(model)
+    assert torch.equal(model(x()), expected)
+    assert seen[1:] == [[True, True, False]], "the third brings weights in"
+    assert states(model) == [False] * 3
+    assert torch.equal(model[0](x()), model[0]._old_forward(x()))
+    idle_hooks.uninstall(model)
+    model(x())
+    assert seen[2:] == [[False] * 3]
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_installed_twice_there_is_one(model: Any) -> None:
+    assert idle_hooks.install(model)
+    assert idle_hooks.install(model)
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("what", ["device", "user hook", "no hook"])
+def test_nothing_is_done_where_modules_compute_elsewhere_or_somebody_else_hooks_them(model: Any, what: str) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+
+    if what == "device":
+        model[1]._hf_hook.execution_device = "meta"
+    elif what == "user hook":
+        add_hook_to_module(model[1], ModelHook())
+    else:
+        remove_hook_from_submodules(model)
+    assert not idle_hooks.install(model)
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_after_an_exception_hooks_are_back_at_the_latest_after_the_next_forward(
+    model: Any, kind: type[BaseException]
+) -> None:
+    idle_hooks.install(model)
+
+    def fail(*_: Any) -> None:
+        raise kind("stop")
+
+    for _ in range(3):
+        handle = model[1].register_forward_hook(fail)
+        with pytest.raises(kind, match="stop"):
+            model(x())
+        handle.remove()
+        if kind is ValueError:
+            assert states(model) == [False] * 3
+    model(x())
+    assert states(model) == [False] * 3
+
+
+def test_a_hook_put_on_in_the_middle_of_a_forward_stays(model: Any) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    idle_hooks.install(model)
+    hook = ModelHook()
+
+    def replace(*_: Any) -> None:
+        remove_hook_from_module(model[0])
+        add_hook_to_module(model[0], hook)
+
+    handle = model[1].register_forward_hook(replace)
+    model(x())
+    handle.remove()
+    assert model[0]._hf_hook is hook
+    assert not quiet(model[0])
+    model(x())
+    assert states(model) == [False] * 3
+
+
+def test_with_two_threads_in_it_the_last_one_puts_them_back(model: Any) -> None:
+    idle_hooks.install(model)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is other:
+            inside.set()
+            assert go_on.wait(30)
+
+    other = threading.Thread(target=lambda: model(x()))
+    model[1].register_forward_hook(wait)
+    other.start()
+    assert inside.wait(30)
+    model(x())
+    assert states(model) == [True, True, False], "the other thread is still in there"
+    go_on.set()
+    other.join()
+    assert states(model) == [False] * 3
+
+
+def test_a_deep_copy_keeps_its_hooks(model: Any) -> None:
+    import torch
+
+    idle_hooks.install(model)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x()), model(x()))
+    assert states(model) == [False] * 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_that_somebody_put_around_accelerates_still_runs(model: Any, when: str) -> None:
+    import torch
+
+    expected = model(x())
+    if when == "after":
+        idle_hooks.install(model)
+    inner, seen = model[0].forward, []
+
+    def spy(inputs: Any) -> Any:
+        seen.append(states(model))
+        return inner(inputs)
+
+    model[0].forward = spy
+    if when == "before":
+        idle_hooks.install(model)
+    for _ in range(2):
+        assert torch.equal(model(x()), expected)
+        assert model[0].forward is spy
+    assert seen == [[False, True, False]] * 2
+
+
+def test_a_watched_forward() -> None:
+    import torch
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    module = torch.nn.Linear(4, 4)
+    add_hook_to_module(module, ModelHook())
+    outer, outputs = module.forward, []
+    forward = idle_hooks.Forward(module)
+    forward.watch(outputs.append)
+    for watched in (False, True):
+        forward.unwrap(watched=watched)
+        assert quiet(module) is not watched
+        answer = module(x())
+        forward.wrap()
+        assert module.forward is outer
+    assert outputs == [answer]
+
+
+def test_unwrapped_by_two_each_puts_back_what_it_took() -> None:
+    import torch
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    module = torch.nn.Linear(4, 4)
+    add_hook_to_module(module, ModelHook())
+    outer = module.forward
+    first, second = idle_hooks.Forward(module), idle_hooks.Forward(module)
+    first.unwrap()
+    second.unwrap()
+    first.wrap()
+    assert module.forward is outer
+    second.wrap()
+    assert module.forward is outer

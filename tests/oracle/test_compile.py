@@ -1,0 +1,65 @@
+"""torch.compile traces through what the patches replace, without graph breaks, to the same answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat.patches.adapters.peft_clippable_linear import is_wrapper
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Any:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def test_an_adapted_clipped_linear(workspace: Any) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    assert gemma4_compat.status()["peft-clippable-linear"].state is gemma4_compat.PatchState.APPLIED
+    model = get_peft_model(
+        workspace.load(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    ).eval()
+    wrapper = next(module for module in model.modules() if is_wrapper(module) and hasattr(module.linear, "lora_A"))
+    x = torch.randn(2, 5, 64, dtype=torch.bfloat16, device=workspace.main)
+    compiled = torch.compile(wrapper, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), wrapper(x))
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
+def test_a_quantized_layer_after_a_round_trip_through_meta(workspace: Any, quantization: str) -> None:
+    import torch
+
+    assert gemma4_compat.status()["bitsandbytes-meta-quant-state"].state is gemma4_compat.PatchState.APPLIED
+    layer = workspace.load(quantization).model.language_model.layers[0].mlp.up_proj
+    data, offloaded = layer.weight.data, layer.weight.to("meta")
+    layer.weight = type(layer.weight)(data, requires_grad=False, **vars(offloaded)).to(workspace.main)
+    # Training mode, as in QLoRA: in eval mode bitsandbytes repacks on some CPUs, which upstream cannot trace either.
+    layer.train()
+    x = torch.randn(2, 5, layer.in_features, dtype=torch.bfloat16, device=workspace.main)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_8bit_layer_after_a_round_trip_through_meta(workspace: Any, training: bool) -> None:
+    import torch
+
+    assert gemma4_compat.status()["bitsandbytes-int8-meta-scales"].state is gemma4_compat.PatchState.APPLIED
+    layer = workspace.load("8bit").model.language_model.layers[0].mlp.up_proj.train(training)
+    data, offloaded = layer.weight.data, layer.weight.to("meta")
+    statistics = {"CB": offloaded.CB, "SCB": offloaded.SCB, "has_fp16_weights": offloaded.has_fp16_weights}
+    layer.weight = type(layer.weight)(data, requires_grad=False, **statistics).to(workspace.main)
+    x = torch.randn(2, 5, layer.in_features, dtype=torch.bfloat16, device=workspace.main)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(x), layer(x))

@@ -1,0 +1,40 @@
+"""F4: tuners on quantized bases: those that can run do, the others are refused and leave no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gemma4_compat._reproduction import tiny
+from gemma4_compat.patches.adapters.peft_quantized_tuners import PATCH
+from tests.patches.promise import Promise
+
+
+class TestPromise(Promise):
+    patch_id = PATCH.id
+    original = r"Input type|same dtype|mat1 and mat2 shapes|answers something else"
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
+def test_the_trial_leaves_the_base_as_it_is(workspace: Any, quantization: str) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model = workspace.load(quantization)
+    before = {
+        name: (module.weight.data.clone(), dict(vars(module.weight.quant_state)), module.training)
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Linear4bit"
+    }
+    get_peft_model(model, LoraConfig(r=4, target_modules=tiny.TARGETS["language"]))
+    now = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
+    assert len(before) > 30
+    for name, (data, state, training) in before.items():
+        layer = now[name]  # the base layer, which comes after the one around it
+        assert type(layer).__name__ == "Linear4bit"
+        assert layer.training is training
+        assert torch.equal(layer.weight.data, data)
+        found = vars(layer.weight.quant_state)
+        assert found.keys() == state.keys()
+        assert all(found[key] is state[key] for key in state)

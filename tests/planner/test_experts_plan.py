@@ -1,0 +1,156 @@
+"""Plans for a mixture of experts against real models: bytes, temporaries, code, and the page with the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat import Gemma4CompatError
+from gemma4_compat._planner import layout, memory
+from gemma4_compat._planner import plan as _plan
+from gemma4_compat._planner.memory import Load
+from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction.workspace import difference
+from tests import experts_page
+from tests.planner.test_plan import held, run, stored
+
+FOUR_BIT = ["4bit", "4bit-double"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(workspace: Any) -> str:
+    return str(workspace.made(tiny.build_moe_checkpoint))
+
+
+def described(model: Any, quantization: str, *, experts: bool = True) -> memory.Blueprint:
+    return memory.describe(model, quantization, memory.linear_names(model, _plan.skip_modules(model)), experts=experts)
+
+
+def loaded(workspace: Any, checkpoint: str, quantization: str) -> Any:
+    with gemma4_compat.quantize_experts():
+        return tiny.load(Path(checkpoint), quantization, device=workspace.main)
+
+
+@pytest.mark.parametrize("quantization", FOUR_BIT)
+def test_a_loaded_model_has_the_planned_bytes(workspace: Any, checkpoint: str, quantization: str) -> None:
+    blueprint = described(_plan.on_meta(checkpoint)[0], quantization)
+    model = loaded(workspace, checkpoint, quantization)
+    assert stored(blueprint) == held(model)
+    seen = memory.describe(model)
+    assert seen.quantization == quantization
+    assert [block.stored for block in seen.blocks] == [block.stored for block in blueprint.blocks]
+    assert [block.experts for block in seen.blocks] == [block.experts for block in blueprint.blocks]
+    assert {layer.experts for layer in seen.layers} == {32 * 3 * 64 * 64 * 2}
+    plain = described(_plan.on_meta(checkpoint)[0], quantization, experts=False)
+    assert {layer.experts for layer in plain.layers} == {0}
+    assert stored(plain) > 2 * stored(blueprint)
+
+
+@pytest.mark.parametrize("quantization", FOUR_BIT)
+@pytest.mark.parametrize("shape", [(4, 64, 64), (3, 96, 192), (2, 16, 64)])
+def test_experts_take_what_is_made_of_them(shape: tuple[int, int, int], quantization: str) -> None:
+    import torch
+
+    from gemma4_compat._quantization import experts as _quantized_experts
+
+    values = torch.randn(shape, dtype=torch.bfloat16)
+    like = _quantized_experts._empty(values, tiny.quantization_config(quantization))
+    module = torch.nn.Module()
+    module.weight = _quantized_experts.quantized(values, like)
+    assert sum(memory.quantized_experts(*shape, quantization)) == held(module)
+
+
+def test_a_prompt_dequantizes_all_experts_of_a_layer_and_a_token_those_it_hits() -> None:
+    model = _plan.on_meta("26B-A4B")[0]
+    before, after = described(model, "4bit", experts=False), described(model, "4bit")
+    layers = [blueprint.layers[:1] for blueprint in (before, after)]
+    whole = 128 * 3 * 2816 * 704 * 2
+    assert after.layers[0].experts == whole
+    load = Load(context=64)
+    prefill, decode = (
+        [
+            memory.activations(blueprint, layer, load, prefill=phase, head=False)
+            for blueprint, layer in zip((before, after), layers)
+        ]
+        for phase in (True, False)
+    )
+    assert prefill[1] - prefill[0] == pytest.approx(whole, rel=0.02)
+    assert decode[1] - decode[0] == pytest.approx(whole * 8 / 128 * 5 / 4, rel=0.02)
+    assert after.layers[0].loading == whole // 3 * 2
+
+
+@pytest.mark.parametrize("quantization", FOUR_BIT)
+@pytest.mark.parametrize("split", [False, True])
+def test_the_code_loads_what_was_planned(
+    workspace: Any, checkpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quantization: str, split: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blueprint = described(_plan.on_meta(checkpoint)[0], quantization)
+    budget = layout.smallest_budget(blueprint, Load(context=64)) if split else 1 << 40
+    plan = gemma4_compat.plan_device_map(
+        checkpoint, {"cpu": budget}, context=64, quantize=quantization, quantize_experts=True, cpu=0
+    )
+    assert plan.experts == quantization
+    contexts = ", ".join(
+        f"gemma4_compat.{name}()" for name in ("quantize_experts", *(("quantize_offloaded",) if split else ()))
+    )
+    assert f"with {contexts}:" in plan.code
+    model = run(plan)["model"]
+    expected = workspace.answers(loaded(workspace, checkpoint, quantization), text_only=True)
+    assert difference(expected, workspace.answers(model, text_only=True)) == 0.0
+
+
+def test_experts_are_planned_in_bf16_unless_asked_for(checkpoint: str) -> None:
+    plan = gemma4_compat.plan_device_map(checkpoint, "1GiB")
+    assert plan.experts is None
+    assert "quantize_experts" not in plan.code
+    dense = gemma4_compat.plan_device_map("E2B", "8GiB", context=64, quantize_experts=True)
+    assert dense.experts is None
+    assert "quantize_experts" not in dense.code
+
+
+def test_a_saved_model_with_such_experts_is_planned_as_it_is(workspace: Any, checkpoint: str, tmp_path: Path) -> None:
+    model = loaded(workspace, checkpoint, "4bit-double")
+    model.save_pretrained(tmp_path)
+    plan = gemma4_compat.plan_device_map(str(tmp_path), "1GiB")
+    assert plan.experts == "4bit-double"
+    assert "quantize_experts()" not in plan.code, "the file says it"
+    base = gemma4_compat.plan_device_map(checkpoint, "1GiB", quantize="4bit-double", quantize_experts=True)
+    assert plan.use[0].weights == base.use[0].weights
+
+
+@pytest.mark.parametrize("quantize", ["8bit", None])
+def test_other_quantizations_have_no_experts(checkpoint: str, quantize: str | None) -> None:
+    with pytest.raises(Gemma4CompatError, match=rf"4 bits, and quantize is {quantize!r}; use quantize='4bit'"):
+        gemma4_compat.plan_device_map(checkpoint, "1GiB", quantize=quantize, quantize_experts=True)
+
+
+def test_what_does_not_fit_hears_of_it() -> None:
+    with pytest.raises(Gemma4CompatError, match="experts are in bf16 here; quantize_experts"):
+        gemma4_compat.plan_device_map("26B-A4B", "2GiB")
+    with pytest.raises(Gemma4CompatError) as caught:
+        gemma4_compat.plan_device_map("26B-A4B", "1GiB", quantize_experts=True)
+    assert "quantize_experts" not in str(caught.value)
+
+
+def test_the_page_has_the_numbers_of_the_arithmetic() -> None:
+    text = experts_page.PAGE.read_text(encoding="utf-8")
+    assert experts_page.page(text) == text, "python -m tests.experts_page"
+    assert experts_page.table() in text
+    line = "experts: 45.7 GB of 48.5 GB stay bf16"
+    assert line in text
+    assert "| 4 bits | 45.7 GB | 48.5 GB |" in experts_page.table()
+
+
+def test_the_command_line_has_it(checkpoint: str) -> None:
+    from typer.testing import CliRunner
+
+    from gemma4_compat import cli
+
+    result = CliRunner().invoke(cli.app, ["plan", checkpoint, "--vram", "1GiB", "--quantize-experts"])
+    assert result.exit_code == 0, result.output
+    assert "experts too" in result.output
+    assert "with gemma4_compat.quantize_experts():" in result.output

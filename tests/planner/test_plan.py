@@ -1,0 +1,528 @@
+"""What a plan says against real models: bytes, cache, temporaries, names, and its own code run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import gemma4_compat
+from gemma4_compat import Gemma4CompatError, cli
+from gemma4_compat._engine import versions
+from gemma4_compat._models import variants
+from gemma4_compat._planner import layout, memory
+from gemma4_compat._planner import plan as _plan
+from gemma4_compat._planner.memory import Load
+from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction.workspace import difference
+
+QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
+HAS_UNIFIED = versions.admits(">=5.10", versions.installed("transformers") or "0")
+VARIANTS = [name for name in variants.NAMES if name != "12B" or HAS_UNIFIED]
+
+
+@functools.cache
+def on_meta(variant: str) -> Any:
+    return _plan.on_meta(variant)[0]
+
+
+def planned(model: Any, quantization: str | None) -> memory.Blueprint:
+    names = memory.linear_names(model, _plan.skip_modules(model)) if quantization else None
+    return memory.describe(model, quantization, names)
+
+
+def stored(blueprint: memory.Blueprint) -> int:
+    return sum(block.stored.nbytes for block in blueprint.blocks)
+
+
+def held(model: Any) -> int:
+    """Bytes of every tensor of a model, members of quantization states included, each once."""
+    import torch
+
+    found: dict[int, int] = {}
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[id(value)] = value.numel() * value.element_size()
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        add(tensor)
+        add(getattr(tensor, "SCB", None))
+        state = getattr(tensor, "quant_state", None)
+        for part in (state, getattr(state, "state2", None)):
+            for value in vars(part).values() if part is not None else ():
+                add(value)
+    return sum(found.values())
+
+
+# ------------------------------------------------------------------------------------------------------------ weights
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("shape", [(32, 64), (96, 64), (64, 6144), (1536, 256), (130, 192)])
+def test_4_bit_weights_take_what_bitsandbytes_says(shape: tuple[int, int], double: bool) -> None:
+    import torch
+    from bitsandbytes.functional import quantize_4bit
+
+    packed, state = quantize_4bit(torch.randn(shape), quant_type="nf4", compress_statistics=double)
+    tensors = [packed, state.absmax, state.code]
+    tensors += [state.state2.absmax, state.state2.code, state.offset] if double else []
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    assert memory.quantized_tensors(*shape, "4bit-double" if double else "4bit") == sizes
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_loaded_model_has_the_planned_bytes(workspace: Any, quantization: str | None) -> None:
+    model, *_ = _plan.on_meta(str(workspace.checkpoint))
+    blueprint = planned(model, quantization)
+    loaded = workspace.load(quantization)
+    assert stored(blueprint) == held(loaded)
+    seen = memory.describe(loaded)
+    assert seen.quantization == quantization
+    assert [block.stored for block in seen.blocks] == [block.stored for block in blueprint.blocks]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_unquantized_variant_has_the_bytes_of_its_tensors(variant: str) -> None:
+    model = on_meta(variant)
+    blueprint = planned(model, None)
+    assert stored(blueprint) == held(model)
+    assert all(block.plain == block.stored for block in blueprint.blocks)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS[1:])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_transformers_replaces_is_what_is_planned(variant: str, quantization: str) -> None:
+    import torch
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    model = _plan.on_meta(variant)[0]
+    expected = planned(model, quantization)
+    skip = _plan.skip_modules(model)
+    torch.set_default_dtype(torch.bfloat16)  # as while transformers builds a model: new biases have it
+    try:
+        replace_with_bnb_linear(model, skip, tiny.quantization_config(quantization))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    seen = memory.describe(model)
+    assert [block.stored for block in seen.blocks] == [block.stored for block in expected.blocks]
+    assert seen.quantization == quantization
+    kinds = ("Linear4bit", "Linear8bitLt")
+    total = sum(
+        sum(memory.quantized_tensors(module.out_features, module.in_features, quantization))
+        for module in model.modules()
+        if type(module).__name__ in kinds
+    )
+    others = {
+        id(tensor): tensor.numel() * tensor.element_size()
+        for module in model.modules()
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        if type(module).__name__ not in kinds or name not in ("weight", "SCB")
+    }
+    assert stored(expected) == total + sum(others.values())
+
+
+@pytest.mark.parametrize(
+    "variant, billions", [("E2B", 5.10), ("E4B", 7.94), ("12B", 11.96), ("26B-A4B", 25.81), ("31B", 31.27)]
+)
+def test_variants_have_the_parameters_of_the_released_models(variant: str, billions: float) -> None:
+    if variant not in VARIANTS:
+        pytest.skip("this transformers has no gemma4_unified")
+    count = sum(parameter.numel() for parameter in on_meta(variant).parameters())
+    # Before 5.6 the layers that share keys and values still had projections of their own.
+    assert count / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_map_names_every_tensor_of_the_real_class_once(variant: str) -> None:
+    from accelerate.utils import check_device_map
+
+    model = on_meta(variant)
+    least = layout.smallest_budget(planned(model, "4bit"), Load(context=1024))
+    plan = gemma4_compat.plan_device_map(variant, least, context=1024)
+    check_device_map(model, plan.device_map)
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    for name in names:
+        owners = [key for key in plan.device_map if name == key or name.startswith(f"{key}.")]
+        assert len(owners) == 1, name
+
+
+@pytest.mark.parametrize("variant, gib", [("E2B", 1.2), ("E4B", 1.6)])
+def test_the_small_models_go_down_to_what_was_sketched(variant: str, gib: float) -> None:
+    plan = gemma4_compat.plan_device_map(variant, f"{gib}GiB", context=512)
+    assert len(plan.paged) > 0
+    assert plan.use[0].peak <= gib * (1 << 30)
+
+
+def test_other_classes_have_their_own_names(workspace: Any) -> None:
+    import torch
+    from transformers import Gemma4ForCausalLM
+
+    with torch.device("meta"):
+        model = Gemma4ForCausalLM(tiny.config().text_config)
+    plan = gemma4_compat.plan_device_map(model, "1GiB")
+    assert {"lm_head", "model.embed_tokens", "model.layers.0", "model.norm"} <= plan.device_map.keys()
+    assert plan.model_class == "Gemma4ForCausalLM"
+
+
+@pytest.mark.skipif(not HAS_UNIFIED, reason="this transformers has no gemma4_unified")
+def test_the_12b_has_no_towers_and_no_table() -> None:
+    plan = gemma4_compat.plan_device_map("12B", "4GiB", context=1024)
+    assert plan.model_class == "Gemma4UnifiedForConditionalGeneration"
+    assert plan.device_map["model.embed_vision"] == plan.device_map["model.embed_audio"] == "cpu"
+    assert not any("tower" in key or "per_layer" in key for key in plan.device_map)
+
+
+# ----------------------------------------------------------------------------------------------------------- KV cache
+
+
+def storages(cache: Any) -> int:
+    """Bytes of the distinct storages of a cache's keys and values."""
+    found = {}
+    for layer in cache.layers:
+        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
+            if tensor is not None and tensor.numel():
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("context", [3, 7, 8, 9, 40])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("window", [8, 32])
+def test_the_cache_holds_what_is_planned(context: int, batch: int, window: int) -> None:
+    import torch
+    from transformers import DynamicCache, Gemma4ForCausalLM
+    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+
+    shape = {**tiny.text_shape(), "sliding_window": window, "head_dim": 128, "global_head_dim": 256}
+    torch.manual_seed(0)
+    config = Gemma4TextConfig(**shape, vocab_size_per_layer_input=tiny.VOCABULARY, hidden_size_per_layer_input=64)
+    model = Gemma4ForCausalLM(config).to(torch.bfloat16).eval()
+    blueprint = memory.describe(model)
+    cache = DynamicCache(config=model.config)
+    ids = torch.randint(3, 240, (batch, context))
+    load = Load(context=context, batch=batch)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        assert storages(cache) == cached(blueprint, load, prefill=True)
+        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    assert storages(cache) == cached(blueprint, Load(context=context + 1, batch=batch), prefill=False)
+
+
+def cached(blueprint: memory.Blueprint, load: Load, *, prefill: bool) -> int:
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patched:
+        patched.setattr(memory, "rounded", lambda nbytes: nbytes)  # storages are not rounded on the CPU
+        return sum(memory.kv_cache(block, load, 2, prefill=prefill) for block in blueprint.layers)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_large_variants_hold_keys_and_values_both(variant: str) -> None:
+    """``attention_k_eq_v`` saves a projection, not cache."""
+    blueprint = planned(on_meta(variant), None)
+    full = [block.attention for block in blueprint.layers if block.attention and block.attention.window is None]
+    config = on_meta(variant).config.get_text_config()
+    if getattr(config, "attention_k_eq_v", False):
+        assert {attention.kv_width for attention in full} == {512 * {"12B": 1, "26B-A4B": 2, "31B": 4}[variant]}
+    assert all(attention.head_dim == 512 for attention in full)
+    assert sum(block.attention.shared for block in blueprint.layers if block.attention) == config.num_kv_shared_layers
+
+
+# -------------------------------------------------------------------------------------------------------- temporaries
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict[str, int]]:
+    """``peak``: the most bytes that storages made inside were alive at once. Counts on meta as well."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counts = {"now": 0, "peak": 0}
+    alive: set[int] = set()
+
+    def gone(key: int, nbytes: int) -> None:
+        alive.discard(key)
+        counts["now"] -= nbytes
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            before = {
+                item.untyped_storage()._cdata
+                for item in torch.utils._pytree.tree_leaves((args, kwargs))
+                if isinstance(item, torch.Tensor)
+            }
+            out = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(out):
+                if isinstance(tensor, torch.Tensor):
+                    storage = tensor.untyped_storage()
+                    key = storage._cdata
+                    if key not in alive and key not in before:
+                        alive.add(key)
+                        counts["now"] += storage.nbytes()
+                        weakref.finalize(storage, gone, key, storage.nbytes())
+            counts["peak"] = max(counts["peak"], counts["now"])
+            return out
+
+    gc.collect()
+    with Watch():
+        yield counts
+
+
+@pytest.mark.parametrize("tokens", [512, 2048])
+@pytest.mark.parametrize("variant", ["E2B", "E4B"])
+def test_temporaries_of_a_prefill_are_as_measured(variant: str, tokens: int) -> None:
+    """To 6 %. The real model in bf16 on meta, with eager attention, whose scores are tensors like others."""
+    import torch
+    from transformers import Gemma4ForCausalLM
+
+    config = variants.config(variant).text_config
+    with torch.device("meta"):
+        model = Gemma4ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+    blueprint = planned(model, None)
+    load = Load(context=tokens, attention="eager")
+    text = model.model
+    options = {"logits_to_keep": 1} if blueprint.one_query else {}
+    with torch.no_grad(), watched() as counts:
+        # As the whole model does it, which looks for image tokens first: meta cannot.
+        embedded = text.embed_tokens(ids)
+        rows = text.get_per_layer_inputs(ids, embedded)
+        text(inputs_embeds=embedded, per_layer_inputs=rows, use_cache=True, **options)
+    expected = memory.activations(blueprint, blueprint.layers, load, prefill=True, head=True)
+    assert expected == pytest.approx(counts["peak"], rel=0.06)
+
+
+@pytest.mark.parametrize("variant", ["E2B", "31B"])
+def test_temporaries_of_the_vision_tower_are_as_measured(variant: str) -> None:
+    """To 6 %, eager: its encoder on meta, with as many patches as an image has at most."""
+    import torch
+
+    model, *_ = _plan.on_meta(variant)
+    blueprint = planned(model, None)
+    tower = model.model.vision_tower
+    tower.config._attn_implementation = "eager"
+    count = memory.COSTS.image_tokens * blueprint.patches
+    hidden = torch.zeros(1, count, tower.config.hidden_size, dtype=torch.bfloat16, device="meta")
+    positions = torch.zeros(1, count, 2, dtype=torch.long, device="meta")
+    with torch.no_grad(), watched() as counts:
+        tower.encoder(inputs_embeds=hidden, attention_mask=None, pixel_position_ids=positions)
+    expected = memory.tower_activations(blueprint, Load(vision=True, attention="eager"))
+    assert expected == pytest.approx(counts["peak"], rel=0.06)
+
+
+def test_temporaries_of_the_audio_tower_are_as_measured() -> None:
+    import torch
+
+    model, *_ = _plan.on_meta("E2B")
+    frames = torch.zeros(1, memory.COSTS.audio_frames, 128, dtype=torch.bfloat16, device="meta")
+    mask = torch.ones(frames.shape[:2], dtype=torch.bool, device="meta")
+    with torch.no_grad(), watched() as counts:
+        model.model.audio_tower(frames, mask)
+    expected = memory.tower_activations(planned(model, None), Load(audio=True))
+    assert expected == pytest.approx(counts["peak"], rel=0.06)
+
+
+# ------------------------------------------------------------------------------------------------------------- adapter
+
+
+@pytest.mark.parametrize("targets", ["language", "towers", "all"])
+def test_an_adapter_takes_what_peft_loads(workspace: Any, targets: str) -> None:
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(workspace.load(None), workspace.adapter(targets))
+    weights = [tensor for name, tensor in model.named_parameters() if "lora_" in name]
+    expected = sum(memory.rounded(tensor.numel() * tensor.element_size()) for tensor in weights)
+    sizes = memory.adapter_sizes(workspace.adapter(targets))
+    assert sum(sizes.values()) == expected
+    plan = gemma4_compat.plan_device_map(
+        str(workspace.checkpoint), "1GiB", quantize=None, adapter=workspace.adapter(targets), context=64
+    )
+    assert plan.use[0].adapter == expected
+
+
+def test_an_adapter_of_another_model_is_refused(workspace: Any) -> None:
+    with pytest.raises(Gemma4CompatError, match="was made for another model"):
+        memory.describe(on_meta("E2B"), adapter={"model.layers.77.mlp.up_proj": 8})
+
+
+def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Gemma4CompatError, match="is no saved adapter"):
+        gemma4_compat.plan_device_map("E2B", "8GiB", adapter=tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------- its own code
+
+
+@pytest.mark.parametrize("tower", [False, True], ids=["towers stay", "towers leave"])
+def test_the_code_loads_the_model_and_it_answers_as_on_one_device(
+    workspace: Any, one_device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tower: bool
+) -> None:
+    """A CPU host: the main device is the cpu, and what leaves goes to the disk."""
+    monkeypatch.chdir(tmp_path)
+    built = _plan.on_meta(str(workspace.checkpoint))[0]
+    blueprint = memory.describe(built)
+    budget = layout.smallest_budget(blueprint, Load(context=64)) if tower else 1 << 40
+    plan = gemma4_compat.plan_device_map(str(workspace.checkpoint), {"cpu": budget}, context=64, quantize=None, cpu=0)
+    assert ("disk" in plan.device_map.values()) is tower
+    names = run(plan)
+    if tower:
+        assert names["model"].hf_device_map == plan.device_map
+    assert not names["model"].training
+    assert_same(workspace.answers(names["model"]), one_device(None, None))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_the_code_loads_each_quantization_and_the_adapter(
+    workspace: Any, one_device: Any, quantization: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapter = workspace.adapter("language")
+    plan = gemma4_compat.plan_device_map(
+        str(workspace.checkpoint), {"cpu": 1 << 40}, context=64, quantize=quantization, adapter=adapter
+    )
+    model = run(plan)["model"]
+    assert type(model).__name__.startswith("Peft")
+    expected = one_device(quantization, "language")
+    assert_same(workspace.answers(model), expected)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS[1:])
+def test_the_code_loads_offloaded_layers_quantized(
+    workspace: Any, one_device: Any, quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _plan.on_meta(str(workspace.checkpoint))[0]
+    budget = layout.smallest_budget(planned(names, quantization), Load(context=64))
+    plan = gemma4_compat.plan_device_map(
+        str(workspace.checkpoint), {"cpu": budget}, context=64, quantize=quantization, cpu=0
+    )
+    assert plan.paged
+    assert plan.quantize_offloaded
+    assert_same(workspace.answers(run(plan)["model"]), one_device(quantization, None))
+
+
+def test_code_for_offloaded_4_bit_layers_says_so(workspace: Any) -> None:
+    plan = gemma4_compat.plan_device_map("E2B", "2GiB", context=1024)
+    assert plan.quantize_offloaded
+    assert "with gemma4_compat.quantize_offloaded():" in plan.code
+    assert "llm_int8_enable_fp32_cpu_offload=True" in plan.code
+    compile(plan.code, "plan", "exec")
+    whole = gemma4_compat.plan_device_map("E2B", "80GiB", context=1024)
+    assert "quantize_offloaded" not in whole.code
+    assert "cpu_offload" not in whole.code
+
+
+def run(plan: _plan.Plan) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(compile(plan.code, "plan", "exec"), names)
+    return names
+
+
+def assert_same(answers: Any, expected: Any) -> None:
+    assert difference(expected, answers) == 0
+
+
+# ------------------------------------------------------------------------------------------------ models, bad and good
+
+
+def test_a_checkpoint_that_is_quantized_already_stays_as_it_is(workspace: Any, tmp_path: Path) -> None:
+    config = json.loads((Path(workspace.checkpoint) / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_use_double_quant": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert gemma4_compat.plan_device_map(str(tmp_path), "1GiB", quantize="8bit").quantization == "4bit-double"
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Gemma4CompatError, match="quantized with 'gptq'"):
+        gemma4_compat.plan_device_map(str(tmp_path), "1GiB")
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        ("E3B", r"'E3B' is no folder, no variant \(E2B, .* hf download E3B"),
+        ("nobody/nothing", "no model in the cache of the hub"),
+    ],
+)
+def test_an_unknown_model_is_refused_with_the_remedy(model: str, message: str) -> None:
+    with pytest.raises(Gemma4CompatError, match=message):
+        gemma4_compat.plan_device_map(model, "8GiB")
+
+
+def test_a_folder_without_a_configuration_and_another_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Gemma4CompatError, match=r"no config\.json"):
+        gemma4_compat.plan_device_map(str(tmp_path), "8GiB")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(Gemma4CompatError, match="is a llama model"):
+        gemma4_compat.plan_device_map(str(tmp_path), "8GiB")
+
+
+def test_an_id_that_is_not_cached_is_planned_as_its_variant() -> None:
+    plan = gemma4_compat.plan_device_map("google/gemma-4-E2B-it", "80GiB")
+    assert "not in the cache" in plan.assumed
+    assert '"google/gemma-4-E2B-it"' in plan.code
+
+
+@pytest.mark.skipif(HAS_UNIFIED, reason="this transformers has gemma4_unified")
+def test_the_12b_is_refused_where_transformers_has_it_not() -> None:
+    with pytest.raises(Gemma4CompatError, match=r"install 5\.10 or newer"):
+        gemma4_compat.plan_device_map("12B", "8GiB")
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def says(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, ["plan", *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_command_prints_the_report() -> None:
+    text = says("E2B", "--vram", "1.4GiB", "--context", "1024").stdout
+    for part in ("gpu 0  [", "of 1.40 GiB", "Expected peaks:", "Longest context", "Assumed: ", "layers are paged"):
+        assert part in text
+    assert text.count("import gemma4_compat") == 1
+
+
+def test_the_command_as_json() -> None:
+    data = json.loads(says("E2B", "--vram", "2GiB", "--context", "1024", "--json").stdout)
+    plan = gemma4_compat.plan_device_map("E2B", "2GiB", context=1024)
+    assert data == {"gemma4_compat": gemma4_compat.__version__, **json.loads(json.dumps(plan.as_data()))}
+    assert all(isinstance(value, int) for value in data["use"]["0"].values())
+    assert data["device_map"] == plan.device_map
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["E2B", "--vram", "8 apples"], "'8 apples' is no size"),
+        (["E2B", "--vram", "100MB"], "does not fit into 95 MiB"),
+        (["E2B", "--vram", "8GiB", "--quantize", "3bit"], "quantization '3bit' is unknown"),
+        (["E2B", "--vram", "8GiB", "--context", "0"], "context is 0"),
+        (["nowhere", "--vram", "8GiB"], "'nowhere' is no folder"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], message: str) -> None:
+    result = says(*arguments, code=2)
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_two_accelerators() -> None:
+    data = json.loads(says("E4B", "--vram", "4GiB", "--vram", "8GiB", "--context", "1024", "--json").stdout)
+    assert {0, 1} <= set(data["device_map"].values())
+    assert data["paged"] == []

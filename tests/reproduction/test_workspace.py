@@ -1,0 +1,57 @@
+"""What reproductions share: folders that are made once, whole, and not taken for each other."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gemma4_compat._reproduction.workspace import Workspace
+
+
+def checkpoint(folder: Path, layers: int = 6) -> None:
+    (folder / "first").write_text(str(layers))
+    time.sleep(0.05)
+    (folder / "last").write_text(str(layers))
+
+
+def text_checkpoint(folder: Path) -> None:
+    (folder / "first").write_text("text")
+
+
+def broken(folder: Path) -> None:
+    (folder / "first").write_text("half")
+    raise OSError("disk full")
+
+
+def test_what_is_made_is_made_once(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    folder = workspace.made(checkpoint, layers=12)
+    (folder / "last").write_text("used")
+    assert workspace.made(checkpoint, layers=12) == folder
+    assert (folder / "last").read_text() == "used"
+
+
+def test_another_builder_or_option_makes_another_folder(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    folders = [workspace.made(checkpoint), workspace.made(checkpoint, layers=12), workspace.made(text_checkpoint)]
+    assert [(folder / "first").read_text() for folder in folders] == ["6", "12", "text"]
+
+
+def test_who_asks_meanwhile_gets_it_complete(tmp_path: Path) -> None:
+    def ask(_: int) -> list[str]:
+        folder = Workspace(tmp_path).made(checkpoint)
+        return sorted(entry.name for entry in folder.iterdir())
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [["first", "last"]] * 8
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_what_could_not_be_made_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="disk full"):
+        Workspace(tmp_path).made(broken)
+    assert not (tmp_path / "broken").exists()
+    assert (Workspace(tmp_path).made(text_checkpoint) / "first").is_file()
