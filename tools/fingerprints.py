@@ -1,57 +1,173 @@
-"""Print the fingerprints of every patch's targets in the libraries of this environment, as JSON.
+"""The measured data of the patches: gemma4_compat/patches/measured.py, which this writes and nobody edits.
 
-python tools/fingerprints.py            {"<target>": {"<fingerprint>": "<release>"}, ...} for what is installed here
-python tools/fingerprints.py A.json ... the union of such files, as the ``known`` mappings the patch files hold
+python tools/fingerprints.py                 the fingerprints of all targets in this environment's libraries, as JSON
+python tools/fingerprints.py --write [FILE]  into the data: this environment's, or those in such files; new releases too
+python tools/fingerprints.py --check         exit 1 when the data is not what this environment's libraries say
 
-Run the first form once in each release a patch claims (`nox -s matrix` has the cells); paste what the second prints.
+After a patch was added or removed, `--write` brings the data up to date with the patch files. What the data lacks then
+are the other releases of that library: `nox -s fingerprints -- LIBRARY` measures all of them, a few seconds each.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
+
+from packaging.version import Version  # noqa: E402
+
+import gemma4_compat  # noqa: E402
+from gemma4_compat._engine import changes, versions  # noqa: E402
+from gemma4_compat._engine.fingerprint import fingerprint  # noqa: E402
+from gemma4_compat._engine.patch import Patch, Target  # noqa: E402
+from gemma4_compat.patches import measured  # noqa: E402
+
+DATA = ROOT / "gemma4_compat" / "patches" / "measured.py"
+HEAD = '''"""Releases that were measured, and the fingerprints of the code that patches replace in them.
+
+Written by ``python tools/fingerprints.py --write``; do not edit. ``RELEASES`` is ordered. ``MODULES`` has the modules of
+each patch's targets, so that its file is imported only when one of them is. ``KNOWN`` is target -> fingerprint ->
+releases.
+"""
+
+from __future__ import annotations
+
+# fmt: off
+'''
+
+Found = dict[str, dict[str, str]]  # release of a distribution ("peft 0.21.2") -> target -> fingerprint
 
 
-def here() -> dict[str, dict[str, str]]:
-    os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
-    import gemma4_compat
-    from gemma4_compat._engine import changes
-    from gemma4_compat._engine import versions as _versions
-    from gemma4_compat._engine.fingerprint import fingerprint
-
-    found: dict[str, dict[str, str]] = {}
+def here() -> Found:
+    """What the libraries of this environment hold."""
+    found: Found = {}
     for patch in gemma4_compat.patches():
-        version = _versions.installed(patch.distribution)
+        release = f"{patch.distribution} {versions.installed(patch.distribution)}"
         for target in patch.targets:
             try:
-                importlib.import_module(target.module)
-                owner, name = changes.resolve_owner(target.module, target.name)
-                code = fingerprint(changes.raw_slot(owner, name))
+                code = of(target)
             except (ImportError, AttributeError, KeyError) as error:
-                print(f"{patch.distribution} {version}: {target}: {error}", file=sys.stderr)
+                print(f"{release}: {target}: {error}", file=sys.stderr)
                 continue
-            found.setdefault(str(target), {})[code] = str(version)
+            found.setdefault(release, {})[str(target)] = code
     return found
 
 
-def union(files: list[Path]) -> dict[str, dict[str, list[str]]]:
-    from packaging.version import Version
+def of(target: Target) -> str:
+    importlib.import_module(target.module)
+    owner, name = changes.resolve_owner(target.module, target.name)
+    return fingerprint(changes.raw_slot(owner, name))
 
-    merged: dict[str, dict[str, set[str]]] = {}
-    for file in files:
-        for target, codes in json.loads(file.read_text(encoding="utf-8")).items():
-            for code, version in codes.items():
-                merged.setdefault(target, {}).setdefault(code, set()).add(version)
-    return {
-        target: {code: sorted(versions, key=Version) for code, versions in codes.items()}
-        for target, codes in sorted(merged.items())
-    }
+
+def known() -> Found:
+    """What the data holds, in the form of :func:`here`."""
+    found: Found = {}
+    for target, codes in measured.KNOWN.items():
+        name = target.partition(".")[0]
+        for code, spans in codes.items():
+            for release in versions.in_spans(spans, measured.RELEASES[name]):
+                found.setdefault(f"{name} {release}", {})[target] = code
+    return found
+
+
+def differences(found: Found, data: Found) -> list[str]:
+    """What the data says otherwise than ``found``, for the releases in ``found``; a line each."""
+    lines = []
+    for release, codes in found.items():
+        if release.split()[1] not in measured.RELEASES[release.split()[0]]:
+            lines.append(f"{release} is not among the measured releases")
+            continue
+        held = data.get(release, {})
+        for target in sorted(codes.keys() | held.keys()):
+            if codes.get(target) != held.get(target):
+                lines.append(f"{release}: {target} is {codes.get(target)}, in the data {held.get(target)}")
+    return lines
+
+
+def merged(data: Found, found: Iterable[Found]) -> Found:
+    """``data`` with what was ``found``; a release that was measured again replaces what was known of it."""
+    result = dict(data)
+    for item in found:
+        result |= item
+    return result
+
+
+def text(data: Found, patches: Iterable[Patch]) -> str:
+    """The data file."""
+    patches = tuple(patches)
+    names = sorted({patch.distribution for patch in patches})
+    targets = {str(target) for patch in patches for target in patch.targets}
+    releases: dict[str, list[str]] = {name: list(measured.RELEASES.get(name, ())) for name in names}
+    for release in data:
+        name, number = release.split()
+        if name in releases and number not in releases[name]:
+            releases[name].append(number)
+    ordered = {name: sorted(numbers, key=Version) for name, numbers in releases.items()}
+    codes: dict[str, dict[str, list[str]]] = {}
+    for release, held in data.items():
+        name, number = release.split()
+        for target, code in held.items():
+            if target in targets:
+                codes.setdefault(target, {}).setdefault(code, []).append(number)
+    lines = [HEAD + "RELEASES: dict[str, tuple[str, ...]] = {"]
+    lines += [f"    {_quoted(name)}: {_tuple(numbers)}," for name, numbers in ordered.items()]
+    lines += ["}", "", "MODULES: dict[str, tuple[str, ...]] = {"]
+    for patch in sorted(patches, key=lambda patch: patch.id):
+        modules = dict.fromkeys(target.module for target in patch.targets)
+        lines += [f"    {_quoted(patch.id)}: {_tuple(modules)},"]
+    lines += ["}", "", "KNOWN: dict[str, dict[str, str]] = {"]
+    for target in sorted(codes):
+        order = ordered[target.partition(".")[0]]
+        spans = {code: versions.span_text(numbers, order) for code, numbers in codes[target].items()}
+        first = sorted(spans, key=lambda code: order.index(spans[code].split(", ")[0].split(" - ")[0]))
+        held = ", ".join(f"{_quoted(code)}: {_quoted(spans[code])}" for code in first)
+        lines += [f"    {_quoted(target)}: {{{held}}},"]
+    return "\n".join([*lines, "}", ""])
+
+
+def _quoted(value: str) -> str:
+    return json.dumps(value)
+
+
+def _tuple(values: Iterable[str]) -> str:
+    quoted = [_quoted(value) for value in values]
+    return "(" + ", ".join(quoted) + ("," if len(quoted) == 1 else "") + ")"
+
+
+def write(found: Iterable[Found]) -> list[str]:
+    """Bring the data file up to date. Returns what is new, a line each."""
+    before, data = known(), merged(known(), found)
+    DATA.write_text(text(data, gemma4_compat.patches()), encoding="utf-8")
+    return differences(data, before)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", nargs="*", type=Path, metavar="FILE")
+    what.add_argument("--check", action="store_true")
+    options = parser.parse_args(argv)
+    if options.check:
+        lines = differences(here(), known())
+        print("\n".join(lines) or "the data is what this environment's libraries say")
+        return 1 if lines else 0
+    if options.write is not None:
+        files: list[Mapping[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in options.write]
+        print("\n".join(write([dict(file) for file in files] or [here()])) or "nothing new")
+        return 0
+    json.dump(here(), sys.stdout, indent=2)
+    print()
+    return 0
 
 
 if __name__ == "__main__":
-    arguments = [Path(name) for name in sys.argv[1:]]
-    json.dump(union(arguments) if arguments else here(), sys.stdout, indent=2)
-    print()
+    sys.exit(main())

@@ -37,8 +37,7 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
     except LackingError as error:
         result = dataclasses.asdict(Outcome(False, str(error), applicable=False))
     except Exception as error:  # the user's crash is the result here
-        message = " ".join(str(error).split())
-        result = dataclasses.asdict(Outcome(True, f"{type(error).__name__}: {message}"))
+        result = dataclasses.asdict(Outcome.of_error(error))
     result["seconds"] = round(time.perf_counter() - started, 2)
     status = _shim.engine.status()[patch_id]
     result["state"], result["reason"], result["detection"] = status.state, status.reason, status.detection

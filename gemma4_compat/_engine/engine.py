@@ -4,7 +4,8 @@ Rules:
 
 1. The version says *may*, the loaded code says *is*; both are needed. Below the oldest supported release the version
    says no; beyond the newest measured one only code that has not changed since says yes.
-2. ``applied`` is set after the last edit. A failed patch leaves no trace and never breaks the user's import.
+2. ``applied`` is set after the last edit. A failed patch leaves no trace and never breaks the user's import; one whose
+   file cannot be imported is a failed patch.
 3. Nothing is imported under the lock: it is taken inside import hooks, and waiting there for a module that another
    thread is importing would be a deadlock. Nothing upstream is imported at all.
 """
@@ -12,98 +13,70 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import sys
+import dataclasses
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any, TypeVar
 
-from gemma4_compat._engine import changes as _changes
-from gemma4_compat._engine import hooks
-from gemma4_compat._engine import settings as _settings
-from gemma4_compat._engine import versions as _versions
-from gemma4_compat._engine.fingerprint import fingerprint
-from gemma4_compat._engine.patch import Detection, Patch, PatchState, PatchStatus
+from gemma4_compat._engine import detection, hooks, settings, versions
+from gemma4_compat._engine.changes import ChangeSet, restore
+from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
+from gemma4_compat._engine.record import Record
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 
 _T = TypeVar("_T")
 ISSUES = "https://github.com/gemma4-compat/gemma4-compat/issues"
 
 
-class _Record:
-    """One patch in this process."""
-
-    def __init__(self, patch: Patch) -> None:
-        self.patch = patch
-        self.changes: _changes.ChangeSet | None = None
-        self.warned = False
-        self.again = False  # decide again when a module of it is imported (again), whatever was decided before
-        self.enter(PatchState.REGISTERED, "known, not armed yet; gemma4_compat.install() arms it")
-
-    def enter(
-        self,
-        state: PatchState,
-        reason: str,
-        *,
-        versions: Mapping[str, str] | None = None,
-        late: bool = False,
-        detection: Detection | None = None,
-    ) -> None:
-        self.status = PatchStatus(
-            id=self.patch.id,
-            state=state,
-            reason=reason,
-            versions=MappingProxyType(dict(versions or {})),
-            late=late,
-            detection=detection,
-            at=time.time(),
-        )
-
-
 class Engine:
     """The patches of one process. Every public method may be called from any thread, any number of times.
 
     Args:
-        patches: what it applies, in this order.
+        patches: what it applies, in this order. The file of a late one is imported when a module of it is.
         oldest: the oldest supported release, by distribution; nothing is applied to, or together with, older ones.
     """
 
-    def __init__(self, patches: Iterable[Patch], oldest: Mapping[str, str] = _versions.OLDEST) -> None:
+    def __init__(self, patches: Iterable[Patch | LatePatch], oldest: Mapping[str, str] = versions.OLDEST) -> None:
         self._lock = threading.RLock()
-        self._records = {patch.id: _Record(patch) for patch in patches}
+        self._records = {patch.id: Record(patch) for patch in patches}
         self._oldest = oldest
         self._metadata: dict[tuple[Callable[[str], Any], str], Any] = {}  # what was read while the lock was held
-        self._settings = _settings.Settings()
+        self._settings = settings.Settings()
         self._hooked: set[str] = set()  # modules that have a hook; hooks cannot be taken back, so one is enough
         self._imported: set[str] = set()  # modules whose hook has fired
         self._two_copies: set[str] = set()  # distributions already warned about
         self._too_old: set[str] = set()  # the same
 
     def patches(self) -> tuple[Patch, ...]:
-        """All patches, in the order in which they are applied."""
-        return tuple(record.patch for record in self._records.values())
+        """All patches, in the order in which they are applied, but for those whose file cannot be imported."""
+        self._load(self._records.values())
+        return tuple(record.patch for record in self._records.values() if record.is_loaded)
 
     def install(self) -> None:
         """Arm every patch that is not applied. What is imported already is patched at once, the rest on import."""
-        settings = _settings.read(self._records)
+        read = settings.read(self._records)
         with self._locked():
-            self._settings = settings
+            self._settings = read
             for record in self._records.values():
                 if record.status.state is not PatchState.APPLIED:
-                    record.enter(PatchState.PENDING, _waiting(record.patch, self._imported))
-            modules = [target.module for record in self._records.values() for target in record.patch.targets]
-            fresh = [name for name in dict.fromkeys(modules) if name not in self._hooked]
+                    record.broken = None
+                    record.enter(PatchState.PENDING, "waiting for the import of its library")
+            modules = dict.fromkeys(name for record in self._records.values() for name in sorted(record.modules))
+            fresh = [name for name in modules if name not in self._hooked]
             self._hooked.update(fresh)
         # Outside the lock: a module that another thread finishes importing now fires its hook, which takes the lock.
         for name in fresh:
             hooks.when_imported(name, self._on_import)
         hooks.sweep()
+        there = {name for name in modules if name in self._imported or hooks.is_imported(name)}
+        self._load(record for record in self._records.values() if record.modules & there)
         self._apply_ready(late=True)
 
     def status(self) -> dict[str, PatchStatus]:
         """Where every patch is, by id. For patches still waiting, decided from the releases installed now."""
+        self._load(self._records.values())
         hooks.sweep()
         self._apply_ready(late=True)  # a hook registered while its module was being searched for is never called
         self._fail_hopeless()
@@ -116,18 +89,19 @@ class Engine:
         Raises:
             Gemma4CompatError: no patch has that id.
         """
+        if patch_id is not None and patch_id not in self._records:
+            raise Gemma4CompatError(settings.unknown_id(patch_id, self._records))
+        self._load(record for record in self._records.values() if patch_id in (None, record.id))
         with self._locked():
-            if patch_id is not None and patch_id not in self._records:
-                raise Gemma4CompatError(_settings.unknown_id(patch_id, self._records))
             elsewhere: list[tuple[FunctionType, Any]] = []
             try:
                 for record in reversed(list(self._records.values())):
                     if patch_id is None:
                         self._revert(record, elsewhere)
-                    elif patch_id == record.patch.id:
+                    elif patch_id == record.id:
                         self._revert(record)
             finally:
-                _changes.restore(elsewhere)
+                restore(elsewhere)
         return self.status()
 
     # ------------------------------------------------------------------------------------------------------ decisions
@@ -146,30 +120,54 @@ class Engine:
         value: _T = self._metadata[key]
         return value
 
+    def _load(self, records: Iterable[Record]) -> None:
+        """Import the files of these patches. Not under the lock."""
+        wanted = list(records)
+        for record in wanted:
+            record.load()
+        with self._locked():
+            for record in wanted:
+                if record.broken is not None and record.status.state is PatchState.PENDING:
+                    disabled = record.id in self._settings.disabled
+                    state = PatchState.SKIPPED if disabled else PatchState.FAILED
+                    record.enter(state, "disabled by GEMMA4_COMPAT_DISABLE" if disabled else record.broken)
+                    if not disabled:
+                        self._report_failure(record)
+
     def _on_import(self, name: str) -> None:
         self._imported.add(name)
+        self._load(record for record in self._records.values() if name in record.modules)
         with self._locked():
             for record in self._records.values():
-                optional = name not in record.patch.modules and name in {t.module for t in record.patch.targets}
-                if optional and record.changes is not None:  # decide again, with this module
+                if record.changes is None or name not in record.modules:
+                    continue
+                groups = record.patch.groups
+                if not any(name in groups[group] for group in record.groups):  # decide again, with this module
                     with self._uncovered(record):
                         record.changes.undo()
                         record.changes = None
-                    self._decide(record, late=record.status.late)
+                    self._decide(record, self._ready(record.patch), late=record.status.late)
         self._apply_ready(late=False, trigger=name)
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
         """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""
         with self._locked():
             for record in self._records.values():
-                modules = record.patch.modules
                 waits = (record.again and trigger) or record.status.state is PatchState.PENDING
-                if not waits or (trigger and trigger not in modules):
+                if not waits or not record.is_loaded or (trigger and trigger not in record.patch.modules):
                     continue
-                if all(name in self._imported or hooks.is_imported(name) for name in modules):
-                    self._decide(record, late=late)
+                if ready := self._ready(record.patch):
+                    self._decide(record, ready, late=late)
                 else:
-                    record.enter(PatchState.PENDING, _waiting(record.patch, self._imported))
+                    record.enter(PatchState.PENDING, detection.waiting(record.patch, self._imported))
+
+    def _ready(self, patch: Patch) -> frozenset[str]:
+        """The groups of targets whose modules are all there."""
+        return frozenset(
+            group
+            for group, modules in patch.groups.items()
+            if all(name in self._imported or hooks.is_imported(name) for name in modules)
+        )
 
     def _fail_hopeless(self) -> None:
         """Patches that wait for a module which the loaded release does not have: say so, instead of waiting on.
@@ -177,93 +175,101 @@ class Engine:
         Looked for where somebody asks, and not in import hooks, where a search of the disk costs too much.
         """
         with self._locked():
-            waiting = [record for record in self._records.values() if record.status.state is PatchState.PENDING]
+            waiting = [
+                record
+                for record in self._records.values()
+                if record.is_loaded and record.status.state is PatchState.PENDING
+            ]
         absent = {
             name for name in {name for record in waiting for name in record.patch.modules} if hooks.is_absent(name)
         }
         with self._locked():
             for record in waiting if absent else ():
                 patch = record.patch
-                gone = [name for name in patch.modules if name in absent and not hooks.is_imported(name)]
-                state, _, versions = self._gate(patch)
-                if gone and record.status.state is state is PatchState.PENDING:
-                    version = f"{patch.distribution} {versions[patch.distribution]}"
-                    reason = _unknown(patch, versions, f"module {gone[0]} does not exist in {version}")
-                    record.enter(PatchState.FAILED, reason, versions=versions, detection=Detection.UNKNOWN)
+                gone = [
+                    next((name for name in modules if name in absent and not hooks.is_imported(name)), None)
+                    for modules in patch.groups.values()
+                ]
+                state, _, releases = self._gate(patch)
+                if None not in gone and record.status.state is state is PatchState.PENDING:
+                    version = f"{patch.distribution} {releases[patch.distribution]}"
+                    reason = detection.explained(patch, releases, f"module {gone[0]} does not exist in {version}")
+                    record.enter(PatchState.FAILED, reason, versions=releases, detection=Detection.UNKNOWN)
                     record.again = True  # should it be made after all
                     self._report_failure(record)
 
-    def _decide(self, record: _Record, *, late: bool) -> None:
+    def _decide(self, record: Record, ready: frozenset[str], *, late: bool) -> None:
         patch = record.patch
         record.again = False
-        detection = None
-        state, reason, versions = self._gate(patch)
+        found = None
+        state, reason, releases = self._gate(patch)
         if state is PatchState.PENDING:
-            changes = _changes.ChangeSet(patch.id)
+            edits = ChangeSet(patch.id)
             try:
                 self._check_loaded(patch)
-                detection, reason = _detect(patch, versions)
-                if detection is Detection.AFFECTED:
+                found = detection.detect(patch, ready, releases)
+                reason = found.reason
+                if found.detection is Detection.AFFECTED:
                     with self._uncovered(record):
                         try:
-                            _apply(patch, changes)
+                            detection.apply(patch, found.groups, edits)
                         except BaseException:
-                            changes.undo()  # before what covers it comes back
+                            edits.undo()  # before what covers it comes back
                             raise
-                    record.changes = changes
+                    record.changes, record.groups = edits, found.groups
                     state = PatchState.APPLIED
-                    reason = _applied_reason(patch, versions)
-                elif detection is Detection.NOT_AFFECTED:
+                    reason = "; ".join(filter(None, (detection.applied(patch, releases), found.reason)))
+                elif found.detection is Detection.NOT_AFFECTED:
                     state = PatchState.NOT_NEEDED
                 else:
                     state = PatchState.FAILED
             except Exception as error:  # broad: whatever goes wrong must not break the user's import
-                changes.undo()
+                edits.undo()
                 state, reason = PatchState.FAILED, f"{type(error).__name__}: {error}"
-                detection = None
-                if not isinstance(error, Gemma4CompatError) and _is_unmeasured(patch, versions):
-                    detection, reason = Detection.UNKNOWN, f"{_unmeasured('unknown', patch, versions)}: {reason}"
-        late = late and state is PatchState.APPLIED
-        record.enter(state, reason, versions=versions, late=late, detection=detection)
+                found = None
+                if not isinstance(error, Gemma4CompatError) and detection.is_unmeasured(patch, releases):
+                    found = detection.Found(Detection.UNKNOWN)
+                    reason = f"{detection.unmeasured('unknown', patch, releases)}: {reason}"
+        applied = state is PatchState.APPLIED
+        said = None if found is None else found.detection
+        record.enter(state, reason, versions=releases, late=late and applied, detection=said)
         # Last, when everything is decided: a user may have turned warnings into errors.
-        self._warn_two_copies(versions)
+        self._warn_two_copies(releases)
         if state is PatchState.SKIPPED:
             self._report_too_old(record)
-        if state is PatchState.FAILED:
+        if state is PatchState.FAILED or (applied and found is not None and found.reason):
             self._report_failure(record)
 
     def _gate(self, patch: Patch) -> tuple[PatchState, str, dict[str, str]]:
         """What settings and versions alone decide. PENDING means: nothing against it."""
-        requirements = [_versions.requirement(text) for text in patch.requires]
+        requirements = [versions.requirement(text) for text in patch.requires]
         names = [patch.distribution, *(name for name, _ in requirements)]
         # The loaded one counts, else the installed one.
-        current = {name: _versions.loaded(name) or self._read(_versions.installed, name) for name in names}
-        versions = {name: version for name, version in current.items() if version is not None}
+        current = {name: versions.loaded(name) or self._read(versions.installed, name) for name in names}
+        releases = {name: version for name, version in current.items() if version is not None}
         if patch.id in self._settings.disabled:
-            return PatchState.SKIPPED, "disabled by GEMMA4_COMPAT_DISABLE", versions
-        if patch.opt_in and patch.id not in self._settings.enabled:
-            return PatchState.SKIPPED, f"opt-in; set GEMMA4_COMPAT_ENABLE={patch.id}", versions
+            return PatchState.SKIPPED, "disabled by GEMMA4_COMPAT_DISABLE", releases
         for name in names:
-            if name not in versions:
-                return PatchState.SKIPPED, f"{name} is not installed", versions
+            if name not in releases:
+                return PatchState.SKIPPED, f"{name} is not installed", releases
         for name in names:
-            if (too_old := _versions.too_old(name, versions[name], self._oldest)) is not None:
-                return PatchState.SKIPPED, too_old, versions
-        version = versions[patch.distribution]
-        if not _versions.admits(patch.affected, version):
+            if (too_old := versions.too_old(name, releases[name], self._oldest)) is not None:
+                return PatchState.SKIPPED, too_old, releases
+        version = releases[patch.distribution]
+        if not versions.admits(patch.affected, version):
             fixed = f" (fixed in {patch.fixed})" if patch.fixed else ""
             reason = f"{patch.distribution} {version} is outside {patch.affected}{fixed}"
-            return PatchState.NOT_NEEDED, reason, versions
+            return PatchState.NOT_NEEDED, reason, releases
         for name, specifier in requirements:
-            if not _versions.admits(specifier, versions[name]):
-                reason = f"only needed with {name}{specifier}; {name} is {versions[name]}"
-                return PatchState.SKIPPED, reason, versions
-        return PatchState.PENDING, "", versions
+            if not versions.admits(specifier, releases[name]):
+                reason = f"only needed with {name}{specifier}; {name} is {releases[name]}"
+                return PatchState.SKIPPED, reason, releases
+        return PatchState.PENDING, "", releases
 
     def _check_loaded(self, patch: Patch) -> None:
-        for name in [patch.distribution, *(_versions.requirement(text)[0] for text in patch.requires)]:
-            loaded, installed = _versions.loaded(name), self._read(_versions.installed, name)
-            if loaded and installed and _versions.differ(loaded, installed):
+        for name in [patch.distribution, *(versions.requirement(text)[0] for text in patch.requires)]:
+            loaded, installed = versions.loaded(name), self._read(versions.installed, name)
+            if loaded and installed and versions.differ(loaded, installed):
                 raise Gemma4CompatError(
                     f"{name} {loaded} is loaded but {installed} is installed now (upgraded while Python was "
                     "running?); restart Python"
@@ -271,7 +277,7 @@ class Engine:
 
     def _warn_two_copies(self, names: Iterable[str]) -> None:
         for name in names:
-            found = self._read(_versions.copies, name)
+            found = self._read(versions.copies, name)
             if len(set(found.values())) > 1 and name not in self._two_copies:
                 self._two_copies.add(name)
                 listed = ", ".join(f"{version} in {folder}" for folder, version in found.items())
@@ -279,7 +285,7 @@ class Engine:
                     f"several releases of {name} are on sys.path: {listed}. Python uses the first; remove the others."
                 )
 
-    def _revert(self, record: _Record, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> None:
+    def _revert(self, record: Record, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> None:
         record.again = False
         if record.changes is None:
             # One that waits for a module it will never need, on this release, stays not needed.
@@ -297,17 +303,19 @@ class Engine:
         record.enter(PatchState.REVERTED, reason, versions=record.status.versions)
 
     @contextlib.contextmanager
-    def _uncovered(self, record: _Record) -> Iterator[None]:
+    def _uncovered(self, record: Record) -> Iterator[None]:
         """Inside, later patches that replace the same functions are off: one on top of another must come off first.
 
         So must what is on top of these in turn, on their other functions.
         """
         records = list(self._records.values())
         targets = {str(target) for target in record.patch.targets}
-        covering: list[_Record] = []
+        covering: list[Record] = []
         for other in records[records.index(record) + 1 :]:
+            if other.changes is None:
+                continue
             others = {str(target) for target in other.patch.targets}
-            if other.changes is not None and targets & others:
+            if targets & others:
                 covering.append(other)
                 targets |= others
         for other in reversed(covering):
@@ -317,40 +325,47 @@ class Engine:
             yield
         finally:
             for other in covering:
-                other.changes = _changes.ChangeSet(other.patch.id)
+                other.changes = ChangeSet(other.id)
                 try:
-                    _apply(other.patch, other.changes)
+                    detection.apply(other.patch, other.groups, other.changes)
                 except Exception as error:
                     other.changes.undo()
                     other.changes = None
                     other.enter(PatchState.FAILED, f"{type(error).__name__}: {error}", versions=other.status.versions)
                     self._report_failure(other)
 
-    def _status(self, record: _Record) -> PatchStatus:
-        status = record.status
-        if status.state is PatchState.PENDING:
-            state, reason, versions = self._gate(record.patch)
-            reason = status.reason if state is PatchState.PENDING else reason
-            return PatchStatus(id=status.id, state=state, reason=reason, versions=versions, at=status.at)
-        if record.changes is not None and (overridden := record.changes.overridden()):
-            reason = f"{status.reason}; replaced by another library since: {', '.join(overridden)}"
-            return PatchStatus(
-                id=status.id,
-                state=status.state,
-                reason=reason,
-                versions=status.versions,
-                late=status.late,
-                overridden=overridden,
-                detection=status.detection,
-                at=status.at,
-            )
-        return status
+    # --------------------------------------------------------------------------------------------------- what is said
 
-    def _report_too_old(self, record: _Record) -> None:
+    def _status(self, record: Record) -> PatchStatus:
+        status = record.status
+        if not record.is_loaded:
+            return status
+        if status.state is PatchState.PENDING:
+            state, reason, releases = self._gate(record.patch)
+            reason = status.reason if state is PatchState.PENDING else reason
+            return PatchStatus(id=status.id, state=state, reason=reason, versions=releases, at=status.at)
+        if record.changes is None:
+            return status
+        reason = status.reason
+        if overridden := record.changes.overridden():
+            reason += f"; replaced by another library since: {', '.join(overridden)}"
+        if unmet := tuple(name for name in record.patch.needs if self._is_off(name)):
+            reason += (
+                f"; not exact without {', '.join(f'{name} ({self._records[name].status.state})' for name in unmet)}"
+            )
+        return dataclasses.replace(status, reason=reason, overridden=overridden, unmet=unmet)
+
+    def _is_off(self, patch_id: str) -> bool:
+        """Whether a patch is off that could be on. One whose library is absent, or has no defect, is not missed."""
+        record = self._records[patch_id]
+        skipped = record.status.state is PatchState.SKIPPED and record.id in self._settings.disabled
+        return skipped or record.status.state in (PatchState.FAILED, PatchState.REVERTED)
+
+    def _report_too_old(self, record: Record) -> None:
         """Once a library, when it is loaded: an old one that is only installed harms nobody."""
         for name, version in record.status.versions.items():
-            too_old = _versions.too_old(name, version, self._oldest)
-            if record.status.reason != too_old or not _versions.is_loaded(name):
+            too_old = versions.too_old(name, version, self._oldest)
+            if record.status.reason != too_old or not versions.is_loaded(name):
                 continue
             message = f"{too_old}. Nothing that concerns it is repaired; GEMMA4_COMPAT_DISABLE=all silences this."
             if self._settings.strict:
@@ -360,13 +375,17 @@ class Engine:
                 self._too_old.add(name)
                 _warn(message)
 
-    def _report_failure(self, record: _Record) -> None:
-        patch, status = record.patch, record.status
-        versions = ", ".join(f"{name} {version}" for name, version in status.versions.items())
+    def _report_failure(self, record: Record) -> None:
+        status = record.status
+        happened = "was not applied, nothing was changed"
+        if status.state is PatchState.APPLIED:
+            happened = "was applied in part"
+        without = f"Without it: {record.patch.symptom} " if record.is_loaded and record.patch.symptom else ""
+        seen = f" [{', '.join(f'{name} {version}' for name, version in status.versions.items())}]"
         message = (
-            f"patch {patch.id!r} was not applied, nothing was changed: {status.reason} [{versions}]. Without it: "
-            f"{patch.symptom} (`gemma4-compat doctor {patch.id}` looks whether it is still so). Please report it at "
-            f"{ISSUES}; GEMMA4_COMPAT_DISABLE={patch.id} silences this."
+            f"patch {record.id!r} {happened}: {status.reason}{seen if status.versions else ''}. {without}"
+            f"(`gemma4-compat doctor {record.id}` looks whether it is still so). Please report it at "
+            f"{ISSUES}; GEMMA4_COMPAT_DISABLE={record.id} silences this."
         )
         if self._settings.strict:
             # It makes the import fail; the same import, tried again, must not succeed unpatched.
@@ -375,72 +394,6 @@ class Engine:
         if not record.warned:
             record.warned = True
             _warn(message)
-
-
-def _apply(patch: Patch, changes: _changes.ChangeSet) -> None:
-    for target in patch.targets:
-        if not target.optional or _exists(target.module, target.name):
-            changes.replace(target.module, target.name, target.replacement)
-
-
-def _detect(patch: Patch, versions: Mapping[str, str]) -> tuple[Detection, str]:
-    """Compare the loaded code with the code the patch was proven on.
-
-    What the targets call is not compared. A release that changes only that is seen by ``doctor``, which runs the
-    reproductions.
-    """
-    if patch.detect is not None and (said := patch.detect()) is not Detection.AFFECTED:
-        return said, f"looked at the loaded {patch.distribution} on this host: {said.replace('_', ' ')}"
-    for target in patch.targets:
-        if not _exists(target.module, target.name):
-            if target.optional:
-                continue
-            return Detection.UNKNOWN, _unknown(patch, versions, f"{target} does not exist")
-        owner, attribute = _changes.resolve_owner(target.module, target.name)
-        found = fingerprint(_changes.raw_slot(owner, attribute))
-        if found not in target.known:
-            if _is_unmeasured(patch, versions):
-                what = f"{target} is not the code this was proven on (fingerprint {found})"
-            else:
-                what = f"the code of {target} is unknown (fingerprint {found}): edited, or replaced by another library"
-            return Detection.UNKNOWN, _unknown(patch, versions, what)
-    return Detection.AFFECTED, ""
-
-
-def _unknown(patch: Patch, versions: Mapping[str, str], what: str) -> str:
-    """Why the code of a release is not what it should be; beyond what was measured, that release is the reason."""
-    return f"{_unmeasured('changed', patch, versions)}: {what}" if _is_unmeasured(patch, versions) else what
-
-
-def _unmeasured(code: str, patch: Patch, versions: Mapping[str, str]) -> str:
-    release = f"{patch.distribution} {versions[patch.distribution]}"
-    return f"unmeasured release, code {code} ({release}; measured up to {patch.measured})"
-
-
-def _is_unmeasured(patch: Patch, versions: Mapping[str, str]) -> bool:
-    return _versions.newer(versions[patch.distribution], than=patch.measured)
-
-
-def _exists(module: str, name: str) -> bool:
-    try:
-        owner, attribute = _changes.resolve_owner(module, name)
-        _changes.raw_slot(owner, attribute)
-    except (KeyError, AttributeError):
-        return False
-    return True
-
-
-def _applied_reason(patch: Patch, versions: Mapping[str, str]) -> str:
-    if _is_unmeasured(patch, versions):
-        return _unmeasured("unchanged", patch, versions)
-    return f"repairs {patch.distribution} {versions[patch.distribution]}"
-
-
-def _waiting(patch: Patch, imported: Iterable[str]) -> str:
-    missing = [name for name in patch.modules if name not in set(imported) and not hooks.is_imported(name)]
-    packages = [name.partition(".")[0] for name in missing]
-    named = [name if package in sys.modules else package for name, package in zip(missing, packages)]
-    return f"waiting for the import of {', '.join(dict.fromkeys(named))}" if missing else "armed"
 
 
 def _warn(message: str) -> None:

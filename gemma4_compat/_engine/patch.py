@@ -79,6 +79,11 @@ class Outcome:
             return cls(False, f"{what}: {FORWARDS} forwards and generate bit-exact", 0.0)
         return cls(True, f"{what}: logits differ by {found:.3g} from the same weights on one device", found)
 
+    @classmethod
+    def of_error(cls, error: Exception) -> Outcome:
+        """A crash is a defect."""
+        return cls(True, f"{type(error).__name__}: {' '.join(str(error).split())}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -89,15 +94,19 @@ class Target:
         name: its dotted path there (``"Params4bit.to"``).
         replacement: ``replacement(original, *args, **kwargs)``; for methods ``args[0]`` is ``self`` (or ``cls``).
         known: fingerprints (see :mod:`gemma4_compat._engine.fingerprint`) of the upstream code this was proven on,
-            with the releases that carry it. Code with any other fingerprint is never replaced.
+            with the releases that carry it ("1.12.0 - 1.14.0"). Code with any other fingerprint is never replaced. A
+            patch file leaves this out: the registry fills it in from the measured data.
         optional: the module or name does not exist in every affected release; where it is missing it is left out.
+        group: targets of one group are replaced together, as soon as the modules of that group are imported. A patch
+            for two copies of the same code has two groups, and the one does not wait for the other.
     """
 
     module: str
     name: str
     replacement: Callable[..., Any]
-    known: Mapping[str, str]
+    known: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     optional: bool = False
+    group: str = ""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -107,51 +116,83 @@ class Target:
 class Patch:
     """One defect and its repair. The vocabulary is that of DEP-3, OSV and PyPA version specifiers.
 
+    What a patch file says elsewhere is not repeated in its ``PATCH``: ``summary``, ``symptom`` and ``retire_when`` come
+    from the file's docstring, ``area`` from its folder, ``measured`` and ``known`` from the measured data.
+
     Attributes:
         id: ``<distribution>-<slug>``, for ever.
-        summary: one line, what is repaired.
-        symptom: what the user sees: exception type and message, or ``silent: ...``.
         severity: see :class:`Severity`.
-        failure_points: rows of docs/PATCHES.md this patch answers (``F1`` ...).
+        failure_points: sections of docs/FAILURE_POINTS.md this patch answers (``F1`` ...).
         distribution: the library whose code is replaced.
         affected: PEP 440 specifier of its affected releases; closed by ``<fixed`` once a fix is released.
-        measured: the newest release it was proven on. Beyond it the patch applies only to unchanged code.
         requires: PEP 508 requirements on *other* distributions without which there is no defect.
         targets: every function that is replaced.
         reproduce: builds the situation through public API and reports (or raises) the defect; ``doctor`` runs it.
         bug: where upstream tracks it.
         applied_upstream: the upstream change that fixes it, if there is one.
         fixed: the first release with that change.
-        retire_when: the condition under which this file is deleted.
-        opt_in: only applied when named in ``GEMMA4_COMPAT_ENABLE``.
         after: ids of patches that must be applied before this one.
+        needs: ids of patches without which this one does not make the situation exact.
         detect: a cheap, static look at the loaded code that may say ``NOT_AFFECTED`` (or ``UNKNOWN``) although the
             version is in range; the fingerprints of ``targets`` are checked after it.
+        summary: one sentence, what is repaired.
+        symptom: what the user sees: exception type and message, or ``silent: ...``.
+        retire_when: the condition under which the file is deleted.
+        documentation: the docstring of the file.
+        area: what it is about: "placement", "offload", ...
+        measured: the newest release it was proven on. Beyond it the patch applies only to unchanged code.
     """
 
     id: str
-    summary: str
-    symptom: str
     severity: Severity
     failure_points: tuple[str, ...]
     distribution: str
     affected: str
-    measured: str
     targets: tuple[Target, ...]
-    retire_when: str
     reproduce: Callable[[Any], Outcome]
     requires: tuple[str, ...] = ()
     bug: tuple[str, ...] = ()
     applied_upstream: str | None = None
     fixed: str | None = None
-    opt_in: bool = False
     after: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     detect: Callable[[], Detection] | None = None
+    summary: str = ""
+    symptom: str = ""
+    retire_when: str = ""
+    documentation: str = ""
+    area: str = ""
+    measured: str = ""
+
+    @property
+    def groups(self) -> dict[str, tuple[str, ...]]:
+        """Group of targets -> the modules that must be imported, completely, before it can be applied."""
+        found: dict[str, dict[str, None]] = {}
+        for target in self.targets:
+            modules = found.setdefault(target.group, {})
+            if not target.optional:
+                modules[target.module] = None
+        return {group: tuple(modules) for group, modules in found.items()}
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The modules that must be imported, completely, before the patch can be applied."""
-        return tuple(dict.fromkeys(target.module for target in self.targets if not target.optional))
+        """Every module that some group waits for."""
+        return tuple(dict.fromkeys(module for modules in self.groups.values() for module in modules))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatePatch:
+    """A patch whose file is imported when one of its modules is, or when somebody asks about it.
+
+    Attributes:
+        id: of the patch.
+        modules: of all its targets, the optional ones included.
+        load: imports the file and returns the patch. What it raises becomes the reason of a failed patch.
+    """
+
+    id: str
+    modules: tuple[str, ...]
+    load: Callable[[], Patch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +206,7 @@ class PatchStatus:
         versions: releases seen when that was decided, by distribution (absent ones are left out).
         late: applied after its library had been imported; names other modules had taken by then were rebound.
         overridden: replaced functions that another library has replaced again since.
+        unmet: ids of patches that this one needs to be exact and that are off: disabled, failed or reverted.
         detection: what the loaded code said; None where it was not looked at, or looking at it was not what failed.
         at: when the state was entered, seconds since the epoch (``time.time()``).
     """
@@ -175,5 +217,6 @@ class PatchStatus:
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     late: bool = False
     overridden: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = ()
     detection: Detection | None = None
     at: float = 0.0

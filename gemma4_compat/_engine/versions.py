@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
@@ -110,6 +110,29 @@ def requirement(text: str) -> tuple[str, str]:
     """
     name, specifier = _REQUIREMENT.fullmatch(text).groups()  # type: ignore[union-attr]
     return name, specifier
+
+
+def span_text(releases: Iterable[str], ordered: Sequence[str]) -> str:
+    """Releases as text, neighbours in ``ordered`` as one: ``"5.5.0 - 5.14.1, 5.16.0"``."""
+    places = sorted(ordered.index(release) for release in releases)
+    spans: list[list[int]] = []
+    for place in places:
+        if spans and spans[-1][1] == place - 1:
+            spans[-1][1] = place
+        else:
+            spans.append([place, place])
+    return ", ".join(
+        ordered[first] if first == last else f"{ordered[first]} - {ordered[last]}" for first, last in spans
+    )
+
+
+def in_spans(text: str, ordered: Sequence[str]) -> list[str]:
+    """The releases that :func:`span_text` made ``text`` of."""
+    found: list[str] = []
+    for span in text.split(", "):
+        first, _, last = span.partition(" - ")
+        found += ordered[ordered.index(first) : ordered.index(last or first) + 1]
+    return found
 
 
 def _import_name(distribution: str) -> str:

@@ -7,8 +7,36 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gemma4_compat._engine.patch import Outcome
+from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import NEW_TOKENS, Workspace, difference
+from gemma4_compat._reproduction.workspace import NEW_TOKENS, LackingError, Workspace, difference
+
+
+def of_both_classes(
+    workspace: Workspace, *, gemma4: Callable[[Workspace], Outcome], unified: Callable[[Workspace], Outcome]
+) -> Outcome:
+    """One reproduction for ``gemma4`` and for ``gemma4_unified``, as far as the variant and the release have them."""
+    found: dict[str, Outcome] = {}
+    if workspace.variant != variants.UNIFIED:
+        found["gemma4"] = _outcome(gemma4, workspace)
+    if workspace.variant in (None, variants.UNIFIED) and (other := workspace.unified()) is not None:
+        found["gemma4_unified"] = _outcome(unified, other)
+    parities = [outcome.parity for outcome in found.values() if outcome.parity is not None]
+    return Outcome(
+        defect=any(outcome.defect for outcome in found.values()),
+        detail="; ".join(f"{name}: {outcome.detail}" for name, outcome in found.items()),
+        parity=max(parities, default=None),
+        applicable=any(outcome.applicable for outcome in found.values()),
+    )
+
+
+def _outcome(reproduce: Callable[[Workspace], Outcome], workspace: Workspace) -> Outcome:
+    try:
+        return reproduce(workspace)
+    except LackingError as error:
+        return Outcome(False, str(error), applicable=False)
+    except Exception as error:  # the user's crash is the result here
+        return Outcome.of_error(error)
 
 
 def assisted(workspace: Workspace, *, without_arguments: bool = False) -> Outcome:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
+import re
+from collections.abc import Callable, Collection, Sequence
 
-from gemma4_compat._engine.patch import Patch
+from gemma4_compat._engine import versions
+from gemma4_compat._engine.patch import LatePatch, Patch
+from gemma4_compat.patches.measured import KNOWN, MODULES, RELEASES
 
+#: ``area.file``
 PATCHES: tuple[str, ...] = (
     "offload.accelerate_hf_initialized",
     "offload.accelerate_int8_offload",
@@ -40,11 +47,8 @@ PATCHES: tuple[str, ...] = (
     "adapters.transformers_adapter_placement",
     "training.transformers_uncached_sharing",
     "placement.transformers_shared_kv",
-    "placement.transformers_shared_kv_unified",
     "training.transformers_rotary_order",
-    "training.transformers_rotary_order_unified",
     "generation.transformers_assistant_sharing",
-    "generation.transformers_assistant_sharing_unified",
     "generation.transformers_assistant_arguments",
     "generation.transformers_offloaded_cache",
     "generation.transformers_static_cache",
@@ -80,32 +84,75 @@ PATCHES: tuple[str, ...] = (
 )
 
 
+_AREAS = {file.replace("_", "-"): folder for folder, file in (name.split(".") for name in PATCHES)}
+
+
 def area(patch_id: str) -> str:
     """What a patch is about: the folder its file, and its test, are in.
 
     Raises:
         KeyError: no patch has that id.
     """
-    return {file.replace("_", "-"): folder for folder, file in (name.split(".") for name in PATCHES)}[patch_id]
+    return _AREAS[patch_id]
 
 
-def load() -> tuple[Patch, ...]:
-    """Import the patch files (they import no upstream library) and check what only the whole set can show.
+def load() -> tuple[LatePatch | Patch, ...]:
+    """Every patch, its file imported when it is needed. One that was not measured yet is imported at once."""
+    late = [LatePatch(id=patch_id, modules=MODULES.get(patch_id, ()), load=_loader(patch_id)) for patch_id in _AREAS]
+    return tuple(patch if patch.modules else patch.load() for patch in late)
+
+
+def _loader(patch_id: str) -> Callable[[], Patch]:
+    return lambda: _complete(patch_id)
+
+
+def _complete(patch_id: str) -> Patch:
+    """Import a patch file (it imports no upstream library) and add what its docstring, its folder and the data say.
 
     Raises:
-        ValueError: a patch's id is not its file's name, or ``after`` names a patch that does not come before it.
+        ValueError: the file holds another patch, or its docstring lacks a section.
     """
-    patches: list[Patch] = []
-    for name in PATCHES:
-        patch: Patch = importlib.import_module(f"gemma4_compat.patches.{name}").PATCH
-        if patch.id != name.rpartition(".")[2].replace("_", "-"):
-            raise ValueError(
-                f"patches/{name.replace('.', '/')}.py holds the patch {patch.id!r}; its id must be its file's name"
-            )
-        unknown = set(patch.after) - {earlier.id for earlier in patches}
-        if unknown:
-            raise ValueError(
-                f"{patch.id}: after names {', '.join(sorted(unknown))}, which is not registered before it"
-            )
-        patches.append(patch)
-    return tuple(patches)
+    name = f"gemma4_compat.patches.{_AREAS[patch_id]}.{patch_id.replace('-', '_')}"
+    module = importlib.import_module(name)
+    patch: Patch = module.PATCH
+    if patch.id != patch_id:
+        raise ValueError(f"{name} holds the patch {patch.id!r}; its id must be its file's name")
+    documentation = inspect.cleandoc(module.__doc__ or "")
+    ordered = RELEASES[patch.distribution]
+    inside = [release for release in ordered if versions.admits(patch.affected, release)]
+    return dataclasses.replace(
+        patch,
+        area=_AREAS[patch_id],
+        documentation=documentation,
+        measured=inside[-1] if inside else "",
+        targets=tuple(
+            dataclasses.replace(target, known=_known(str(target), inside, ordered)) for target in patch.targets
+        ),
+        **(_sections(documentation) if documentation else {}),  # there is none under ``python -OO``
+    )
+
+
+def _known(target: str, inside: Collection[str], ordered: Sequence[str]) -> dict[str, str]:
+    """Fingerprint -> the affected releases that have it."""
+    found = {}
+    for code, spans in KNOWN.get(target, {}).items():
+        if releases := [release for release in versions.in_spans(spans, ordered) if release in inside]:
+            found[code] = versions.span_text(releases, ordered)
+    return found
+
+
+def _sections(documentation: str) -> dict[str, str]:
+    """What a patch file's docstring says of it, by field of the patch, each as one line."""
+    parts = re.split(r"\n\n(Symptom|Cause|Fix|Remove when): ", "\n\n" + documentation)
+    named = dict(zip(parts[1::2], parts[2::2]))
+    if list(named) != ["Symptom", "Cause", "Fix", "Remove when"]:
+        raise ValueError(f"the docstring has the sections {list(named)}; it must have Symptom, Cause, Fix, Remove when")
+    return {
+        "summary": _line(parts[0]),
+        "symptom": _line(named["Symptom"]),
+        "retire_when": _line(named["Remove when"]).rstrip("."),
+    }
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

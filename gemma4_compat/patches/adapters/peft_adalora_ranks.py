@@ -1,12 +1,16 @@
-"""silent: an AdaLoRA adapter that was trained on a bf16 base gives other answers once it is saved and loaded again.
+"""AdaLoRA does not train its number of ranks, so an adapter has the same outputs after saving and loading.
 
-Why: each layer divides by its number of ranks, which PEFT keeps as a frozen parameter and does not save. Where
-the base is not float32, changing its dtype puts another parameter in its place, a trained one; since PEFT 0.21 nothing
-freezes that again. The optimizer changes the number, and what is loaded has the right one again.
+Symptom: silent: an AdaLoRA adapter trained on a bf16 base gives different outputs once it is saved and loaded again.
 
-Here: it stays frozen, and so do the weights of other tuners' adapters that were loaded to be used, not trained.
+Cause: Each layer divides by its number of ranks (``AdaLoraLayer.ranknum``), which PEFT keeps as a frozen parameter
+and does not save. Where the base is not float32, ``cast_adapter_dtype`` changes its dtype by replacing it with
+another parameter, which is trainable; since PEFT 0.21 nothing freezes that one again. The optimizer then changes the
+number, but a loaded adapter has the correct number again.
 
-Goes when PEFT keeps it frozen.
+Fix: The number of ranks stays frozen. So do the weights of other tuners' adapters that were loaded for use and not
+for training.
+
+Remove when: PEFT keeps ``AdaLoraLayer.ranknum`` frozen (without a gradient) on a bf16 base.
 """
 
 from __future__ import annotations
@@ -65,33 +69,14 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-adalora-ranks",
-    summary="AdaLoRA's number of ranks is not trained, so an adapter is loaded as it was saved",
-    symptom="silent: an AdaLoRA adapter trained on a bf16 base gives other answers once it is saved and loaded again",
     severity=Severity.WRONG_RESULT,
     failure_points=("F4",),
     distribution="peft",
     affected=">=0.21.0",
-    measured="0.21.2",
     requires=("transformers>=5.5",),
-    retire_when="AdaLoraLayer.ranknum has no gradient on a bf16 base",
     targets=(
-        Target(
-            module="peft.tuners.adalora.layer",
-            name="AdaLoraLayer.update_layer",
-            replacement=update_layer,
-            known={
-                "c1b213bbc723": "0.21.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="cast_adapter_dtype",
-            replacement=cast_adapter_dtype,
-            known={
-                "8fc79f162ef0": "0.21.0",
-                "60172c2f2b51": "0.21.1 - 0.21.2",
-            },
-        ),
+        Target(module="peft.tuners.adalora.layer", name="AdaLoraLayer.update_layer", replacement=update_layer),
+        Target(module="peft.tuners.tuners_utils", name="cast_adapter_dtype", replacement=cast_adapter_dtype),
     ),
     reproduce=reproduce,
 )

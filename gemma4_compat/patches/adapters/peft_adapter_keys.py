@@ -1,18 +1,23 @@
-"""silent: an adapter made with ``Gemma4ForCausalLM`` loads onto ``Gemma4ForConditionalGeneration``, and does nothing.
+"""Adapters saved by other Gemma 4 classes and tools load; an adapter in which no key fits is an error.
 
-``Found missing adapter keys while loading the checkpoint: [...]`` is all that is said, in a warning of many lines. The
-other way round a load dies in ``Target modules ... not found in the base model``.
+Symptom: silent: an adapter created with ``Gemma4ForCausalLM`` loads onto ``Gemma4ForConditionalGeneration`` and does
+nothing; the only sign is a warning of many lines, ``UserWarning: Found missing adapter keys while loading the
+checkpoint: [...]``. The other way round, the load raises ``ValueError: Target modules ... not found in the base
+model``.
 
-Why: the layers are ``model.layers`` in one class and ``model.language_model.layers`` in the other; PEFT loads with
-``strict=False``, so what has no place is dropped. Other tools write other prefixes.
+Cause: The decoder layers are ``model.layers`` in one class and ``model.language_model.layers`` in the other.
+``set_peft_model_state_dict`` loads with ``strict=False``, which drops every key that has no place. Other tools write
+still other prefixes.
 
-Here: the keys of the file are translated to the names of the model at hand (``_adapter_keys.py`` says which dialects,
-docs/ADAPTERS.md shows them), and the config is made to target the layers that the file has weights for, so towers get
-no idle adapter layers and what is saved loads again. Keys of k/v projections that a KV-shared layer does not have here
-are left out. Other keys without a place are one warning; a load in which no key has one is an error, and leaves the
-model as it was. An adapter whose keys fit is loaded by upstream's code alone.
+Fix: The patch translates the keys of the file to the names of the model at hand; docs/ADAPTERS.md lists the
+supported dialects. It also makes the config target the layers for which the file has weights, so the towers get no
+idle adapter layers and the adapter loads again after it is saved.
 
-Goes when PEFT translates between a model's classes, and refuses an adapter of which nothing fits.
+Keys of k/v projections that a KV-shared layer does not have in this model are left out. Other keys without a place
+give one warning. A load in which no key fits is an error, and the rollback of failed loads (a patch of its own)
+leaves the model as it was. An adapter whose keys already fit is loaded by upstream's code alone.
+
+Remove when: PEFT translates adapter keys between a model's classes and refuses an adapter in which nothing fits.
 """
 
 from __future__ import annotations
@@ -146,58 +151,24 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-adapter-keys",
-    summary="adapters of other Gemma 4 classes and tools load, and one of which nothing fits is an error",
-    symptom="silent: an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration does nothing (UserWarning: "
-    "Found missing adapter keys); the other way round ValueError: Target modules ... not found in the base model",
     severity=Severity.WRONG_RESULT,
     failure_points=("F22",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
-    retire_when="PEFT translates adapter keys between a model's classes and refuses an adapter of which nothing fits",
+    needs=(
+        "peft-failed-load",
+        "peft-clippable-linear",
+    ),
     targets=(
-        Target(
-            module="peft.peft_model",
-            name="PeftModel.from_pretrained",
-            replacement=from_pretrained,
-            known={
-                "c474e5d52050": "0.18.0 - 0.18.1",
-                "cad08ee23da9": "0.19.0 - 0.19.1",
-                "46a16ffc232a": "0.20.0",
-                "77634d2091c5": "0.21.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.peft_model",
-            name="PeftModel.load_adapter",
-            replacement=load_adapter,
-            known={
-                "10467b22bfc0": "0.18.0 - 0.18.1",
-                "8a3cd563ebdd": "0.19.0 - 0.19.1",
-                "8b1eb29f9e9e": "0.20.0",
-                "05baac2ad608": "0.21.0 - 0.21.2",
-            },
-        ),
+        Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
+        Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),
         Target(
             module="peft.tuners.tuners_utils",
             name="_maybe_include_all_linear_layers",
             replacement=maybe_include_all_linear_layers,
-            known={
-                "5743c15056c3": "0.18.0 - 0.19.1",
-                "fe528186babc": "0.20.0 - 0.21.2",
-            },
         ),
         Target(
-            module="peft.utils.save_and_load",
-            name="set_peft_model_state_dict",
-            replacement=set_peft_model_state_dict,
-            known={
-                "912c8043ac7d": "0.18.0 - 0.18.1",
-                "f1ae9c8559e3": "0.19.0 - 0.19.1",
-                "20971edfc068": "0.20.0",
-                "59ce1d4e0f4b": "0.21.0",
-                "581823541539": "0.21.1 - 0.21.2",
-            },
+            module="peft.utils.save_and_load", name="set_peft_model_state_dict", replacement=set_peft_model_state_dict
         ),
     ),
     reproduce=reproduce,

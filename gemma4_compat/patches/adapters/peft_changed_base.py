@@ -1,13 +1,18 @@
-"""silent: an adapter made with ``init_lora_weights="pissa_niter_4"`` gives other answers once it is saved and loaded
-again, and one made with ``"olora"`` on a quantized base gives other answers than the base before it is trained.
+"""Warns when a LoRA initialization changes base weights and cannot be reloaded or requantized exactly.
 
-Why: both take a part out of the base weights and make it the adapter. What ``pissa_niter`` takes is drawn at random,
-when the adapter is made and again when it is loaded, and is not saved. What OLoRA leaves of a 4-bit or 8-bit weight is
-quantized again.
+Symptom: silent: an adapter created with ``init_lora_weights="pissa_niter_4"`` gives different outputs once it is
+saved and loaded again. An adapter created with ``"olora"`` on a 4-bit or 8-bit base gives different outputs from the
+base model even before it is trained.
 
-Here: on Gemma 4 models each is one warning when the adapter is made or loaded, early enough for what it says to do.
+Cause: Both move a part of the base weights into the adapter. ``LoraLayer.pissa_init`` with ``pissa_niter_N`` draws
+that part at random, when the adapter is created and again when it is loaded, and the part is not saved.
+``LoraLayer.olora_init`` quantizes the remainder of a 4-bit or 8-bit weight again.
 
-Goes when PEFT saves what it took (or the seed), and says what a second quantization loses.
+Fix: On Gemma 4 models each case gives one warning when the adapter is created or loaded, early enough to follow its
+advice. Weights and outputs stay upstream's.
+
+Remove when: PEFT saves the part that ``pissa_niter`` took (or its seed), and reports what OLoRA loses on quantized
+weights.
 """
 
 from __future__ import annotations
@@ -98,28 +103,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-changed-base",
-    summary="initializations that change the base weights, and cannot be loaded or quantized again, say so",
-    symptom="silent: an adapter made with init_lora_weights='pissa_niter_4' gives other answers when it is loaded "
-    "again; one made with 'olora' on a 4-bit base gives other answers than the base before it is trained",
     severity=Severity.WRONG_RESULT,
     failure_points=("F4",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
     requires=("bitsandbytes", "transformers>=5.5"),
     after=("peft-quantized-tuners",),
-    retire_when="PEFT saves what pissa_niter took, and says what OLoRA loses on quantized weights",
-    targets=(
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="BaseTuner.inject_adapter",
-            replacement=inject_adapter,
-            known={
-                "68bd72181f68": "0.18.0 - 0.18.1",
-                "4667223f092b": "0.19.0 - 0.20.0",
-                "dab4e0770653": "0.21.0 - 0.21.2",
-            },
-        ),
-    ),
+    targets=(Target(module="peft.tuners.tuners_utils", name="BaseTuner.inject_adapter", replacement=inject_adapter),),
     reproduce=reproduce,
 )

@@ -1,18 +1,21 @@
-"""``ValueError: Target module Gemma4ClippableLinear(...) is not supported``
+"""Adapters reach the linears inside Gemma 4's clipped vision and audio layers.
 
-Raised by ``get_peft_model`` and by every adapter load whose target names (``q_proj``, ``up_proj``, ...) reach into the
-vision or audio tower.
+Symptom: ``ValueError: Target module Gemma4ClippableLinear(...) is not supported`` from ``get_peft_model`` and from
+every adapter load whose target names (``q_proj``, ``up_proj``, ...) reach into the vision or audio tower.
 
-Why: the towers wrap their linears in ``Gemma4ClippableLinear``, which clamps input and output and is not an
-``nn.Linear``; PEFT chooses the adapter layer by type.
+Cause: The towers wrap their linears in ``Gemma4ClippableLinear``, which clamps input and output and is not an
+``nn.Linear``. PEFT chooses the adapter layer by the type of the target.
 
-Here: just before PEFT matches names, the config is rewritten so that a wrapper is excluded and its inner ``.linear``
-is targeted instead. The clamps stay around the adapted layer, keys read ``...q_proj.linear.lora_A.weight`` as in
-adapters made elsewhere, and the saved config says exactly that, so it loads in a PEFT without this patch. A wrapper
-and its inner layer that both match are adapted once. ``rank_pattern``, ``alpha_pattern`` and IA3's
+Fix: Just before PEFT matches names, in ``_maybe_include_all_linear_layers``, the patch rewrites the config to
+exclude a wrapper and target its inner ``.linear`` instead. The clamps stay around the adapted layer. A wrapper and
+its inner layer that both match are adapted once. ``rank_pattern``, ``alpha_pattern`` and IA3's
 ``feedforward_modules`` follow.
 
-Goes when PEFT adapts the wrapper, or transformers makes it an ``nn.Linear``; no release does so far.
+Keys read ``...q_proj.linear.lora_A.weight``, as in adapters created elsewhere. The saved config names the same
+layers, so the adapter also loads in a PEFT without this patch.
+
+Remove when: PEFT adapts ``Gemma4ClippableLinear``, or transformers makes it an ``nn.Linear``; no release does so
+far.
 """
 
 from __future__ import annotations
@@ -61,21 +64,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-clippable-linear",
-    summary="adapters reach the linears inside Gemma 4's clipped vision and audio layers",
-    symptom="ValueError: Target module Gemma4ClippableLinear(...) is not supported",
     severity=Severity.CRASH,
     failure_points=("F4",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
     bug=("https://github.com/huggingface/peft/issues/3129",),
-    retire_when="PEFT adapts Gemma4ClippableLinear, or transformers makes it an nn.Linear",
     targets=(
         Target(
             module="peft.tuners.tuners_utils",
             name="_maybe_include_all_linear_layers",
             replacement=maybe_include_all_linear_layers,
-            known={"5743c15056c3": "0.18.0 - 0.19.1", "fe528186babc": "0.20.0 - 0.21.2"},
         ),
     ),
     reproduce=reproduce,

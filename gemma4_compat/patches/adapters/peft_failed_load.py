@@ -1,12 +1,15 @@
-"""silent: after an adapter could not be loaded (``RuntimeError: Error(s) in loading state_dict for PeftModel: size
-mismatch for ...``) the base model answers something else: that adapter's layers are still in it, half filled.
+"""An adapter that PEFT cannot load leaves the model as it was.
 
-Why: PEFT injects the adapter's layers first and reads its weights afterwards; when that fails nothing is taken out.
+Symptom: silent: after an adapter failed to load (``RuntimeError: Error(s) in loading state_dict for PeftModel: size
+mismatch for ...``), the base model gives different outputs: the layers of that adapter are still in it, half filled.
 
-Here: a load that raises, for whatever reason, leaves the model as it was. An adapter of the wrong shape is one error
-that names the first module, instead of one line for each tensor.
+Cause: ``PeftModel.from_pretrained`` and ``PeftModel.load_adapter`` inject the adapter's layers first and read its
+weights afterwards. When that fails, they take nothing out again.
 
-Goes when PEFT takes back what it injected.
+Fix: A load that raises, for whatever reason, leaves the model as it was. An adapter of the wrong shape gives one
+error that names the first module, instead of one line per tensor.
+
+Remove when: PEFT takes back what it injected when a load fails.
 """
 
 from __future__ import annotations
@@ -73,37 +76,13 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-failed-load",
-    summary="an adapter that cannot be loaded leaves the model as it was",
-    symptom="silent: after a load that raised (RuntimeError: size mismatch) the base model gives other answers",
     severity=Severity.WRONG_RESULT,
     failure_points=("F3",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
-    retire_when="PEFT takes back what it injected when a load fails",
     targets=(
-        Target(
-            module="peft.peft_model",
-            name="PeftModel.from_pretrained",
-            replacement=from_pretrained,
-            known={
-                "c474e5d52050": "0.18.0 - 0.18.1",
-                "cad08ee23da9": "0.19.0 - 0.19.1",
-                "46a16ffc232a": "0.20.0",
-                "77634d2091c5": "0.21.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.peft_model",
-            name="PeftModel.load_adapter",
-            replacement=load_adapter,
-            known={
-                "10467b22bfc0": "0.18.0 - 0.18.1",
-                "8a3cd563ebdd": "0.19.0 - 0.19.1",
-                "8b1eb29f9e9e": "0.20.0",
-                "05baac2ad608": "0.21.0 - 0.21.2",
-            },
-        ),
+        Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
+        Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),
     ),
     reproduce=reproduce,
 )

@@ -1,23 +1,29 @@
-"""silent: loading an adapter onto a model that is partly on the CPU or disk undoes that placement.
+"""Loading or creating an adapter leaves a dispatched base model where it is.
 
-On a card with room the towers come back to the GPU (E2B's shape: 6.03 -> 7.04 GiB); under memory pressure the load
-dies with one of several errors (F1, F2, ``Expected all tensors to be on the same device``), with disk maps in
-``KeyError: 'base_model.model...'`` (``_update_offload``, peft <= 0.20) or ``Cannot copy out of meta tensor``. And
-``get_peft_model`` on such a model puts LoRA weights on meta, where their values are lost.
+Symptom: silent: loading an adapter onto a model that is partly on the CPU or disk undoes that placement: on a card
+with room the towers return to the GPU (E2B's shape: 6.03 -> 7.04 GiB). ``get_peft_model`` on such a model puts LoRA
+weights on meta, where their values are lost. Under memory pressure or with disk maps the load raises ``TypeError``,
+``RuntimeError`` (``Expected all tensors to be on the same device``), ``KeyError: 'base_model.model...'`` (from
+``_update_offload``, peft <= 0.20) or ``Cannot copy out of meta tensor``.
 
-Why: ``PeftModel.from_pretrained`` removes accelerate's hooks, and ``load_adapter`` infers a new device map from the
-memory that is free *now*, with the model already in it, and dispatches everything again. All that because
-``hf_device_map`` has CPU or disk entries. New adapter layers are moved to ``base_layer.weight.device``, which is meta
-for an offloaded layer between two forwards (F13).
+Cause: If ``hf_device_map`` has CPU or disk entries, ``PeftModel.from_pretrained`` removes accelerate's hooks.
+``load_adapter`` then infers a new device map from the memory that is free at that moment, with the model already in
+it, and dispatches everything again. New adapter layers are moved to ``base_layer.weight.device``, which is meta for
+an offloaded layer between two forwards.
 
-Here: while PEFT loads, the base's ``hf_device_map`` is out of sight, so hooks, map and every base tensor stay as they
-are; the base's placement wins over ``device_map`` and ``max_memory`` given to PEFT, and one notice says so. Adapter
-weights go to the device where their base layer computes. A trainable copy (``modules_to_save``) is made of the real
-values and stays on that device (all this in ``peft_layers.py``). Adapters that read or change the base weight
-(DoRA, PiSSA, target_parameters and most tuners other than LoRA) find it there: it is brought in while they are made,
-and for the whole of their layer's forward.
+Fix: While PEFT loads, the patch hides the base's ``hf_device_map``, so hooks, map and every base tensor stay as they
+are. The placement of the base takes precedence over ``device_map`` and ``max_memory`` given to PEFT, and one warning
+says so. Adapter weights are placed on the device where their base layer computes.
 
-Goes when PEFT loads an adapter onto a dispatched model without dispatching it again.
+A trainable copy (``modules_to_save``) is created from the real values and stays on that device. Adapters that read
+or change the base weight (DoRA, PiSSA, ``target_parameters`` and most tuners other than LoRA) find it on that
+device: it is onloaded while they are created, and for the whole forward of their layer.
+
+Two configurations are refused before any layer is created: an adapter folder that has a config but no weights, and
+trained biases (``bias=...``) of offloaded modules.
+
+Remove when: PEFT keeps the hooks and the ``hf_device_map`` of a dispatched base model, and loads an adapter without
+dispatching it again.
 """
 
 from __future__ import annotations
@@ -121,101 +127,43 @@ _UTILS = "peft.tuners.tuners_utils"
 
 PATCH = Patch(
     id="peft-keep-dispatch",
-    summary="loading or creating an adapter leaves a dispatched base model where it is",
-    symptom="silent: modules placed on the CPU or disk go back to the GPU, LoRA weights on meta lose their values; "
-    "under memory pressure or with disk maps TypeError, KeyError or RuntimeError",
     severity=Severity.WRONG_RESULT,
     failure_points=("F3", "F13", "F16", "F27"),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
     bug=("https://github.com/huggingface/peft/issues/3169", "https://github.com/huggingface/peft/issues/2541"),
-    retire_when="PEFT keeps the hooks and the hf_device_map of a dispatched base model",
     targets=(
+        Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
+        Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),
+        Target(module="peft.mixed_model", name="PeftMixedModel.from_pretrained", replacement=from_pretrained),
+        Target(module=_UTILS, name="BaseTuner.inject_adapter", replacement=peft_layers.inject_adapter),
+        Target(module=_UTILS, name="BaseTuner._replace_module", replacement=peft_layers.replace_module),
         Target(
-            module="peft.peft_model",
-            name="PeftModel.from_pretrained",
-            replacement=from_pretrained,
-            known={
-                "c474e5d52050": "0.18.0 - 0.18.1",
-                "cad08ee23da9": "0.19.0 - 0.19.1",
-                "46a16ffc232a": "0.20.0",
-                "77634d2091c5": "0.21.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.peft_model",
-            name="PeftModel.load_adapter",
-            replacement=load_adapter,
-            known={
-                "10467b22bfc0": "0.18.0 - 0.18.1",
-                "8a3cd563ebdd": "0.19.0 - 0.19.1",
-                "8b1eb29f9e9e": "0.20.0",
-                "05baac2ad608": "0.21.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.mixed_model",
-            name="PeftMixedModel.from_pretrained",
-            replacement=from_pretrained,
-            known={"433c30911379": "0.18.0 - 0.21.2"},
-        ),
-        Target(
-            module=_UTILS,
-            name="BaseTuner.inject_adapter",
-            replacement=peft_layers.inject_adapter,
-            known={
-                "68bd72181f68": "0.18.0 - 0.18.1",
-                "4667223f092b": "0.19.0 - 0.20.0",
-                "dab4e0770653": "0.21.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module=_UTILS,
-            name="BaseTuner._replace_module",
-            replacement=peft_layers.replace_module,
-            known={"1693b5cc40b5": "0.18.0 - 0.21.2"},
-        ),
-        Target(
-            module="peft.tuners.lora.model",
-            name="LoraModel._replace_module",
-            replacement=peft_layers.replace_module,
-            known={"d1c767eac651": "0.18.0 - 0.21.2"},
+            module="peft.tuners.lora.model", name="LoraModel._replace_module", replacement=peft_layers.replace_module
         ),
         Target(
             module="peft.tuners.hira.model",
             name="HiraModel._replace_module",
             replacement=peft_layers.replace_module,
-            known={"d1c767eac651": "0.20.0 - 0.21.2"},
             optional=True,
         ),
         Target(
-            module="peft.tuners.mixed.model",
-            name="MixedModel._replace_module",
-            replacement=peft_layers.replace_module,
-            known={"387767e59b67": "0.18.0 - 0.18.1", "cf55f403b58b": "0.19.0 - 0.21.2"},
+            module="peft.tuners.mixed.model", name="MixedModel._replace_module", replacement=peft_layers.replace_module
         ),
         Target(
             module=_UTILS,
             name="BaseTunerLayer._move_adapter_to_device_of_base_layer",
             replacement=peft_layers.move_adapter_to_device_of_base_layer,
-            known={
-                "fbf1855a34e3": "0.18.0 - 0.18.1",
-                "3c8a7a04f2f1": "0.19.0 - 0.20.0",
-                "e3dad162cb64": "0.21.0 - 0.21.2",
-            },
         ),
         Target(
             module="peft.tuners.lora.layer",
             name="ParamWrapper._move_adapter_to_device_of_base_layer",
             replacement=peft_layers.move_adapter_to_device_of_base_layer,
-            known={"b9ed98e42be5": "0.18.0 - 0.21.2"},
         ),
         Target(
             module="peft.utils.other",
             name="ModulesToSaveWrapper.update",
             replacement=peft_layers.modules_to_save_update,
-            known={"5bcb364e17f5": "0.18.0 - 0.18.1", "0390ab5bdbd2": "0.19.0 - 0.21.2"},
         ),
     ),
     reproduce=reproduce,

@@ -1,16 +1,18 @@
-"""silent: a LoRA with ``target_parameters`` on experts that are quantized to 4 bits is made for the packed bytes.
+"""LoRA with target_parameters works on experts in 4 bits; a merge into them is refused.
 
-Its ``lora_A`` takes one value and its ``lora_B`` gives as many as there are bytes. The first forward ends in
-``ValueError: Registering a parametrization may not change the dtype of the tensor`` or ``RuntimeError: Expected mat_a
-to be Float32, BFloat16 or Float16 matrix, got Byte``.
+Symptom: silent: a LoRA with ``target_parameters`` on experts quantized to 4 bits is created for the packed bytes:
+its ``lora_A`` takes one value, and its ``lora_B`` returns as many as there are bytes. The first forward then raises
+``ValueError: Registering a parametrization may not change the dtype of the tensor`` or ``RuntimeError: Expected
+mat_a to be Float32, BFloat16 or Float16 matrix, got Byte``.
 
-Why: PEFT reads shape and dtype off the parameter and adds to what it holds.
+Cause: ``ParamWrapper`` reads shape and dtype off the parameter and adds to its stored contents.
 
-Here: for experts that transformers-quantized-experts has quantized, PEFT sees the shape and dtype of their values, and
-what it adds is added to the dequantized values, by its own code, also where the experts are offloaded. A merge into
-them is one error before anything is changed that says how to merge without loss. Other parameters are PEFT's alone.
+Fix: For experts that this package's expert quantization has quantized, PEFT gets the shape and dtype of their
+values. Its own code then adds the LoRA delta to the dequantized values, also where the experts are offloaded. A
+merge into such experts is one error, raised before anything is changed, that says how to merge without loss. Other
+parameters are left to PEFT.
 
-Goes when PEFT adapts parameters that bitsandbytes has quantized.
+Remove when: PEFT adapts parameters that bitsandbytes has quantized.
 """
 
 from __future__ import annotations
@@ -122,59 +124,21 @@ def _values(wrapper: Any) -> Any:
 
 PATCH = Patch(
     id="peft-quantized-experts",
-    summary="LoRA with target_parameters works on experts in 4 bits; a merge into them is refused",
-    symptom="silent: lora_A over quantized experts takes one value, and the first forward fails",
     severity=Severity.WRONG_RESULT,
     failure_points=("F21",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
     requires=("transformers>=5.5", "bitsandbytes"),
-    retire_when="PEFT adapts parameters that bitsandbytes has quantized",
+    needs=("transformers-quantized-experts",),
     targets=(
-        Target(
-            module="peft.tuners.lora.layer",
-            name="ParamWrapper.get_param",
-            replacement=get_param,
-            known={
-                "f762f21d9e25": "0.18.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.tuners.lora.layer",
-            name="ParamWrapper._activate_lora",
-            replacement=activate_lora,
-            known={
-                "378fc191e221": "0.18.0 - 0.18.1",
-                "2598eadde227": "0.19.0 - 0.20.0",
-                "7bc30de20eb6": "0.21.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.tuners.lora.layer",
-            name="ParamWrapper.merge",
-            replacement=merge,
-            known={
-                "f639de4950ed": "0.18.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="BaseTuner.merge_adapter",
-            replacement=merge_adapter,
-            known={
-                "505823a479f2": "0.18.0 - 0.21.2",
-            },
-        ),
+        Target(module="peft.tuners.lora.layer", name="ParamWrapper.get_param", replacement=get_param),
+        Target(module="peft.tuners.lora.layer", name="ParamWrapper._activate_lora", replacement=activate_lora),
+        Target(module="peft.tuners.lora.layer", name="ParamWrapper.merge", replacement=merge),
+        Target(module="peft.tuners.tuners_utils", name="BaseTuner.merge_adapter", replacement=merge_adapter),
         Target(
             module="peft.tuners.tuners_utils",
             name="BaseTuner._unload_and_optionally_merge",
             replacement=unload_and_optionally_merge,
-            known={
-                "44384b5d4d10": "0.18.0 - 0.18.1",
-                "c2ac39c9b643": "0.19.0 - 0.20.0",
-                "f504312c4990": "0.21.0 - 0.21.2",
-            },
         ),
     ),
     reproduce=reproduce,

@@ -1,17 +1,20 @@
-"""silent: ``merge_and_unload()`` and ``merge_adapter()`` on a 4-bit or 8-bit base give another model than the adapter
-loaded onto it.
+"""A merge into quantized weights reports once what it loses, and how to merge without loss.
 
-Upstream says ``Merge lora module to 4-bit linear may get different generations due to rounding errors`` once for each
-layer, and never how much. On some tuners the merge ends in ``RuntimeError: The size of tensor a (2048) must match the
-size of tensor b (64)`` or an empty ``NotImplementedError``, with part of the model merged.
+Symptom: silent: ``merge_and_unload()`` and ``merge_adapter()`` on a 4-bit or 8-bit base give different outputs from
+the adapter loaded onto it. Upstream warns once per layer, hundreds of times, that ``Merge lora module to 4-bit
+linear may get different generations due to rounding errors``, and never says by how much. With some tuners the merge
+raises ``RuntimeError: The size of tensor a (2048) must match the size of tensor b (64)`` or an empty
+``NotImplementedError``, with part of the model already merged.
 
-Why: the merged weight is quantized again, and what an adapter changes is often smaller than one step of a 4-bit grid.
+Cause: The ``merge`` of PEFT's bitsandbytes layers quantizes the merged weight again, and the change that an adapter
+makes is often smaller than one step of a 4-bit grid.
 
-Here: for Gemma 4 models the merge does what it did, bit for bit. While it runs, each layer's new weight is compared
-with the exact sum, and one warning says which share of the adapter's change was lost and how to merge without loss. A
-tuner that cannot merge into quantized layers is one error before anything is changed.
+Fix: On Gemma 4 models the merge produces the same bits as before. While it runs, the patch compares the new weight
+of each layer with the exact sum. One warning says which share of the adapter's change was lost and how to merge
+without loss; it replaces upstream's. A tuner that cannot merge into quantized layers is one error before anything is
+changed.
 
-Goes when PEFT measures what a merge into quantized weights loses.
+Remove when: PEFT measures what a merge into quantized weights loses.
 """
 
 from __future__ import annotations
@@ -180,34 +183,17 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-quantized-merge",
-    summary="a merge into quantized weights says what it loses, once, and how to merge without loss",
-    symptom="silent: merge_and_unload() into a 4-bit or 8-bit base gives another model; hundreds of warnings say that "
-    "it may",
     severity=Severity.WRONG_RESULT,
     failure_points=("F7",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
     requires=("bitsandbytes", "transformers>=5.5"),
-    retire_when="PEFT measures what a merge into quantized weights loses",
     targets=(
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="BaseTuner.merge_adapter",
-            replacement=merge_adapter,
-            known={
-                "505823a479f2": "0.18.0 - 0.21.2",
-            },
-        ),
+        Target(module="peft.tuners.tuners_utils", name="BaseTuner.merge_adapter", replacement=merge_adapter),
         Target(
             module="peft.tuners.tuners_utils",
             name="BaseTuner._unload_and_optionally_merge",
             replacement=unload_and_optionally_merge,
-            known={
-                "44384b5d4d10": "0.18.0 - 0.18.1",
-                "c2ac39c9b643": "0.19.0 - 0.20.0",
-                "f504312c4990": "0.21.0 - 0.21.2",
-            },
         ),
     ),
     reproduce=reproduce,

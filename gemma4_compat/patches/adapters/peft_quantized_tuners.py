@@ -1,25 +1,28 @@
-"""``RuntimeError: Input type (torch.FloatTensor) and weight type (CPUBFloat16Type) should be the same``
+"""IA3, RandLoRA, RoAd, PVeRA and VeRA run on quantized layers; tuners that cannot are refused.
 
-Or ``expected m1 and m2 to have the same dtype``: from the first forward with IA3, RandLoRA, RoAd, PVeRA or VeRA on a
-quantized base, and with AdaLoRA on an 8-bit one. ``mat1 and mat2 shapes cannot be multiplied (36x64 and 32x64)``,
-``shape '[64, 32]' is invalid for input of size 4096``, ``linalg.vector_norm: Expected a floating point or complex
-tensor as input. Got Byte``: with LoHa, LoKr, HRA, DeLoRA, BOFT (before PEFT 0.20) and ``orthogonal`` or ``pissa``
-initialization. Silent: HRA on an 8-bit base makes another model.
+Symptom: ``RuntimeError: Input type (torch.FloatTensor) and weight type (CPUBFloat16Type) should be the same`` or
+``expected m1 and m2 to have the same dtype``, from the first forward with IA3, RandLoRA, RoAd, PVeRA or VeRA on a
+quantized base, and with AdaLoRA on an 8-bit one.
 
-``only Tensors of floating point dtype can require gradients``: with ``modules_to_save`` that is quantized; ``KeyError:
-'base_model.model...weight.absmax'`` where such an adapter is loaded.
+With LoHa, LoKr, HRA, DeLoRA, BOFT (before PEFT 0.20) and ``orthogonal`` or ``pissa`` initialization: ``mat1 and mat2
+shapes cannot be multiplied (36x64 and 32x64)``, ``shape '[64, 32]' is invalid for input of size 4096`` or
+``linalg.vector_norm: Expected a floating point or complex tensor as input. Got Byte``. HRA on an 8-bit base raises
+nothing and gives different outputs.
 
-Why: the first group converts its input to float32 and answers in that dtype, where the bitsandbytes layer below
-answers in the dtype it was asked in; the next unquantized layer, of which Gemma 4 has several in each block, has bf16
-weights.
-The second uses the base weight as it is stored, as packed bytes.
+With ``modules_to_save`` on quantized modules: ``only Tensors of floating point dtype can require gradients``, and
+``KeyError: 'base_model.model...weight.absmax'`` when such an adapter is loaded.
 
-Here: the first group answers in the dtype of its input (outside of autocast). For the second, on Gemma 4 models, one
-layer of each kind is asked, once it is made, whether it answers what the same layer over the unpacked weight answers.
-If not, or if it cannot be made, that is one error that names the layer and what works instead, and the model is as it
-was. So are copies of quantized modules.
+Cause: The bitsandbytes layers of the first group convert their input to float32 and return that dtype, while the
+bitsandbytes layer below returns the dtype of its input. The next unquantized layer has bfloat16 weights, and each
+Gemma 4 block has several of those. The second group uses the base weight as it is stored, as packed bytes.
 
-Goes when PEFT's layers for bitsandbytes answer in the dtype of their input, and the others refuse quantized layers.
+Fix: Layers of the first group return the dtype of their input (outside of autocast). For the second group, on Gemma
+4 models, the patch runs one layer of each kind once it is created, and compares it with the same layer over the
+unpacked weight. If the outputs differ, or if the layer cannot be created, one error names the layer and what works
+instead, and the model is as it was. Trained copies of quantized modules are refused the same way.
+
+Remove when: PEFT's layers for bitsandbytes return the dtype of their input, and the other tuners refuse quantized
+layers.
 """
 
 from __future__ import annotations
@@ -200,131 +203,25 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-quantized-tuners",
-    summary="IA3, RandLoRA, RoAd and VeRA run on quantized layers; adapters that cannot are refused",
-    symptom="RuntimeError: Input type (torch.FloatTensor) and weight type (CPUBFloat16Type) should be the same; "
-    "mat1 and mat2 shapes cannot be multiplied; silent: other answers",
     severity=Severity.CRASH,
     failure_points=("F4",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
     requires=("bitsandbytes", "transformers>=5.5"),
     after=("peft-keep-dispatch",),
-    retire_when="layers for bitsandbytes answer in the dtype of their input, and other tuners refuse quantized layers",
     targets=(
-        Target(
-            module="peft.tuners.tuners_utils",
-            name="BaseTuner.inject_adapter",
-            replacement=inject_adapter,
-            known={
-                "68bd72181f68": "0.18.0 - 0.18.1",
-                "4667223f092b": "0.19.0 - 0.20.0",
-                "dab4e0770653": "0.21.0 - 0.21.2",
-            },
-        ),
-        Target(
-            module="peft.tuners.ia3.bnb",
-            name="Linear8bitLt.forward",
-            replacement=forward,
-            known={
-                "f4260ac09f4c": "0.18.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.ia3.bnb",
-            name="Linear4bit.forward",
-            replacement=forward,
-            known={
-                "ed53d55c2343": "0.18.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.randlora.bnb",
-            name="Linear8bitLt.forward",
-            replacement=forward,
-            known={
-                "42134b0bbc83": "0.18.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.randlora.bnb",
-            name="Linear4bit.forward",
-            replacement=forward,
-            known={
-                "096d257c1385": "0.18.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.road.bnb",
-            name="Linear8bitLt.forward",
-            replacement=forward,
-            known={
-                "f035bb07189c": "0.18.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.road.bnb",
-            name="Linear4bit.forward",
-            replacement=forward,
-            known={
-                "f035bb07189c": "0.18.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.adalora.bnb",
-            name="SVDLinear8bitLt.forward",
-            replacement=forward,
-            known={
-                "f98a218da388": "0.18.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.pvera.bnb",
-            name="Linear8bitLt.forward",
-            replacement=forward,
-            known={
-                "0e177757f91f": "0.19.0 - 0.19.1",
-                "dd9ffcb38a5b": "0.20.0",
-                "ba99bb37c25e": "0.21.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.pvera.bnb",
-            name="Linear4bit.forward",
-            replacement=forward,
-            known={
-                "e4e58f0619f7": "0.19.0 - 0.19.1",
-                "132559dec11b": "0.20.0",
-                "b23ca64d8072": "0.21.0 - 0.21.2",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.vera.bnb",
-            name="Linear8bitLt.forward",
-            replacement=forward,
-            known={
-                "21a8944291b9": "0.18.0 - 0.19.1",
-            },
-            optional=True,
-        ),
-        Target(
-            module="peft.tuners.vera.bnb",
-            name="Linear4bit.forward",
-            replacement=forward,
-            known={
-                "f186f058ec69": "0.18.0 - 0.19.1",
-            },
-            optional=True,
-        ),
+        Target(module="peft.tuners.tuners_utils", name="BaseTuner.inject_adapter", replacement=inject_adapter),
+        Target(module="peft.tuners.ia3.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.ia3.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.randlora.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.randlora.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.road.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.road.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.adalora.bnb", name="SVDLinear8bitLt.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.pvera.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.pvera.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.vera.bnb", name="Linear8bitLt.forward", replacement=forward, optional=True),
+        Target(module="peft.tuners.vera.bnb", name="Linear4bit.forward", replacement=forward, optional=True),
     ),
     reproduce=reproduce,
 )

@@ -1,14 +1,17 @@
-"""silent: ``model.load_adapter`` of an adapter that another Gemma 4 class made does nothing.
+"""The load_adapter of transformers accepts adapters saved by other Gemma 4 classes and tools.
 
-The load report lists its keys as UNEXPECTED and the new layers as MISSING. It is the same defect as in PEFT's own
-loaders (see the patch peft-adapter-keys, which also fits the config while the layers are made).
+Symptom: silent: ``model.load_adapter`` of an adapter that another Gemma 4 class created does nothing, such as one of
+``Gemma4ForCausalLM`` on ``Gemma4ForConditionalGeneration``. The load report lists its keys as UNEXPECTED and the new
+layers as MISSING.
 
-Why: transformers strips PEFT's prefix and matches names; ``model.layers`` is not ``model.language_model.layers``.
+Cause: ``PeftAdapterMixin.load_adapter`` strips PEFT's prefix and matches names, and ``model.layers`` is not
+``model.language_model.layers``. PEFT's own loaders have the same defect.
 
-Here: where the keys need translating, the weights are read and handed over under the names of the model at hand. A
-load in which nothing fits is an error before anything is changed; some keys that do not fit are one warning.
+Fix: Where the keys need translating, the patch reads the weights and hands them over under the names of the model at
+hand. The patch for PEFT's own loaders fits the config while the layers are created. A load in which nothing fits is
+an error before anything is changed; if only some keys do not fit, there is one warning.
 
-Goes when transformers translates adapter keys between a model's classes.
+Remove when: ``PeftAdapterMixin.load_adapter`` translates adapter keys between a model's classes.
 """
 
 from __future__ import annotations
@@ -98,30 +101,15 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-adapter-keys",
-    summary="transformers' own load_adapter takes adapters of other Gemma 4 classes and tools",
-    symptom="silent: model.load_adapter of an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration does "
-    "nothing",
     severity=Severity.WRONG_RESULT,
     failure_points=("F22",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("peft",),
-    retire_when="PeftAdapterMixin.load_adapter translates adapter keys between a model's classes",
+    needs=("peft-adapter-keys",),
     targets=(
         Target(
-            module="transformers.integrations.peft",
-            name="PeftAdapterMixin.load_adapter",
-            replacement=load_adapter,
-            known={
-                "515ae093a6ec": "5.5.0 - 5.5.4",
-                "f07f5358e25a": "5.6.0 - 5.6.2",
-                "b360153ac072": "5.7.0 - 5.9.0",
-                "3b8fa5525c07": "5.10.1 - 5.12.1",
-                "5d51ede23781": "5.13.0 - 5.14.1",
-                "66fd97da718c": "5.15.0 - 5.17.0",
-                "8c7be9493d22": "5.18.0 - 5.23.0",
-            },
+            module="transformers.integrations.peft", name="PeftAdapterMixin.load_adapter", replacement=load_adapter
         ),
     ),
     reproduce=reproduce,

@@ -1,14 +1,19 @@
-"""silent: ``model.load_adapter(...)`` of transformers on a model that is partly on disk or the CPU answers garbage.
+"""The load_adapter of transformers puts adapter weights where their layers compute.
 
-Why: transformers loads the adapter's tensors with the base's ``hf_device_map``. Adapter weights that belong to a
-"disk" entry are treated as offloaded and stay on meta; those of a "cpu" entry are put on the CPU, while their layer
-computes on the GPU (``Expected all tensors to be on the same device``).
+Symptom: silent: after ``model.load_adapter(...)`` of transformers on a model that is partly on disk or the CPU, the
+outputs are garbage: the adapter weights of offloaded layers stay on meta. With a GPU, ``RuntimeError: Expected all
+tensors to be on the same device``.
 
-Here: while the adapter loads, the map shows where each module *computes* instead of where its weights wait (or, where
-the hooks were removed and the map was left behind, where its weights are). The layers themselves are created in the
-right place by the patch peft-keep-dispatch.
+Cause: ``PeftAdapterMixin.load_adapter`` loads the adapter's tensors with the ``hf_device_map`` of the base. Adapter
+weights under a "disk" entry are treated as offloaded and stay on meta. Those under a "cpu" entry are put on the CPU,
+while their layer computes on the GPU.
 
-Goes when transformers loads adapter weights onto their layer's execution device.
+Fix: While the adapter loads, the map names the device where each module *computes* instead of the one where its
+weights are stored. Where the hooks were removed and the map was left behind, it names the device where the weights
+are. The map is restored afterwards. The patch that keeps PEFT from dispatching a base model again creates the
+adapter layers in the right place.
+
+Remove when: ``PeftAdapterMixin.load_adapter`` loads adapter weights onto the execution device of their layer.
 """
 
 from __future__ import annotations
@@ -78,30 +83,15 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-adapter-placement",
-    summary="transformers' own load_adapter puts adapter weights where their layers compute",
-    symptom="silent: adapter weights of offloaded layers stay on meta; with a GPU RuntimeError: Expected all tensors "
-    "to be on the same device",
     severity=Severity.WRONG_RESULT,
     failure_points=("F3", "F13"),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("peft",),
-    retire_when="PeftAdapterMixin.load_adapter uses execution devices",
+    needs=("peft-keep-dispatch",),
     targets=(
         Target(
-            module="transformers.integrations.peft",
-            name="PeftAdapterMixin.load_adapter",
-            replacement=load_adapter,
-            known={
-                "515ae093a6ec": "5.5.0 - 5.5.4",
-                "f07f5358e25a": "5.6.0 - 5.6.2",
-                "b360153ac072": "5.7.0 - 5.9.0",
-                "3b8fa5525c07": "5.10.1 - 5.12.1",
-                "5d51ede23781": "5.13.0 - 5.14.1",
-                "66fd97da718c": "5.15.0 - 5.17.0",
-                "8c7be9493d22": "5.18.0 - 5.23.0",
-            },
+            module="transformers.integrations.peft", name="PeftAdapterMixin.load_adapter", replacement=load_adapter
         ),
     ),
     reproduce=reproduce,

@@ -1,18 +1,24 @@
-"""``AttributeError: 'Parameter' object has no attribute 'quant_state'``
+"""Adapters can be merged, trained and exchanged after the model below them is dequantized.
 
-Raised by ``merge_and_unload``, ``merge_adapter`` and, for some tuners, the forward after ``peft_model.dequantize()``
-(a method of the transformers model below). IA3 refuses: ``Cannot merge ia3 layers when the model is loaded in 4-bit
-mode``. Silent: every dequantized base weight is trainable from then on, and ``is_loaded_in_4bit`` stays True.
+Symptom: ``AttributeError: 'Parameter' object has no attribute 'quant_state'`` (8-bit: ``'Linear' object has no
+attribute 'state'``) from ``merge_and_unload``, ``merge_adapter`` and, for some tuners, the forward after
+``peft_model.dequantize()`` (a method of the transformers model below). IA3 refuses: ``Cannot merge ia3 layers when
+the model is loaded in 4-bit mode``. Without any error, every dequantized base weight is trainable from then on, and
+``is_loaded_in_4bit`` stays True.
 
-Why: transformers exchanges the bitsandbytes layer inside the adapter's layer for an ``nn.Linear``; the adapter's layer
-is still PEFT's variant for bitsandbytes, which unpacks its base weight.
+Cause: ``dequantize_and_replace`` replaces the bitsandbytes layer inside the adapter layer with an ``nn.Linear``. The
+adapter layer itself is still PEFT's variant for bitsandbytes, which unpacks its base weight.
 
-Here: once the base layers are plain, each adapter layer becomes PEFT's plain one, the object that loading the adapter
-onto the dequantized model gives. Adapters, their parameters and hooks stay the same objects; frozen weights stay
-frozen. Quantized layers whose weights are offloaded cannot be dequantized, and transformers fails with half of the
-model exchanged; that is one error before anything is.
+Fix: Once the base layers are plain, each adapter layer becomes PEFT's plain variant, the same that loading the
+adapter onto the dequantized model gives. Adapters, their parameters and hooks stay the same objects. Frozen weights
+stay frozen, and ``is_loaded_in_4bit`` and ``is_loaded_in_8bit`` become False. In a model without adapters the
+dequantized weights stay trainable, as upstream leaves them.
 
-Goes when dequantizing a model exchanges the adapter layers too, or PEFT's layers look at their base layer.
+Quantized layers whose weights are offloaded cannot be dequantized; transformers fails there with half of the model
+replaced. The patch raises one error before anything is replaced.
+
+Remove when: ``dequantize()`` leaves adapter layers that can be merged: it replaces them too, or PEFT's layers look
+at their base layer.
 """
 
 from __future__ import annotations
@@ -83,24 +89,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-dequantized-adapter",
-    summary="adapters can be merged, trained and exchanged after the model below them was dequantized",
-    symptom="AttributeError: 'Parameter' object has no attribute 'quant_state' (8-bit: 'Linear' object has no "
-    "attribute 'state') from merging after dequantize(); silent: dequantized base weights become trainable",
     severity=Severity.CRASH,
     failure_points=("F6",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("peft", "bitsandbytes"),
-    retire_when="dequantize() leaves adapter layers that can be merged",
     targets=(
         Target(
             module="transformers.integrations.bitsandbytes",
             name="dequantize_and_replace",
             replacement=dequantize_and_replace,
-            known={
-                "46ffff78a04f": "5.5.0 - 5.23.0",
-            },
         ),
     ),
     reproduce=reproduce,

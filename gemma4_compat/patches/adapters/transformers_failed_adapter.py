@@ -1,13 +1,15 @@
-"""silent: after ``model.load_adapter`` raised (``RuntimeError: You set `ignore_mismatched_sizes` to `False```) the
-model answers something else: the layers of the adapter that did not load are still in it.
+"""An adapter that transformers cannot load leaves the model as it was.
 
-Why: transformers injects the adapter's layers first and reads its weights afterwards; when that fails nothing is taken
-out.
+Symptom: silent: after ``model.load_adapter`` raised (``RuntimeError: You set `ignore_mismatched_sizes` to `False```)
+the model gives different outputs. The layers of the adapter that failed to load are still in it.
 
-Here: a load that raises, for whatever reason, leaves the model as it was. An adapter of the wrong shape is one error
-that names the first module.
+Cause: ``PeftAdapterMixin.load_adapter`` injects the adapter's layers first and reads its weights afterwards. When
+reading fails, it removes nothing.
 
-Goes when transformers takes back what it injected.
+Fix: A load that raises, for any reason, leaves the model as it was. An adapter of the wrong shape raises one error
+that names the first module with a mismatch.
+
+Remove when: ``PeftAdapterMixin.load_adapter`` removes what it injected when a load fails.
 """
 
 from __future__ import annotations
@@ -88,29 +90,14 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-failed-adapter",
-    summary="an adapter that transformers cannot load leaves the model as it was",
-    symptom="silent: after a load_adapter that raised (RuntimeError, mismatched sizes) the model gives other answers",
     severity=Severity.WRONG_RESULT,
     failure_points=("F3",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("peft",),
-    retire_when="PeftAdapterMixin.load_adapter takes back what it injected when a load fails",
     targets=(
         Target(
-            module="transformers.integrations.peft",
-            name="PeftAdapterMixin.load_adapter",
-            replacement=load_adapter,
-            known={
-                "515ae093a6ec": "5.5.0 - 5.5.4",
-                "f07f5358e25a": "5.6.0 - 5.6.2",
-                "b360153ac072": "5.7.0 - 5.9.0",
-                "3b8fa5525c07": "5.10.1 - 5.12.1",
-                "5d51ede23781": "5.13.0 - 5.14.1",
-                "66fd97da718c": "5.15.0 - 5.17.0",
-                "8c7be9493d22": "5.18.0 - 5.23.0",
-            },
+            module="transformers.integrations.peft", name="PeftAdapterMixin.load_adapter", replacement=load_adapter
         ),
     ),
     reproduce=reproduce,

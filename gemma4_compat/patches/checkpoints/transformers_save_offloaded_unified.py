@@ -1,12 +1,17 @@
-"""``AttributeError: Gemma4UnifiedVisionEmbedder has no attribute `embedding_projection```, from ``save_pretrained``
-of a ``gemma4_unified`` model (the 12B) whose image embedder is on the CPU or on disk.
+"""A ``gemma4_unified`` model (the 12B) can be saved while its image embedder is offloaded.
 
-Why: the checkpoint has other names for that embedder's tensors than the model. ``save_pretrained`` first gives all
-tensors the names of the checkpoint, and then looks for the hooks of offloaded ones under these.
+Symptom: ``AttributeError: Gemma4UnifiedVisionEmbedder has no attribute `embedding_projection``` from
+``save_pretrained`` of a ``gemma4_unified`` model whose image embedder is on the CPU or on disk.
 
-Here: a tensor that is saved under another name is looked for under its own.
+Cause: The checkpoint uses other names for the tensors of that embedder than the model does. ``save_pretrained``
+first renames all tensors to the names of the checkpoint. Then ``load_offloaded_parameter`` looks for the hooks of
+offloaded tensors under the new names. From 5.14.0 on, transformers loads offloaded tensors before it renames them.
 
-Goes when transformers below 5.14.0 is no longer supported: later releases bring tensors in before they rename them.
+Fix: ``load_offloaded_parameter`` looks up a tensor that is saved under another name under the name that the model
+has for it. Every tensor is saved as it is from a model on one device, bit for bit. Names that the model has are
+looked up as before.
+
+Remove when: transformers below 5.14.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -62,25 +67,18 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-save-offloaded-unified",
-    summary="a gemma4_unified model, the 12B, can be saved while its image embedder is offloaded",
-    symptom="AttributeError: Gemma4UnifiedVisionEmbedder has no attribute `embedding_projection`",
     severity=Severity.CRASH,
     failure_points=("F30",),
     distribution="transformers",
     affected=">=5.10.1,<5.14.0",
-    measured="5.13.1",
     fixed="5.14.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/47018",
     requires=("accelerate",),
-    retire_when="transformers below 5.14.0 is no longer supported",
     targets=(
         Target(
             module="transformers.integrations.accelerate",
             name="load_offloaded_parameter",
             replacement=load_offloaded_parameter,
-            known={
-                "36f042d3860d": "5.10.1 - 5.13.1",
-            },
         ),
     ),
     reproduce=reproduce,

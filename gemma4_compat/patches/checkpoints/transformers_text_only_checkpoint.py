@@ -1,17 +1,23 @@
-"""silent: ``Gemma4ForCausalLM.from_pretrained`` of a multimodal checkpoint has random weights.
+"""The text-only classes load the language model of a multimodal checkpoint.
 
-A load report lists every weight of the language model as MISSING and every weight of the file as UNEXPECTED; the model
-answers noise. So do ``Gemma4TextModel`` and the unified (12B) classes, and before 5.6 ``Gemma4Model``.
+Symptom: silent: ``Gemma4ForCausalLM.from_pretrained`` of a multimodal checkpoint has random weights. A load report
+lists every weight of the language model as MISSING and every weight of the file as UNEXPECTED, and the model
+produces noise. The same happens with ``Gemma4TextModel`` and the unified (12B) classes, and before 5.6 with
+``Gemma4Model``.
 
-Why: the checkpoint calls the language model ``model.language_model``, the text-only classes call it ``model``, and
-Gemma 4 has no entry in transformers' conversion mapping (models that have one, such as Qwen 3.5, load).
+Cause: The checkpoint calls the language model ``model.language_model``, and the text-only classes call it ``model``.
+Gemma 4 has no entry in transformers' conversion mapping. Models that have one, such as Qwen 3.5, load.
 
-Here: such a rename is added to the conversions of that load, so it works with shards, device maps, disk offload and
-quantization as any other. What the file has beyond the language model is left out without a word. The rename is not
-kept for saving: ``save_pretrained`` writes the names of the class that is saved. A checkpoint that was *saved*
-quantized says so in a part of its config that the text-only class does not read; that is an error.
+Fix: ``PreTrainedModel._load_pretrained_model`` gets such a rename, added to the conversions of that load. So it
+works with shards, device maps, disk offload and quantization like any other conversion. Weights of the file that are
+not part of the language model are left out of the load report. The rename is not kept for saving:
+``save_pretrained`` writes the names of the class that is saved.
 
-Goes when transformers has conversions for ``gemma4_text`` and ``gemma4_unified_text``.
+A checkpoint that was *saved* quantized says so in a part of its config that the text-only class does not read. That
+is refused with a ``Gemma4CompatError``. Checkpoints that are not in safetensors format, and the loading of adapters,
+are left alone.
+
+Remove when: transformers has conversions for ``gemma4_text`` and ``gemma4_unified_text``.
 """
 
 from __future__ import annotations
@@ -133,28 +139,15 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-text-only-checkpoint",
-    summary="the text-only classes load the language model of a multimodal checkpoint",
-    symptom="silent: Gemma4ForCausalLM.from_pretrained(multimodal checkpoint) has random weights",
     severity=Severity.WRONG_RESULT,
     failure_points=("F23",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
-    retire_when="transformers has conversions for gemma4_text and gemma4_unified_text",
     targets=(
         Target(
             module="transformers.modeling_utils",
             name="PreTrainedModel._load_pretrained_model",
             replacement=load_pretrained_model,
-            known={
-                "b95a861b6b0a": "5.5.0 - 5.5.4",
-                "84aa74409159": "5.6.0 - 5.6.2",
-                "cdb8587d4c91": "5.7.0 - 5.12.1",
-                "2960594e9919": "5.13.0 - 5.15.1",
-                "1b7af09f9cc9": "5.16.0 - 5.16.1",
-                "76231f395559": "5.17.0 - 5.22.2",
-                "47b694dfcb19": "5.23.0",
-            },
         ),
     ),
     reproduce=reproduce,

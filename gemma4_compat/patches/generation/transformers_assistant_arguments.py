@@ -1,13 +1,14 @@
-"""``TypeError: SinglePositionMultiTokenCandidateGenerator.__init__() missing 2 required positional arguments``
+"""Generation works with an assistant model on transformers 5.18 and 5.19.
 
-Raised in transformers 5.18 and 5.19 by every ``generate(assistant_model=...)`` with an assistant of Gemma 4.
+Symptom: ``TypeError: SinglePositionMultiTokenCandidateGenerator.__init__() missing 2 required positional arguments``
+from every ``generate(assistant_model=...)`` with a Gemma 4 assistant on transformers 5.18 and 5.19.
 
-Why: ``generate`` no longer passes ``input_ids`` and ``model_kwargs``. The generator of candidates no longer reads
-them, but still asks for them.
+Cause: ``generate`` no longer passes ``input_ids`` and ``model_kwargs``.
+``SinglePositionMultiTokenCandidateGenerator.__init__`` no longer reads them, but still requires them.
 
-Here: it gets nothing in their place.
+Fix: The patch passes ``None`` in their place, by position: upstream warns that the names are deprecated.
 
-Goes when transformers 5.18 and 5.19 are no longer supported.
+Remove when: transformers below 5.20.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -43,25 +44,18 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-assistant-arguments",
-    summary="generate works with an assistant model",
-    symptom="TypeError: SinglePositionMultiTokenCandidateGenerator.__init__() missing 2 required positional arguments",
     severity=Severity.CRASH,
     failure_points=("F30",),
     distribution="transformers",
     affected=">=5.18.0,<5.20.0",
-    measured="5.19.0",
     fixed="5.20.0",
     bug=("https://github.com/huggingface/transformers/pull/48982",),
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
-    retire_when="transformers below 5.20.0 is no longer supported",
     targets=(
         Target(
             module="transformers.generation.candidate_generator",
             name="SinglePositionMultiTokenCandidateGenerator.__init__",
             replacement=init,
-            known={
-                "a1bd3a101ddf": "5.18.0 - 5.19.0",
-            },
         ),
     ),
     reproduce=reproduce,

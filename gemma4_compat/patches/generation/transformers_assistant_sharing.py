@@ -1,17 +1,21 @@
-"""``ValueError: The set of layer types producing a cache is different than the set of layer types using them``
+"""Assistant models can be created, and receive keys and values from models that share none internally.
 
-Raised by transformers 5.23.0 for every assistant model of Gemma 4 (``Gemma4AssistantForCausalLM``), as soon as one is
-made. With a model that shares no keys and values within itself (26B-A4B and 31B) ``KeyError: 'full_attention'`` would
-follow: it has none for its assistant.
+Symptom: ``ValueError: The set of layer types producing a cache is different than the set of layer types using
+them``, raised by transformers 5.23.0 as soon as any Gemma 4 assistant model is created
+(``Gemma4AssistantForCausalLM``, and ``Gemma4UnifiedAssistantForCausalLM`` of the 12B). With a model that shares no
+keys and values within itself (26B-A4B and 31B), ``KeyError: 'full_attention'`` would follow, because that model
+returns none for its assistant.
 
-Why: ``kv_sharing_modes`` says of each layer whether it stores keys and values for others or reuses such. It wants a
-layer that stores for every one that reuses; in an assistant all layers reuse those of another model. Of a model
-without layers that reuse it says that none stores, although the assistant asks for the last ones of each kind.
+Cause: ``Gemma4TextConfig.kv_sharing_modes`` says for each layer whether it stores keys and values for other layers
+or reuses theirs. It requires a storing layer for every type of layer that reuses, but all layers of an assistant
+reuse those of another model. For a model without reusing layers it reports that none stores, although the assistant
+requests the last one of each type. ``gemma4_unified``, the classes of the 12B, has the same code in a configuration
+class and module of its own, ``Gemma4UnifiedTextConfig.kv_sharing_modes``.
 
-Here: in a model all of whose layers reuse, all do; in one without such layers the last layer of each kind stores, as
-in releases before.
+Fix: In both configuration classes: if all layers reuse, ``kv_sharing_modes`` says so. If none does, the last layer
+of each type stores, as in earlier releases. Other models get upstream's result.
 
-Goes when transformers knows these two cases again.
+Remove when: ``kv_sharing_modes`` handles models in which all layers, or none, reuse keys and values.
 """
 
 from __future__ import annotations
@@ -31,30 +35,29 @@ def kv_sharing_modes(original: Callable[..., list[str | None]], self: Any) -> li
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.scenarios import assisted
+    from gemma4_compat._reproduction import scenarios
 
-    workspace.needs("gemma4")
-    return assisted(workspace)
+    return scenarios.of_both_classes(workspace, gemma4=scenarios.assisted, unified=scenarios.assisted)
 
 
 PATCH = Patch(
     id="transformers-assistant-sharing",
-    summary="assistant models can be made, and get keys and values of models that share none within themselves",
-    symptom="ValueError: The set of layer types producing a cache is different than the set of layer types using them",
     severity=Severity.CRASH,
     failure_points=("F30",),
     distribution="transformers",
     affected=">=5.23.0",
-    measured="5.23.0",
-    retire_when="kv_sharing_modes knows models that share all their layers' keys and values, and none",
     targets=(
         Target(
             module="transformers.models.gemma4.configuration_gemma4",
             name="Gemma4TextConfig.kv_sharing_modes",
             replacement=kv_sharing_modes,
-            known={
-                "7e8cea83fb49": "5.23.0",
-            },
+            group="gemma4",
+        ),
+        Target(
+            module="transformers.models.gemma4_unified.configuration_gemma4_unified",
+            name="Gemma4UnifiedTextConfig.kv_sharing_modes",
+            replacement=kv_sharing_modes,
+            group="gemma4_unified",
         ),
     ),
     reproduce=reproduce,

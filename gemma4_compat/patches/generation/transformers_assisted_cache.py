@@ -1,16 +1,18 @@
-"""``ValueError: Cannot `crop` a `DynamicSlidingWindowLayer` after it has seen more tokens than its sliding window``
-from assisted generation and prompt lookup.
+"""Assisted generation and prompt lookup work past the sliding window.
 
-Why: tokens that were guessed and rejected are taken out of the cache again, and a sliding layer has forgotten what
-would be needed. So ``generate`` makes a cache that forgets nothing, ``"dynamic_full"``. In 5.12.0 to 5.13.1 that one
-got sliding layers too, for the model and for its assistant; in no release before 5.15.0 is a ``DynamicCache`` that the
-caller made from the configuration a cache of this kind.
+Symptom: ``ValueError: Cannot `crop` a `DynamicSlidingWindowLayer` after it has seen more tokens than its sliding
+window`` from assisted generation and prompt lookup.
 
-Here: a Gemma 4 model's cache for assisted generation has its sliding layers replaced by ones that keep everything,
-with what they hold, before the first token. The answers are the same, the cache grows with the context. A cache that
-has forgotten tokens already is refused with one clear error, and is as it was.
+Cause: Candidate tokens that the model rejects are removed from the cache again, and a sliding layer has already
+discarded what that needs. So ``generate`` creates a cache that keeps everything, ``"dynamic_full"``. In 5.12.0 to
+5.13.1 ``_prepare_cache_for_generation`` gave that cache sliding layers too, for the model and for its assistant. In
+no release before 5.15.0 does a ``DynamicCache`` that the caller created from the configuration keep everything.
 
-Goes when transformers below 5.15.0, whose sliding layers can be cropped, is no longer supported.
+Fix: Before the first token, the patch replaces the sliding layers of a Gemma 4 model's cache for assisted generation
+with layers that keep everything, contents included. The outputs are the same; the cache grows with the context. A
+cache that has already discarded tokens is refused with one clear error and stays unchanged.
+
+Remove when: transformers below 5.15.0, where sliding layers cannot be cropped, is no longer supported.
 """
 
 from __future__ import annotations
@@ -84,28 +86,18 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-assisted-cache",
-    summary="assisted generation and prompt lookup past the sliding window",
-    symptom="ValueError: Cannot `crop` a `DynamicSlidingWindowLayer` after it has seen more tokens than its window",
     severity=Severity.CRASH,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.15.0",
-    measured="5.14.1",
     fixed="5.15.0",
     bug=("https://github.com/huggingface/transformers/issues/46629",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47447",
-    retire_when="transformers below 5.15.0 is no longer supported",
     targets=(
         Target(
             module="transformers.generation.utils",
             name="GenerationMixin._prepare_cache_for_generation",
             replacement=prepare_cache,
-            known={
-                "05c87e9dbddb": "5.5.0 - 5.11.0",
-                "6e6e630b1974": "5.12.0 - 5.12.1",
-                "650a0d7eb0a9": "5.13.0 - 5.13.1",
-                "fa02142a656f": "5.14.0 - 5.14.1",
-            },
         ),
     ),
     reproduce=reproduce,

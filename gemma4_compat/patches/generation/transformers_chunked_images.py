@@ -1,14 +1,18 @@
-"""silent: with ``prefill_chunk_size`` the 12B, the 26B-A4B and the 31B see an image differently where a chunk ends
-inside it: its first part does not see its second part, and the logits are off by as much as between any two prompts.
+"""Prefill in chunks never cuts through an image (12B, 26B-A4B, 31B).
 
-Why: in these models the tokens of one image attend to each other in both directions, and from 5.23.0 on transformers
-reads prompts with images in chunks, cut wherever the size says. What is in a later chunk cannot be seen from an
-earlier one.
+Symptom: silent: with ``prefill_chunk_size`` the 12B, the 26B-A4B and the 31B process an image differently when a
+chunk ends inside it. The tokens in its first part do not attend to those in its second part, and the logits are off
+by as much as between any two prompts.
 
-Here: a chunk ends before an image of which it would hold a part; an image that is larger than a chunk is read at once.
-Other chunks are never larger than asked for.
+Cause: In these models the tokens of one image attend to each other in both directions. From 5.23.0 on,
+``GenerationMixin._prefill`` also reads prompts with images in chunks, and cuts them wherever the size says. Tokens
+cannot attend to a later chunk.
 
-Goes when transformers cuts prompts between images.
+Fix: A chunk ends before an image that it could hold only in part. An image that is larger than a chunk is read at
+once. Other chunks are never larger than requested. The frames of a video count as images, and a cut must not go
+through an image in any row of the batch.
+
+Remove when: transformers cuts prompts between images.
 """
 
 from __future__ import annotations
@@ -100,23 +104,10 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-chunked-images",
-    summary="a prefill in chunks never cuts through an image (12B, 26B-A4B, 31B)",
-    symptom="silent: prefill_chunk_size cuts through images, whose tokens then do not see each other",
     severity=Severity.WRONG_RESULT,
     failure_points=("F24", "F30"),
     distribution="transformers",
     affected=">=5.23.0",
-    measured="5.23.0",
-    retire_when="transformers cuts prompts between images",
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._prefill",
-            replacement=prefill,
-            known={
-                "37e30b720aba": "5.23.0",
-            },
-        ),
-    ),
+    targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),
     reproduce=reproduce,
 )

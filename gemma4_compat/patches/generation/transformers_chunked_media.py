@@ -1,12 +1,16 @@
-"""silent: with ``prefill_chunk_size`` images, videos and sounds are not looked at. The answer is that to a prompt with
-placeholders in their stead.
+"""Prefill in chunks never leaves out images, videos and audio.
 
-Why: each chunk of the prompt is prepared as if it were a later step of the decoding, which needs no media any more.
+Symptom: silent: with ``prefill_chunk_size`` the model ignores images, videos and audio. Its outputs are those for a
+prompt with placeholders in their place.
 
-Here: for Gemma 4, a prompt that fits into one chunk is not cut, and one that has to be cut is refused with one clear
-error, as transformers does itself from 5.23.0 on.
+Cause: ``GenerationMixin._prefill`` prepares each chunk of the prompt as if it were a later decoding step, which no
+longer needs any media.
 
-Goes when transformers below 5.23.0 is no longer supported.
+Fix: For Gemma 4, a prompt with media that fits into one chunk is not cut. One that would have to be cut is refused
+with one clear error. From 5.23.0 on, transformers itself reads images in chunks and refuses a prompt with audio that
+would have to be cut. Text-only prompts are still read in chunks.
+
+Remove when: transformers below 5.23.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -93,28 +97,12 @@ def _compare(model: Any, batch: dict[str, Any], media: str) -> Outcome:
 
 PATCH = Patch(
     id="transformers-chunked-media",
-    summary="a prefill in chunks never leaves out images and sounds",
-    symptom="silent: prefill_chunk_size leaves out images, videos and sounds",
     severity=Severity.WRONG_RESULT,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.23.0",
-    measured="5.22.2",
     fixed="5.23.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.23.0",
-    retire_when="transformers below 5.23.0 is no longer supported",
-    targets=(
-        Target(
-            module="transformers.generation.utils",
-            name="GenerationMixin._prefill",
-            replacement=prefill,
-            known={
-                "d84b2672eb2e": "5.5.0 - 5.17.0",
-                "09ead49af029": "5.18.0",
-                "6d684d6d2b0f": "5.19.0 - 5.20.2",
-                "1fc1149a04e7": "5.21.0 - 5.22.2",
-            },
-        ),
-    ),
+    targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),
     reproduce=reproduce,
 )

@@ -1,14 +1,16 @@
-"""silent: with ``cache_implementation="offloaded"`` or ``"offloaded_static"`` a layer may attend to keys and values
-that are not there yet.
+"""Offloaded caches give a layer the keys and values that it stored.
 
-Why: a layer's keys and values are copied to pinned host memory on the stream that computes, and fetched again on
-another one, which waits for nothing. With few layers that are offloaded (the E2B has seven full ones, three of which
-have keys of their own) the next token fetches them soon after.
+Symptom: silent: with ``cache_implementation="offloaded"`` or ``"offloaded_static"`` a layer may attend to keys and
+values that were fetched before they were stored.
 
-Here: the stream that fetches waits for the one that computes, as from transformers 5.20.0 on. Seen on a GPU with
-5.6.2; by their source the other releases up to 5.19.0 copy in the same way.
+Cause: A layer's keys and values are copied to pinned host memory on the compute stream. ``Cache.prefetch`` fetches
+them again on another stream, which waits for nothing. With few offloaded layers (the E2B has seven full-attention
+layers, and three of them have keys of their own) the next token fetches them soon after. Observed on a GPU with
+5.6.2; judging by their source, the other releases up to 5.19.0 copy in the same way.
 
-Goes when transformers below 5.20.0 is no longer supported.
+Fix: The prefetch stream waits for the compute stream, as from transformers 5.20.0 on.
+
+Remove when: transformers below 5.20.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -65,27 +67,13 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-offloaded-cache",
-    summary="offloaded caches give a layer the keys and values that it stored",
-    symptom="silent: with cache_implementation='offloaded' keys and values are fetched before they were stored",
     severity=Severity.WRONG_RESULT,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.20.0",
-    measured="5.19.0",
     fixed="5.20.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
-    retire_when="transformers below 5.20.0 is no longer supported",
     detect=has_cuda,
-    targets=(
-        Target(
-            module="transformers.cache_utils",
-            name="Cache.prefetch",
-            replacement=prefetch,
-            known={
-                "9693612b61d4": "5.5.0 - 5.12.1",
-                "3adc3f0c6cc5": "5.13.0 - 5.19.0",
-            },
-        ),
-    ),
+    targets=(Target(module="transformers.cache_utils", name="Cache.prefetch", replacement=prefetch),),
     reproduce=reproduce,
 )

@@ -1,14 +1,21 @@
-"""silent: the cache of the 26B-A4B and the 31B grows with the context in all layers, five of six of which look at no
-more than the last 1024 tokens. The answers are right; a long context does not fit where it should.
+"""Sliding layers of models without KV-shared layers (12B, 26B-A4B, 31B) cache no more than their window.
 
-Why: as in ``transformers_static_cache.py``. A ``DynamicCache`` that was told ``layer_types[:-0]``, no layers, makes
-them as they are asked for, and takes each for one of full attention.
+Symptom: silent: the cache of the 12B, the 26B-A4B and the 31B grows with the context in the sliding layers too. Five
+of six layers attend to no more than the last 1024 tokens, but keep all of them. The outputs are right, but a long
+context does not fit where it should.
 
-Here: as there, for Gemma 4 only: the answers are the same, but a layer that has forgotten what is behind its window
-cannot be cropped any more, which assisted decoding with a cache of one's own did on such models without a complaint.
-``transformers_assisted_cache.py`` sees to that for Gemma 4.
+Cause: ``DynamicCache.__init__`` takes the layer types from ``layer_types[:-num_kv_shared_layers]``. These models
+share nothing, so that is ``[:-0]``: no layers. The cache then creates its layers on first use, and treats each one
+as a full attention layer.
 
-Goes when transformers below 5.14.0 is no longer supported.
+Fix: For Gemma 4 models without KV-shared layers, the cache is built from a view of the configuration that does not
+mention KV-shared layers. The outputs are the same.
+
+The patch is limited to Gemma 4. A sliding layer that has dropped tokens beyond its window can no longer be cropped.
+On such models, assisted decoding with a cache of the caller's own did so without an error. A separate patch for the
+cache of assisted generation takes care of that for Gemma 4.
+
+Remove when: transformers below 5.14.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -57,26 +64,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-sliding-cache",
-    summary="sliding layers of models without KV-shared layers (26B-A4B, 31B) keep no more than their window",
-    symptom="silent: the cache grows with the context in the sliding layers too",
     severity=Severity.MEMORY,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.14.0",
-    measured="5.13.1",
     fixed="5.14.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/47118",
-    retire_when="transformers below 5.14.0 is no longer supported",
-    targets=(
-        Target(
-            module="transformers.cache_utils",
-            name="DynamicCache.__init__",
-            replacement=dynamic_cache,
-            known={
-                "68a932b5ff56": "5.5.0 - 5.7.0",
-                "c012e8e65de3": "5.8.0 - 5.13.1",
-            },
-        ),
+    needs=(
+        "transformers-assisted-cache",
+        "transformers-vision-masks",
     ),
+    targets=(Target(module="transformers.cache_utils", name="DynamicCache.__init__", replacement=dynamic_cache),),
     reproduce=reproduce,
 )

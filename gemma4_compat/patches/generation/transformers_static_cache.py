@@ -1,13 +1,16 @@
-"""``IndexError: list index out of range`` in ``Cache.update``, with ``cache_implementation="static"``, its offloaded
-kind or a ``StaticCache`` of one's own, on the 26B-A4B and the 31B.
+"""Static caches work on models without KV-shared layers (26B-A4B, 31B).
 
-Why: a cache has a layer for each of the model's that is not KV-shared: ``layer_types[:-num_kv_shared_layers]``. The
-larger models share nothing, and ``[:-0]`` is ``[:0]``: no layer at all.
+Symptom: ``IndexError: list index out of range`` in ``Cache.update`` on the 26B-A4B and the 31B, with
+``cache_implementation="static"``, its offloaded variant, or a ``StaticCache`` of the caller's own.
 
-Here: the cache is built from a configuration that does not mention KV-shared layers where there are none, as models
-have that know no sharing. That is exact for any model, so it is not limited to Gemma 4.
+Cause: ``StaticCache.__init__`` creates one cache layer for each layer of the model that is not KV-shared:
+``layer_types[:-num_kv_shared_layers]``. The larger models share nothing, and ``[:-0]`` is ``[:0]``: no layer at all.
 
-Goes when transformers below 5.10.1 is no longer supported.
+Fix: If there are no KV-shared layers, the cache is built from a view of the configuration that does not mention
+them, like the configuration of a model that has no such feature. This is exact for any model, so the patch is not
+limited to Gemma 4.
+
+Remove when: transformers below 5.10.1 is no longer supported.
 """
 
 from __future__ import annotations
@@ -41,26 +44,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-static-cache",
-    summary="static caches for models without KV-shared layers (26B-A4B, 31B)",
-    symptom="IndexError: list index out of range in Cache.update with cache_implementation='static'",
     severity=Severity.CRASH,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.10.1",
-    measured="5.9.0",
     fixed="5.10.1",
     applied_upstream="https://github.com/huggingface/transformers/pull/46235",
-    retire_when="transformers below 5.10.1 is no longer supported",
-    targets=(
-        Target(
-            module="transformers.cache_utils",
-            name="StaticCache.__init__",
-            replacement=static_cache,
-            known={
-                "1b72a5e719d7": "5.5.0 - 5.7.0",
-                "7d3331cd84b6": "5.8.0 - 5.9.0",
-            },
-        ),
-    ),
+    targets=(Target(module="transformers.cache_utils", name="StaticCache.__init__", replacement=static_cache),),
     reproduce=reproduce,
 )

@@ -1,14 +1,17 @@
-"""``RuntimeError: index_copy_(): Source/destination tensor must have same slice shapes`` (5.13 and 5.14), or
-``AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute`` (5.15 to 5.17): a static cache together
-with ``prefill_chunk_size``.
+"""Static caches work with a chunked prefill (``prefill_chunk_size``).
 
-Why: for a prefill in chunks the static cache is allocated in advance, with one head width for all layers. Gemma 4's
-full attention has wider heads than its sliding layers.
+Symptom: ``RuntimeError: index_copy_(): Source/destination tensor must have same slice shapes`` (5.13 and 5.14), or
+``AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute`` (5.15 to 5.17), when a static cache is
+used together with ``prefill_chunk_size``.
 
-Here: for Gemma 4 the layers are allocated when they get their first keys, as without chunks and as in every other
-release.
+Cause: For a chunked prefill, ``generate`` allocates the static cache in advance.
+``GenerationMixin._get_static_cache_init_shape`` returns one head width for all layers, but Gemma 4's full attention
+layers have wider heads than its sliding layers.
 
-Goes when transformers 5.13 to 5.17 are no longer supported.
+Fix: For Gemma 4, that function returns no shape. The layers are allocated when they get their first keys, as they
+are without chunks and in every other release. Other models are left alone.
+
+Remove when: transformers 5.13 to 5.17 are no longer supported.
 """
 
 from __future__ import annotations
@@ -43,25 +46,18 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-static-chunks",
-    summary="static caches with a prefill in chunks",
-    symptom="RuntimeError: index_copy_(): ... same slice shapes, or AmbiguousGlobalPerLayerAttributeError: 'head_dim'",
     severity=Severity.CRASH,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.13.0,<5.18.0",
-    measured="5.17.0",
     fixed="5.18.0",
     bug=("https://github.com/huggingface/transformers/issues/48501",),
     applied_upstream="https://github.com/huggingface/transformers/pull/48619",
-    retire_when="transformers below 5.18.0 is no longer supported",
     targets=(
         Target(
             module="transformers.generation.utils",
             name="GenerationMixin._get_static_cache_init_shape",
             replacement=init_shape,
-            known={
-                "2de4097dd77c": "5.13.0 - 5.17.0",
-            },
         ),
     ),
     reproduce=reproduce,

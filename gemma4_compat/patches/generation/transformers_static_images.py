@@ -1,16 +1,20 @@
-"""silent: with a static cache the 12B, the 26B-A4B and the 31B see images differently: their image tokens do not see
-each other, and the logits are off by as much as between any two prompts.
+"""Image input works with a static cache (12B, 26B-A4B, 31B).
 
-Why: in these models the tokens of one image attend to each other in both directions. For a cache that can be compiled
-``generate`` makes the masks itself, at a moment when it has not yet taken up ``mm_token_type_ids``, which say where
-the images are.
+Symptom: silent: with a static cache, image tokens do not attend to each other on the 12B, the 26B-A4B and the 31B
+(in 5.23.0 on the 12B only). The logits are off by as much as between any two prompts.
 
-From 5.23.0 on it has, but the masks that it makes for the 12B are not the ones that the 12B makes for itself.
+Cause: In these models the tokens of one image attend to each other in both directions. For a compilable cache,
+``GenerationMixin.prepare_inputs_for_generation`` creates the masks itself, at a point where it has not yet picked up
+``mm_token_type_ids``, which mark the positions of the images.
 
-Here: for the prompt, the model gets its mask as it does with any other cache, and makes these masks itself. Decoding,
-the part that is compiled, is as it was.
+From 5.23.0 on it has, but the masks that it creates for the 12B differ from those that the 12B creates for itself.
 
-Goes when every supported release makes the masks of the 12B the same way for every cache.
+Fix: For the prompt, the model gets its two-dimensional mask, as it does with any other cache, and creates the masks
+itself. Decoding, which is the part that is compiled, is unchanged. So are calls without ``mm_token_type_ids`` and
+models whose image tokens do not attend to each other in both directions. Logits equal those of the default cache up
+to rounding.
+
+Remove when: every supported release creates the masks of the 12B the same way for every cache.
 """
 
 from __future__ import annotations
@@ -70,28 +74,19 @@ def _off(model: Any, batch: dict[str, Any]) -> float:
 
 PATCH = Patch(
     id="transformers-static-images",
-    summary="images with a static cache (12B, 26B-A4B, 31B)",
-    symptom="silent: with a static cache image tokens do not see each other",
     severity=Severity.WRONG_RESULT,
     failure_points=("F24", "F30"),
     distribution="transformers",
     affected=">=5.5.0",
-    measured="5.23.0",
-    retire_when="every supported release makes the masks of the 12B the same way for every cache",
+    needs=(
+        "transformers-static-cache",
+        "transformers-vision-masks",
+    ),
     targets=(
         Target(
             module="transformers.generation.utils",
             name="GenerationMixin.prepare_inputs_for_generation",
             replacement=prepare_inputs,
-            known={
-                "7e7a07c5a505": "5.5.0 - 5.8.1",
-                "5c2befa63e40": "5.9.0 - 5.12.1",
-                "10f65fc6bf4a": "5.13.0 - 5.14.1",
-                "805fed6a86fd": "5.15.0 - 5.17.0",
-                "78a3ce421893": "5.18.0 - 5.19.0",
-                "2ea18346946a": "5.20.0 - 5.22.2",
-                "3793ae8458cc": "5.23.0",
-            },
         ),
     ),
     reproduce=reproduce,

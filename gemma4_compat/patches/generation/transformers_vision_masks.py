@@ -1,13 +1,16 @@
-"""silent: other answers to an image that comes where sliding layers have forgotten something, as in the second turn of
-a chat; with a static cache ``IndexError: index ... is out of bounds`` in ``create_masks_for_vision_model``. On the
-26B-A4B and the 31B, whose image tokens see each other.
+"""Image input works with caches whose sliding layers hold less than the others (26B-A4B, 31B).
 
-Why: of a cache whose layers do not all hold the same tokens, the mask for the sliding layers gets the size and the
-beginning of the first layer of full attention.
+Symptom: silent: different outputs for an image that comes after sliding layers have dropped tokens, as in the second
+turn of a chat; with a static cache ``IndexError: index ... is out of bounds`` in ``create_masks_for_vision_model``.
+This affects the 26B-A4B and the 31B, whose image tokens attend to each other.
 
-Here: each of the two masks is made from what the layers of its kind hold.
+Cause: If the layers of a cache do not all hold the same tokens, ``create_masks_for_vision_model`` gives the mask for
+the sliding layers the size and the start of the first full attention layer.
 
-Goes when transformers 5.13 to 5.16 are no longer supported.
+Fix: Each of the two masks is created from what the layers of its kind hold. Logits equal those without a cache up to
+rounding.
+
+Remove when: transformers 5.13 to 5.16 are no longer supported.
 """
 
 from __future__ import annotations
@@ -39,25 +42,17 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-vision-masks",
-    summary="images with caches whose sliding layers hold less than the others (26B-A4B, 31B)",
-    symptom="silent: other answers to an image in a later turn; with a static cache IndexError: index is out of "
-    "bounds in create_masks_for_vision_model",
     severity=Severity.WRONG_RESULT,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.13.0,<5.17.0",
-    measured="5.16.1",
     fixed="5.17.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.17.0",
-    retire_when="transformers 5.13 to 5.16 are no longer supported",
     targets=(
         Target(
             module="transformers.models.gemma4.modeling_gemma4",
             name="create_masks_for_vision_model",
             replacement=create_masks,
-            known={
-                "8dfa74433ad7": "5.13.0 - 5.16.1",
-            },
         ),
     ),
     reproduce=reproduce,

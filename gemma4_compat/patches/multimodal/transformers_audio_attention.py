@@ -1,15 +1,19 @@
-"""``ValueError: Gemma4AudioModel does not support an attention implementation through
-torch.nn.functional.scaled_dot_product_attention yet`` for ``from_pretrained(..., attn_implementation="sdpa")``, with
-``"flex_attention"`` too, and with both in ``set_attn_implementation`` of a loaded model.
+"""An attention requested for the whole model applies to text and vision; audio keeps its own.
 
-Why: a request for the whole model goes to every part of it as if each had been asked by name, and the audio tower has
-no attention but its own, in chunks, and says so since 5.20.0. Without a request it falls back by itself.
+Symptom: ``ValueError: Gemma4AudioModel does not support an attention implementation through
+torch.nn.functional.scaled_dot_product_attention yet`` from ``from_pretrained(..., attn_implementation="sdpa")``. The
+same with ``"flex_attention"``, and with both in ``set_attn_implementation`` of a loaded model.
 
-Here: a request for the whole model is for the parts that can: text and vision run it, the audio tower its eager
-attention, and one INFO line of the logger ``gemma4_compat`` says so. What a dict asks of ``audio_config`` by name is
-still upstream's error, unless the dict asks the same of the model (``""``) and of the text: that reads as one request.
+Cause: Upstream passes a request for the whole model to every part as if the user had named each one. The audio tower
+has only its own chunked attention, and since 5.20.0 ``Gemma4AudioModel`` declares that. Without a request it falls
+back by itself.
 
-Goes when a request for the whole model leaves the audio tower what it has.
+Fix: A request for the whole model applies to the parts that support it: text and vision run it, the audio tower runs
+its eager attention, and one INFO line of the logger ``gemma4_compat`` says so. A dict that requests an unsupported
+attention for ``audio_config`` by name still gets upstream's error, unless it requests the same for the model
+(``""``) and for the text: that counts as one request.
+
+Remove when: a request for the whole model does not raise for the audio tower and leaves its attention as it is.
 """
 
 from __future__ import annotations
@@ -136,40 +140,21 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-audio-attention",
-    summary="an attention asked for the whole model is for the text and the vision model; audio keeps its own",
-    symptom="ValueError: Gemma4AudioModel does not support an attention implementation through torch.nn.functional."
-    "scaled_dot_product_attention yet",
     severity=Severity.CRASH,
     failure_points=("F8",),
     distribution="transformers",
     affected=">=5.20.0",
-    measured="5.23.0",
-    retire_when="a request for the whole model does not raise for the audio tower",
     detect=detect,
     targets=(
+        Target(module=_GEMMA4, name="Gemma4ForConditionalGeneration.__init__", replacement=build),
+        Target(module=_GEMMA4, name="Gemma4Model.__init__", replacement=build),
         Target(
-            module=_GEMMA4,
-            name="Gemma4ForConditionalGeneration.__init__",
-            replacement=build,
-            known={"58012e401669": "5.20.0 - 5.23.0"},
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4Model.__init__",
-            replacement=build,
-            known={"c6c3b65eab3a": "5.20.0 - 5.23.0"},
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4PreTrainedModel.set_attn_implementation",
-            replacement=set_attn_implementation,
-            known={"fb5bbbab1192": "5.20.0 - 5.23.0"},
+            module=_GEMMA4, name="Gemma4PreTrainedModel.set_attn_implementation", replacement=set_attn_implementation
         ),
         Target(
             module=_GEMMA4,
             name="Gemma4AudioModel.get_correct_attn_implementation",
             replacement=get_correct_attn_implementation,
-            known={"48aef77379b9": "5.20.0 - 5.23.0"},
         ),
     ),
     reproduce=reproduce,

@@ -1,14 +1,17 @@
-"""``RuntimeError: value cannot be converted to type c10::Half without overflow`` in the audio tower under
-``torch.autocast`` to float16, which is ``Trainer(fp16=True)``.
+"""The audio tower runs under float16 autocast.
 
-Why: autocast makes float16 of what the linear layers and the attention return, in a model of float32. The tower clamps
-that to ``gradient_clipping``, 1e10, and fills masked logits with ``attention_invalid_logits_value``, -1e9. It asks the
-dtype of its weights, or of what it was given, how much of the one is possible, and nothing about the other.
+Symptom: ``RuntimeError: value cannot be converted to type c10::Half without overflow`` in the audio tower under
+``torch.autocast`` to float16, which is what ``Trainer(fp16=True)`` uses.
 
-Here: under float16 autocast both are the last numbers that float16 has, as in a float16 model. Under the softmax,
-which is taken in float32, the lowest of them is the same nothing.
+Cause: In a float32 model, autocast makes the linear layers and the attention return float16. The tower clamps that
+to ``gradient_clipping``, 1e10, and fills masked logits with ``attention_invalid_logits_value``, -1e9. It limits the
+first to the range of its weights' or its input's dtype, here float32, and does not limit the second at all
+(``Gemma4AudioLayer``, ``Gemma4AudioFeedForward``, ``Gemma4AudioLightConv1d`` and ``Gemma4AudioAttention``).
 
-Goes when the audio tower limits its numbers to those of the tensor it limits.
+Fix: Under float16 autocast both are limited to the range of float16, as in a float16 model. The softmax is computed
+in float32, where the lowest float16 value still masks completely. Outside of float16 autocast no bit changes.
+
+Remove when: the audio tower limits its numbers to the range of the dtype of the tensor they apply to.
 """
 
 from __future__ import annotations
@@ -81,52 +84,16 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-audio-autocast",
-    summary="the audio tower runs under float16 autocast",
-    symptom="RuntimeError: value cannot be converted to type c10::Half without overflow",
     severity=Severity.CRASH,
     failure_points=("F25",),
     distribution="transformers",
     affected=">=5.5.0",
-    measured="5.23.0",
-    retire_when="the audio tower limits its numbers to those that the tensor's dtype has",
     after=("transformers-quantized-audio",),
     targets=(
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioLayer.forward",
-            replacement=clipped,
-            known={
-                "b3de5a307167": "5.5.0 - 5.23.0",
-            },
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioFeedForward.forward",
-            replacement=clipped,
-            known={
-                "caaf18a24d08": "5.5.0 - 5.10.4",
-                "e0b737e2f79d": "5.11.0 - 5.23.0",
-            },
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioLightConv1d.forward",
-            replacement=clipped,
-            known={
-                "17254b87bf65": "5.5.0 - 5.10.4",
-                "5a94a92b18c9": "5.11.0 - 5.23.0",
-            },
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioAttention.forward",
-            replacement=attention,
-            known={
-                "e10f4f093247": "5.5.0 - 5.10.4",
-                "f3dfb03d986b": "5.11.0 - 5.19.0",
-                "1561041fb766": "5.20.0 - 5.23.0",
-            },
-        ),
+        Target(module=_GEMMA4, name="Gemma4AudioLayer.forward", replacement=clipped),
+        Target(module=_GEMMA4, name="Gemma4AudioFeedForward.forward", replacement=clipped),
+        Target(module=_GEMMA4, name="Gemma4AudioLightConv1d.forward", replacement=clipped),
+        Target(module=_GEMMA4, name="Gemma4AudioAttention.forward", replacement=attention),
     ),
     reproduce=reproduce,
 )

@@ -1,13 +1,17 @@
-"""``RuntimeError: masked_scatter: expected self and source to have same dtypes but got Float and Half`` for a prompt
-with sound, where the audio tower computes in another dtype than the token embedding: a model with float16 towers and a
-float32 language model, as on GPUs without bfloat16, or a float32 model under ``torch.autocast``.
+"""Audio input works in a model whose audio tower computes in another dtype than the token embedding.
 
-Why: ``Gemma4Model.forward`` casts the features of images and videos to the dtype of the embeddings they go into. Those
-of sound it only moves to their device.
+Symptom: ``RuntimeError: masked_scatter: expected self and source to have same dtypes but got Float and Half`` for a
+prompt with audio, when the audio tower computes in another dtype than the token embedding. Examples are a model with
+float16 towers and a float32 language model, as used on GPUs without bfloat16, and a float32 model under
+``torch.autocast``.
 
-Here: ``Gemma4Model.get_audio_features`` returns what goes into the prompt in the dtype of the token embedding.
+Cause: ``Gemma4Model.forward`` casts image and video features to the dtype of the embeddings they are inserted into.
+It only moves audio features to the device of those embeddings.
 
-Goes when transformers below 5.15.0 is no longer supported.
+Fix: ``Gemma4Model.get_audio_features`` returns the features in the dtype of the token embedding. Features that
+already have this dtype, tuple outputs (``return_dict=False``) and embeddings of an integer dtype are left alone.
+
+Remove when: transformers below 5.15.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -56,23 +60,18 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-audio-dtype",
-    summary="sound of another dtype than the token embedding is cast to it, as images are",
-    symptom="RuntimeError: masked_scatter: expected self and source to have same dtypes but got Float and Half",
     severity=Severity.CRASH,
     failure_points=("F25",),
     distribution="transformers",
     affected=">=5.5.0,<5.15.0",
-    measured="5.14.1",
     fixed="5.15.0",
     bug=("https://github.com/huggingface/transformers/issues/47672",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47482",
-    retire_when="transformers below 5.15.0 is no longer supported",
     targets=(
         Target(
             module="transformers.models.gemma4.modeling_gemma4",
             name="Gemma4Model.get_audio_features",
             replacement=get_audio_features,
-            known={"219618b9b2d7": "5.5.0 - 5.14.1"},
         ),
     ),
     reproduce=reproduce,

@@ -1,15 +1,20 @@
-"""silent: with ``attn_implementation="eager"`` the audio tower attends to the padding and to what is out of its
-window, and to nothing else: its features are off by a third to a half of their size. With ``"flex_attention"`` the
-first sound is an ``AttributeError: 'BlockMask' object has no attribute 'device'``.
+"""The audio tower attends to the right positions whatever attention implementation is requested.
 
-Why: ``Gemma4AudioAttention`` takes its mask for one of booleans. That is what ``create_bidirectional_mask`` makes for
-``sdpa``; for ``eager`` it makes numbers to add, 0 where there is something to attend to, which is False. What it makes
-for the others has no such form at all. The attention itself is the same for every name.
+Symptom: silent: with ``attn_implementation="eager"`` the audio tower attends to exactly what is masked: the padding
+and the positions outside its window, and nothing else. Its features are off by a third to a half of their size. With
+``"flex_attention"`` the first audio input raises ``AttributeError: 'BlockMask' object has no attribute 'device'``.
 
-Here: a mask of numbers becomes one of booleans before it is cut into blocks, and the tower runs ``eager`` where the
-model is asked for anything but that or ``sdpa``; one INFO line of the logger ``gemma4_compat`` says so.
+Cause: ``Gemma4AudioAttention`` expects a boolean mask. ``create_bidirectional_mask`` returns one for ``sdpa``. For
+``eager`` it returns an additive mask, where 0 marks the positions to attend to, which reads as False. What it
+returns for the other implementations has no boolean form at all. The attention computation itself is the same for
+every implementation.
 
-Goes when transformers below 5.20.0 is no longer supported.
+Fix: ``Gemma4AudioModel._convert_4d_mask_to_blocked_5d`` turns an additive mask into a boolean one before it cuts the
+mask into blocks. When any implementation but ``eager`` or ``sdpa`` is requested, the audio tower runs ``eager``, and
+one INFO line of the logger ``gemma4_compat`` says so. An implementation that is unknown or not installed still
+raises upstream's error.
+
+Remove when: transformers below 5.20.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -73,41 +78,18 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-audio-mask",
-    summary="the audio tower's mask is the same whatever attention the model is asked for",
-    symptom='silent: with attn_implementation="eager" the audio tower attends to exactly what is masked',
     severity=Severity.WRONG_RESULT,
     failure_points=("F8",),
     distribution="transformers",
     affected=">=5.5.0,<5.20.0",
-    measured="5.19.0",
     fixed="5.20.0",
     bug=("https://github.com/huggingface/transformers/issues/48818",),
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
-    retire_when="transformers below 5.20.0 is no longer supported",
     targets=(
+        Target(module=_GEMMA4, name="Gemma4AudioModel._convert_4d_mask_to_blocked_5d", replacement=blocked),
+        Target(module=_GEMMA4, name="Gemma4AudioModel.get_correct_attn_implementation", replacement=implementation),
         Target(
-            module=_GEMMA4,
-            name="Gemma4AudioModel._convert_4d_mask_to_blocked_5d",
-            replacement=blocked,
-            known={"feb92602d94a": "5.5.0 - 5.19.0"},
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioModel.get_correct_attn_implementation",
-            replacement=implementation,
-            known={"020cc6dea854": "5.5.0 - 5.18.0", "48aef77379b9": "5.19.0"},
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioModel._check_and_adjust_attn_implementation",
-            replacement=implementation,
-            known={
-                "2798d212b35d": "5.5.0 - 5.6.2",
-                "6bc38a1f504a": "5.7.0 - 5.11.0",
-                "650b5f074058": "5.12.0 - 5.17.0",
-                "ad27b0e56674": "5.18.0",
-                "343e0b36f4dd": "5.19.0",
-            },
+            module=_GEMMA4, name="Gemma4AudioModel._check_and_adjust_attn_implementation", replacement=implementation
         ),
     ),
     reproduce=reproduce,

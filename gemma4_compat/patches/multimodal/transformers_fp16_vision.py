@@ -1,13 +1,16 @@
-"""silent: in float16 an image is NaN to the model, and so are all its logits; the 26B-A4B and the 31B.
+"""Image input works in a float16 model with standardized image features (26B-A4B, 31B).
 
-Why: ``Gemma4VisionPooler`` multiplies by the square root of the hidden size in the dtype of the model. Where the
-features are to be standardized afterwards (``vision_config.standardize``) they are in the thousands before, and the
-product is beyond 65504, the largest float16. The standardized features are small again.
+Symptom: silent: in float16 the features of an image, and with them all logits of the prompt, are NaN in the 26B-A4B
+and the 31B.
 
-Here: a pooler that is given float16 works in float32, the features are standardized in that, and float16 again when
-they leave the tower. Other dtypes are left alone.
+Cause: ``Gemma4VisionPooler`` multiplies by the square root of the hidden size in the dtype of the model. Where the
+features are standardized afterwards (``vision_config.standardize``), they are in the thousands before, and the
+product exceeds 65504, the largest float16. The standardized features are small again.
 
-Goes when transformers below 5.10.1 is no longer supported.
+Fix: A pooler that gets float16 works in float32. The features are standardized in float32 and become float16 again
+when they leave the tower. Other dtypes are left alone.
+
+Remove when: transformers below 5.10.1 is no longer supported.
 """
 
 from __future__ import annotations
@@ -95,29 +98,15 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-fp16-vision",
-    summary="a float16 model with standardized image features (26B-A4B, 31B) sees the image",
-    symptom="silent: the logits of a prompt with an image are NaN in float16",
     severity=Severity.WRONG_RESULT,
     failure_points=("F25",),
     distribution="transformers",
     affected=">=5.5.0,<5.10.1",
-    measured="5.9.0",
     fixed="5.10.1",
     applied_upstream="https://github.com/huggingface/transformers/pull/46277",
-    retire_when="transformers below 5.10.1 is no longer supported",
     targets=(
-        Target(
-            module=_GEMMA4,
-            name="Gemma4VisionPooler.forward",
-            replacement=pool,
-            known={"ee222db7f20f": "5.5.0 - 5.9.0"},
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4VisionModel.forward",
-            replacement=tower,
-            known={"578d9903e8df": "5.5.0 - 5.9.0"},
-        ),
+        Target(module=_GEMMA4, name="Gemma4VisionPooler.forward", replacement=pool),
+        Target(module=_GEMMA4, name="Gemma4VisionModel.forward", replacement=tower),
     ),
     reproduce=reproduce,
 )

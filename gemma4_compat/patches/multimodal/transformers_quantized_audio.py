@@ -1,11 +1,15 @@
-"""``TypeError: torch.finfo() requires a floating point input type`` in the audio tower when it is quantized.
+"""Audio input works with a quantized audio tower.
 
-Why: ``Gemma4AudioFeedForward`` and ``Gemma4AudioLightConv1d`` take ``torch.finfo`` of a weight's dtype, and
-``Gemma4AudioAttention`` casts to that of ``post``'s. Quantized, that is ``uint8`` or ``int8``.
+Symptom: ``TypeError: torch.finfo() requires a floating point input type`` in the audio tower when it is quantized.
 
-Here: upstream's functions run with linears that tell the dtype of the hidden states, as later releases ask for.
+Cause: ``Gemma4AudioFeedForward`` and ``Gemma4AudioLightConv1d`` call ``torch.finfo`` on the dtype of a weight, and
+``Gemma4AudioAttention`` casts to the dtype of the weight of ``post``. In a quantized tower that dtype is ``uint8``
+or ``int8``.
 
-Goes when transformers below 5.11.0 is no longer supported.
+Fix: Upstream's functions run with linears that report the dtype of the hidden states, which is what later releases
+use. An unquantized tower takes upstream's own path.
+
+Remove when: transformers below 5.11.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -58,43 +62,22 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-quantized-audio",
-    summary="a quantized audio tower hears the sound",
-    symptom="TypeError: torch.finfo() requires a floating point input type",
     severity=Severity.CRASH,
     failure_points=("F10",),
     distribution="transformers",
     affected=">=5.5.0,<5.11.0",
-    measured="5.10.4",
     fixed="5.11.0",
     bug=("https://github.com/huggingface/transformers/issues/45672",),
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.11.0",
     requires=("bitsandbytes",),
-    retire_when="transformers below 5.11.0 is no longer supported",
+    needs=(
+        "bitsandbytes-cpu-strides",
+        "bitsandbytes-int8-strides",
+    ),
     targets=(
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioFeedForward.forward",
-            replacement=feed_forward,
-            known={
-                "caaf18a24d08": "5.5.0 - 5.10.4",
-            },
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioLightConv1d.forward",
-            replacement=convolution,
-            known={
-                "17254b87bf65": "5.5.0 - 5.10.4",
-            },
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4AudioAttention.forward",
-            replacement=attention,
-            known={
-                "e10f4f093247": "5.5.0 - 5.10.4",
-            },
-        ),
+        Target(module=_GEMMA4, name="Gemma4AudioFeedForward.forward", replacement=feed_forward),
+        Target(module=_GEMMA4, name="Gemma4AudioLightConv1d.forward", replacement=convolution),
+        Target(module=_GEMMA4, name="Gemma4AudioAttention.forward", replacement=attention),
     ),
     reproduce=reproduce,
 )

@@ -1,14 +1,16 @@
-"""silent: a quantized ``gemma4_unified`` model (the 12B) hears noise, if anything: its features of a sound have
-nothing to do with those of the same weights, dequantized.
+"""Audio input works in a quantized gemma4_unified model (the 12B).
 
-Why: the 12B has no towers. ``Gemma4UnifiedMultimodalEmbedder`` takes pieces of a sound, and what its image embedder
-made of an image, to the model's width, and casts them to ``embedding_projection.weight.dtype`` first. Quantized, that
-is ``uint8`` or ``int8``, and of samples between -1 and 1 little is left.
+Symptom: silent: a quantized ``gemma4_unified`` model (the 12B) gets noise, if anything, in place of audio. Its audio
+features have nothing to do with those of the same weights, dequantized.
 
-Here: upstream's function runs with a linear that tells the dtype of what comes in, so that nothing is cast, as in
-later releases.
+Cause: The 12B has no towers. ``Gemma4UnifiedMultimodalEmbedder`` projects pieces of audio, and the output of the
+image embedder, to the width of the model. It casts them to ``embedding_projection.weight.dtype`` first. In a
+quantized model that is ``uint8`` or ``int8``, and little is left of samples between -1 and 1.
 
-Goes when transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
+Fix: Upstream's function runs with a linear that reports the dtype of the input, so that nothing is cast, as in later
+releases.
+
+Remove when: transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
 """
 
 from __future__ import annotations
@@ -47,27 +49,16 @@ _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 PATCH = Patch(
     id="transformers-quantized-audio-unified",
-    summary="a quantized gemma4_unified model, the 12B, hears the sound",
-    symptom="silent: a quantized gemma4_unified model answers about noise",
     severity=Severity.WRONG_RESULT,
     failure_points=("F10", "F30"),
     distribution="transformers",
     affected=">=5.10.1,<5.13.0",
-    measured="5.12.1",
     fixed="5.13.0",
     bug=("https://github.com/huggingface/transformers/issues/46899",),
     applied_upstream="https://github.com/huggingface/transformers/pull/46904",
     requires=("bitsandbytes",),
-    retire_when="transformers below 5.13.0 is no longer supported",
     targets=(
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedMultimodalEmbedder.forward",
-            replacement=multimodal_embedder,
-            known={
-                "8bca126ce889": "5.10.1 - 5.12.1",
-            },
-        ),
+        Target(module=_UNIFIED, name="Gemma4UnifiedMultimodalEmbedder.forward", replacement=multimodal_embedder),
     ),
     reproduce=reproduce,
 )

@@ -1,12 +1,15 @@
-"""silent: with a quantized vision tower the model sees grey; two different images give the same features.
+"""Image input works with a quantized vision tower.
 
-Why: ``Gemma4VisionPatchEmbedder.forward`` casts the pixels to ``input_proj.weight.dtype``. Quantized, that is
-``uint8`` or ``int8``, and of values between -1 and 1 little is left.
+Symptom: silent: with a quantized vision tower the model describes grey, distorted shapes, the same ones for any
+image. Two different images give the same features.
 
-Here: upstream's function runs with linears that tell the dtype of the unquantized parameters beside them, to which the
-unquantized model casts. With it the tower needs no exclusion from quantization.
+Cause: ``Gemma4VisionPatchEmbedder.forward`` casts the pixels to ``input_proj.weight.dtype``. In a quantized tower
+that is ``uint8`` or ``int8``, and little is left of values between -1 and 1.
 
-Goes when transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
+Fix: Upstream's function runs with linears that report the dtype of the unquantized parameters beside them, to which
+the unquantized model casts. With this the tower need not be excluded from quantization.
+
+Remove when: transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
 """
 
 from __future__ import annotations
@@ -50,27 +53,14 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-quantized-vision",
-    summary="a quantized vision tower sees the image",
-    symptom="silent: with a quantized vision tower, answers about grey, distorted shapes; the same ones for any image",
     severity=Severity.WRONG_RESULT,
     failure_points=("F9",),
     distribution="transformers",
     affected=">=5.5.0,<5.13.0",
-    measured="5.12.1",
     fixed="5.13.0",
     bug=("https://github.com/huggingface/transformers/issues/46932",),
     applied_upstream="https://github.com/huggingface/transformers/pull/46933",
     requires=("bitsandbytes",),
-    retire_when="transformers below 5.13.0 is no longer supported",
-    targets=(
-        Target(
-            module=_GEMMA4,
-            name="Gemma4VisionPatchEmbedder.forward",
-            replacement=patch_embedder,
-            known={
-                "a6d6c013ef0d": "5.5.0 - 5.12.1",
-            },
-        ),
-    ),
+    targets=(Target(module=_GEMMA4, name="Gemma4VisionPatchEmbedder.forward", replacement=patch_embedder),),
     reproduce=reproduce,
 )

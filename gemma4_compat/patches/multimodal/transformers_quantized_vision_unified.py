@@ -1,16 +1,23 @@
-"""``RuntimeError: mixed dtype (CPU): expect parameter to have scalar type of Float`` in ``patch_ln1`` as soon as a
-quantized ``gemma4_unified`` model (the 12B) gets an image.
+"""Image input works on a quantized ``gemma4_unified`` model (the 12B).
 
-Why: the 12B has no vision tower. ``Gemma4UnifiedVisionEmbedder`` takes patches of pixels to the model's width, and
-casts them to ``patch_dense.weight.dtype`` first. Quantized, that is ``uint8`` or ``int8``; from 5.13 on such a dtype
-is not cast to, and the pixels stay float32, as the processor makes them. Either way the norm before the linear is
-bfloat16.
+Symptom: ``RuntimeError: mixed dtype (CPU): expect parameter to have scalar type of Float`` in ``patch_ln1`` of
+``Gemma4UnifiedVisionEmbedder`` (on a GPU ``expected scalar type Float but found BFloat16``), as soon as a quantized
+``gemma4_unified`` model gets an image.
 
-Here: upstream's function runs with a linear that tells the dtype of the unquantized parameters beside it, to which the
-unquantized model casts. What the second linear of the embedder is told, see
-``transformers_quantized_audio_unified.py``.
+Cause: The 12B has no vision tower. ``Gemma4UnifiedVisionEmbedder.forward`` projects patches of pixels to the width
+of the model, and first casts them to ``patch_dense.weight.dtype``. In a quantized model this dtype is ``uint8`` or
+``int8``. From 5.13 on, upstream does not cast to such a dtype, and the pixels stay float32, as the processor creates
+them. In both cases the norm before the linear layer is bfloat16.
 
-Goes when transformers casts the pixels to the dtype of ``patch_ln1``.
+Fix: Upstream's function runs with a stand-in for the linear layer, which reports the dtype of the unquantized
+parameters next to it. The unquantized model casts to the same dtype. The result matches the dequantized weights up
+to the rounding of the quantized kernels; it is not bit-exact.
+
+The second linear layer on the way of an image, in ``Gemma4UnifiedMultimodalEmbedder``, also has this defect before
+5.13. The patch for quantized audio of ``gemma4_unified`` repairs it.
+
+Remove when: ``Gemma4UnifiedVisionEmbedder`` casts the pixels of a quantized model to the dtype of its norms
+(``patch_ln1``).
 """
 
 from __future__ import annotations
@@ -49,28 +56,13 @@ _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 PATCH = Patch(
     id="transformers-quantized-vision-unified",
-    summary="a quantized gemma4_unified model, the 12B, sees the image",
-    symptom="RuntimeError: mixed dtype (CPU): expect parameter to have scalar type of Float, in "
-    "Gemma4UnifiedVisionEmbedder",
     severity=Severity.CRASH,
     failure_points=("F9", "F30"),
     distribution="transformers",
     affected=">=5.10.1",
-    measured="5.23.0",
     bug=("https://github.com/huggingface/transformers/issues/46899",),
     requires=("bitsandbytes",),
-    retire_when="Gemma4UnifiedVisionEmbedder casts the pixels of a quantized model to the dtype of its norms",
-    targets=(
-        Target(
-            module=_UNIFIED,
-            name="Gemma4UnifiedVisionEmbedder.forward",
-            replacement=vision_embedder,
-            known={
-                "07a1a393a95b": "5.10.1 - 5.12.1",
-                "07ef4351b2b0": "5.13.0 - 5.15.1",
-                "61899d618261": "5.16.0 - 5.23.0",
-            },
-        ),
-    ),
+    needs=("transformers-quantized-audio-unified",),
+    targets=(Target(module=_UNIFIED, name="Gemma4UnifiedVisionEmbedder.forward", replacement=vision_embedder),),
     reproduce=reproduce,
 )

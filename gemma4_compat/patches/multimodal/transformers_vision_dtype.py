@@ -1,12 +1,19 @@
-"""``RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16`` (``mat1 and mat2`` on a
-GPU) for an image, where the vision tower is quantized and what follows it, ``embed_vision``, is not.
+"""A quantized vision tower works with an ``embed_vision`` that is not quantized.
 
-Why: the processor's ``pixel_values`` are float32. An unquantized tower casts them to its weights' dtype; a quantized
-one, since transformers 5.13, leaves them as they are, so its features are float32. ``embed_vision`` casts nothing.
+Symptom: ``RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16`` (``mat1 and
+mat2`` on a GPU) for an image, if the vision tower is quantized and the multimodal embedder after it,
+``embed_vision``, is not.
 
-Here: ``embed_vision`` gets the features in the dtype of its weight, unless autocast is on, which casts them itself.
+Cause: The processor's ``pixel_values`` are float32. An unquantized tower casts them to the dtype of its weights.
+Since transformers 5.13 a quantized tower leaves them as they are, so its features are float32.
+``Gemma4MultimodalEmbedder.forward`` does not cast its input.
 
-Goes when transformers' quantized tower casts its input, or ``embed_vision`` does.
+Fix: ``embed_vision`` gets the features in the dtype of its weight. If autocast is on, nothing is cast, because
+autocast does it. A quantized ``embed_vision`` is left alone, too. ``embed_audio`` is of the same class, so its input
+is cast in the same way.
+
+Remove when: transformers casts the pixel values of a quantized vision tower, or the features after it (in
+``embed_vision``).
 """
 
 from __future__ import annotations
@@ -51,24 +58,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-vision-dtype",
-    summary="a quantized vision tower works before an embedder that is not quantized",
-    symptom="RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16 (on a GPU mat1 "
-    "and mat2)",
     severity=Severity.CRASH,
     failure_points=("F9",),
     distribution="transformers",
     affected=">=5.13.0",
-    measured="5.23.0",
     requires=("bitsandbytes",),
-    retire_when="transformers casts the pixel values of a quantized vision tower, or the features after it",
     targets=(
         Target(
             module="transformers.models.gemma4.modeling_gemma4",
             name="Gemma4MultimodalEmbedder.forward",
             replacement=forward,
-            known={
-                "eec936127e79": "5.13.0 - 5.23.0",
-            },
         ),
     ),
     reproduce=reproduce,

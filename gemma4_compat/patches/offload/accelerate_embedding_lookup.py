@@ -1,15 +1,23 @@
-"""silent: with the per-layer embedding on the CPU the memory is saved between two forwards only. E4B in 4-bit: 3.45
-GiB resident, but 8.70 GiB at the peak, as much as with everything on the GPU, and 1.5 instead of 15.7 tokens a second.
+"""An embedding on the CPU or on disk is looked up where it is stored; only the rows it needs are copied.
 
-Why: accelerate brings a module's weights in for its forward. For an embedding that is the whole table, gigabytes of
-which a token needs one row (20 KiB of E4B's 5.6 GB).
+Symptom: silent: offloading the per-layer embeddings saves memory only between two forwards, because each forward
+copies the whole embedding weight to the GPU. E4B in 4-bit holds 3.45 GiB between forwards but peaks at 8.70 GiB, as
+much as with everything on the GPU, and decodes 10 times slower: 1.5 instead of 15.7 tokens a second.
 
-Here: an ``nn.Embedding`` that a device map puts on the CPU or on disk is looked up where it lives (see
-:mod:`gemma4_compat._offload.row_lookup`); only the rows travel. A table that learns is brought in as before.
+Cause: ``AlignDevicesHook.pre_forward`` onloads all weights of a module for its forward. For an embedding that is the
+whole embedding weight, several gigabytes, although a token needs only one row of it (20 KiB of E4B's 5.6 GB).
 
-The defect and the repair are the same for every model, so this one is not restricted to Gemma 4.
+Fix: An ``nn.Embedding`` that a device map puts on the CPU or on disk is looked up where its weight is stored, and
+only the rows travel. The lookup happens in place where possible (pinned host memory that the GPU reads, or the
+memory-mapped file on the CPU). Otherwise the host gathers the distinct rows and copies those. Both ways are
+bit-exact.
 
-Goes when accelerate looks rows up.
+An embedding weight that is being trained is onloaded as before. The same holds for a quantized embedding, one with
+``max_norm``, and one that is tied to a weight on the device.
+
+The defect and the fix are the same for every model, so this patch is not restricted to Gemma 4.
+
+Remove when: accelerate looks up the rows of an offloaded embedding instead of moving the whole embedding weight.
 """
 
 from __future__ import annotations
@@ -127,28 +135,14 @@ def largest_tensor(action: Callable[[], Any]) -> int:
 
 PATCH = Patch(
     id="accelerate-embedding-lookup",
-    summary="an embedding on the CPU or on disk is looked up where it lives; only the rows travel",
-    symptom="silent: the whole table goes to the GPU for each forward: the peak is that of no offload, decoding is 10 "
-    "times slower",
     severity=Severity.MEMORY,
     failure_points=("F12",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
-    retire_when="accelerate looks up the rows of an offloaded embedding instead of moving its table",
+    needs=("transformers-offloaded-embedding",),
     targets=(
-        Target(
-            module="accelerate.hooks",
-            name="AlignDevicesHook.pre_forward",
-            replacement=pre_forward,
-            known={"99706bc047d2": "1.12.0", "35d1eaf055d5": "1.13.0", "534615b0c491": "1.14.0 - 1.15.0"},
-        ),
-        Target(
-            module="accelerate.hooks",
-            name="AlignDevicesHook.post_forward",
-            replacement=post_forward,
-            known={"897cfca1d585": "1.12.0", "b7640a384479": "1.13.0 - 1.15.0"},
-        ),
+        Target(module="accelerate.hooks", name="AlignDevicesHook.pre_forward", replacement=pre_forward),
+        Target(module="accelerate.hooks", name="AlignDevicesHook.post_forward", replacement=post_forward),
     ),
     reproduce=reproduce,
 )

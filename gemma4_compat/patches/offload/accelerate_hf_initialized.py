@@ -1,15 +1,17 @@
-"""``TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'`` (``Int8Params`` too).
+"""Quantized parameters keep ``_is_hf_initialized`` when accelerate moves them, so offloading does not crash.
 
-Raised when accelerate attaches its hooks to a quantized model, so any CPU or disk offload of one ends there.
+Symptom: ``TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'`` (``Int8Params``
+too) when accelerate attaches its hooks to a quantized model. Any CPU or disk offload of such a model ends there.
+With bitsandbytes 0.50 and later nothing is raised, but the attribute is lost.
 
-Why: transformers 5 marks every loaded parameter with ``_is_hf_initialized``. ``set_module_tensor_to_device`` moves a
-bitsandbytes parameter by building a new one from the old one's ``__dict__``, the mark included, and bitsandbytes
-before 0.50 takes no unknown keyword. Later ones swallow it: no crash, but the mark is lost.
+Cause: transformers 5 marks every loaded parameter with ``_is_hf_initialized``. ``set_module_tensor_to_device`` moves
+a bitsandbytes parameter by building a new one from the ``__dict__`` of the old one, this attribute included.
+bitsandbytes before 0.50 accepts no unknown keyword. Later releases accept and discard it.
 
-Here: the mark is taken off for the move and put back afterwards, on the new parameter and on the old one, which others
-may still hold.
+Fix: The attribute is removed for the move and restored afterwards, on the new parameter and on the old one, which
+other code may still hold.
 
-Goes when accelerate 1.14 is the oldest supported release.
+Remove when: the oldest supported accelerate is 1.14.0.
 """
 
 from __future__ import annotations
@@ -58,25 +60,19 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-hf-initialized",
-    summary="quantized parameters keep _is_hf_initialized when accelerate moves them",
-    symptom="TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized' (with "
-    "bitsandbytes 0.50 silent: the mark is lost)",
     severity=Severity.CRASH,
     failure_points=("F1",),
     distribution="accelerate",
     affected=">=1.12,<1.14.0",
-    measured="1.13.0",
     requires=("bitsandbytes", "transformers>=5"),
     bug=("https://github.com/huggingface/transformers/issues/43872",),
     applied_upstream="https://github.com/huggingface/accelerate/pull/3976",
     fixed="1.14.0",
-    retire_when="the oldest supported accelerate is 1.14.0",
     targets=(
         Target(
             module="accelerate.utils.modeling",
             name="set_module_tensor_to_device",
             replacement=set_module_tensor_to_device,
-            known={"423a8e632983": "1.12.0", "e84c6e14ba8c": "1.13.0"},
         ),
     ),
     reproduce=reproduce,

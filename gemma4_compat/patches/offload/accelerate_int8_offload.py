@@ -1,20 +1,30 @@
-"""``AttributeError: 'NoneType' object has no attribute 'unsqueeze'`` from the backward pass through an offloaded 8-bit
-layer; on hosts without a GPU ``RuntimeError: Cannot access accelerator device when none is available`` from its first
-forward. And silent: the weights of offloaded 8-bit layers stay on the GPU.
+"""Offloaded 8-bit layers train, free the GPU after a forward, and work without a GPU.
 
-Why: a forward of ``Linear8bitLt`` takes the weight (``CB``) and its scales (``SCB``) over from the parameter into
-``module.state``, which the backward pass reads. accelerate moves the parameter to meta and empties ``state.SCB``, so
-the backward pass finds no scales, and ``state.CB`` keeps the whole weight on the device until the next forward: after
-one forward offloading has saved no memory, after a forward *before* the dispatch it saves none until the first one
-after it. A weight that comes back to the CPU goes there by way of GPU 0, to be quantized, even when it is already.
+Symptom: ``AttributeError: 'NoneType' object has no attribute 'unsqueeze'`` from the backward pass through an
+offloaded 8-bit layer. On hosts without a GPU, ``RuntimeError: Cannot access accelerator device when none is
+available`` from its first forward. In addition, and without an error, the weights of offloaded 8-bit layers stay on
+the GPU.
 
-Here: when an 8-bit weight goes to meta, what the layer took over goes back to the parameter first, and the layer
-starts over with a state without tensors; the one the forward used belongs to its graph alone, and lives as long. A
-weight that is 8-bit already goes straight to the CPU. The scales come from the parameter when it has them (see
-bitsandbytes-int8-meta-scales): whoever changed the weight, as a merge does, changed them there, not in the map.
+Cause: A forward of ``Linear8bitLt`` moves the weight (``CB``) and its scales (``SCB``) from the parameter to
+``module.state``, which the backward pass reads. ``AlignDevicesHook.post_forward`` moves the parameter to meta and
+clears ``state.SCB``, so the backward pass finds no scales. It does not clear ``state.CB``, which keeps the whole
+weight on the device until the next forward. After one forward, offloading has therefore saved no memory; after a
+forward *before* the dispatch it saves none until the first forward after the dispatch.
 
-Goes when accelerate leaves the state of a forward alone and empties ``state.CB``, and its CPU branch asks for the
-dtype; no release does so far.
+``set_module_tensor_to_device`` sends an 8-bit weight that returns to the CPU through GPU 0 to quantize it, even when
+it is already quantized.
+
+Fix: When an 8-bit weight moves to meta, ``CB`` and ``SCB`` first return from the layer to the parameter, and the
+layer gets a new state without tensors. The state that the forward used belongs to its autograd graph alone and lives
+as long as the graph. The same happens when a hook onloads the weight, because checkpointing leaves a recomputed
+forward before its weights are offloaded again. A weight that is already 8-bit goes straight to the CPU.
+
+The scales come from the parameter when it has them; the patch that keeps 8-bit scales through a move to meta puts
+them there. Code that changes the weight, such as a merge, changes the scales on the parameter and not in
+accelerate's weights map. When neither has the scales, one error says that an earlier move to meta destroyed them.
+
+Remove when: accelerate leaves the state of a ``Linear8bitLt`` forward alone and clears ``state.CB``, and its CPU
+branch checks the dtype instead of using GPU 0; no release does so far.
 """
 
 from __future__ import annotations
@@ -125,23 +135,18 @@ def _gradient(workspace: Workspace, model: Any) -> Any:
 
 PATCH = Patch(
     id="accelerate-int8-offload",
-    summary="offloaded 8-bit layers train, leave the GPU after a forward, and work without a GPU",
-    symptom="AttributeError: 'NoneType' object has no attribute 'unsqueeze' (without a GPU RuntimeError: Cannot "
-    "access accelerator device when none is available)",
     severity=Severity.CRASH,
     failure_points=("F28",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
     requires=("bitsandbytes>=0.48.2",),
-    retire_when="accelerate offloads Linear8bitLt without touching the state of its forward, and without GPU 0",
     after=("accelerate-hf-initialized",),
+    needs=("bitsandbytes-int8-meta-scales",),
     targets=(
         Target(
             module="accelerate.utils.modeling",
             name="set_module_tensor_to_device",
             replacement=set_module_tensor_to_device,
-            known={"423a8e632983": "1.12.0", "e84c6e14ba8c": "1.13.0", "6a6ec1cd3310": "1.14.0 - 1.15.0"},
         ),
     ),
     reproduce=reproduce,

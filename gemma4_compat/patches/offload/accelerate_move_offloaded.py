@@ -1,15 +1,19 @@
-"""``NotImplementedError: Cannot copy out of meta tensor`` from ``model.cpu()`` of a partly offloaded model, and from
-``.to(device)``, ``.cuda()`` or ``.cpu()`` of what wraps it (``PeftModel``), with the part before the first offloaded
-module moved already: the next forward finds its tensors on two devices.
+"""An offloaded model, wrapped or not, refuses to be moved before anything has been moved.
 
-Why: accelerate guards ``to`` and ``cuda`` of the model it dispatches. It forgot ``cpu``; and a move of a wrapper goes
-down the modules through ``_apply``, past the guard.
+Symptom: ``NotImplementedError: Cannot copy out of meta tensor`` from ``model.cpu()`` on a partly offloaded model,
+and from ``.to(device)``, ``.cuda()`` or ``.cpu()`` on a wrapper such as ``PeftModel``. The part before the first
+offloaded module has already been moved, so the next forward finds the model's tensors on two devices.
 
-Here: a dispatched model with offloaded modules also guards its ``_apply``, the one way into every move. What the guard
-raises is accelerate's own error, with the modules' names, before anything is moved. Changes of dtype pass: they move
-nothing, and offloaded weights follow them when they are brought in. The guard goes when nothing is offloaded.
+Cause: ``dispatch_model`` guards ``to`` and ``cuda`` of the model it dispatches, but not ``cpu``. A move of a wrapper
+walks down the modules through ``nn.Module._apply`` and bypasses the guard.
 
-Goes when accelerate guards ``_apply``, or every move that comes by it.
+Fix: A dispatched model with offloaded modules also guards its ``_apply``, which every move uses. Before anything is
+moved, the guard raises accelerate's own message, with the number of offloaded modules and the name of the first one.
+Changes of dtype pass: they move nothing, and offloaded weights are converted when they are onloaded. The guard
+removes itself once nothing is offloaded. A deep copy of the model has its own guard.
+
+Remove when: accelerate refuses every move of a model with offloaded modules, by guarding ``_apply`` or every method
+that uses it.
 """
 
 from __future__ import annotations
@@ -90,22 +94,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-move-offloaded",
-    summary="an offloaded model, wrapped or not, refuses to be moved before anything is moved",
-    symptom="NotImplementedError: Cannot copy out of meta tensor, with a part of the model moved",
     severity=Severity.CRASH,
     failure_points=("F3",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
-    retire_when="accelerate refuses every move of a model with offloaded modules",
     after=("accelerate-offload-folder",),
-    targets=(
-        Target(
-            module="accelerate.big_modeling",
-            name="dispatch_model",
-            replacement=dispatch_model,
-            known={"ce5fa56a90e1": "1.12.0", "a6f9d638158e": "1.13.0 - 1.14.0", "e7b75432dc18": "1.15.0"},
-        ),
-    ),
+    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
     reproduce=reproduce,
 )

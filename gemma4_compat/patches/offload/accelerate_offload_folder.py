@@ -1,15 +1,22 @@
-"""silent: a model that is dispatched with an ``offload_dir`` in which another model lies computes with that one's
-weights; and bare ``FileNotFoundError`` on one ``.dat`` or ``.safetensors`` file when the folder is gone.
+"""An offload folder that holds other weights, is gone or cannot be written raises one clear error.
 
-Why: ``dispatch_model`` writes nothing into a folder that has an ``index.json``: it may have been prepared. Whether it
-was prepared from *these* weights it does not ask. Reading one back fails deep inside a forward, with no word of what
-the file is for.
+Symptom: silent: a model dispatched with an ``offload_dir`` that already holds another model's weights computes with
+those weights. When the folder is gone, a forward raises a bare ``FileNotFoundError`` on one ``.dat`` or
+``.safetensors`` file.
 
-Here: where the model still has the weights that are to go to disk, what lies in the folder is compared with them
-first. Equal: it is used. Missing: it is added. Different: one error, and nothing was moved. A folder that cannot be
-written or read is named, with the weight; the model is usable again as soon as the folder is.
+Cause: ``dispatch_model`` writes nothing into a folder that has an ``index.json``, because the folder may have been
+prepared. It does not check whether it was prepared from *these* weights. ``OffloadedWeightsLoader.__getitem__``
+fails deep inside a forward and does not say what the file is for.
 
-Goes when accelerate compares or refuses, and names folder and weight.
+Fix: Where the model still has the weights that belong on disk, they are first compared with the folder, byte by
+byte. Equal weights are used and missing ones are added. A different weight raises one error, and nothing is moved.
+
+An error about a folder that cannot be written names the folder; one about a weight that cannot be read names the
+folder and the weight. The model is usable again as soon as the folder is. A folder for which the map selects no
+weight gets an empty index.
+
+Remove when: ``dispatch_model`` compares or refuses an ``offload_dir`` that was written from other weights, and its
+errors name the folder and the weight.
 """
 
 from __future__ import annotations
@@ -125,34 +132,14 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-offload-folder",
-    summary="an offload folder that holds other weights, is gone or cannot be written is one clear error",
-    symptom="silent: a model dispatched with a used offload_dir computes with the weights that lie there; "
-    "FileNotFoundError on a .dat file in a forward",
     severity=Severity.WRONG_RESULT,
     failure_points=("F27",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
-    retire_when="dispatch_model does not read an offload_dir that was written from other weights",
     targets=(
-        Target(
-            module="accelerate.big_modeling",
-            name="dispatch_model",
-            replacement=dispatch_model,
-            known={"ce5fa56a90e1": "1.12.0", "a6f9d638158e": "1.13.0 - 1.14.0", "e7b75432dc18": "1.15.0"},
-        ),
-        Target(
-            module="accelerate.utils.offload",
-            name="offload_state_dict",
-            replacement=offload_state_dict,
-            known={"3f29de5b709b": "1.12.0 - 1.15.0"},
-        ),
-        Target(
-            module="accelerate.utils.offload",
-            name="OffloadedWeightsLoader.__getitem__",
-            replacement=getitem,
-            known={"b65348c0d1c0": "1.12.0 - 1.15.0"},
-        ),
+        Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),
+        Target(module="accelerate.utils.offload", name="offload_state_dict", replacement=offload_state_dict),
+        Target(module="accelerate.utils.offload", name="OffloadedWeightsLoader.__getitem__", replacement=getitem),
     ),
     reproduce=reproduce,
 )

@@ -1,15 +1,20 @@
-"""``AttributeError: 'PeftModel' object has no attribute '_hf_hook'`` when accelerate's hooks are removed from a model
-that PEFT has wrapped; and silent: on one that was loaded from disk, the weights stay on meta and nothing can bring
-them in any more (``Tensor on device meta is not on the expected device`` at the next forward).
+"""Removing accelerate's hooks brings every weight back, also through PEFT wrappers.
 
-Why: ``remove_hook_from_module`` asks ``hasattr(module, "_hf_hook")``, which PEFT's wrappers pass on to the module they
-hold, and then deletes the attribute from the wrapper. ``AlignDevicesHook.detach_hook`` puts weights back where they
-were before they were offloaded, and skips those that were never anywhere but on disk.
+Symptom: ``AttributeError: 'PeftModel' object has no attribute '_hf_hook'`` when accelerate's hooks are removed from
+a model that PEFT has wrapped. On a model that was loaded from disk, the removal raises nothing, but the weights stay
+on meta without a hook that could onload them, and the next forward raises ``Tensor on device meta is not on the
+expected device``.
 
-Here: a wrapper that has no hook of its own is passed over; the module it holds has its own turn. Weights that were
-only on disk are read into host memory, where they are exact and crowd no card; ``model.to(...)`` moves them on.
+Cause: ``remove_hook_from_module`` checks ``hasattr(module, "_hf_hook")``, which PEFT's wrappers forward to the
+module they hold, and then deletes the attribute from the wrapper. ``AlignDevicesHook.detach_hook`` returns weights
+to where they were before they were offloaded, and skips weights that were never anywhere but on disk.
 
-Goes when accelerate looks at a module's own attributes and materializes such weights.
+Fix: A wrapper without a hook of its own is skipped; the module it holds has its own turn. Weights that were only on
+disk are read into host memory, where they are exact and take no GPU memory; ``model.to(...)`` moves them on. A
+weight that was set in the meantime is kept. Detaching a hook also ends this package's layer streaming for its
+module.
+
+Remove when: accelerate brings disk-offloaded weights back and checks a module's own attributes for a hook.
 """
 
 from __future__ import annotations
@@ -77,28 +82,13 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-remove-hooks",
-    summary="removing accelerate's hooks brings every weight back, PEFT wrappers included",
-    symptom="AttributeError: 'PeftModel' object has no attribute '_hf_hook'; weights loaded from disk stay on meta "
-    "without a hook, and the next forward raises",
     severity=Severity.CRASH,
     failure_points=("F3",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
-    retire_when="accelerate brings disk-offloaded weights back and looks at a module's own hook",
     targets=(
-        Target(
-            module="accelerate.hooks",
-            name="remove_hook_from_module",
-            replacement=remove_hook_from_module,
-            known={"54fed7a0958c": "1.12.0 - 1.15.0"},
-        ),
-        Target(
-            module="accelerate.hooks",
-            name="AlignDevicesHook.detach_hook",
-            replacement=detach_hook,
-            known={"7aa61176b25b": "1.12.0 - 1.13.0", "805c8034e543": "1.14.0 - 1.15.0"},
-        ),
+        Target(module="accelerate.hooks", name="remove_hook_from_module", replacement=remove_hook_from_module),
+        Target(module="accelerate.hooks", name="AlignDevicesHook.detach_hook", replacement=detach_hook),
     ),
     reproduce=reproduce,
 )

@@ -1,14 +1,17 @@
-"""silent: with a tied embedding and head on disk, modules compute with each other's weights; where the shapes differ,
-``RuntimeError: mat1 and mat2 shapes cannot be multiplied``.
+"""Weights on disk are not mistaken for each other when the embedding and its tied head are among them.
 
-Why: accelerate recognizes tied weights by the address of their data, also when that memory has been freed: of weights
-that were written to disk, of those it has read from there for a forward, and (before 1.15) address 0, which is that of
-every tensor on meta. Whatever is loaded to such an address later passes for the tied weight.
+Symptom: silent: with a tied embedding and head on disk, modules compute with each other's weights. Where the shapes
+differ, the forward raises ``RuntimeError: mat1 and mat2 shapes cannot be multiplied``.
 
-Here: only addresses that stay valid, in the model or in the host's copy of its weights, are registered. A tied weight
-on disk is then read once for each of its modules, as every other weight is.
+Cause: accelerate recognizes tied weights by the address of their data (the ``tied_params_map`` that
+``attach_align_device_hook_on_blocks`` passes on), even after that memory has been freed. This includes weights that
+were written to disk, weights that were read from there for a forward, and (before 1.15) address 0, which every
+tensor on meta has. Whatever is later loaded to such an address is taken for the tied weight.
 
-Goes when accelerate forgets an address with its memory.
+Fix: Only addresses that stay valid are registered: those in the model and in the host's copy of its weights. A tied
+weight on disk is then read once for each of its modules, like every other weight.
+
+Remove when: accelerate forgets the address of a tied weight when its memory is freed.
 """
 
 from __future__ import annotations
@@ -80,22 +83,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-tied-on-disk",
-    summary="weights on disk are not taken for each other when the embedding and its tied head are among them",
-    symptom="silent: a module computes with another one's weight, or RuntimeError: mat1 and mat2 shapes cannot be "
-    "multiplied",
     severity=Severity.WRONG_RESULT,
     failure_points=("F15",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
     after=("accelerate-nested-map",),
-    retire_when="accelerate forgets the address of a tied weight when its memory is freed",
     targets=(
         Target(
             module="accelerate.hooks",
             name="attach_align_device_hook_on_blocks",
             replacement=attach_align_device_hook_on_blocks,
-            known={"f9677dca2b1b": "1.12.0 - 1.15.0"},
         ),
     ),
     reproduce=reproduce,

@@ -1,20 +1,26 @@
-"""``AttributeError: Linear8bitLt has no attribute `SCB` `` (newer transformers: ``...SCB is neither a parameter,
-buffer, nor extra state``) from ``save_pretrained`` on an 8-bit model with offloaded layers; ``state_dict()`` has their
-scales on meta.
+"""Scales of 8-bit weights survive a move to meta, so offloaded 8-bit layers can be saved and merged into.
 
-Why: ``Int8Params.to("meta")`` moves the scales (``SCB``, one for each output row) to meta with the weight, and nothing
-else keeps them on the layer. Forwards read them from accelerate's weights map, where they are as long as nobody
-rebuilt it: PEFT's merge does, and accelerate before 1.14 does not ask for them when it takes its hooks off.
+Symptom: ``AttributeError: Linear8bitLt has no attribute `SCB` `` (newer transformers: ``...SCB is neither a
+parameter, buffer, nor extra state``) from ``save_pretrained`` on an 8-bit model with offloaded layers.
+``state_dict()`` has their scales on meta. PEFT's DoRA on the CPU raises ``AttributeError: 'NoneType' object has no
+attribute 'unsqueeze'``.
 
-Here: on a move to meta the new parameter's scales stay on the host, the *pristine copy*. A move back to a real device
-makes a fresh copy that remembers it; when that one goes to meta again the pristine copy itself is used, nothing is
-copied back. And a parameter whose statistics the layer took over in its first forward does not become one that claims
-to have the weight without its scales when it is moved to where it is (PEFT's DoRA on the CPU:
-``AttributeError: 'NoneType' object has no attribute 'unsqueeze'``).
+Cause: ``Int8Params.to("meta")`` moves the scales (``SCB``, one for each output row) to meta with the weight, and
+nothing else keeps them on the layer. Forwards read them from accelerate's weights map, where they are until
+something rebuilds the map, as PEFT's merge does. accelerate before 1.14 does not read them from there when it
+removes its hooks.
 
-8-bit offload works from bitsandbytes 0.48.2 on: in 0.48.0 and 0.48.1 upstream's own is broken.
+A parameter whose scales the layer took over in its first forward becomes, when it is moved to the device where it
+already is, one that claims to have the weight but has no scales. This is the DoRA case.
 
-Goes when bitsandbytes keeps ``SCB`` on a move to meta; no release does so far.
+Fix: On a move to meta the scales of the new parameter stay on the host, as the *pristine copy*. A move back to a
+real device makes a fresh copy that remembers it. When that copy moves to meta again, the pristine copy itself is
+used and nothing is copied back. A parameter whose scales the layer took over no longer claims the weight without its
+scales after a move to its own device.
+
+8-bit offload works from bitsandbytes 0.48.2 on: upstream's own is broken in 0.48.0 and 0.48.1.
+
+Remove when: bitsandbytes keeps ``Int8Params.SCB`` on a move to meta; no release does so far.
 """
 
 from __future__ import annotations
@@ -92,22 +98,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-int8-meta-scales",
-    summary="8-bit scales survive a move to meta, so offloaded 8-bit layers can be saved and merged into",
-    symptom="AttributeError: Linear8bitLt has no attribute `SCB` (newer transformers: ...SCB is neither a parameter, "
-    "buffer, nor extra state)",
     severity=Severity.CRASH,
     failure_points=("F28",),
     distribution="bitsandbytes",
     affected=">=0.48.2",
-    measured="0.50.2",
-    retire_when="bitsandbytes keeps Int8Params.SCB on a move to meta",
-    targets=(
-        Target(
-            module="bitsandbytes.nn.modules",
-            name="Int8Params.to",
-            replacement=int8params_to,
-            known={"1e648b711316": "0.48.2", "45cb83eb3cb4": "0.49.0 - 0.50.2"},
-        ),
-    ),
+    needs=("accelerate-int8-offload",),
+    targets=(Target(module="bitsandbytes.nn.modules", name="Int8Params.to", replacement=int8params_to),),
     reproduce=reproduce,
 )

@@ -1,19 +1,23 @@
-"""``NotImplementedError: Cannot copy out of meta tensor`` at the first forward of an offloaded 4-bit layer; with
-double quantization ``RuntimeError: Tensor.item() cannot be called on meta tensors`` already when hooks are attached.
+"""Quantization states of 4-bit weights survive a move to meta, so 4-bit layers can be offloaded.
 
-Why: ``Params4bit.to("meta")`` calls ``QuantState.to("meta")``, which moves the state's tensors in place. The state is
-shared by the old parameter, the new one and the module, and what went to meta is gone: scales, code book, nested
+Symptom: ``NotImplementedError: Cannot copy out of meta tensor`` at the first forward of an offloaded 4-bit layer.
+With double quantization, ``RuntimeError: Tensor.item() cannot be called on meta tensors`` already when accelerate
+attaches its hooks.
+
+Cause: ``Params4bit.to("meta")`` calls ``QuantState.to("meta")``, which moves the state's tensors in place. The old
+parameter, the new one and the module share that state, and what moved to meta is lost: scales, code book and nested
 offset.
 
-Here: a move to meta gives the new parameter a state of its own whose tensors are on the host, the *pristine copy*, and
-leaves the shared one alone. A move back to a real device makes a fresh copy from it and remembers where it came from;
-when that one goes to meta again the pristine copy itself is used, nothing is copied back. Two things follow: nothing
-accumulates on the device, and a state that bitsandbytes repacks for the CPU during a forward (AVX512-BF16 hosts, F18)
-never becomes the pristine copy. ``as_dict`` on an offloaded layer reads true values because they are there.
+Fix: A move to meta gives the new parameter its own state with all tensors on the host, the *pristine copy*, and
+leaves the shared state alone. A move back to a real device makes a fresh copy that remembers it. When that copy
+moves to meta again, the pristine copy itself is used and nothing is copied back. So nothing accumulates on the
+device, and a state that bitsandbytes repacks for the CPU during a forward (hosts with AVX512-BF16) never becomes the
+pristine copy. ``as_dict`` on an offloaded layer reads true values because they are there. Offloaded parameters can
+be deep-copied.
 
-A state that was destroyed before the patch was active cannot be brought back: using it is an error that says so.
+A state that was destroyed before the patch was active cannot be restored: using it raises an error that says so.
 
-Goes when bitsandbytes keeps the state on a move to meta; no release does so far.
+Remove when: bitsandbytes keeps ``QuantState`` on a move to meta; no release does so far.
 """
 
 from __future__ import annotations
@@ -101,41 +105,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-meta-quant-state",
-    summary="4-bit quantization states survive a move to meta, so 4-bit layers can be offloaded",
-    symptom="NotImplementedError: Cannot copy out of meta tensor (double quantization: RuntimeError: Tensor.item() "
-    "cannot be called on meta tensors)",
     severity=Severity.CRASH,
     failure_points=("F2",),
     distribution="bitsandbytes",
     affected=">=0.48.2",
-    measured="0.50.2",
     bug=("https://github.com/huggingface/transformers/issues/43873",),
-    retire_when="bitsandbytes keeps QuantState on a move to meta",
     targets=(
-        Target(
-            module="bitsandbytes.nn.modules",
-            name="Params4bit.to",
-            replacement=params4bit_to,
-            known={"ad3586d451e4": "0.48.2", "7b5cef68b97b": "0.49.0 - 0.50.2"},
-        ),
-        Target(
-            module="bitsandbytes.nn.modules",
-            name="Params4bit.__deepcopy__",
-            replacement=params4bit_deepcopy,
-            known={"3dbc42de6fd3": "0.48.2 - 0.50.2"},
-        ),
-        Target(
-            module="bitsandbytes.functional",
-            name="QuantState.to",
-            replacement=quant_state_to,
-            known={"6a6728b5fb4f": "0.48.2 - 0.50.2"},
-        ),
-        Target(
-            module="bitsandbytes.functional",
-            name="QuantState.as_dict",
-            replacement=quant_state_as_dict,
-            known={"995c446c2695": "0.48.2 - 0.49.2", "f4d14517d6e7": "0.50.0 - 0.50.2"},
-        ),
+        Target(module="bitsandbytes.nn.modules", name="Params4bit.to", replacement=params4bit_to),
+        Target(module="bitsandbytes.nn.modules", name="Params4bit.__deepcopy__", replacement=params4bit_deepcopy),
+        Target(module="bitsandbytes.functional", name="QuantState.to", replacement=quant_state_to),
+        Target(module="bitsandbytes.functional", name="QuantState.as_dict", replacement=quant_state_as_dict),
     ),
     reproduce=reproduce,
 )

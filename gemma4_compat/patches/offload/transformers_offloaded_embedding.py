@@ -1,15 +1,20 @@
-"""``RuntimeError: Tensor on device meta is not on the expected device cuda:0!`` as soon as ``embed_tokens`` is on the
-CPU or on disk, in the first forward.
+"""Models with per-layer embeddings run with embed_tokens on the CPU or on disk.
 
-Why: models with per-layer embeddings read the embedding's weight directly, outside its forward, where accelerate's
-hook has not brought it in: the row of the padding token in every forward, and the whole table when they get
-``inputs_embeds`` and have to find out which tokens they were.
+Symptom: ``RuntimeError: Tensor on device meta is not on the expected device cuda:0!`` in the first forward, as soon
+as ``embed_tokens`` is on the CPU or on disk.
 
-Here: while such a model runs, an offloaded embedding shows, between its own forwards, a stand-in with the padding row
-at every place: one row, repeated without taking memory. For the search through the whole table it is brought in as for
-a forward.
+Cause: Models with per-layer embeddings read the embedding weight directly, outside the embedding's forward, where
+accelerate's hook has not onloaded it. ``Gemma4Model.forward`` reads the row of the padding token every time.
+``Gemma4TextModel.get_per_layer_inputs`` reads the whole weight when the model gets ``inputs_embeds`` and has to find
+out which tokens they were.
 
-Goes when transformers asks the embedding instead of reading its weight.
+Fix: While such a model runs, an offloaded embedding has a stand-in weight between its own forwards, with the padding
+row in every place: one row, expanded without taking memory. The stand-in is removed for the forward of the
+embedding, including that of an adapter layer around it, which may need the real weight (DoRA). For the search
+through the whole weight, the embedding is onloaded as for a forward.
+
+Remove when: transformers calls the embedding instead of reading ``embed_tokens.weight`` outside the embedding's
+forward.
 """
 
 from __future__ import annotations
@@ -113,40 +118,15 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-offloaded-embedding",
-    summary="embed_tokens may be on the CPU or on disk in models with per-layer embeddings",
-    symptom="RuntimeError: Tensor on device meta is not on the expected device cuda:0!",
     severity=Severity.CRASH,
     failure_points=("F11",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("accelerate",),
-    retire_when="transformers does not read embed_tokens.weight outside the embedding's forward",
+    needs=("accelerate-tied-on-disk",),
     targets=(
-        Target(
-            module=_MODELING,
-            name="Gemma4Model.forward",
-            replacement=model_forward,
-            known={
-                "83fe0bb73114": "5.5.0 - 5.5.4",
-                "d62fc1b5738d": "5.6.0 - 5.7.0",
-                "2bc5cd6d3347": "5.8.0 - 5.8.1",
-                "3c23fac10741": "5.9.0",
-                "6c5b2f22f908": "5.10.1 - 5.12.1",
-                "5e05ebab6366": "5.13.0 - 5.14.1",
-                "6a1f7e64b438": "5.15.0",
-                "5085b356ef7f": "5.15.1 - 5.17.0",
-                "4550171a17c5": "5.18.0",
-                "8cd6c3cdcabf": "5.19.0 - 5.22.2",
-                "29a46ca115e4": "5.23.0",
-            },
-        ),
-        Target(
-            module=_MODELING,
-            name="Gemma4TextModel.get_per_layer_inputs",
-            replacement=get_per_layer_inputs,
-            known={"da23f8c879e2": "5.5.0 - 5.20.2", "eac6abe69cb2": "5.21.0 - 5.23.0"},
-        ),
+        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward),
+        Target(module=_MODELING, name="Gemma4TextModel.get_per_layer_inputs", replacement=get_per_layer_inputs),
     ),
     reproduce=reproduce,
 )

@@ -1,16 +1,20 @@
-"""silent: ``dispatch_model`` with a device map that names modules which Gemma 4 does not have.
+"""Anything wrong with a device map is reported by ``dispatch_model`` before a module is moved.
 
-What they should have placed is elsewhere. A map that forgets a module, or names a device that is not there, ends in a
-list of every parameter concerned, or in an error of torch after half of the model has been moved.
+Symptom: silent: ``dispatch_model`` ignores device-map entries that match no module of Gemma 4, such as
+``multi_modal_projector``, and what they should have placed ends up elsewhere. A map that omits a module or names a
+device that does not exist ends in a list of every parameter concerned, or in a torch error after half of the model
+has been moved.
 
-Why: accelerate ignores such entries (it lists them, and no more), and tries devices only by moving modules there.
+Cause: ``check_device_map`` lists the entries that match nothing and does no more. ``dispatch_model`` tests a device
+only by moving modules to it.
 
-Here: for Gemma 4 models, a device that does not exist and a module without one are one error, before anything is
-moved. Entries that match nothing are one warning that names the nearest modules (Gemma 4's projectors are
-``model.embed_vision`` and ``model.embed_audio``). ``offload_folder``, the name transformers uses, is taken for
-``offload_dir``.
+Fix: For Gemma 4 models, a device that does not exist and a module without a device each raise one error before
+anything is moved. Entries that match nothing give one warning that names the nearest modules (Gemma 4's multimodal
+embedders are ``model.embed_vision`` and ``model.embed_audio``). ``offload_folder``, the name that transformers uses,
+is accepted for ``offload_dir``.
 
-Goes when accelerate says as much.
+Remove when: accelerate names the nearest modules of an entry that matches none, and reports bad devices and unplaced
+modules before it moves anything.
 """
 
 from __future__ import annotations
@@ -59,23 +63,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-map-check",
-    summary="dispatch_model says what is wrong with a device map before it moves anything",
-    symptom="silent: device-map entries that match no module are ignored (multi_modal_projector)",
     severity=Severity.MEMORY,
     failure_points=("F26", "F27"),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
     requires=("transformers>=5.5",),
     after=("accelerate-move-offloaded",),
-    retire_when="accelerate names the nearest modules of an entry that matches none",
-    targets=(
-        Target(
-            module="accelerate.big_modeling",
-            name="dispatch_model",
-            replacement=dispatch_model,
-            known={"ce5fa56a90e1": "1.12.0", "a6f9d638158e": "1.13.0 - 1.14.0", "e7b75432dc18": "1.15.0"},
-        ),
-    ),
+    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
     reproduce=reproduce,
 )

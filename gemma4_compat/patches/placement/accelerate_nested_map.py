@@ -1,19 +1,21 @@
-"""``ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0``, from a device map
-with an entry inside another one, most often the catch-all ``""``.
+"""Device-map entries inside other entries, the catch-all ``""`` included, go straight to their device.
 
-``{"": 0, "model.vision_tower": "disk"}`` cannot be loaded; with "cpu" in it, everything that should stay on the CPU
-goes through the GPU first (E4B: 9.33 GiB while loading, for a model that ends at 3.2). ``{"": "disk", "lm_head": 0}``
-ends in ``FileNotFoundError: ... index.json``.
+Symptom: ``ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0`` from a
+device map with an entry inside another one, most often inside the catch-all ``""``: ``{"": 0, "model.vision_tower":
+"disk"}`` cannot be loaded. With "cpu" instead of "disk" nothing is raised, but everything that should stay on the
+CPU passes through the GPU first (E4B: 9.33 GiB while loading, for a model that ends at 3.2). ``{"": "disk",
+"lm_head": 0}`` ends in ``FileNotFoundError: ... index.json``.
 
-Why: the hook of an outer entry takes everything inside it, and the inner entry's hook comes too late: what the outer
-one should not have moved was moved, what it should not have offloaded has no value any more. And the weights "under"
-an entry are those whose name starts with its name and a dot, which for ``""`` is none.
+Cause: ``attach_align_device_hook_on_blocks`` lets the hook of an outer entry take everything inside it. The hook of
+the inner entry comes too late: the outer hook has already moved what it should have left, and what it should not
+have offloaded has no value any more. ``extract_submodules_state_dict`` selects the weights of an entry by its name
+and a dot, which for ``""`` matches none.
 
-Here: a nested map is read as its most specific entries. The modules that an outer entry opens into parts keep a hook
-for their own tensors. Which weights are offloaded follows the same rule. ``hf_device_map`` stays the map that was
-given.
+Fix: A nested map is read as its most specific entries. A module that an outer entry only covers in part keeps a hook
+for its own tensors. The same rule decides which weights are offloaded. ``hf_device_map`` remains the map that the
+user gave.
 
-Goes when accelerate resolves nested entries.
+Remove when: accelerate reads a nested device map as its most specific entries.
 """
 
 from __future__ import annotations
@@ -160,34 +162,22 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-nested-map",
-    summary="device-map entries inside other entries, the catch-all '' included, go straight to their device",
-    symptom="ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0; without "
-    "disk silent: offloaded modules pass through the GPU while loading",
     severity=Severity.CRASH,
     failure_points=("F14",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
     after=("accelerate-skip-keys",),
-    retire_when="accelerate reads a nested device map as its most specific entries",
     targets=(
-        Target(
-            module="accelerate.big_modeling",
-            name="dispatch_model",
-            replacement=dispatch_model,
-            known={"ce5fa56a90e1": "1.12.0", "a6f9d638158e": "1.13.0 - 1.14.0", "e7b75432dc18": "1.15.0"},
-        ),
+        Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),
         Target(
             module="accelerate.hooks",
             name="attach_align_device_hook_on_blocks",
             replacement=attach_align_device_hook_on_blocks,
-            known={"f9677dca2b1b": "1.12.0 - 1.15.0"},
         ),
         Target(
             module="accelerate.utils.offload",
             name="extract_submodules_state_dict",
             replacement=extract_submodules_state_dict,
-            known={"8819f81d6867": "1.12.0 - 1.15.0"},
         ),
     ),
     reproduce=reproduce,

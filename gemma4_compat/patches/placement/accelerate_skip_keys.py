@@ -1,14 +1,18 @@
-"""``KeyError: 13`` (or ``'sliding_attention'``) in the attention of a layer that shares another one's keys and values.
+"""Arguments that the model itself says must not be moved are left alone by ``dispatch_model``.
 
-Why: the text model hands one mapping, ``shared_kv_states``, from layer to layer: some write to it, later ones read.
-accelerate's hooks rebuild every mapping among a forward's arguments to move what is in it, except those that
-``skip_keys`` names, and ``dispatch_model`` names none by itself: each layer writes to a copy of its own. transformers
-passes the model's own list when it loads; PEFT, and most users, do not.
+Symptom: ``KeyError: 13`` (a layer's index, or ``'sliding_attention'``) in the attention of a layer that shares the
+keys and values of another layer, once modules are on two devices.
 
-Here: a ``dispatch_model`` without ``skip_keys`` takes the model's own list, through PEFT and any other wrapper.
-
-Goes when accelerate takes it by default, or transformers 5.23 is the oldest supported release: its container survives
+Cause: The text model passes one mapping, ``shared_kv_states``, from layer to layer: some layers write to it, later
+ones read it. accelerate's hooks rebuild every mapping among a forward's arguments to move its contents, except those
+that ``skip_keys`` names. ``dispatch_model`` names none by itself, so each layer writes to its own copy. transformers
+passes the model's own list when it loads; PEFT and most users do not. The container of transformers 5.23 survives
 the hooks.
+
+Fix: ``dispatch_model`` without ``skip_keys`` takes the model's own list (``_skip_keys_device_placement``), through
+PEFT and any other wrapper. Keys that the caller names are used as they are.
+
+Remove when: ``dispatch_model`` takes the model's own list by default, or the oldest supported transformers is 5.23.
 """
 
 from __future__ import annotations
@@ -64,22 +68,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-skip-keys",
-    summary="dispatch_model leaves alone the arguments that the model itself says must not be moved",
-    symptom="KeyError: 13 (a layer's index, or 'sliding_attention') in attention once modules sit on two devices",
     severity=Severity.CRASH,
     failure_points=("F5",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
     requires=("transformers>=5.5.3,<5.23",),
-    retire_when="dispatch_model takes the model's own list by default, or the oldest supported transformers is 5.23",
-    targets=(
-        Target(
-            module="accelerate.big_modeling",
-            name="dispatch_model",
-            replacement=dispatch_model,
-            known={"ce5fa56a90e1": "1.12.0", "a6f9d638158e": "1.13.0 - 1.14.0", "e7b75432dc18": "1.15.0"},
-        ),
-    ),
+    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
     reproduce=reproduce,
 )

@@ -1,20 +1,26 @@
-"""``RuntimeError: Tensor on device meta is not on the expected device`` and its like from a model loaded with
-``device_map="auto"`` and less memory than it needs; ``ValueError: Some modules are dispatched on the CPU or the disk``
-where it is quantized; or nothing, and the whole model is on the CPU.
+"""With little memory, device_map="auto" offloads the per-layer embeddings first and keeps decoder layers.
 
-Why: whatever is offloaded must fit on the accelerator beside the rest, because accelerate copies it there for each
-forward. So the largest leaf, which in Gemma 4 is the per-layer embedding table (4.7 GiB of E2B's 9.5), sets the
-smallest budget, although a forward needs a few rows of it; and when it does not fit, layers that would have are on the
-CPU. Neither keys and values nor activations have room in the budget.
+Symptom: ``RuntimeError: Tensor on device meta is not on the expected device``, or a similar error, from a model
+loaded with ``device_map="auto"`` and less memory than it needs. If the model is quantized, ``ValueError: Some
+modules are dispatched on the CPU or the disk``. Or nothing is raised, and the whole model is on the CPU.
 
-Here: for Gemma 4 models on ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``, upstream's map is
-used when it offloads nothing. Otherwise the table leaves the accelerator first, then the towers, then decoder layers,
-as few as needed. ``max_memory`` is then the peak while loading and running, for the
-context that one line names. On the CPU everything that is free may be used where ``max_memory`` does not say; what
-does not fit there goes to disk. Offloaded layers are quantized as the others, as upstream has it for these maps. A
-budget that cannot work is one error that names the smallest that does.
+Cause: The map from ``_get_device_map`` assumes that every offloaded module fits on the accelerator beside the rest,
+because accelerate copies it there for each forward. The largest leaf therefore sets the smallest budget. In Gemma 4
+that leaf is the per-layer embedding weight (4.7 GiB of E2B's 9.5 GiB), although a forward needs only a few of its
+rows. When it does not fit, layers that would have fitted are placed on the CPU. The budget has no room for keys and
+values or for activations.
 
-Goes when transformers plans for what a model needs to run, and does not bring in a whole embedding table.
+Fix: For Gemma 4 models on ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``, the patch uses
+upstream's map when it offloads nothing. Otherwise the per-layer embeddings leave the accelerator first, then the
+towers, then decoder layers, as few as needed. Offloaded layers are quantized like the others, as upstream does for
+these maps. A tower loaded alone and a model with a quantizer other than bitsandbytes always get upstream's map.
+
+``max_memory`` is then the peak while loading and running, for the context length that one warning line names. On the
+CPU, all free memory may be used unless ``max_memory`` limits it; what does not fit there is placed on disk. A budget
+that cannot work raises one error that names the smallest budget that does.
+
+Remove when: transformers plans for what a model needs to run, leaves room for it, and does not copy a whole
+embedding weight to the accelerator.
 """
 
 from __future__ import annotations
@@ -182,23 +188,17 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-auto-map",
-    summary='device_map="auto" with little memory keeps the layers on the accelerator and the per-layer table off it',
-    symptom="RuntimeError: Tensor on device meta is not on the expected device (quantized: ValueError: Some modules "
-    "are dispatched on the CPU or the disk); or the whole model is on the CPU",
     severity=Severity.CRASH,
     failure_points=("F17",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("accelerate",),
-    retire_when="transformers leaves room to run, and an embedding table where it is",
+    needs=(
+        "accelerate-embedding-lookup",
+        "transformers-quantize-offloaded",
+    ),
     targets=(
-        Target(
-            module="transformers.integrations.accelerate",
-            name="_get_device_map",
-            replacement=get_device_map,
-            known={"b645e5f8c2f4": "5.5.0 - 5.15.1", "a6ba6440fdf4": "5.16.0 - 5.23.0"},
-        ),
+        Target(module="transformers.integrations.accelerate", name="_get_device_map", replacement=get_device_map),
     ),
     reproduce=reproduce,
 )

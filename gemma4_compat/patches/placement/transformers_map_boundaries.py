@@ -1,14 +1,17 @@
-"""silent: an entry ``...layers.1`` of a device map also takes layers 10 to 19 while the model loads.
+"""A device-map entry for layer 1 does not apply to layers 10 to 19 as well.
 
-They are loaded to the CPU (with 4-bit weights: quantized there, with other scales than on the GPU) and moved
-afterwards; with "disk" the load ends in ``weight is on the meta device, we need a `value` to put in on 0``. It takes a
-map that names layer 1 and covers layer 10 with a more general entry, such as the catch-all ``""``.
+Symptom: silent: an entry ``...layers.1`` of a device map also applies to layers 10 to 19 while the model loads. They
+are loaded to another device than the map says, such as the CPU (4-bit weights are quantized there, with other scales
+than on the GPU), and moved afterwards. With "disk" the load ends in ``ValueError: weight is on the meta device, we
+need a `value` to put in on 0``.
 
-Why: transformers matches entries as prefixes of a parameter's name, not as whole names of modules.
+Cause: ``expand_device_map`` matches entries as prefixes of parameter names, not as whole module names. The defect
+needs a map that names layer 1 and covers layer 10 with a more general entry, such as the catch-all ``""``.
 
-Here: a parameter belongs to the most specific entry that names it or a module around it.
+Fix: A parameter belongs to the most specific entry that names it or a module around it. A parameter without an entry
+is on the CPU, as upstream has it.
 
-Goes when ``expand_device_map`` respects module boundaries.
+Remove when: ``expand_device_map`` in transformers matches device-map entries at module boundaries.
 """
 
 from __future__ import annotations
@@ -53,23 +56,14 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-map-boundaries",
-    summary="an entry for layer 1 of a device map does not take layers 10 to 19 as well",
-    symptom="silent: layers are loaded to another device than the map says; with disk ValueError: weight is on the "
-    "meta device, we need a `value` to put in on 0",
     severity=Severity.WRONG_RESULT,
     failure_points=("F14",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("accelerate",),
-    retire_when="transformers matches device-map entries at module boundaries",
+    needs=("accelerate-nested-map",),
     targets=(
-        Target(
-            module="transformers.integrations.accelerate",
-            name="expand_device_map",
-            replacement=expand_device_map,
-            known={"bedb3b7bab10": "5.5.0 - 5.23.0"},
-        ),
+        Target(module="transformers.integrations.accelerate", name="expand_device_map", replacement=expand_device_map),
     ),
     reproduce=reproduce,
 )

@@ -1,15 +1,18 @@
-"""silent: an entry of ``device_map`` or ``llm_int8_skip_modules`` that matches nothing is ignored.
+"""Device-map and skip-list entries that match no module are reported, with what was probably meant.
 
-``model.multi_modal_projector`` is what most vision models call their projector; Gemma 4 has ``model.embed_vision`` and
-``model.embed_audio``. So what should have been offloaded, or kept from being quantized, is not, and nothing says so.
+Symptom: silent: an entry of ``device_map`` or ``llm_int8_skip_modules`` that matches no module is ignored. For
+example, most vision models call their projector ``model.multi_modal_projector``; Gemma 4 has ``model.embed_vision``
+and ``model.embed_audio``. What should have been offloaded, or kept from being quantized, is not, and nothing says
+so.
 
-Why: transformers looks up each module in the map and in the list, and never an entry among the modules.
+Cause: transformers looks up each module in the map (``_get_device_map``) and in the list
+(``HfQuantizer.get_modules_to_not_convert``). It never looks up an entry among the modules.
 
-Here: for Gemma 4 models, one warning that names the nearest modules. A map with a module that has no device, or with a
-device that does not exist, is one error before anything is loaded, where transformers fails in the middle or at the
-end of the load. So is a whole model on disk where transformers (before 5.13) cannot run one.
+Fix: For Gemma 4 models, one warning names the nearest modules. A map that has no device for a module, or names a
+device that does not exist, raises one error before anything is loaded; transformers fails in the middle or at the
+end of the load. A whole model on disk raises one too where transformers (before 5.13) cannot run it.
 
-Goes when transformers says as much.
+Remove when: transformers names the nearest modules of an entry that matches none.
 """
 
 from __future__ import annotations
@@ -81,28 +84,17 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-placement-names",
-    summary="device-map and skip-list entries that match no module are named, with what was probably meant",
-    symptom="silent: entries of device_map and llm_int8_skip_modules that match no module (multi_modal_projector) are "
-    "ignored",
     severity=Severity.MEMORY,
     failure_points=("F26",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("accelerate",),
-    retire_when="transformers names the nearest modules of an entry that matches none",
     targets=(
-        Target(
-            module="transformers.integrations.accelerate",
-            name="_get_device_map",
-            replacement=get_device_map,
-            known={"b645e5f8c2f4": "5.5.0 - 5.15.1", "a6ba6440fdf4": "5.16.0 - 5.23.0"},
-        ),
+        Target(module="transformers.integrations.accelerate", name="_get_device_map", replacement=get_device_map),
         Target(
             module="transformers.quantizers.base",
             name="HfQuantizer.get_modules_to_not_convert",
             replacement=get_modules_to_not_convert,
-            known={"f6c1045161f1": "5.5.0 - 5.23.0"},
         ),
     ),
     reproduce=reproduce,

@@ -1,16 +1,26 @@
-"""``KeyError: 13`` (or ``22``, ``'sliding_attention'``) in ``Gemma4TextAttention.forward``, where a KV-shared layer
-reads the keys and values of an earlier one.
+"""KV-shared layers find the keys and values of earlier layers on split models and under FSDP.
 
-Why: the text model makes a dict (5.9.0: a ``UserDict``), each layer gets it as an argument, one layer writes and later
-ones read. accelerate's hooks rebuild every mapping among the arguments unless a skip key names it, so a
-``dispatch_model`` without ``skip_keys``, or with a list that lacks this key, loses what was written; 5.5.2 lacks it in
-its own list and passes the dict by position, where no skip key reaches. FSDP and FSDP2 with ``cast_forward_inputs``
-rebuild every plain dict (F33, up to 5.8.1).
+Symptom: ``KeyError: 13`` (or ``22``, ``'sliding_attention'``) in ``Gemma4TextAttention.forward``, where a KV-shared
+layer reads the keys and values of an earlier layer. With ``gemma4_unified`` (the 12B), ``KeyError:
+'sliding_attention'`` in ``Gemma4UnifiedTextAttention.forward``, or in the assistant model: the model returns an
+empty container instead of the keys and values that the assistant needs.
 
-Here: where something stands between the text model and a layer's attention, the layer gets the same container in a
-type that all of them pass on as it is (``shared_kv.py``). The text model keeps its own and returns it as before.
+Cause: ``Gemma4TextModel.forward`` creates a dict (5.9.0: a ``UserDict``) and passes it to each layer as an argument.
+One layer writes to it and later layers read from it. accelerate's hooks rebuild every mapping among the arguments
+unless a skip key names it. So ``dispatch_model`` without ``skip_keys``, or with a list that lacks this key, loses
+what was written. transformers 5.5.2 lacks the key in its own list, and passes the dict by position, where no skip
+key applies. FSDP, and FSDP2 with ``cast_forward_inputs``, rebuild every plain dict (up to 5.8.1).
 
-Goes when no supported release hands a rebuilt container to its layers: 5.23.0 has one of the safe kind.
+``gemma4_unified`` has a copy of these classes in a module of its own, and imports nothing from ``gemma4``. The two
+modules are separate groups of targets, so the patch of one does not wait for the other.
+
+Fix: If a hook or a wrapper sits between the text model and the attention of a layer, the layer gets the same
+container in a type that accelerate, FSDP and FSDP2 all pass on unchanged: writes and reads still reach the original.
+The text model keeps its own container and returns it as before. Without a hook or a wrapper nothing changes. Outputs
+are bit-exact.
+
+Remove when: no supported release hands a rebuilt container to its layers, that is, when transformers below 5.23.0 is
+no longer supported: 5.23.0 has a container that hooks pass on unchanged.
 """
 
 from __future__ import annotations
@@ -30,6 +40,12 @@ def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import scenarios
+
+    return scenarios.of_both_classes(workspace, gemma4=_gemma4, unified=lambda _: _unified(workspace))
+
+
+def _gemma4(workspace: Workspace) -> Outcome:
     import tempfile
 
     from accelerate import dispatch_model
@@ -45,42 +61,57 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome.of_parity(found, "dispatch_model without skip_keys")
 
 
+def _unified(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    from accelerate import dispatch_model
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.scenarios import promised_states
+    from gemma4_compat._reproduction.workspace import difference
+
+    model = workspace.load_text() if workspace.variant else tiny.unified_text_model().to(workspace.main)
+    reference = workspace.answers(model, text_only=True)
+    promised = promised_states(model, workspace.inputs(text_only=True))
+    placement = dict.fromkeys((f"model.{name}" for name, _ in model.model.named_children()), workspace.main)
+    del placement["model.layers"]
+    placement |= {f"model.layers.{index}": workspace.main for index in range(len(model.model.layers))}
+    away = (0, 2, len(model.model.layers) - 1)
+    placement |= {f"model.layers.{index}": workspace.offloaded for index in away} | {"lm_head": workspace.main}
+    model = dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
+    found = difference(reference, workspace.answers(model, text_only=True))
+    returned = promised_states(model, workspace.inputs(text_only=True))
+    if returned != promised:
+        return Outcome(True, f"KeyError: '{promised[0]}' awaits an assistant, which is given {returned}")
+    return Outcome.of_parity(found, "dispatch_model without skip_keys")
+
+
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 PATCH = Patch(
     id="transformers-shared-kv",
-    summary="KV-shared layers find the keys and values of earlier layers on split models and under FSDP",
-    symptom="KeyError: 13, 22 or 'sliding_attention' in Gemma4TextAttention.forward",
     severity=Severity.CRASH,
-    failure_points=("F5", "F33"),
+    failure_points=("F5", "F30", "F33"),
     distribution="transformers",
     affected=">=5.5.2,<5.23.0",
-    measured="5.22.2",
     fixed="5.23.0",
     bug=("https://github.com/huggingface/transformers/issues/45663",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47290",
-    retire_when="transformers below 5.23.0 is no longer supported",
     targets=(
+        Target(module=_GEMMA4, name="Gemma4TextDecoderLayer.__call__", replacement=decoder_layer, group="gemma4"),
+        Target(module=_GEMMA4, name="Gemma4TextModel.forward", replacement=shared_kv.text_model, group="gemma4"),
         Target(
-            module=_GEMMA4,
-            name="Gemma4TextDecoderLayer.__call__",
+            module=_UNIFIED,
+            name="Gemma4UnifiedTextDecoderLayer.__call__",
             replacement=decoder_layer,
-            known={
-                "5dfded5b10ef": "5.5.2 - 5.14.1",
-                "f5b268838e0c": "5.15.0 - 5.16.1",
-                "ce746b2de925": "5.17.0 - 5.22.2",
-            },
+            group="gemma4_unified",
         ),
         Target(
-            module=_GEMMA4,
-            name="Gemma4TextModel.forward",
+            module=_UNIFIED,
+            name="Gemma4UnifiedTextModel.forward",
             replacement=shared_kv.text_model,
-            known={
-                "f09af9d2d3e1": "5.5.2",
-                "afbc17e8c573": "5.5.3 - 5.7.0",
-                "f5ff03444111": "5.8.0 - 5.8.1",
-                "187f9f28f8e5": "5.9.0 - 5.22.2",
-            },
+            group="gemma4_unified",
         ),
     ),
     reproduce=reproduce,

@@ -1,15 +1,21 @@
-"""``KeyError: 'lm_head.weight'`` or ``weight is on the meta device, we need a `value` to put in on 0``: the embedding
-and the head that shares its weight are under different entries of a device map, one of them on disk.
+"""A tied head and its embedding can be under different entries of a device map.
 
-Why: a checkpoint holds a tied weight once, under the embedding's name. The index of offloaded weights is made from
-the checkpoint's names, so an offloaded head finds nothing under its own; and a head that stays is tied to an embedding
-that is on meta.
+Symptom: ``KeyError: 'lm_head.weight'`` or ``ValueError: weight is on the meta device, we need a `value` to put in on
+0``, when the embedding and the head that shares its weight are under different entries of a device map, and one of
+them is on disk.
 
-Here: the index gets an entry for every name of a tied weight that is on disk, and a name that is not on disk gets the
-value before the model is dispatched. The head then has a copy of its own, as large as the embedding: the price of a
-map that keeps one of them in memory and not the other.
+Cause: A checkpoint holds a tied weight once, under the name of the embedding. ``accelerate_disk_offload`` builds the
+index of offloaded weights from the names in the checkpoint, so an offloaded head has no entry under its own name. A
+head that stays in memory is tied to an embedding that is on meta.
 
-Goes when transformers indexes a tied weight under all its names and loads the ones that stay.
+Fix: The index gets an entry for every name of a tied weight that is on disk. A name that is not on disk gets its
+value before ``accelerate_dispatch`` runs. The head then has a copy of its own, as large as the embedding: the cost
+of a map that keeps one of them in memory and not the other.
+
+A checkpoint in torch's own format holds both names. ``PreTrainedModel.tie_weights`` compares their values there,
+which a tensor on meta does not have. With this patch, it skips such pairs. Outputs are bit-exact.
+
+Remove when: transformers indexes a tied weight under all its names and loads those that stay in memory.
 """
 
 from __future__ import annotations
@@ -140,39 +146,19 @@ _MODULE = "transformers.integrations.accelerate"
 
 PATCH = Patch(
     id="transformers-tied-split",
-    summary="a tied head and its embedding may be on different entries of a device map",
-    symptom="KeyError: 'lm_head.weight' or ValueError: weight is on the meta device, we need a `value` to put in on 0",
     severity=Severity.CRASH,
     failure_points=("F15",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("accelerate",),
-    retire_when="transformers indexes a tied weight under all its names and loads those that stay",
+    needs=(
+        "transformers-offloaded-embedding",
+        "accelerate-tied-on-disk",
+    ),
     targets=(
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel.tie_weights",
-            replacement=tie_weights,
-            known={"3df9bbeff8ff": "5.5.0 - 5.12.1", "e028c9c972d4": "5.13.0 - 5.22.2", "408f191f3e2a": "5.23.0"},
-        ),
-        Target(
-            module=_MODULE,
-            name="accelerate_disk_offload",
-            replacement=accelerate_disk_offload,
-            known={
-                "55553fd9913c": "5.5.0 - 5.8.1",
-                "fb1e94f7696a": "5.9.0",
-                "ee6d37eac47b": "5.10.1 - 5.12.1",
-                "8ba77e2f77aa": "5.13.0 - 5.23.0",
-            },
-        ),
-        Target(
-            module=_MODULE,
-            name="accelerate_dispatch",
-            replacement=accelerate_dispatch,
-            known={"f51beed66e7d": "5.5.0 - 5.15.1", "699444316d1d": "5.16.0 - 5.23.0"},
-        ),
+        Target(module="transformers.modeling_utils", name="PreTrainedModel.tie_weights", replacement=tie_weights),
+        Target(module=_MODULE, name="accelerate_disk_offload", replacement=accelerate_disk_offload),
+        Target(module=_MODULE, name="accelerate_dispatch", replacement=accelerate_dispatch),
     ),
     reproduce=reproduce,
 )

@@ -1,17 +1,20 @@
-"""silent: on a CPU with AVX512-BF16, a 4-bit weight has other scales after its first eval forward.
+"""Weights in 4-bit keep their exact scales when bitsandbytes repacks them for the CPU.
 
-``state_dict()``, ``save_pretrained``, ``dequantize()``, a move to a GPU and a training step that come after it use
-them.
+Symptom: silent: on a CPU with AVX512-BF16, a 4-bit weight has different scales after its first eval forward.
+``state_dict()``, ``save_pretrained``, ``dequantize()``, a move to a GPU and a training step after that forward use
+the wrong scales. Such a training step also loses the gradient through the base layer.
 
-Why: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. That rounds the scales to bf16 and
-flattens nested ones; the inverse used by ``state_dict`` quantizes the rounded ones again. ``dequantize_4bit`` and
-``Params4bit.to`` do not know the packed layout at all, and the fast kernel has no gradient, so a training step after
-an eval forward silently loses the gradient through the base layer.
+Cause: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. This rounds the scales to bf16
+and flattens nested ones; the inverse that ``state_dict`` uses quantizes the rounded scales again.
+``dequantize_4bit`` and ``Params4bit.to`` do not know the packed layout at all, and the fast kernel has no gradient.
 
-Here: packing keeps the attributes it replaces (a few per cent of the weight's bytes), unpacking puts them back; the
-weight's nibbles are only permuted, so their inverse is exact. Whoever cannot read the packed layout gets the unpacked.
+Fix: Packing keeps the attributes it replaces (a few percent of the weight's bytes), and unpacking restores them. The
+weight's nibbles are only permuted, so their inverse is exact. Code that cannot read the packed layout gets the
+unpacked one. A weight that was packed before the patch was active has lost its exact scales, and unpacking it warns.
+Only hosts with the instruction set pack.
 
-Goes when bitsandbytes' own inverse is exact and complete; no release since 0.49.0, which brought the packing, is.
+Remove when: bitsandbytes restores the original scales when it unpacks, exactly and completely; no release since
+0.49.0, which introduced the packing, does.
 """
 
 from __future__ import annotations
@@ -129,44 +132,18 @@ _FUNCTIONAL = "bitsandbytes.functional"
 
 PATCH = Patch(
     id="bitsandbytes-cpu-packing",
-    summary="4-bit weights keep their exact scales when bitsandbytes repacks them for the CPU",
-    symptom="silent: state_dict, dequantize, .to and training after an eval forward on the CPU use wrong scales",
     severity=Severity.WRONG_RESULT,
     failure_points=("F18",),
     distribution="bitsandbytes",
     affected=">=0.49.0",
-    measured="0.50.2",
-    retire_when="bitsandbytes restores the original scales when it unpacks",
     after=("bitsandbytes-meta-quant-state",),
     detect=host.packs_for_cpu,
     targets=(
-        Target(
-            module=_FUNCTIONAL,
-            name="_convert_weight_packed_for_cpu",
-            replacement=pack,
-            known={"8ecd5c8cf463": "0.49.0 - 0.50.2"},
-        ),
-        Target(
-            module=_FUNCTIONAL,
-            name="_convert_weight_packed_for_cpu_inverse",
-            replacement=unpack,
-            known={"48a865bf57a4": "0.49.0 - 0.50.2"},
-        ),
-        Target(
-            module=_FUNCTIONAL,
-            name="dequantize_4bit",
-            replacement=dequantize_4bit,
-            known={"3f4167541596": "0.49.0 - 0.49.1", "0416296c1a88": "0.49.2", "5e06de984bd1": "0.50.0 - 0.50.2"},
-        ),
-        Target(
-            module=_MODULES, name="Params4bit.to", replacement=params4bit_to, known={"7b5cef68b97b": "0.49.0 - 0.50.2"}
-        ),
-        Target(
-            module=_MODULES,
-            name="Linear4bit.forward",
-            replacement=linear4bit_forward,
-            known={"9b2d93752fb3": "0.49.0 - 0.49.2", "b99064aaa4ae": "0.50.0 - 0.50.2"},
-        ),
+        Target(module=_FUNCTIONAL, name="_convert_weight_packed_for_cpu", replacement=pack),
+        Target(module=_FUNCTIONAL, name="_convert_weight_packed_for_cpu_inverse", replacement=unpack),
+        Target(module=_FUNCTIONAL, name="dequantize_4bit", replacement=dequantize_4bit),
+        Target(module=_MODULES, name="Params4bit.to", replacement=params4bit_to),
+        Target(module=_MODULES, name="Linear4bit.forward", replacement=linear4bit_forward),
     ),
     reproduce=reproduce,
 )

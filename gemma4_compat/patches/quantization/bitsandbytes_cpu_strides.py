@@ -1,16 +1,17 @@
-"""silent: on a CPU with AVX512-BF16, a 4-bit linear returns garbage for an input whose last dimension is not
-contiguous, such as ``x.transpose(1, 2)``; for one without rows the process dies (SIGFPE).
+"""Linear layers in 4-bit on the CPU give correct outputs for inputs that are not contiguous.
 
-Gemma 4's audio tower has such inputs: the convolution in each of its layers ends in a transpose. A 4-bit audio tower
-on the CPU hears something else.
+Symptom: silent: on a CPU with AVX512-BF16, a 4-bit linear returns garbage for an input whose last dimension is not
+contiguous, such as ``x.transpose(1, 2)``. Gemma 4's audio tower has such inputs, because the convolution in each of
+its layers ends in a transpose, so 4-bit audio input does not work on the CPU. For an input without rows the process
+dies (SIGFPE).
 
-Why: the fused kernel is told the stride of a row, and takes the elements of a row to lie next to each other. It
-divides by the number of rows.
+Cause: The fused kernel behind ``gemv_4bit`` receives the stride of a row and assumes that the elements of a row are
+adjacent. It divides by the number of rows.
 
-Here: such an input is made contiguous first; nothing is computed for no rows.
+Fix: Such an input is made contiguous first. For an input without rows nothing is computed.
 
-Goes when bitsandbytes does that, or tells its kernel the other stride; no release since 0.49.0, which brought the
-kernel, does.
+Remove when: bitsandbytes makes the input of its CPU kernel contiguous, or passes the other stride to the kernel; no
+release since 0.49.0, which introduced the kernel, does.
 """
 
 from __future__ import annotations
@@ -57,24 +58,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-cpu-strides",
-    summary="4-bit linears on the CPU read inputs that are not contiguous as they are",
-    symptom="silent: a 4-bit linear returns garbage for a transposed input on CPUs with AVX512-BF16 (audio tower)",
     severity=Severity.WRONG_RESULT,
     failure_points=("F10", "F18"),
     distribution="bitsandbytes",
     affected=">=0.49.0",
-    measured="0.50.2",
-    retire_when="bitsandbytes makes the input of its CPU kernel contiguous",
     detect=host.packs_for_cpu,
-    targets=(
-        Target(
-            module="bitsandbytes.functional",
-            name="gemv_4bit",
-            replacement=gemv_4bit,
-            known={
-                "6d7fbf7ae088": "0.49.0 - 0.50.2",
-            },
-        ),
-    ),
+    targets=(Target(module="bitsandbytes.functional", name="gemv_4bit", replacement=gemv_4bit),),
     reproduce=reproduce,
 )

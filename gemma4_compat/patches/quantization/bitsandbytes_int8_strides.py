@@ -1,13 +1,16 @@
-"""silent: on a GPU an 8-bit linear returns garbage for an input that is not contiguous, such as ``x.transpose(1, 2)``.
+"""Linear layers in 8-bit on a GPU give correct outputs for inputs that are not contiguous.
 
-Gemma 4's audio tower has such inputs: the convolution in each of its layers ends in a transpose. An 8-bit audio tower
-hears something else: its features are off by half of their size.
+Symptom: silent: on a GPU, an 8-bit linear returns garbage for an input that is not contiguous, such as
+``x.transpose(1, 2)``. Gemma 4's audio tower has such inputs, because the convolution in each of its layers ends in a
+transpose. The features of an 8-bit audio tower are off by half of their size.
 
-Why: the kernel that quantizes the input to 8 bits gets an address and the number of rows and columns, and takes the
-elements to lie next to each other. ``Linear8bitLt`` reshapes and casts its input; both keep a transposed layout.
-Here: the input is made contiguous first.
+Cause: The kernel that quantizes the input to 8 bits (``int8_vectorwise_quant``) receives an address and the number
+of rows and columns, and assumes that the elements are adjacent. ``Linear8bitLt`` reshapes and casts its input; both
+keep a transposed layout.
 
-Goes when bitsandbytes does that.
+Fix: The input is made contiguous first, also for ``int8_double_quant``. A contiguous input is not copied.
+
+Remove when: bitsandbytes makes the input of ``int8_vectorwise_quant`` contiguous.
 """
 
 from __future__ import annotations
@@ -38,33 +41,15 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-int8-strides",
-    summary="8-bit linears on a GPU read inputs that are not contiguous as they are",
-    symptom="silent: an 8-bit linear returns garbage for a transposed input on a GPU (audio tower)",
     severity=Severity.WRONG_RESULT,
     failure_points=("F10",),
     distribution="bitsandbytes",
     affected=">=0.48.2",
-    measured="0.50.2",
     bug=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1690",),
-    retire_when="bitsandbytes makes the input of int8_vectorwise_quant contiguous",
     detect=has_cuda,
     targets=(
-        Target(
-            module="bitsandbytes.functional",
-            name="int8_vectorwise_quant",
-            replacement=quantize,
-            known={
-                "d78380c6802b": "0.48.2 - 0.50.2",
-            },
-        ),
-        Target(
-            module="bitsandbytes.functional",
-            name="int8_double_quant",
-            replacement=quantize,
-            known={
-                "a5dc2870d23b": "0.48.2 - 0.50.2",
-            },
-        ),
+        Target(module="bitsandbytes.functional", name="int8_vectorwise_quant", replacement=quantize),
+        Target(module="bitsandbytes.functional", name="int8_double_quant", replacement=quantize),
     ),
     reproduce=reproduce,
 )

@@ -1,23 +1,29 @@
-"""silent: 4-bit (and 8-bit) models with offloaded modules are bigger than asked, and answer differently.
+"""Offloaded modules can be quantized, bit for bit as on the accelerator; each load reports which ones are.
 
-What a ``device_map`` puts on the CPU or on disk is not quantized, so it takes four times the memory and the time to
-move, and the answers are not those of the same quantization on one device. (Documented upstream, and the reason for
-``llm_int8_enable_fp32_cpu_offload``.) ``device_map="auto"`` does quantize it, but on the CPU, whose kernels do not
-agree with those of the GPU on every scale, and what it puts on disk it reads back unquantized.
+Symptom: silent: a 4-bit (or 8-bit) model with offloaded modules is bigger than requested, and its logits differ from
+those of the same model on one device. What a ``device_map`` puts on the CPU or on disk stays in bf16, so it takes
+four times the memory and the time to move. ``device_map="auto"`` does quantize it, but on the CPU, whose kernels do
+not agree with those of the GPU on every scale, and what it puts on disk is read back unquantized.
 
-Why: when the flag was made, a quantized weight could not be offloaded.
+Cause: ``_process_model_before_weight_loading`` of the bitsandbytes quantizers adds what the map offloads to the list
+of modules to skip. Upstream documents this, and it is the reason for ``llm_int8_enable_fp32_cpu_offload``: when that
+flag was introduced, a quantized weight could not be offloaded.
 
-Here: the default stays, with what its rule (a skip list) catches besides: a catch-all ``""`` on the CPU keeps
-everything unquantized, and before 5.21 ``...layers.1`` there keeps layers 10 to 19 so. Inside
+Fix: The default stays, with what upstream's rule (a skip list) catches besides: a catch-all ``""`` on the CPU keeps
+everything unquantized, and before 5.21 ``...layers.1`` on the CPU keeps layers 10 to 19 unquantized too. Inside
 ``gemma4_compat.quantize_offloaded()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded``, modules of
-Gemma 4 models are quantized wherever the map puts them, except those that are skipped (``llm_int8_skip_modules``,
-``lm_head``); the flag is not needed then. However they came to be quantized, weights that go to the CPU or to disk are
-quantized on the accelerator, one at a time, so that they have the bits they would have there; those on disk are
-written as they are, quantized. And every load of a quantized Gemma 4 model with offloaded modules says in one line
-which are quantized. The patch is always armed, as any other, and does the first only when asked: a patch that waits
-for its name in the environment could not serve a context manager, nor one thread without the others.
+Gemma 4 models are quantized wherever the map puts them, except skipped ones (``llm_int8_skip_modules``,
+``lm_head``). The flag is not needed then.
 
-Goes when transformers can quantize what it offloads.
+Whichever way offloaded weights come to be quantized, this happens on the accelerator, one weight at a time, so that
+they have the bits they would have there. Weights on disk are written as they are, quantized; a load without a folder
+for them is refused. Every load of a quantized Gemma 4 model with offloaded modules says in one line which of them
+are quantized.
+
+The patch is always applied, like any other, and quantizes what upstream skips only when requested. A patch that
+waits for its name in the environment could not serve a context manager, nor one thread without the others.
+
+Remove when: transformers can quantize what it offloads.
 """
 
 from __future__ import annotations
@@ -188,86 +194,69 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-quantize-offloaded",
-    summary="what a device map offloads can be quantized, bit for bit as on the accelerator; a load says what is",
-    symptom="silent: logits of a 4-bit model with offloaded modules differ from those of the same model on one "
-    "device; offloaded modules are in bf16",
     severity=Severity.WRONG_RESULT,
     failure_points=("F32",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("accelerate", "bitsandbytes"),
-    retire_when="transformers can quantize what it offloads",
+    needs=(
+        "bitsandbytes-meta-quant-state",
+        "bitsandbytes-int8-meta-scales",
+        "accelerate-int8-offload",
+    ),
     targets=(
         Target(
             module="transformers.quantizers.quantizer_bnb_4bit",
             name="Bnb4BitHfQuantizer.validate_environment",
             replacement=validate_environment,
-            known={"2ce4a92f2b29": "5.5.0 - 5.23.0"},
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_8bit",
             name="Bnb8BitHfQuantizer.validate_environment",
             replacement=validate_environment,
-            known={"7f3ca7a47957": "5.5.0 - 5.23.0"},
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_4bit",
             name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
             replacement=process_model_before_weight_loading,
-            known={"020b98c3705c": "5.5.0 - 5.23.0"},
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_8bit",
             name="Bnb8BitHfQuantizer._process_model_before_weight_loading",
             replacement=process_model_before_weight_loading,
-            known={"020b98c3705c": "5.5.0 - 5.23.0"},
         ),
         Target(
             module="transformers.integrations.bitsandbytes",
             name="Bnb4bitQuantize.convert",
             replacement=quantize,
-            known={"0d8e00c65f3a": "5.5.0 - 5.9.0", "130c30ede72e": "5.10.1 - 5.23.0"},
             optional=True,  # imported by the first load that quantizes, after it has checked the map
         ),
         Target(
             module="transformers.integrations.bitsandbytes",
             name="Bnb8bitQuantize.convert",
             replacement=quantize,
-            known={"68179fd7f14e": "5.5.0 - 5.9.0", "a75b8ff5a030": "5.10.1 - 5.23.0"},
             optional=True,  # imported by the first load that quantizes, after it has checked the map
         ),
         Target(
             module="transformers.integrations.bitsandbytes",
             name="Bnb4bitDeserialize.convert",
             replacement=deserialize,
-            known={"5834fc05e9ad": "5.5.0 - 5.23.0"},
             optional=True,  # imported by the first load that quantizes, after it has checked the map
         ),
         Target(
             module="transformers.integrations.bitsandbytes",
             name="Bnb8bitDeserialize.convert",
             replacement=deserialize,
-            known={"ad6ede899e2d": "5.5.0 - 5.23.0"},
             optional=True,  # imported by the first load that quantizes, after it has checked the map
         ),
         Target(
             module="transformers.core_model_loading",
             name="offload_and_maybe_resave_param",
             replacement=offload_and_maybe_resave_param,
-            known={"e44c4f14d31a": "5.5.0 - 5.23.0"},
         ),
+        Target(module="transformers.integrations.accelerate", name="_get_device_map", replacement=get_device_map),
         Target(
-            module="transformers.integrations.accelerate",
-            name="_get_device_map",
-            replacement=get_device_map,
-            known={"b645e5f8c2f4": "5.5.0 - 5.15.1", "a6ba6440fdf4": "5.16.0 - 5.23.0"},
-        ),
-        Target(
-            module="transformers.integrations.accelerate",
-            name="accelerate_dispatch",
-            replacement=accelerate_dispatch,
-            known={"f51beed66e7d": "5.5.0 - 5.15.1", "699444316d1d": "5.16.0 - 5.23.0"},
+            module="transformers.integrations.accelerate", name="accelerate_dispatch", replacement=accelerate_dispatch
         ),
     ),
     reproduce=reproduce,

@@ -1,16 +1,23 @@
-"""silent: the 26B-A4B "in 4 bits" takes 48.5 GB of memory; 45.7 GB of them are experts in bf16.
+"""Experts can be quantized to 4 bits while loading; a load that leaves them in bf16 reports their size.
 
-Why: bitsandbytes quantizes ``nn.Linear`` modules, and the experts of a layer are two parameters with three dimensions.
+Symptom: silent: a 26B-A4B loaded "in 4 bits" takes 48.5 GB of memory; 45.7 GB of this are experts in bf16.
 
-Here: every load of a Gemma 4 with bitsandbytes that leaves experts unquantized says in one line how much they are.
-Inside ``gemma4_compat.quantize_experts()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts``, a 4-bit
-load quantizes them too, each expert's matrix by itself, one parameter of one layer at a time: its bf16 values are gone
-before the next one is read. They are offloaded, paged, saved and loaded as other 4-bit weights. What computes is
-upstream's own code over dequantized weights: of the experts that are hit where few tokens are given, of all of a layer
-otherwise. For a backward pass they are dequantized again. The default stays, and the patch is always armed: the line,
-quantize_experts() and a saved model with such experts need it.
+Cause: bitsandbytes quantizes ``nn.Linear`` modules. The experts of a layer (``Gemma4TextExperts``) are two
+parameters with three dimensions.
 
-Goes when transformers can quantize experts with bitsandbytes.
+Fix: Every load of a Gemma 4 model with bitsandbytes that leaves experts unquantized says in one line how large they
+are. Inside ``gemma4_compat.quantize_experts()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts``, a
+4-bit load quantizes them too. It quantizes the matrix of each expert by itself, one parameter of one layer at a
+time: the bf16 values are freed before the next parameter is read. The weights are offloaded, streamed, saved and
+loaded like other 4-bit weights.
+
+Upstream's own code computes with dequantized weights: with few tokens, those of the experts that the tokens are
+routed to; otherwise, those of all experts of a layer. A backward pass dequantizes them again.
+
+The default stays, and the patch is always applied: the line, ``quantize_experts()`` and a saved model with such
+experts need it.
+
+Remove when: transformers can quantize experts with bitsandbytes.
 """
 
 from __future__ import annotations
@@ -164,94 +171,58 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-quantized-experts",
-    summary="experts can be quantized to 4 bits while loading; a load that leaves them in bf16 says how much that is",
-    symptom="silent: a 26B-A4B loaded in 4 bits takes 48.5 GB of memory",
     severity=Severity.MEMORY,
     failure_points=("F21",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("accelerate", "bitsandbytes"),
-    retire_when="transformers can quantize experts with bitsandbytes",
     targets=(
         Target(
             module="transformers.quantizers.quantizer_bnb_4bit",
             name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
             replacement=process_model_before_weight_loading,
-            known={
-                "020b98c3705c": "5.5.0 - 5.23.0",
-            },
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_4bit",
             name="Bnb4BitHfQuantizer._process_model_after_weight_loading",
             replacement=process_model_after_weight_loading,
-            known={
-                "ecfc271b6043": "5.5.0 - 5.20.2",
-                "5cdaf04bd6aa": "5.21.0 - 5.23.0",
-            },
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_8bit",
             name="Bnb8BitHfQuantizer._process_model_after_weight_loading",
             replacement=process_model_after_weight_loading,
-            known={
-                "e4f9390a2131": "5.5.0 - 5.20.2",
-                "486bf16d739e": "5.21.0 - 5.23.0",
-            },
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_4bit",
             name="Bnb4BitHfQuantizer.param_needs_quantization",
             replacement=param_needs_quantization,
-            known={
-                "8eb305499ef4": "5.5.0 - 5.23.0",
-            },
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_4bit",
             name="Bnb4BitHfQuantizer.get_weight_conversions",
             replacement=get_weight_conversions,
-            known={
-                "2301b54c4186": "5.5.0 - 5.20.2",
-                "b2f26bcd2848": "5.21.0 - 5.23.0",  # inherited
-            },
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_4bit",
             name="Bnb4BitHfQuantizer._dequantize",
             replacement=dequantize,
-            known={
-                "7e5b27b07d64": "5.5.0 - 5.23.0",
-            },
         ),
         Target(
             module="transformers.integrations.bitsandbytes",
             name="Bnb4bitQuantize.convert",
             replacement=quantize,
-            known={
-                "0d8e00c65f3a": "5.5.0 - 5.9.0",
-                "130c30ede72e": "5.10.1 - 5.23.0",
-            },
             optional=True,  # imported by the first load that quantizes
         ),
         Target(
             module="transformers.integrations.bitsandbytes",
             name="Bnb4bitDeserialize.convert",
             replacement=deserialize,
-            known={
-                "5834fc05e9ad": "5.5.0 - 5.23.0",
-            },
             optional=True,  # imported by the first load that quantizes
         ),
         Target(
             module="transformers.models.gemma4.modeling_gemma4",
             name="Gemma4TextExperts.forward",
             replacement=experts_forward,
-            known={
-                "d6dc68c796e2": "5.5.0 - 5.17.0",
-                "ec66ddae1250": "5.18.0 - 5.23.0",
-            },
         ),
     ),
     reproduce=reproduce,

@@ -1,13 +1,16 @@
-"""silent: a mixture of experts in 4 (or 8) bits sends tokens to other experts than it would in bf16.
+"""The routers of a quantized mixture of experts stay in bf16.
 
-Why: every linear layer is quantized, ``router.proj`` among them, the smallest of a decoder layer (26B-A4B: 0.7 MB of
-1.6 GB) and the one whose small differences decide. A router chooses the 8 highest of 128 scores, many of them close.
+Symptom: silent: a mixture of experts (26B-A4B) in 4 (or 8) bits sends tokens to other experts than it would in bf16.
 
-Here: the routers of Gemma 4 models that bitsandbytes quantizes while loading stay as they are. They are added to
-``llm_int8_skip_modules`` of the model's configuration, so a saved model says so too and loads anywhere; the
-configuration that was given is not changed. A checkpoint whose router is quantized is loaded as it is.
+Cause: ``_process_model_before_weight_loading`` of the bitsandbytes quantizers prepares every linear layer for
+quantization, including ``router.proj``. That is the smallest linear of a decoder layer (26B-A4B: 0.7 MB of 1.6 GB)
+and the one whose small differences decide. A router chooses the 8 highest of 128 scores, and many of them are close.
 
-Goes when transformers leaves routers unquantized.
+Fix: The routers of Gemma 4 models that bitsandbytes quantizes while loading stay as they are. The patch adds them to
+``llm_int8_skip_modules`` of the model's configuration, so a saved model names them too and loads anywhere. The
+configuration passed by the caller is not changed. A checkpoint whose routers are quantized is loaded as it is.
+
+Remove when: transformers leaves routers unquantized.
 """
 
 from __future__ import annotations
@@ -85,31 +88,21 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-quantized-router",
-    summary="the routers of a quantized mixture of experts stay in bf16",
-    symptom="silent: a quantized 26B-A4B sends tokens to other experts than the unquantized one",
     severity=Severity.WRONG_RESULT,
     failure_points=("F21",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
     requires=("accelerate", "bitsandbytes"),
-    retire_when="transformers leaves routers unquantized",
     targets=(
         Target(
             module="transformers.quantizers.quantizer_bnb_4bit",
             name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
             replacement=process_model_before_weight_loading,
-            known={
-                "020b98c3705c": "5.5.0 - 5.23.0",
-            },
         ),
         Target(
             module="transformers.quantizers.quantizer_bnb_8bit",
             name="Bnb8BitHfQuantizer._process_model_before_weight_loading",
             replacement=process_model_before_weight_loading,
-            known={
-                "020b98c3705c": "5.5.0 - 5.23.0",
-            },
         ),
     ),
     reproduce=reproduce,

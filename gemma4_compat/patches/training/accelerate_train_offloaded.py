@@ -1,19 +1,21 @@
-"""``ValueError: You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk offload.``
+"""An adapter can be trained on a quantized model with offloaded layers.
 
-Raised by ``Trainer.train`` (any trainer's, through ``Accelerator.prepare``) for a quantized model with an offloaded
-layer, and by its ``evaluate``.
+Symptom: ``ValueError: You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk
+offload`` from ``Trainer.train`` (of any trainer, through ``Accelerator.prepare``) for a quantized model with an
+offloaded layer, and from the trainer's ``evaluate``.
 
-Why: accelerate looks at ``hf_device_map`` and takes for granted that a trained model has to fit. A base that is frozen
-does not: each layer's weights come in for its backward pass as they do for its forward, and what is trained (the
-adapter) lives where its layer computes.
+Cause: ``Accelerator.prepare_model`` looks at ``hf_device_map`` and assumes that a model in training must fit on the
+device. A frozen base does not have to: each layer's weights are onloaded for its backward pass as for its forward,
+and the trained part (the adapter) is where its layer computes.
 
-Here: a Gemma 4 model whose offloaded weights are all frozen is prepared as if the map named only what is on the
-training device; nothing is moved. accelerate's other refusals (distributed training, another device than the one that
-is trained on) stay. Offloaded weights that are trained are one error before the first step, with or without
-quantization: their gradients belong to a copy that is gone after the layer's backward pass, so they would stay as they
-are without a word.
+Fix: A Gemma 4 model whose offloaded weights are all frozen is prepared as if the map named only what is on the
+training device; nothing is moved. accelerate's other refusals (distributed training, another device than the one
+that trains) remain.
 
-Goes when accelerate prepares a quantized model with frozen offloaded layers.
+Offloaded weights that would be trained raise one error before the first step, with or without quantization. Their
+gradients belong to a copy that is gone after the layer's backward pass, so the weights would silently never change.
+
+Remove when: accelerate prepares a quantized model with frozen offloaded layers.
 """
 
 from __future__ import annotations
@@ -100,28 +102,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-train-offloaded",
-    summary="an adapter can be trained on a quantized model with offloaded layers",
-    symptom="ValueError: You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk "
-    "offload",
     severity=Severity.CRASH,
     failure_points=("F34",),
     distribution="accelerate",
     affected=">=1.12",
-    measured="1.15.0",
     requires=("peft",),
-    retire_when="accelerate prepares a quantized model with frozen offloaded layers",
-    targets=(
-        Target(
-            module="accelerate.accelerator",
-            name="Accelerator.prepare_model",
-            replacement=prepare_model,
-            known={
-                "29374e8b9d4a": "1.12.0",
-                "759981b6dddc": "1.13.0",
-                "d3212267877c": "1.14.0",
-                "481a1923bcdc": "1.15.0",
-            },
-        ),
+    needs=(
+        "peft-keep-dispatch",
+        "bitsandbytes-meta-quant-state",
+        "accelerate-int8-offload",
     ),
+    targets=(Target(module="accelerate.accelerator", name="Accelerator.prepare_model", replacement=prepare_model),),
     reproduce=reproduce,
 )

@@ -1,13 +1,16 @@
-"""``TypeError: unsupported operand type(s) for *: 'Parameter' and 'NoneType'``
+"""AdaLoRA allocates ranks when some adapted layers, such as the towers', took no part in a training step.
 
-Raised by AdaLoRA's ``update_and_allocate`` when an adapted layer had no part in the step: targets such as
-``all-linear`` or ``q_proj`` reach the vision and audio towers, and a batch of text leaves them without gradients.
+Symptom: ``TypeError: unsupported operand type(s) for *: 'Parameter' and 'NoneType'`` from AdaLoRA's
+``update_and_allocate``, after a step in which an adapted layer took no part. Targets such as ``all-linear`` or
+``q_proj`` reach the vision and audio towers, and a text-only batch leaves those without gradients.
 
-Why: the importance of a weight is its value times its gradient, and no gradient is not taken for zero.
+Cause: ``RankAllocator.update_ipt`` computes the importance of a weight as its value times its gradient. It does not
+treat a missing gradient as zero.
 
-Here: it is. Layers that no batch uses are the first to lose their rank.
+Fix: A missing gradient counts as zero while the importance is updated, and is ``None`` again afterwards. Layers that
+no batch uses are the first to lose their rank.
 
-Goes when PEFT skips weights without gradients.
+Remove when: ``RankAllocator.update_ipt`` skips weights without gradients.
 """
 
 from __future__ import annotations
@@ -59,24 +62,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-adalora-unused",
-    summary="AdaLoRA allocates ranks when some adapted layers, such as the towers', had no part in a step",
-    symptom="TypeError: unsupported operand type(s) for *: 'Parameter' and 'NoneType' from update_and_allocate",
     severity=Severity.CRASH,
     failure_points=("F4",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
     requires=("transformers>=5.5",),
-    retire_when="RankAllocator.update_ipt skips weights without gradients",
-    targets=(
-        Target(
-            module="peft.tuners.adalora.layer",
-            name="RankAllocator.update_ipt",
-            replacement=update_ipt,
-            known={
-                "1fd266029b8f": "0.18.0 - 0.21.2",
-            },
-        ),
-    ),
+    targets=(Target(module="peft.tuners.adalora.layer", name="RankAllocator.update_ipt", replacement=update_ipt),),
     reproduce=reproduce,
 )

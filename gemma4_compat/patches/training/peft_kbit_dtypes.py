@@ -1,18 +1,25 @@
-"""silent: ``prepare_model_for_kbit_training`` makes a quantized model grow: the per-layer embedding becomes float32
-(E2B: 4.7 GB more, E4B: 5.6 GB), and with it the embedding, experts and every layer that was left unquantized.
+"""Preparing a quantized model for k-bit training casts its norms, not its embeddings and experts.
 
-Why: it casts whatever is bfloat16 or float16 and not a ``Params4bit``. Only all of that together works: with the
-embedding, everything that is computed is float32, and an unquantized layer has to be. Of an offloaded weight it casts
-the stand-in on meta, and the stored weight is of another dtype from then on.
+Symptom: silent: ``prepare_model_for_kbit_training`` makes a quantized model larger. The per-layer embedding becomes
+float32 (E2B: 4.7 GB more, E4B: 5.6 GB), and so do the token embedding, the experts and every layer that was left
+unquantized.
 
-Here: of a quantized bfloat16 Gemma 4 model the norms are cast, as documented, and nothing else: the embeddings, the
-head (which is the embedding, or gets its bfloat16 output), experts and unquantized layers keep their dtype, for the
-model computes in bfloat16 as it does without a preparation, with the same bits. Gemma 4's norms compute in float32
-whatever their dtype. Of an offloaded norm the stored weight is cast, too. A float16 model needs the
-float32 between its layers and gets it, but for the per-layer embedding, which is kept. Freezing and checkpointing are
-upstream's. So are models that are not quantized with bitsandbytes.
+Cause: ``prepare_model_for_kbit_training`` casts every bfloat16 or float16 parameter that is not a ``Params4bit`` to
+float32. These casts only work all together: a float32 embedding makes every activation float32, and then every
+unquantized layer must be float32, too. For an offloaded weight it casts the placeholder on meta, whose dtype from
+then on differs from that of the stored weight.
 
-Goes when PEFT casts norms only.
+Fix: In a quantized bfloat16 Gemma 4 model the patch casts the norms, as documented, and nothing else. The
+embeddings, the head (tied to the embedding, or computing on bfloat16 states), the experts and unquantized layers
+keep their dtype: the model computes in bfloat16 as it does without the preparation, bit for bit. This is safe
+because Gemma 4's norms compute in float32 whatever their dtype. For an offloaded norm, the stored weight is cast,
+too.
+
+A float16 model needs float32 between its layers and gets it; only its per-layer embedding keeps float16. Freezing
+and gradient checkpointing stay upstream's, and so does the preparation of models of other architectures or not
+quantized with bitsandbytes.
+
+Remove when: PEFT casts norms only.
 """
 
 from __future__ import annotations
@@ -106,23 +113,15 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-kbit-dtypes",
-    summary="prepare_model_for_kbit_training casts the norms of a quantized model, not its embeddings and experts",
-    symptom="silent: prepare_model_for_kbit_training makes E2B 4.7 GB larger, E4B 5.6 GB",
     severity=Severity.MEMORY,
     failure_points=("F20",),
     distribution="peft",
     affected=">=0.18.0",
-    measured="0.21.2",
-    retire_when="PEFT casts norms only",
     targets=(
         Target(
             module="peft.utils.other",
             name="prepare_model_for_kbit_training",
             replacement=prepare_model_for_kbit_training,
-            known={
-                "fc3ec3af237b": "0.18.0 - 0.19.1",
-                "e92aa55e439d": "0.20.0 - 0.21.2",
-            },
         ),
     ),
     reproduce=reproduce,

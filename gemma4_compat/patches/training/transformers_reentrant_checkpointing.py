@@ -1,16 +1,24 @@
-"""silent: with ``use_reentrant=True`` (PEFT's ``prepare_model_for_kbit_training`` asks for it by saying nothing) the
-loss is right and gradients are wrong. Keys and values that later layers share lose those layers' share of the gradient
-(cosine with the right one down to 0.4), and with it every layer before them; adapters in the vision tower get none.
+"""Reentrant gradient checkpointing gives correct gradients on models whose layers share keys and values.
 
-Why: a reentrant checkpoint passes gradients through its positional arguments only. Gemma 4's KV-shared layers read the
-keys and values of an earlier layer out of a container, where the first, gradient-less run left them; the tower's first
-layer gets pixels, which want no gradient.
+Symptom: silent: with ``use_reentrant=True`` the loss is right, but gradients of keys and values are wrong. Keys and
+values that later layers share lose the gradient from those layers (cosine with the correct gradient down to 0.4),
+and so does every layer before them. Adapters in the vision tower get no gradient. PEFT's
+``prepare_model_for_kbit_training`` requests reentrant checkpointing by default, because it does not pass
+``use_reentrant``.
 
-Here: a Gemma 4 model with KV-shared layers is checkpointed without reentry, which saves the same memory, whoever asks
-for it: the model, PEFT or the Trainer. Whoever has asked for reentry by name is told so. Models without such layers,
-and towers that are enabled by themselves, are checkpointed as asked.
+Cause: A reentrant ``torch.utils.checkpoint`` passes gradients through its positional arguments only. Gemma 4's
+KV-shared layers read the keys and values of an earlier layer from a container, where the first run, which has no
+gradients, left them. The first layer of the tower gets pixels, which require no gradient.
 
-Goes when transformers refuses or repairs the combination.
+Fix: ``PreTrainedModel._set_gradient_checkpointing`` enables non-reentrant checkpointing for a Gemma 4 model with
+KV-shared layers, whether the model, PEFT or the Trainer requests it. This saves the same memory. If the caller
+passed ``use_reentrant=True`` explicitly, a ``Gemma4CompatWarning`` says so. Other arguments of the checkpoint
+function are kept.
+
+Models without KV-shared layers, towers that are enabled on their own, and custom checkpoint functions are left
+alone.
+
+Remove when: transformers refuses or repairs reentrant checkpointing of KV-shared layers.
 """
 
 from __future__ import annotations
@@ -100,24 +108,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-reentrant-checkpointing",
-    summary="reentrant gradient checkpointing gives right gradients on models whose layers share keys and values",
-    symptom="silent: with use_reentrant=True the loss is right, gradients of keys and values are wrong",
     severity=Severity.WRONG_RESULT,
     failure_points=("F19",),
     distribution="transformers",
     affected=">=5.5",
-    measured="5.23.0",
-    retire_when="transformers refuses or repairs reentrant checkpointing of KV-shared layers",
+    needs=("transformers-uncached-sharing",),
     targets=(
         Target(
             module="transformers.modeling_utils",
             name="PreTrainedModel._set_gradient_checkpointing",
             replacement=set_gradient_checkpointing,
-            known={
-                "ea10c1f7ace1": "5.5.0 - 5.6.2",
-                "9f26e8e1d3c6": "5.7.0 - 5.15.1",
-                "b847fc875700": "5.16.0 - 5.23.0",
-            },
         ),
     ),
     reproduce=reproduce,

@@ -1,14 +1,21 @@
-"""silent: under DDP (``accelerate launch --multi_gpu``, Trainer, torchrun) about every second rank trains another
-model: its sliding layers rotate with frequencies of the full ones, and the other way round.
+"""Every DDP rank uses the rotary frequencies that belong to a layer (``gemma4`` and ``gemma4_unified``).
 
-Why: the rotary embedding registers its buffers in the order of ``set(config.layer_types)``. The order of a set of
-strings depends on a salt that each process draws for itself (unless ``PYTHONHASHSEED`` says which), and DDP broadcasts
-rank 0's buffers before each forward one after another, without their names. They have as many numbers in all, so
-nothing fails.
+Symptom: silent: under DDP (``accelerate launch --multi_gpu``, Trainer, torchrun) about every second rank trains a
+different model. Its sliding layers rotate with the frequencies of the full attention layers, and its full attention
+layers with those of the sliding ones.
 
-Here: the buffers are put in the order of their names, which is what upstream does from 5.16.0 on.
+Cause: ``Gemma4TextRotaryEmbedding.__init__`` registers its buffers in the order of ``set(config.layer_types)``. The
+order of a set of strings depends on a salt that each process draws for itself, unless ``PYTHONHASHSEED`` sets it.
+Before each forward, DDP broadcasts the buffers of rank 0 one after another, without their names. The total size is
+the same, so nothing fails.
 
-Goes when transformers below 5.16.0 is no longer supported.
+``gemma4_unified`` (the 12B) has a copy of that class, ``Gemma4UnifiedTextRotaryEmbedding``, in a module of its own,
+with the same defect.
+
+Fix: After ``__init__`` of either class, the buffers are put in the order of their names, as upstream does from
+5.16.0 on.
+
+Remove when: transformers below 5.16.0 is no longer supported.
 """
 
 from __future__ import annotations
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 
 def rotary_embedding(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
@@ -31,33 +39,32 @@ def rotary_embedding(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    workspace.needs("gemma4")
     from gemma4_compat._reproduction import scenarios
 
-    return scenarios.second_rank(_GEMMA4, workspace)
+    return scenarios.of_both_classes(
+        workspace,
+        gemma4=lambda workspace: scenarios.second_rank(_GEMMA4, workspace),
+        unified=lambda workspace: scenarios.second_rank(_UNIFIED, workspace),
+    )
 
 
 PATCH = Patch(
     id="transformers-rotary-order",
-    summary="every rank of DDP has the rotary frequencies that belong to a layer",
-    symptom="silent: under DDP about every second rank computes with the rotary frequencies of other layers",
     severity=Severity.WRONG_RESULT,
-    failure_points=("F35",),
+    failure_points=("F30", "F35"),
     distribution="transformers",
     affected=">=5.5.0,<5.16.0",
-    measured="5.15.1",
     fixed="5.16.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/48162",
-    retire_when="transformers below 5.16.0 is no longer supported",
     targets=(
         Target(
-            module=_GEMMA4,
-            name="Gemma4TextRotaryEmbedding.__init__",
+            module=_GEMMA4, name="Gemma4TextRotaryEmbedding.__init__", replacement=rotary_embedding, group="gemma4"
+        ),
+        Target(
+            module=_UNIFIED,
+            name="Gemma4UnifiedTextRotaryEmbedding.__init__",
             replacement=rotary_embedding,
-            known={
-                "001f9d2c60a9": "5.5.0 - 5.14.1",
-                "daac5d03c20d": "5.15.0 - 5.15.1",
-            },
+            group="gemma4_unified",
         ),
     ),
     reproduce=reproduce,

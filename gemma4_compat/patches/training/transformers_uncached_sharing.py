@@ -1,12 +1,16 @@
-"""silent: without a cache transformers 5.5.0 and 5.5.1 compute another model. ``use_cache=False`` and gradient
-checkpointing (of either kind) give other logits, and a training loss and gradients that belong to no Gemma 4.
+"""KV-shared layers still share keys and values without a cache and under gradient checkpointing.
 
-Why: there the KV-shared layers read the keys and values of an earlier layer out of the cache. Where there is none, and
-checkpointing takes it away, each of them computes its own, with weights that nobody has trained.
+Symptom: silent: on transformers 5.5.0 and 5.5.1, ``use_cache=False`` and gradient checkpointing (of either kind)
+give different logits, and a training loss and gradients that belong to no Gemma 4 model.
 
-Here: a forward has a container for them (as from 5.5.2 on), and a layer that gets no cache shares through it.
+Cause: In these releases ``Gemma4TextAttention.forward`` of a KV-shared layer reads the keys and values of an earlier
+layer from the cache. Without a cache (checkpointing removes it), each of these layers computes its own, with weights
+that were never trained.
 
-Goes when transformers below 5.5.2 is no longer supported.
+Fix: ``Gemma4TextModel.forward`` creates a container for the shared keys and values, as upstream does from 5.5.2 on,
+and a layer that gets no cache shares through it. Logits without a cache equal those with a cache bit for bit.
+
+Remove when: transformers below 5.5.2 is no longer supported.
 """
 
 from __future__ import annotations
@@ -67,34 +71,16 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-uncached-sharing",
-    summary="without a cache, and under gradient checkpointing, KV-shared layers still share",
-    symptom="silent: use_cache=False and gradient checkpointing give other logits and losses",
     severity=Severity.WRONG_RESULT,
     failure_points=("F19",),
     distribution="transformers",
     affected=">=5.5.0,<5.5.2",
-    measured="5.5.1",
     fixed="5.5.2",
     bug=("https://github.com/huggingface/transformers/issues/45242",),
     applied_upstream="https://github.com/huggingface/transformers/pull/45312",
-    retire_when="transformers below 5.5.2 is no longer supported",
     targets=(
-        Target(
-            module=_GEMMA4,
-            name="Gemma4TextModel.forward",
-            replacement=text_model,
-            known={
-                "f7a58f5fb877": "5.5.0 - 5.5.1",
-            },
-        ),
-        Target(
-            module=_GEMMA4,
-            name="Gemma4TextAttention.forward",
-            replacement=attention,
-            known={
-                "c787471bb7f0": "5.5.0 - 5.5.1",
-            },
-        ),
+        Target(module=_GEMMA4, name="Gemma4TextModel.forward", replacement=text_model),
+        Target(module=_GEMMA4, name="Gemma4TextAttention.forward", replacement=attention),
     ),
     reproduce=reproduce,
 )
