@@ -140,12 +140,18 @@ class Library:
         proven_on: str | None = None,
         known: Mapping[str, str] | None = None,
         optional: bool = False,
+        group: str = "",
     ) -> Target:
         """A target whose known code is ``proven_on`` (default: the same name) in ``source`` (default: the core)."""
         if known is None:
             known = {fingerprint_in(source or self.core, proven_on or name): "1.0"}
         return Target(
-            module=f"{self.name}.{module}", name=name, replacement=replacement, known=known, optional=optional
+            module=f"{self.name}.{module}",
+            name=name,
+            replacement=replacement,
+            known=known,
+            optional=optional,
+            group=group,
         )
 
     def patch(self, *targets: Target, id: str = "fakelib-double", **fields: Any) -> Patch:

@@ -237,7 +237,10 @@ class Engine:
         self._warn_two_copies(releases)
         if state is PatchState.SKIPPED:
             self._report_too_old(record)
-        if state is PatchState.FAILED or (applied and found is not None and found.reason):
+        if state is PatchState.FAILED:
+            record.again = ready != patch.groups.keys()  # another group of it may be known
+            self._report_failure(record)
+        elif applied and found is not None and found.reason:
             self._report_failure(record)
 
     def _gate(self, patch: Patch) -> tuple[PatchState, str, dict[str, str]]:

@@ -114,21 +114,10 @@ def test_detect_runs_on_complete_modules_only(library: Library) -> None:
     assert seen == [3]
 
 
-def test_an_opt_in_patch_waits_to_be_asked_for(library: Library) -> None:
-    status = decided(library, opt_in=True)
-    assert (status.state, status.reason) == (PatchState.SKIPPED, f"opt-in; set GEMMA4_COMPAT_ENABLE={ID}")
-
-
-def test_enable_switches_an_opt_in_patch_on(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", ID)
-    assert decided(library, opt_in=True).state is PatchState.APPLIED
-
-
-@pytest.mark.parametrize("opt_in", [False, True])
-def test_disable_wins_over_enable(library: Library, monkeypatch: pytest.MonkeyPatch, opt_in: bool) -> None:
+def test_disable_wins_over_enable(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", ID)
     monkeypatch.setenv("GEMMA4_COMPAT_DISABLE", ID)
-    status = decided(library, opt_in=opt_in)
+    status = decided(library)
     assert (status.state, status.reason) == (PatchState.SKIPPED, "disabled by GEMMA4_COMPAT_DISABLE")
 
 
@@ -170,7 +159,7 @@ def test_an_unknown_id_warns_and_names_the_nearest(
 def test_enable_knows_no_all(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", "all")
     with pytest.warns(Gemma4CompatWarning, match="no patch has the id 'all'"):
-        assert decided(library, opt_in=True).state is PatchState.SKIPPED
+        assert decided(library).state is PatchState.APPLIED
 
 
 def test_an_id_like_no_other_gets_the_list_of_all(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
