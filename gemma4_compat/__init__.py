@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gemma4_compat._merge.result import MergeReport
     from gemma4_compat._planner.plan import Plan
     from gemma4_compat._planner.skip_modules import SkipModule
-    from gemma4_compat._scan.job import Scan
+    from gemma4_compat._scan.result import Scan
 
 __version__ = "0.1.0"
 

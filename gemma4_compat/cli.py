@@ -14,7 +14,8 @@ import gemma4_compat
 from gemma4_compat._doctor import findings as _doctor
 from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
-from gemma4_compat._needed import judge
+from gemma4_compat._needed import files, judge
+from gemma4_compat._needed import report as _needed_report
 
 app = typer.Typer(
     add_completion=False,
@@ -113,7 +114,7 @@ def explain(
 @app.command()
 def needed(
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help=f"{judge.ACCEPTED}; default: what is installed.")
+        Path | None, typer.Argument(metavar="FILE", help=f"{files.ACCEPTED}; default: what is installed.")
     ] = None,
     as_json: _Json = False,
     fail_if_droppable: Annotated[
@@ -125,14 +126,14 @@ def needed(
     Exit 0 when the question was answered, 2 when FILE cannot be understood.
     """
     try:
-        answer = judge.answer(file, gemma4_compat.patches())
+        assessment = judge.assess(file, gemma4_compat.patches())
     except gemma4_compat.Gemma4CompatError as error:
         _fail(str(error))
     if as_json:
-        _print_json({"gemma4_compat": gemma4_compat.__version__, **_report.needed_data(answer)})
+        _print_json({"gemma4_compat": gemma4_compat.__version__, **_needed_report.assessment_data(assessment)})
     else:
-        typer.echo(_report.needed_text(answer))
-    raise typer.Exit(1 if fail_if_droppable and answer.droppable else 0)
+        typer.echo(_needed_report.assessment_text(assessment))
+    raise typer.Exit(1 if fail_if_droppable and assessment.droppable else 0)
 
 
 @app.command()

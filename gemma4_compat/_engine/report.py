@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._engine.patch import Patch, PatchStatus
-
-if TYPE_CHECKING:
-    from gemma4_compat._needed.judge import Answer
 
 
 def status_data(status: PatchStatus) -> dict[str, Any]:
@@ -85,89 +82,3 @@ def explanation_text(patch: Patch, status: PatchStatus) -> str:
     return f"{patch.id} ({'+'.join(patch.failure_points)})\n{patch.summary}\n\n{documentation(patch)}\n\n" + "\n".join(
         fields
     )
-
-
-def needed_data(answer: Answer) -> dict[str, Any]:
-    """What a stack needs, as plain data."""
-    return {
-        "source": answer.source,
-        "distributions": {
-            stand.distribution: {
-                "text": str(stand),
-                "specifiers": list(stand.ranges),
-                "certain": stand.named and not stand.untold,
-                "origin": stand.origin or None,
-            }
-            for stand in answer.stands
-        },
-        "notes": list(answer.notes),
-        "patches": [
-            {
-                "id": need.patch.id,
-                "verdict": str(need.verdict),
-                "because": need.because,
-                "unnecessary_with": list(need.unnecessary_with),
-                "fixed": need.patch.fixed,
-                "measured": need.patch.measured,
-                "unmeasured": need.unmeasured,
-                "opt_in": need.patch.opt_in,
-            }
-            for need in answer.needs
-        ],
-        "droppable": answer.droppable,
-    }
-
-
-def needed_text(answer: Answer) -> str:
-    """What a stack needs: what is known about it, a line a patch with the needed ones first, and the sum."""
-    rows = [("patch", "verdict", "unnecessary with", "because")]
-    for verdict in reversed(type(answer.needs[0].verdict)):
-        for need in answer.needs:
-            if need.verdict is verdict:
-                shown = (
-                    verdict.replace("_", " ") + ("*" if need.unmeasured else "") + (" (opt-in)" * need.patch.opt_in)
-                )
-                way = "" if verdict == "not_needed" else " or ".join(need.unnecessary_with) or "no release so far"
-                rows.append((need.patch.id, shown, way, need.because))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in [*widths, len(rows[0][3])]))
-    head = [f"{answer.source}: {', '.join(map(str, answer.stands))}", *(f"note: {note}" for note in answer.notes)]
-    return "\n".join([*head, "", *lines, "", *_unmeasured(answer), *_open(answer), _sum(answer)])
-
-
-def _unmeasured(answer: Answer) -> list[str]:
-    newest = dict.fromkeys(
-        f"{need.patch.distribution} {need.patch.measured}" for need in answer.needs if need.unmeasured
-    )
-    if not newest:
-        return []
-    return [f"* newer than {', '.join(newest)} is an unmeasured release; there it applies only to unchanged code."]
-
-
-def _open(answer: Answer) -> list[str]:
-    if not any(need.verdict == "depends" for need in answer.needs):
-        return []
-    return [
-        "depends: what is not named may be any release, or absent; a lock file tells, or this command without a file "
-        "where everything is installed."
-    ]
-
-
-def _sum(answer: Answer) -> str:
-    counts: dict[str, int] = {}
-    for need in answer.needs:
-        counts[need.verdict] = counts.get(need.verdict, 0) + 1
-    said = {
-        "needed": "needed",
-        "needed_by_some": "needed by some of these releases",
-        "depends": "depend on what is not said",
-        "unsupported": "cannot be judged for releases this old",
-        "not_needed": "not needed",
-    }
-    total = ", ".join(f"{counts[verdict]} {text}" for verdict, text in said.items() if verdict in counts)
-    asked = [need.patch.id for need in answer.needs if need.patch.opt_in and need.verdict != "not_needed"]
-    if answer.droppable:
-        unless = f", unless you enable {', '.join(asked)}" if asked else ""
-        return f"{len(answer.needs)} patches: {total}. gemma4_compat can be dropped{unless}."
-    return f"{len(answer.needs)} patches: {total}."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._planner.layout import size_text
 
 if TYPE_CHECKING:
-    from gemma4_compat._scan.job import Scan
+    from gemma4_compat._scan.result import Scan
 
 _LABEL = 12
 

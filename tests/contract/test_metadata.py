@@ -14,7 +14,7 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import Patch, Severity
-from gemma4_compat._needed import judge
+from gemma4_compat._needed import ranges
 from tests.helpers import ROOT
 
 
@@ -77,7 +77,7 @@ def test_it_is_not_to_be_retired_yet(patch: Patch) -> None:
     )
     for condition in [Requirement(f"{patch.distribution}{patch.affected}"), *map(Requirement, patch.requires)]:
         supported = f">={versions.OLDEST[condition.name]}"
-        assert judge.admitted((f"{condition.specifier},{supported}".strip(","),)), f"no {supported} is {condition}"
+        assert ranges.admitted((f"{condition.specifier},{supported}".strip(","),)), f"no {supported} is {condition}"
 
 
 def test_requirements_are_on_other_distributions(patch: Patch) -> None:

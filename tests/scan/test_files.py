@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._checkpoint import header
-from gemma4_compat._scan import job
-from gemma4_compat._scan import text as _scan_text
+from gemma4_compat._scan.result import Problem, tower_of
+from gemma4_compat._scan.text import scan_text
 from tests.adapters.adapter_files import LORA, PREFIX, as_in_the_forum_thread, lora, write_adapter
 from tests.engine.test_import_cost import UPSTREAM
 from tests.helpers import child
@@ -98,7 +98,7 @@ print(json.dumps([files, [name for name in sys.modules if "pickle" in name]]))
     ],
 )
 def test_towers(path: str, tower: str) -> None:
-    assert job.tower_of(path) == tower
+    assert tower_of(path) == tower
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_settings_that_change_something_are_told(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ problems
 
 
-def problems(*arguments: Any, **options: Any) -> dict[str, job.Problem]:
+def problems(*arguments: Any, **options: Any) -> dict[str, Problem]:
     found = gemma4_compat.scan_adapter(write_adapter(*arguments, **options))
     assert found.ok is (not found.problems)
     return {problem.id: problem for problem in found.problems}
@@ -392,6 +392,6 @@ def test_the_json_has_every_attribute_by_its_name(tmp_path: Path) -> None:
 def test_lines_are_as_wide_as_they_may_be(tmp_path: Path, width: int) -> None:
     names = [TEXT.format(layer) for layer in range(35)]
     found = gemma4_compat.scan_adapter(write_adapter(tmp_path, lora(*names, rank=8), LORA | {"target_modules": names}))
-    text = _scan_text.scan_text(found, width=width)
+    text = scan_text(found, width=width)
     assert all(len(line) <= width or len(line.split()) <= 2 for line in text.splitlines())
     assert "35 that end in q_proj" in " ".join(text.split())

@@ -1,0 +1,93 @@
+"""An assessment as text and as JSON-able data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from gemma4_compat._needed.judge import Assessment, Verdict
+
+
+def assessment_data(assessment: Assessment) -> dict[str, Any]:
+    """What a stack needs, as plain data."""
+    return {
+        "source": assessment.source,
+        "distributions": {
+            stated.distribution: {
+                "text": str(stated),
+                "specifiers": list(stated.ranges),
+                "certain": stated.named and not stated.installed_from,
+                "origin": stated.origin or None,
+            }
+            for stated in assessment.distributions
+        },
+        "notes": list(assessment.notes),
+        "patches": [
+            {
+                "id": need.patch.id,
+                "verdict": str(need.verdict),
+                "because": need.because,
+                "unnecessary_with": list(need.unnecessary_with),
+                "fixed": need.patch.fixed,
+                "measured": need.patch.measured,
+                "unmeasured": need.unmeasured,
+                "opt_in": need.patch.opt_in,
+            }
+            for need in assessment.needs
+        ],
+        "droppable": assessment.droppable,
+    }
+
+
+def assessment_text(assessment: Assessment) -> str:
+    """What a stack needs: what is known about it, a line for each patch with the needed ones first, and the sum."""
+    rows = [("patch", "verdict", "unnecessary with", "because")]
+    for verdict in reversed(Verdict):
+        for need in assessment.needs:
+            if need.verdict is verdict:
+                shown = verdict.replace("_", " ") + "*" * need.unmeasured + " (opt-in)" * need.patch.opt_in
+                ways = " or ".join(need.unnecessary_with) or "no release so far"
+                way = "" if verdict is Verdict.NOT_NEEDED else ways
+                rows.append((need.patch.id, shown, way, need.because))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
+    lines.insert(1, "  ".join("-" * width for width in [*widths, len(rows[0][3])]))
+    head = f"{assessment.source}: {', '.join(map(str, assessment.distributions))}"
+    notes = [f"note: {note}" for note in assessment.notes]
+    foot = [*_unmeasured(assessment), *_undecided(assessment), _sum(assessment)]
+    return "\n".join([head, *notes, "", *lines, "", *foot])
+
+
+def _unmeasured(assessment: Assessment) -> list[str]:
+    newest = dict.fromkeys(
+        f"{need.patch.distribution} {need.patch.measured}" for need in assessment.needs if need.unmeasured
+    )
+    if not newest:
+        return []
+    return [f"* newer than {', '.join(newest)} is an unmeasured release; there it applies only to unchanged code."]
+
+
+def _undecided(assessment: Assessment) -> list[str]:
+    if not any(need.verdict is Verdict.DEPENDS for need in assessment.needs):
+        return []
+    return [
+        "depends: what is not named may be any release, or absent; a lock file tells, or this command without a file "
+        "where everything is installed."
+    ]
+
+
+def _sum(assessment: Assessment) -> str:
+    counts = Counter(need.verdict for need in assessment.needs)
+    meanings = {
+        Verdict.NEEDED: "needed",
+        Verdict.SOME: "needed by some of these releases",
+        Verdict.DEPENDS: "depend on what is not stated",
+        Verdict.UNSUPPORTED: "cannot be judged for releases this old",
+        Verdict.NOT_NEEDED: "not needed",
+    }
+    total = ", ".join(f"{counts[verdict]} {text}" for verdict, text in meanings.items() if counts[verdict])
+    opt_in = [need.patch.id for need in assessment.needs if need.patch.opt_in and need.verdict != Verdict.NOT_NEEDED]
+    if assessment.droppable:
+        unless = f", unless you enable {', '.join(opt_in)}" if opt_in else ""
+        return f"{len(assessment.needs)} patches: {total}. gemma4_compat can be dropped{unless}."
+    return f"{len(assessment.needs)} patches: {total}."

@@ -1,0 +1,174 @@
+"""Requirements as a project's files write them, and what all of them together state about one distribution."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._needed import ranges
+from gemma4_compat._needed.state import DistributionState
+
+
+@dataclass(frozen=True)
+class Request:
+    """One requirement. ``installed_from`` is what it installs from where that does not state the release."""
+
+    name: str
+    specifier: str
+    where: str
+    installed_from: str = ""
+
+
+@dataclass
+class Requests:
+    """What a requirements file or a pyproject.toml requires, always or with an extra or a group.
+
+    Requirements of other distributions than ``names`` are left out.
+    """
+
+    names: tuple[str, ...]
+    always: list[Request] = field(default_factory=list)
+    optional: dict[str, list[Request]] = field(default_factory=dict)
+    constraints: list[Request] = field(default_factory=list)
+    overrides: list[Request] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def state(self, name: str, source: str) -> DistributionState:
+        """What all of it together states about one distribution."""
+        always = about(name, self.always)
+        # Without its extras a project is installed, too: what it always requires includes all that they can require.
+        ways = {"": always} if always else {label: about(name, items) for label, items in self.optional.items()}
+        ways = {label: items for label, items in ways.items() if items}
+        limits = about(name, self.constraints)
+        if overrides := about(name, self.overrides):
+            ways, limits = dict.fromkeys(ways, overrides), overrides if not ways else []
+        absence = "" if ways else f"not named in {source}"
+        stated = {label: [*items, *limits] for label, items in (ways or {"": []}).items()}
+        unstated = next((item for items in stated.values() for item in items if item.installed_from), None)
+        if unstated is not None:
+            installed_from = f"{unstated.installed_from} ({unstated.where})"
+            return DistributionState(distribution=name, installed_from=installed_from, absence=absence)
+        found: dict[str, None] = {}
+        for items in stated.values():
+            specifier = ranges.normalized(*(item.specifier for item in items))
+            if not ranges.admitted((specifier,)):
+                where = ", ".join(dict.fromkeys(item.where for item in items))
+                raise Gemma4CompatError(
+                    f"no release of {name} can be {specifier} ({where}): change one of these bounds"
+                )
+            found[specifier] = None
+        return DistributionState(
+            distribution=name,
+            ranges=tuple(found),
+            absence=absence,
+            origin=", ".join(filter(None, ways)),
+        )
+
+    def parse(self, text: str, where: str, *, extra: str = "") -> list[Request]:
+        """One requirement (PEP 508, or a path or URL as pip takes them); nothing when it is not about ``names``."""
+        archive = re.search(r"\.(whl|zip|tar\.[a-z0-9]+)$", text.partition(" ")[0])
+        try:
+            requirement = None if archive and " @ " not in text else Requirement(text)
+        except (ValueError, SyntaxError) as error:  # packaging 22 evaluates strings; InvalidRequirement is the former
+            if not re.match(r"[./~\\]|[A-Za-z]:\\|[A-Za-z0-9+]+://|file:|[^\s=<>~!;@]+[/\\]", text):
+                hint = (
+                    "write it as 'transformers>=5.5', with an operator, a comma between bounds, and ; before a marker"
+                )
+                raise Gemma4CompatError(f"{where}: {text!r} is not a requirement; {hint}") from error
+            requirement = None
+        if requirement is None:
+            location, *marker = re.split(r"\s*;\s", text, maxsplit=1)
+            return self._parse_location(location, parse_marker(marker[0], where) if marker else None, where, extra)
+        name = canonicalize_name(requirement.name)
+        if name not in self.names or not self._holds(requirement.marker, name, where, extra):
+            return []
+        if requirement.url:
+            return [_from_location(name, requirement.url, where)]
+        for clause in requirement.specifier:
+            if clause.operator == "===" and not ranges.is_version(clause.version):
+                return [Request(name, "", where, text)]
+        return [Request(name, str(requirement.specifier), where)]
+
+    def _parse_location(self, location: str, marker: Marker | None, where: str, extra: str) -> list[Request]:
+        """A path or URL without a name before it."""
+        name = _in_file_name(location)[0]
+        remote = "://" in location
+        if name is None:
+            egg = re.search(r"[#&]egg=([A-Za-z0-9._-]+)", location)
+            parts = re.split(r"[/\\]", re.split(r"[?#]", location)[0].rstrip("/\\"))
+            parts = [canonicalize_name(re.sub(r"(\.git)?(@.*)?(\[.*\])?$", "", part)) for part in parts]
+            named = [canonicalize_name(egg[1])] if egg else parts if remote else parts[-1:]
+            name = next((part for part in named if part in self.names), None)
+            if name is None and not remote:
+                self.notes.append(f"{where}: what {location} requires is not looked into; ask about its own file, too")
+        if name not in self.names or not self._holds(marker, name, where, extra):
+            return []
+        return [_from_location(name, location, where)]
+
+    def _holds(self, marker: Marker | None, name: str, where: str, extra: str = "") -> bool:
+        if marker is None or evaluate(marker, where, extra):
+            return True
+        self.notes.append(f"{where}: {name} is left out, its marker is false here: {marker}")
+        return False
+
+
+def about(name: str, requests: Iterable[Request]) -> list[Request]:
+    """The requests that are about one distribution."""
+    return [item for item in requests if item.name == name]
+
+
+def parse_marker(text: str, where: str) -> Marker:
+    """An environment marker (PEP 508).
+
+    Raises:
+        Gemma4CompatError: it is not one, or needs a newer packaging.
+    """
+    try:
+        return Marker(text)
+    except (ValueError, SyntaxError) as error:
+        remedy = "pip install -U packaging" if re.search("extras|dependency_groups", text) else "correct it"
+        raise Gemma4CompatError(f"{where}: the marker {text!r} cannot be read; {remedy}") from error
+
+
+def evaluate(marker: Marker, where: str, extra: str = "", lock: Mapping[str, Any] | None = None) -> bool:
+    """Whether a marker is true here, with one extra, or with the extras and groups of a lock file."""
+    try:
+        if lock and re.search(r"\b(extras|dependency_groups)\b", str(marker)):  # known to packaging 25 and newer only
+            return marker.evaluate(dict(lock), context="lock_file")
+        return marker.evaluate({"extra": extra})
+    except ValueError as error:  # undefined comparisons, and in packaging 22 invalid versions
+        raise Gemma4CompatError(f"{where}: the marker {str(marker)!r} has no answer: {error}; correct it") from error
+
+
+def _from_location(name: str, location: str, where: str) -> Request:
+    version = _in_file_name(location)[1]
+    return Request(name, f"=={version}", where) if version else Request(name, "", where, location)
+
+
+def _in_file_name(location: str) -> tuple[str | None, str | None]:
+    """Name and release that the file name of a wheel or an sdist states."""
+    last = re.split(r"[/\\]", unquote(re.split(r"[?#]", location)[0]))[-1]
+    try:
+        if last.endswith(".whl"):
+            name, version, *_ = parse_wheel_filename(last)
+        elif last.endswith((".tar.gz", ".zip")):
+            name, version = parse_sdist_filename(last)
+        else:
+            return None, None
+    except (InvalidWheelFilename, InvalidSdistFilename):
+        return None, None
+    return str(name), str(version)

@@ -1,0 +1,88 @@
+"""The base of a scan: its class on the meta device, and how its linears are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gemma4_compat._adapters import clipped
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._scan.result import Findings
+
+_QUANTIZATIONS = {"4bit": "4-bit ", "4bit-double": "4-bit ", "8bit": "8-bit "}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A model without weights.
+
+    Attributes:
+        name: as ``from_pretrained`` takes it.
+        model: the model on the meta device.
+        modules: its modules by path, as they are before an adapter is injected.
+        quantization: how its linears are stored: "4bit", "4bit-double", "8bit", another method's name, or None.
+        quantized: the paths of the linears that are stored so, as far as known.
+    """
+
+    name: str
+    model: Any
+    modules: Mapping[str, Any]
+    quantization: str | None
+    quantized: frozenset[str]
+
+    def kind(self, path: str) -> str:
+        """What a module is, as :class:`Hit` names it."""
+        module = self.modules[path]
+        names = {base.__name__ for base in type(module).__mro__}
+        if "Linear" in names:
+            parent = self.modules.get(path.rpartition(".")[0])
+            wrapped = "clipped " if parent is not None and clipped.is_wrapper(parent) else ""
+            stored = _QUANTIZATIONS.get(self.quantization or "", "") if path in self.quantized else ""
+            return f"{wrapped}{stored}linear"
+        if "Embedding" in names:
+            return "embedding"
+        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+            return "expert parameter"
+        return type(module).__name__
+
+
+def build(base: Any, quantize: str | None, findings: Findings) -> Base:
+    """The base on the meta device.
+
+    Args:
+        base: see ``scan_adapter``.
+        quantize: how it will be quantized where its own configuration does not say.
+        findings: where notes go.
+
+    Raises:
+        Gemma4CompatError: there is no such base, or no such quantization.
+    """
+    from gemma4_compat._planner import plan
+
+    model, name, assumed = plan.on_meta(getattr(base, "config", base))
+    if assumed:
+        findings.notes.append(assumed)
+    modules = dict(model.named_modules())
+    quantization, quantized = _quantization(model, quantize, findings)
+    return Base(name=name, model=model, modules=modules, quantization=quantization, quantized=quantized)
+
+
+def _quantization(model: Any, requested: str | None, findings: Findings) -> tuple[str | None, frozenset[str]]:
+    """How the base's linears are stored, and which."""
+    from gemma4_compat._planner import memory, plan
+
+    stored = getattr(model.config, "quantization_config", None)
+    if stored is None:
+        if requested is not None and requested not in _QUANTIZATIONS:
+            raise Gemma4CompatError(
+                f"quantization {requested!r} is unknown; use one of {', '.join(_QUANTIZATIONS)}, or none"
+            )
+        return requested, memory.linear_names(model, plan.skip_modules(model)) if requested else frozenset()
+    settings = stored if isinstance(stored, dict) else stored.to_dict()
+    if not (settings.get("load_in_8bit") or settings.get("load_in_4bit")):
+        method = str(settings.get("quant_method"))
+        findings.notes.append(f"the base is quantized with {method}, of which this knows no details")
+        return method, frozenset()
+    skip = settings.get("llm_int8_skip_modules") or ["lm_head"]
+    return plan.prequantized(model.config, None), memory.linear_names(model, skip)
