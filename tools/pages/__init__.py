@@ -1,0 +1,6 @@
+"""The generated parts of the documentation: what each table says, and the text that shows it.
+
+``python tools/docs.py`` writes what comes from the registry and from committed measurements. The tables of ``caches``,
+``dialects``, ``experts`` and ``tuners`` are data that tests try row by row; each is written by its own command, such
+as ``python -m tools.pages.caches``.
+"""
