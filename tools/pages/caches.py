@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tools.pages.markers import between
+from tools.pages.markers import ROOT, between
 
-PAGE = Path(__file__).parents[2] / "docs" / "CACHES.md"
+PAGE = ROOT / "docs" / "CACHES.md"
 START, END = "<!-- caches: start (python -m tools.pages.caches) -->", "<!-- caches: end -->"
 YES = "same answers"
 

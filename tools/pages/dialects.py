@@ -1,6 +1,6 @@
 """The dialects of adapter keys, what each does on each class, and the table of them in docs/ADAPTERS.md.
 
-``python -m tools.pages.dialects`` writes the table; tests/patches/adapters/test_peft_adapter_keys.py tries every cell of it.
+``python -m tools.pages.dialects`` writes the table; test_peft_adapter_keys.py tries every cell of it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.pages.markers import between
+from tools.pages.markers import ROOT, between
 
-PAGE = Path(__file__).parents[2] / "docs" / "ADAPTERS.md"
+PAGE = ROOT / "docs" / "ADAPTERS.md"
 START, END = "<!-- dialects: start (python -m tools.pages.dialects) -->", "<!-- dialects: end -->"
 PREFIX = "base_model.model."
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "ffw_layer_1")

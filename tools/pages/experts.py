@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from gemma4_compat._planner import memory, plan
 from gemma4_compat._planner.memory import Blueprint
 from gemma4_compat._quantization.experts import gigabytes, is_experts
-from tools.pages.markers import between
+from tools.pages.markers import ROOT, between
 
-PAGE = Path(__file__).parents[2] / "docs" / "QUANTIZATION.md"
+PAGE = ROOT / "docs" / "QUANTIZATION.md"
 VARIANT = "26B-A4B"
 _BEGIN, _END = (f"<!-- python -m tools.pages.experts: {word} -->" for word in ("begin", "end"))
 

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tools.pages.markers import between
+from tools.pages.markers import ROOT, between
 
-PAGE = Path(__file__).parents[2] / "docs" / "ADAPTERS.md"
+PAGE = ROOT / "docs" / "ADAPTERS.md"
 START, END = "<!-- tuners: start (python -m tools.pages.tuners) -->", "<!-- tuners: end -->"
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj", "ffw_layer_1"]
 NEVER, ALWAYS = "", "0"
