@@ -15,7 +15,6 @@ import logging
 import math
 import re
 import shutil
-import sys
 import tempfile
 import traceback
 import warnings
@@ -231,15 +230,6 @@ def shrink(
                 case, progress = simpler, True
                 break
     return case
-
-
-def repeat(case: Case) -> None:
-    """For the scripts of tests/regressions: run one case, and exit with 1 when it fails."""
-    with bench() as place:
-        failure = check(case, place)
-    if failure is not None:
-        sys.exit(f"{failure.stage}: {failure.signature}\n{failure.detail}")
-    print("good: loads, keeps its placement, answers as on one device")
 
 
 def _model_class(case: Case) -> Any:

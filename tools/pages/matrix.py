@@ -84,7 +84,7 @@ def readme_section() -> str:
     said = [entry["verdict"] for entry in entries]
     counts = ", ".join(f"{said.count(name)} {name}" for name in sorted(set(said)))
     return (
-        f"{len(results)} stacks, {sum(result['ok'] for result in results.values())} of them as claimed: "
+        f"{len(found)} stacks, {sum(result['ok'] for result in found.values())} of them as claimed: "
         f"{len(said)} pairs of a patch and a stack ({counts}), {tests} patch tests passed, "
         f"measured {' and '.join(dates)}; [the table](docs/PATCHES.md#the-matrix)."
     )
