@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.contract import inside
-from tests.contract.inside import Snapshot, modules_loaded
+from tests.contract.observation import Snapshot, modules_loaded
 
 
 def function() -> types.FunctionType:
