@@ -196,7 +196,7 @@ def with_warnings(action: Callable[[], Any]) -> list[str]:
 
 def engine_module() -> Any:
     importlib.import_module("gemma4_compat")
-    return sys.modules["gemma4_compat._engine"]
+    return sys.modules["gemma4_compat._engine.engine"]
 
 
 @contextlib.contextmanager
