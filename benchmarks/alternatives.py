@@ -11,7 +11,7 @@ of it (the best turn of each). Answers (three forwards on text, one on an image,
 those of the same weights on the GPU: same quantization, same layers left in bf16, same adapter. A crash is a result,
 told in its own words.
 
-Exit code 1: a case with the shim raised, or its answers differ.
+Exit code 1: a case with the shim raised, or its outputs differ.
 
 `--shape tiny` runs without a GPU, too: the main device is then the CPU, and "disk" the place of what is offloaded.
 """
@@ -163,7 +163,7 @@ def answer(order: Order) -> Data:
     choice, folder = CHOICES[order["choice"]], Path(order["folder"])
     small_card_device.forget_peak()
     with torch.no_grad():
-        seen, clock = small_card_models.answers(_model, ANSWER_TOKENS)
+        seen, clock = small_card_models.outputs(_model, ANSWER_TOKENS)
         found: Data = {"ms_a_token": 1000 / clock.tokens_per_second}
         if choice.reference is None:
             torch.save(seen, folder / f"{order['choice']}.pt")
@@ -243,7 +243,7 @@ def problems(choices: Data) -> list[str]:
         if entry["error"] is not None and (entry["who"] == "ours" or CHOICES[name].reference is None):
             found.append(f"{name}: {entry['error']}")
         elif entry["who"] == "ours" and entry.get("answer", {}).get("parity", 0.0) != 0.0:
-            found.append(f"{name}: answers differ by {entry['answer']['parity']}")
+            found.append(f"{name}: outputs differ by {entry['answer']['parity']}")
     return found
 
 

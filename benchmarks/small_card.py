@@ -5,7 +5,7 @@ python benchmarks/small_card.py --shape E2B|E4B --out FILE.json [--cases A,B] [-
 Random weights in the real shape (no network), 4-bit with double quantization, towers in bf16. Each case runs in a
 process of its own, and the file is written after each. Everything on the GPU is measured first and again last, and
 shares refer to the mean of the two, because machines drift: compare inside one run only. A case that crashes is a
-result. Exit code 1: a case with the shim on raised, or its answers are not those of the same weights on the GPU, or
+result. Exit code 1: a case with the shim on raised, or its outputs are not those of the same weights on the GPU, or
 there was no time for it.
 
 `--shape tiny` runs without a GPU, too: the main device is then the CPU, and "disk" the place of what is offloaded.
@@ -150,7 +150,7 @@ def problems(cases: dict[str, Any]) -> list[str]:
         if entry["error"] is not None:
             found.append(f"{name}: {entry['error']}")
         elif entry.get("parity", 0.0) != 0.0:
-            found.append(f"{name}: answers differ by {entry['parity']} from the same weights on the GPU")
+            found.append(f"{name}: outputs differ by {entry['parity']} from the same weights on the GPU")
     return found
 
 

@@ -45,8 +45,8 @@ class Case:
     quantize_towers: bool = False
 
     @property
-    def answers(self) -> str:
-        """Name of the reference's answers that are its own."""
+    def reference_outputs(self) -> str:
+        """Name of the reference outputs that this case must equal."""
         return f"{self.reference}-adapter" if self.adapter else self.reference
 
 

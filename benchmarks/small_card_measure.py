@@ -10,7 +10,7 @@ from typing import Any
 
 from small_card_cases import CASES, PAIRED, SHAPES, Case
 from small_card_device import GIB, SLOW_S, forget_peak, main_device, memory, synchronize, timed
-from small_card_models import NEW_TOKENS, PROMPT, Clock, answers, generate, load, prompt, quantization
+from small_card_models import NEW_TOKENS, PROMPT, Clock, generate, load, outputs, prompt, quantization
 
 import gemma4_compat
 
@@ -44,7 +44,7 @@ def paired(model: Any, case: Case, shape: str, folder: Path) -> dict[str, Any]:
     """
     from peft import PeftModel
 
-    whole = load(shape, CASES[case.answers if not case.adapter else "all-gpu"], folder)
+    whole = load(shape, CASES[case.reference_outputs if not case.adapter else "all-gpu"], folder)
     if case.adapter:
         whole = PeftModel.from_pretrained(whole, folder / "adapter").eval()
 
@@ -181,14 +181,14 @@ def run(name: str, shape: str, folder: Path, *, quick: bool, say: Callable[[dict
         synchronize()
         say({"adapter_load": {"seconds": time.perf_counter() - started, **memory()}})
     with torch.no_grad():
-        seen, clock = answers(model)
+        seen, clock = outputs(model)
         if case.who == "reference":
             if not again:
                 torch.save(seen, folder / f"{name}.pt")
             else:
                 say({"parity": difference(torch.load(folder / "all-gpu.pt", weights_only=False), seen)})
         else:
-            parity = difference(torch.load(folder / f"{case.answers}.pt", weights_only=False), seen)
+            parity = difference(torch.load(folder / f"{case.reference_outputs}.pt", weights_only=False), seen)
             say({"parity": parity, "streamed_bytes": streamed_bytes(model)})
         if name in ("all-gpu-single", "all-gpu-bf16"):
             return
@@ -198,6 +198,6 @@ def run(name: str, shape: str, folder: Path, *, quick: bool, say: Callable[[dict
             say({"paired": paired(model, case, shape, folder)})
         if name == "all-gpu" and not quick:
             model = PeftModel.from_pretrained(model, folder / "adapter").eval()
-            seen, clock = answers(model)
+            seen, clock = outputs(model)
             torch.save(seen, folder / "all-gpu-adapter.pt")
             say({"with_adapter": speed(model, shape, clock, quick=True)})

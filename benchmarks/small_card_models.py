@@ -225,7 +225,7 @@ def generate(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     return produced.cpu(), clock
 
 
-def answers(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
+def outputs(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     """Three forwards on text, one with an image, and a generate of so many ``tokens``."""
     from gemma4_compat._engine.patch import FORWARDS
     from gemma4_compat._reproduction.workspace import Answers

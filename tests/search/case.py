@@ -2,7 +2,7 @@
 
 A case is a pure function of its seed, the same on every stack and machine, and JSON. Cases of one *group* (``seed //
 GROUP``) share their configuration and :data:`KINDS` ways to quantize, adapt and prompt it, so that checkpoints,
-adapters and answers of one device are made once for several maps.
+adapters and the outputs of one device are computed once for several maps.
 
 What the libraries cannot do on one device either is never generated; each such rule has its reason beside it.
 """
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def reference_key(self) -> tuple[Any, ...]:
-        """Equal for cases that must give the same answers."""
+        """Equal for cases that must give the same outputs."""
         return (*self.config_key, self.quantization, self.adapter, self.prompt)
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""Random placements: each loads, stays where the map says, and answers as the same weights on one device.
+"""Random placements: each loads, stays where the map says, and gives the outputs of the same weights on one device.
 
 ``python -m tests.search`` runs more of them; see :mod:`tests.search`. A failing case is shrunk here and shown as a
 row for ``tests/search/regressions.py``.
@@ -41,7 +41,7 @@ ATTEMPTS = 40
     [SEEDS[start : start + GROUP] for start in range(0, len(SEEDS), GROUP)],
     ids=lambda seeds: f"seeds-{seeds[0]}-{seeds[-1]}",
 )
-def test_every_placement_answers_as_one_device(seeds: range, bench: run.Bench) -> None:
+def test_every_placement_gives_the_outputs_of_one_device(seeds: range, bench: run.Bench) -> None:
     failures = {seed: run.check(generate(seed), bench) for seed in seeds}
     failing = {seed: failure for seed, failure in failures.items() if failure is not None}
     if failing:
@@ -172,7 +172,7 @@ def lie_about_the_map(model: Any) -> None:
 
 
 def bring_one_weight_back(model: Any) -> None:
-    """The placement is quietly undone for one layer; the answers stay right."""
+    """The placement is quietly undone for one layer; the outputs stay right."""
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(next(m for name, m in model.named_modules() if name.endswith("layers.0.input_layernorm")))
@@ -181,7 +181,7 @@ def bring_one_weight_back(model: Any) -> None:
 @pytest.mark.parametrize(
     "tamper, signature",
     [
-        (perturb, "answers differ from those of one device"),
+        (perturb, "outputs differ from those of one device"),
         (lie_about_the_map, "placement after: hf_device_map is"),
         (bring_one_weight_back, "Cannot copy out of meta|placement after: parameter MODULE"),
     ],
@@ -211,4 +211,4 @@ def test_a_weight_that_only_changes_after_the_first_forward_is_found(bench: run.
 
     failure = run.check(SPLIT, bench, tamper=later)
     assert failure is not None
-    assert failure.stage == "answers"
+    assert failure.stage == "outputs"
