@@ -14,8 +14,8 @@ nox.options.reuse_existing_virtualenvs = True
 
 NEWEST = ("-c", "constraints/newest.txt")
 THREAD = ("-c", "constraints/thread.txt")
-#: What tools/matrix.py needs beside torch; the libraries under test are installed in each cell.
-CELLS = ("torch", "uv", "pytest>=8", "packaging>=22", "wrapt>=1.16", "typer>=0.12", "tomli>=2; python_version<'3.11'")
+#: What tools/matrix needs beside torch; the libraries under test are installed in each stack.
+MATRIX = ("torch", "uv", "pytest>=8", "packaging>=22", "wrapt>=1.16", "typer>=0.12", "tomli>=2; python_version<'3.11'")
 
 #: What upstream's tests import beside the libraries (tests/upstream.toml), and what fetches them.
 UPSTREAM = ("attrs", "datasets", "diffusers", "parameterized", "scikit-learn", "scipy", "pip")
@@ -40,23 +40,23 @@ def tests(session: nox.Session, stack: str) -> None:
 
 @nox.session
 def matrix(session: nox.Session) -> None:
-    """Patch tests in every cell of tests/matrix.toml; results in docs/matrix. `-- --ci`, `-- CELL ...`."""
-    session.install(*NEWEST, *CELLS)
-    session.run("python", "tools/matrix.py", "run", *session.posargs)
+    """Patch tests in every stack of tests/matrix.toml; results in docs/matrix. `-- --ci`, `-- STACK ...`."""
+    session.install(*NEWEST, *MATRIX)
+    session.run("python", "-m", "tools.matrix", "run", *session.posargs)
 
 
 @nox.session
 def bisect(session: nox.Session) -> None:
     """`-- PATCH LIBRARY`: where the affected releases begin and end."""
-    session.install(*NEWEST, *CELLS)
-    session.run("python", "tools/matrix.py", "bisect", *session.posargs)
+    session.install(*NEWEST, *MATRIX)
+    session.run("python", "-m", "tools.matrix", "bisect", *session.posargs)
 
 
 @nox.session
 def canary(session: nox.Session) -> None:
     """The newest pre-releases of everything: what the doctor says. Reports, never fails."""
-    session.install(*NEWEST, *CELLS)
-    session.run("python", "tools/matrix.py", "canary", *session.posargs)
+    session.install(*NEWEST, *MATRIX)
+    session.run("python", "-m", "tools.matrix", "canary", *session.posargs)
 
 
 @nox.session

@@ -30,9 +30,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import common  # noqa: E402
-import small_card  # noqa: E402  (imports gemma4_compat before the libraries, as a user would)
+import small_card_cases  # noqa: E402
+import small_card_device  # noqa: E402
+import small_card_models  # noqa: E402
 from common import Data, Order  # noqa: E402
-from small_card import GIB, Case  # noqa: E402
+from small_card_cases import Case  # noqa: E402
+from small_card_device import GIB  # noqa: E402
 
 #: The control comes last: with little time left it is the one with the fewest rounds.
 PLACEMENTS = {
@@ -56,28 +59,28 @@ def load(order: Order) -> Data:
     from peft import PeftModel
 
     shape, folder = order["shape"], Path(order["folder"])
-    small_card.forget_peak()
-    left = small_card.memory()["resident_gib"]
-    model = small_card.load(shape, PLACEMENTS[order["placement"]], folder)
-    small_card.forget_peak()
-    base = small_card.memory()["resident_gib"]
+    small_card_device.forget_peak()
+    left = small_card_device.memory()["resident_gib"]
+    model = small_card_models.load(shape, PLACEMENTS[order["placement"]], folder)
+    small_card_device.forget_peak()
+    base = small_card_device.memory()["resident_gib"]
     entries = len(getattr(model, "hf_device_map", {}))
     profile = cProfile.Profile() if order.get("profile") else None
     gc.disable()
-    small_card.synchronize()
+    small_card_device.synchronize()
     started = time.perf_counter()
     try:
         if profile is not None:
             profile.enable()
         adapted = PeftModel.from_pretrained(model, folder / "adapter-linear")
-        small_card.synchronize()
+        small_card_device.synchronize()
         if profile is not None:
             profile.disable()
         seconds = time.perf_counter() - started
     finally:
         gc.enable()
-    peak = small_card.memory()["peak_gib"]
-    small_card.forget_peak()
+    peak = small_card_device.memory()["peak_gib"]
+    small_card_device.forget_peak()
     result: Data = {
         "seconds": seconds,
         "entries_before": entries,
@@ -92,7 +95,7 @@ def load(order: Order) -> Data:
     result["adapter_on_meta"] = sum(value.device.type == "meta" for value in adapter)
     if base is not None and left is not None and peak is not None:
         bytes_there = sum(value.nbytes for value in adapter if value.is_cuda)
-        after = float(small_card.memory()["resident_gib"] or 0.0)
+        after = float(small_card_device.memory()["resident_gib"] or 0.0)
         result |= {
             "base_gib": base - left,
             "peak_gib": peak - left,
@@ -103,12 +106,12 @@ def load(order: Order) -> Data:
     if profile is not None:
         result["profile"] = described(profile)
     del model, adapted, parameters, adapter
-    small_card.forget_peak()
+    small_card_device.forget_peak()
     return result
 
 
 def _of_tower(name: str) -> bool:
-    return "lora_" not in name and any(tower.rpartition(".")[2] in name for tower in small_card.TOWERS)
+    return "lora_" not in name and any(tower.rpartition(".")[2] in name for tower in small_card_cases.TOWERS)
 
 
 def described(profile: cProfile.Profile) -> Data:
@@ -138,7 +141,7 @@ def described(profile: cProfile.Profile) -> Data:
 
 def build(order: Order) -> Data:
     """The checkpoint and the adapters."""
-    return small_card.build(order["shape"], Path(order["folder"]), everywhere=True)
+    return small_card_models.build(order["shape"], Path(order["folder"]), everywhere=True)
 
 
 # The parent
@@ -232,7 +235,7 @@ def measure(
     result = common.header(script, sys.modules[__name__], shape, options, note)
     done: list[Data] = []
     with (
-        common.temporary("adapter-load-", folder or small_card.work_folder(shape)) as work,
+        common.temporary("adapter-load-", folder or small_card_models.work_folder(shape)) as work,
         common.workers(script, work) as start,
     ):
         sides = {side: start(shim) for side, shim in SIDES.items()}
@@ -276,7 +279,7 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {"build": build, "load": load}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__, sorted(small_card.SHAPES), minutes=2.5)
+    parser = common.parser(__doc__, sorted(small_card_cases.SHAPES), minutes=2.5)
     parser.add_argument("--rounds", type=int, help=f"of each placement (default: {ROUNDS})")
     parser.add_argument("--only", help=f"these placements, separated by commas; all: {', '.join(PLACEMENTS)}")
     arguments = parser.parse_args(argv)

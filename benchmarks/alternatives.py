@@ -11,7 +11,7 @@ of it (the best turn of each). Answers (three forwards on text, one on an image,
 those of the same weights on the GPU: same quantization, same layers left in bf16, same adapter. A crash is a result,
 told in its own words.
 
-Exit code 1: a case with the shim raised, or its answers differ.
+Exit code 1: a case with the shim raised, or its outputs differ.
 
 `--shape tiny` runs without a GPU, too: the main device is then the CPU, and "disk" the place of what is offloaded.
 """
@@ -28,9 +28,11 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import common  # noqa: E402
-import small_card  # noqa: E402  (imports gemma4_compat before the libraries, as a user would)
+import small_card_cases  # noqa: E402
+import small_card_device  # noqa: E402
+import small_card_models  # noqa: E402
 from common import Data, Order  # noqa: E402
-from small_card import EVERYTHING, Case  # noqa: E402
+from small_card_cases import EVERYTHING, Case  # noqa: E402
 
 #: Tokens of the answers and of a turn; of a turn where a token takes longer than SLOW_MS.
 ANSWER_TOKENS = 12
@@ -111,17 +113,17 @@ _model: Any = None
 
 def build(order: Order) -> Data:
     """The checkpoint and the adapters."""
-    return small_card.build(order["shape"], Path(order["folder"]), everywhere=True)
+    return small_card_models.build(order["shape"], Path(order["folder"]), everywhere=True)
 
 
 def prepare(order: Order) -> Data:
     """Load what the case says."""
     global _model
     choice = CHOICES[order["choice"]]
-    small_card.forget_peak()
+    small_card_device.forget_peak()
     started = time.perf_counter()
-    _model = small_card.load(order["shape"], choice.case, Path(order["folder"]))
-    small_card.synchronize()
+    _model = small_card_models.load(order["shape"], choice.case, Path(order["folder"]))
+    small_card_device.synchronize()
     return {"load_s": time.perf_counter() - started, **_held()}
 
 
@@ -131,10 +133,10 @@ def adapt(order: Order) -> Data:
     from peft import PeftModel
 
     folder = "adapter" if CHOICES[order["choice"]].adapter == "names" else "adapter-linear"
-    small_card.forget_peak()
+    small_card_device.forget_peak()
     started = time.perf_counter()
     _model = PeftModel.from_pretrained(_model, Path(order["folder"]) / folder).eval()
-    small_card.synchronize()
+    small_card_device.synchronize()
     return {"adapter_load_s": time.perf_counter() - started, **_held()}
 
 
@@ -149,7 +151,7 @@ def _held() -> Data:
             if any(word in name for word in words) and (part != "layers" or "language_model" in name)
         ]
         on[part] = {device: inside.count(device) for device in sorted(set(inside))}
-    return {"on": on, **small_card.memory()}
+    return {"on": on, **small_card_device.memory()}
 
 
 def answer(order: Order) -> Data:
@@ -159,9 +161,9 @@ def answer(order: Order) -> Data:
     from gemma4_compat._reproduction.workspace import difference
 
     choice, folder = CHOICES[order["choice"]], Path(order["folder"])
-    small_card.forget_peak()
+    small_card_device.forget_peak()
     with torch.no_grad():
-        seen, clock = small_card.answers(_model, ANSWER_TOKENS)
+        seen, clock = small_card_models.outputs(_model, ANSWER_TOKENS)
         found: Data = {"ms_a_token": 1000 / clock.tokens_per_second}
         if choice.reference is None:
             torch.save(seen, folder / f"{order['choice']}.pt")
@@ -177,11 +179,11 @@ def prefill(order: Order) -> Data:
     """Milliseconds of a prefill, the second of two, and its peak."""
     import torch
 
-    small_card.forget_peak()
-    ids = small_card.prompt(_model, 64 if order["shape"] == "tiny" else PREFILL)
+    small_card_device.forget_peak()
+    ids = small_card_models.prompt(_model, 64 if order["shape"] == "tiny" else PREFILL)
     with torch.no_grad():
-        seconds, _ = small_card.timed(lambda: _model(input_ids=ids, logits_to_keep=1), runs=1)
-    return {"ms": 1000 * seconds, **small_card.memory()}
+        seconds, _ = small_card_device.timed(lambda: _model(input_ids=ids, logits_to_keep=1), runs=1)
+    return {"ms": 1000 * seconds, **small_card_device.memory()}
 
 
 def turn(order: Order) -> Data:
@@ -189,7 +191,7 @@ def turn(order: Order) -> Data:
     import torch
 
     with torch.no_grad():
-        return {"tok_s": small_card.generate(_model, order["tokens"])[1].tokens_per_second}
+        return {"tok_s": small_card_models.generate(_model, order["tokens"])[1].tokens_per_second}
 
 
 # The parent
@@ -241,7 +243,7 @@ def problems(choices: Data) -> list[str]:
         if entry["error"] is not None and (entry["who"] == "ours" or CHOICES[name].reference is None):
             found.append(f"{name}: {entry['error']}")
         elif entry["who"] == "ours" and entry.get("answer", {}).get("parity", 0.0) != 0.0:
-            found.append(f"{name}: answers differ by {entry['answer']['parity']}")
+            found.append(f"{name}: outputs differ by {entry['answer']['parity']}")
     return found
 
 
@@ -277,7 +279,7 @@ def measure(
     result["settings"] = {"answer_tokens": ANSWER_TOKENS, "turn_tokens": TURN_TOKENS, "turns": TURNS}
     result["choices"] = {}
     with (
-        common.temporary("alternatives-", folder or small_card.work_folder(shape)) as work,
+        common.temporary("alternatives-", folder or small_card_models.work_folder(shape)) as work,
         common.workers(script, work) as start,
     ):
         order = {"shape": shape, "folder": str(work)}
@@ -336,7 +338,7 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__, sorted(small_card.SHAPES), minutes=3.0)
+    parser = common.parser(__doc__, sorted(small_card_cases.SHAPES), minutes=3.0)
     parser.add_argument("--only", help=f"these choices, separated by commas; all: {', '.join(CHOICES)}")
     arguments = parser.parse_args(argv)
     if arguments.child:

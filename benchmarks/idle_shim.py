@@ -33,7 +33,9 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import common  # noqa: E402
-import small_card  # noqa: E402  (imports gemma4_compat before the libraries, as a user would)
+import small_card_cases  # noqa: E402
+import small_card_device  # noqa: E402
+import small_card_models  # noqa: E402
 from common import Data, Order  # noqa: E402
 
 import gemma4_compat  # noqa: E402
@@ -60,7 +62,7 @@ _model: Any = None
 
 def build(order: Order) -> Data:
     """The checkpoint and the adapters."""
-    return small_card.build(order["shape"], Path(order["folder"]), everywhere=True)
+    return small_card_models.build(order["shape"], Path(order["folder"]), everywhere=True)
 
 
 def prepare(order: Order) -> Data:
@@ -71,18 +73,18 @@ def prepare(order: Order) -> Data:
 
     folder = Path(order["folder"])
     if order["model"] == "base":
-        _model = small_card.load(order["shape"], small_card.CASES["all-gpu"], folder)
+        _model = small_card_models.load(order["shape"], small_card_cases.CASES["all-gpu"], folder)
     else:
         _model = PeftModel.from_pretrained(_model, folder / "adapter-linear").eval()
     states = Counter(str(status.state) for status in gemma4_compat.status().values())
     with torch.no_grad():
-        small_card.generate(_model, 4)
+        small_card_models.generate(_model, 4)
         _prefill(order)
-    return {"patches": dict(states), **small_card.memory()}
+    return {"patches": dict(states), **small_card_device.memory()}
 
 
 def _ids(order: Order) -> Any:
-    return small_card.prompt(_model, 64 if order["shape"] == "tiny" else PREFILL)
+    return small_card_models.prompt(_model, 64 if order["shape"] == "tiny" else PREFILL)
 
 
 def _prefill(order: Order) -> Any:
@@ -97,14 +99,14 @@ def block(order: Order) -> Data:
     gc.disable()
     try:
         with torch.no_grad():
-            _, clock = small_card.generate(_model, TOKENS)
+            _, clock = small_card_models.generate(_model, TOKENS)
             tokens = [1000 * (after - before) for before, after in itertools.pairwise(clock.times[1:])]
             prefills = []
             for _ in range(PREFILLS):
-                small_card.synchronize()
+                small_card_device.synchronize()
                 started = time.perf_counter()
                 _prefill(order)
-                small_card.synchronize()
+                small_card_device.synchronize()
                 prefills.append(1000 * (time.perf_counter() - started))
     finally:
         gc.enable()
@@ -117,7 +119,7 @@ def count(order: Order) -> Data:
 
     found: Data = {}
     with torch.no_grad():
-        state = _model(input_ids=small_card.prompt(_model, small_card.PROMPT), use_cache=True)
+        state = _model(input_ids=small_card_models.prompt(_model, small_card_models.PROMPT), use_cache=True)
         last = state.logits[:, -1:].argmax(-1)
 
         def decode() -> None:
@@ -231,7 +233,7 @@ def measure(
     settings = {"tokens": TOKENS, "prefill": PREFILL, "prefills": PREFILLS, "pairs": PAIRS}
     result |= {"settings": settings, "models": {}}
     with (
-        common.temporary("idle-shim-", folder or small_card.work_folder(shape)) as work,
+        common.temporary("idle-shim-", folder or small_card_models.work_folder(shape)) as work,
         common.workers(script, work) as start,
     ):
         order = {"shape": shape, "folder": str(work)}
@@ -305,7 +307,7 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {"build": build, "prepare": prepar
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__, sorted(small_card.SHAPES), minutes=2.0)
+    parser = common.parser(__doc__, sorted(small_card_cases.SHAPES), minutes=2.0)
     parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"of each model (default: {BLOCKS})")
     arguments = parser.parse_args(argv)
     if arguments.child:

@@ -99,45 +99,47 @@ def measure(folder: Path) -> dict[str, Any]:
 
     plain = tiny.load(folder)
     vision = plain.config.vision_config
-    senses = {"vision": images(vision)}
+    inputs = {"vision": images(vision)}
     if plain.config.audio_config is not None:
-        senses["audio"] = sounds()
-    reference = {sense: [features(plain, batch, sense) for batch in batches] for sense, batches in senses.items()}
+        inputs["audio"] = sounds()
+    reference = {
+        modality: [features(plain, batch, modality) for batch in batches] for modality, batches in inputs.items()
+    }
     found: dict[str, Any] = {"bf16": {}}
-    for sense, (first, second) in reference.items():
-        found["bf16"][sense] = {
+    for modality, (first, second) in reference.items():
+        found["bf16"][modality] = {
             "contrast": relative(second, first),
-            "bytes": workspace.stored_bytes(tower(plain, sense)),
+            "bytes": workspace.stored_bytes(tower(plain, modality)),
         }
     del plain
     for quantization in QUANTIZATIONS:
         found[quantization] = {}
         model = tiny.load(folder, quantization, towers=True)
-        nbytes = {sense: workspace.stored_bytes(tower(model, sense)) for sense in senses}
-        own = {sense: outcome(model, batches, sense) for sense, batches in senses.items()}
+        nbytes = {modality: workspace.stored_bytes(tower(model, modality)) for modality in inputs}
+        own = {modality: outcome(model, batches, modality) for modality, batches in inputs.items()}
         del model
         model = tiny.dequantize(tiny.load(folder, quantization, towers=True))
-        for sense, batches in senses.items():
-            if isinstance(own[sense], str):
-                found[quantization][sense] = {"error": own[sense], "bytes": nbytes[sense]}
+        for modality, batches in inputs.items():
+            if isinstance(own[modality], str):
+                found[quantization][modality] = {"error": own[modality], "bytes": nbytes[modality]}
                 continue
-            same = [features(model, batch, sense) for batch in batches]
-            pairs = list(zip(own[sense], reference[sense], same))
-            found[quantization][sense] = {
+            same = [features(model, batch, modality) for batch in batches]
+            pairs = list(zip(own[modality], reference[modality], same))
+            found[quantization][modality] = {
                 "against_bf16": max(relative(mine, best) for mine, best, _ in pairs),
                 "dequantized_against_bf16": max(relative(other, best) for _, best, other in pairs),
                 "against_dequantized": max(relative(mine, other) for mine, _, other in pairs),
-                "contrast": relative(own[sense][1], own[sense][0]),
-                "bytes": nbytes[sense],
+                "contrast": relative(own[modality][1], own[modality][0]),
+                "bytes": nbytes[modality],
             }
         del model
     return found
 
 
-def outcome(model: Any, batches: list[Any], sense: str) -> Any:
+def outcome(model: Any, batches: list[Any], modality: str) -> Any:
     """Features of each batch, or the exception: unpatched upstream raises for some."""
     try:
-        return [features(model, batch, sense) for batch in batches]
+        return [features(model, batch, modality) for batch in batches]
     except (TypeError, RuntimeError, ValueError) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -172,20 +174,20 @@ def sounds() -> list[dict[str, Any]]:
     ]
 
 
-def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
-    from gemma4_compat._reproduction import workspace
+def features(model: Any, batch: dict[str, Any], modality: str) -> Any:
+    from gemma4_compat._reproduction import scenarios
 
-    return workspace.features(model, batch, sense)
+    return scenarios.features(model, batch, modality)
 
 
 def relative(found: Any, reference: Any) -> float:
-    from gemma4_compat._reproduction import workspace
+    from gemma4_compat._reproduction import scenarios
 
-    return round(workspace.relative(found, reference), 6)
+    return round(scenarios.relative(found, reference), 6)
 
 
-def tower(model: Any, sense: str) -> Any:
-    return getattr(model.model, f"{sense}_tower")
+def tower(model: Any, modality: str) -> Any:
+    return getattr(model.model, f"{modality}_tower")
 
 
 def good(result: dict[str, Any]) -> bool:
@@ -201,16 +203,16 @@ def show(result: dict[str, Any]) -> None:
     versions = ", ".join(f"{name} {text}" for name, text in result["versions"].items())
     print(f"{result['variant']}, random weights, CPU; {versions}")
     row = "{:<8} {:<12} {:<8} {:>10} {:>12} {:>10} {:>10} {:>10}"
-    print(row.format("sense", "stored", "shim", "to bf16", "weights'", "kernels'", "two files", "MiB"))
+    print(row.format("modality", "stored", "shim", "to bf16", "weights'", "kernels'", "two files", "MiB"))
     for shim in ("with", "without"):
-        for quantization, senses in result[shim].items():
-            for sense, entry in senses.items():
+        for quantization, entries in result[shim].items():
+            for modality, entry in entries.items():
                 if "error" in entry:
-                    print(f"{sense:<8} {quantization:<12} {shim:<8} {entry['error']}")
+                    print(f"{modality:<8} {quantization:<12} {shim:<8} {entry['error']}")
                     continue
                 keys = ("against_bf16", "dequantized_against_bf16", "against_dequantized", "contrast")
                 numbers = [f"{entry[key]:.3f}" if key in entry else "" for key in keys]
-                print(row.format(sense, quantization, shim, *numbers, f"{entry['bytes'] / 2**20:.0f}"))
+                print(row.format(modality, quantization, shim, *numbers, f"{entry['bytes'] / 2**20:.0f}"))
 
 
 if __name__ == "__main__":

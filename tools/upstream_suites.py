@@ -18,30 +18,27 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.upstream_child import is_executed, matching  # noqa: E402
+
 TABLE = ROOT / "tests" / "upstream.toml"
+CHILD = ROOT / "tools" / "upstream_child.py"
 STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 RERUNS = 2  # of a test that differs, in both modes
-NEEDS_HUB = "needs the hub"
-SKIPPED = "skipped"
-NOTHING_YET = "no outcome"
 
 
 # What is run
@@ -71,19 +68,6 @@ def read_suites(table: Path) -> dict[str, Suite]:
     return {
         name: Suite(name=name, **{**entry, "requires": tuple(entry["requires"])}) for name, entry in content.items()
     }
-
-
-def matching(patterns: Mapping[str, str], nodeid: str) -> str | None:
-    """The first pattern that matches all of ``nodeid``. Only ``*`` is special: node ids are full of brackets."""
-    for pattern in patterns:
-        if re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), nodeid, re.DOTALL):
-            return pattern
-    return None
-
-
-def in_sample(nodeid: str, one_in: int) -> bool:
-    """Whether ``nodeid`` belongs to the fixed sample: the same tests on every machine and in every release."""
-    return int(hashlib.sha256(nodeid.encode()).hexdigest(), 16) % one_in == 0
 
 
 # Fetching
@@ -117,169 +101,7 @@ def unpack(archive: Path, folder: Path, *, package: bool) -> None:
         (folder / base / "tests" / "__init__.py").touch()
 
 
-# The child: one process, one mode
-
-
-class Recorder:
-    """A pytest plugin: selects tests, and notes each one's outcome and the repaired functions it went through."""
-
-    def __init__(self, task: Mapping[str, Any], reached: set[str]) -> None:
-        self.files: dict[str, int] = task["files"]
-        self.patterns: dict[str, str] = task["deselected"]
-        self.only: list[str] | None = task["only"]
-        self.collected = 0
-        self.sampled_out = 0
-        self.deselected: Counter[str] = Counter()
-        self.outcomes: dict[str, str] = {}
-        self.through: Counter[str] = Counter()
-        self._reached = reached
-
-    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Keep what the table takes."""
-        self.collected = len(items)
-        kept = [item for item in items if self._keeps(item.nodeid)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
-
-    def _keeps(self, nodeid: str) -> bool:
-        pattern = matching(self.patterns, nodeid)
-        if pattern is not None:
-            self.deselected[pattern] += 1
-            return False
-        if not in_sample(nodeid, self.files[nodeid.partition("::")[0]]):
-            self.sampled_out += 1
-            return False
-        return self.only is None or nodeid in self.only
-
-    def pytest_collectreport(self, report: Any) -> None:
-        """A file that cannot be imported is an outcome as well."""
-        if report.failed:
-            print(report.longreprtext, file=sys.stderr)
-            self.outcomes[report.nodeid] = "cannot be collected"
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """From here on nothing has been called yet."""
-        self.outcomes[nodeid] = NOTHING_YET
-        quiet_aliases()
-        self._reached.clear()
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, call: Any) -> Any:
-        """The report gets the exception's type; it is gone afterwards."""
-        report = yield
-        report.error_type = error_type(call.excinfo.value) if call.excinfo is not None else None
-        return report
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """One phase, or one sub-test."""
-        self.outcomes[report.nodeid] = joined(self.outcomes[report.nodeid], describe(report))
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Count it for the patches it went through."""
-        if is_executed(self.outcomes[nodeid]):
-            self.through.update(self._reached)
-
-
-def describe(report: Any) -> str:
-    """``passed``, ``skipped``, ``xfailed``, ``xpassed``, ``failed: AssertionError``, ``error in setup: OSError``."""
-    if hasattr(report, "wasxfail"):
-        return "xpassed" if report.passed else "xfailed"
-    if not report.failed:
-        return str(report.outcome)
-    if report.error_type == NEEDS_HUB:
-        return NEEDS_HUB
-    return f"{'failed' if report.when == 'call' else f'error in {report.when}'}: {report.error_type}"
-
-
-def joined(before: str, now: str) -> str:
-    """The outcome of a test by its phases (and sub-tests): what is not ``passed``, in the order it was seen."""
-    if before in (NOTHING_YET, "passed"):
-        return now
-    return before if now in ("passed", *before.split(", ")) else f"{before}, {now}"
-
-
-def error_type(error: BaseException) -> str:
-    """The name of its type; :data:`NEEDS_HUB` where the refused connection is what led to it."""
-    todo, seen = [error], set[int]()
-    while todo:
-        current = todo.pop()
-        # datasets says it in its message only.
-        if type(current).__name__ == "LocalEntryNotFoundError" or "OfflineModeIsEnabled" in repr(current):
-            return NEEDS_HUB
-        seen.add(id(current))
-        for cause in (current.__cause__, current.__context__):
-            if cause is not None and id(cause) not in seen:
-                todo.append(cause)
-    return type(error).__name__
-
-
-def refuse_hub() -> None:
-    """HF_HUB_OFFLINE is not enough: peft's tests switch it off around their first access to a model."""
-    import huggingface_hub
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    client = type(huggingface_hub.get_session())  # httpx's, or that of its successor
-
-    def refuse(request: Any) -> None:
-        raise OfflineModeIsEnabled(f"upstream's tests are run without the hub: {request.url}")
-
-    huggingface_hub.set_client_factory(lambda: client(event_hooks={"request": [refuse]}))
-
-
-def quiet_aliases() -> None:
-    """What ``assertWarns`` asks every module for, transformers' aliases of old modules answer (in some releases)
-    by importing what they stand for, and with it torchvision, which nothing here needs.
-    """
-    for name, module in list(sys.modules.items()):
-        if name.startswith("transformers.") and "__getattr__" in vars(module):
-            vars(module).setdefault("__warningregistry__", {})
-
-
-def watch_replacements(patches: Iterable[Any], reached: set[str]) -> None:
-    """Note the ids of the patches whose replacements are called. Before the libraries are imported."""
-
-    def watched(patch_id: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
-        def note_and_call(*args: Any, **kwargs: Any) -> Any:
-            reached.add(patch_id)
-            return replacement(*args, **kwargs)
-
-        return note_and_call
-
-    for patch in patches:
-        for target in patch.targets:
-            object.__setattr__(target, "replacement", watched(patch.id, target.replacement))
-
-
-def child(task: Mapping[str, Any]) -> int:
-    # Last, and not this folder: upstream's package of tests is called `tests` too.
-    sys.path[:] = [*(entry for entry in sys.path if Path(entry) != ROOT / "tools"), str(ROOT)]
-    import gemma4_compat
-
-    warnings.simplefilter("error", gemma4_compat.Gemma4CompatWarning)
-    reached: set[str] = set()
-    watch_replacements(gemma4_compat.patches(), reached)
-    if task["refuse_hub"]:
-        refuse_hub()
-    recorder = Recorder(task, reached)
-    arguments = ["-v", f"--tb={'short' if task['only'] else 'line'}", "--durations=30", "--color=no"]
-    arguments += ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", "."]
-    arguments += ["-W", "error::gemma4_compat.Gemma4CompatWarning", "--continue-on-collection-errors"]
-    started = time.perf_counter()
-    code = pytest.main([*arguments, *task["files"]], plugins=[recorder])
-    result = {
-        "gemma4_compat": gemma4_compat.__version__,
-        "exit code": int(code),
-        "wall_s": round(time.perf_counter() - started),
-        "collected": recorder.collected,
-        "sampled out": recorder.sampled_out,
-        "deselected": recorder.deselected,
-        "outcomes": recorder.outcomes,
-        "through": recorder.through,
-        "states": {key: [str(value.state), value.reason] for key, value in gemma4_compat.status().items()},
-        "overridden": {key: value.overridden for key, value in gemma4_compat.status().items() if value.overridden},
-    }
-    Path(task["result"]).write_text(json.dumps(result), encoding="utf-8")
-    return 0
+# One process
 
 
 def run(
@@ -301,7 +123,7 @@ def run(
         log = folder.with_name(f"{folder.name}-{shim}{'-again' if only else ''}.log")
         with log.open("w", encoding="utf-8") as output:
             done = subprocess.run(
-                [sys.executable, str(Path(__file__).resolve()), "--child", str(Path(scratch, "task.json"))],
+                [sys.executable, str(CHILD), str(Path(scratch, "task.json"))],
                 cwd=folder,
                 env=environment(shim, scratch),
                 stdout=output,
@@ -339,10 +161,6 @@ class Comparison:
     identical: int
     differences: dict[str, dict[str, list[str]]]
     flaky: dict[str, dict[str, list[str]]]
-
-
-def is_executed(outcome: str) -> bool:
-    return outcome not in (SKIPPED, NEEDS_HUB, "cannot be collected", "absent")
 
 
 def compare(
@@ -478,26 +296,26 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cache", type=Path, help="keep the fetched tests and the logs there")
     parser.add_argument("--suite", action="append", choices=suites, help="only this one")
     parser.add_argument("--sample", type=int, default=1, metavar="N", help="one in N of what the table takes")
-    asked = parser.parse_args(arguments)
-    chosen = [suites[name] for name in asked.suite or suites]
+    options = parser.parse_args(arguments)
+    chosen = [suites[name] for name in options.suite or suites]
     missing = sorted({name for suite in chosen for name in (suite.name, *suite.requires) if not version_of(name)})
     if missing:
         raise SystemExit(f"upstream's tests need more packages: pip install {' '.join(missing)}")
     with tempfile.TemporaryDirectory() as scratch:
-        cache = (asked.cache or Path(scratch)).resolve()
+        cache = (options.cache or Path(scratch)).resolve()
         results: dict[str, Any] = {}
         found: list[str] = []
         for suite in chosen:
             version = version_of(suite.name)
             assert version is not None
-            files = {name: one_in * asked.sample for name, one_in in suite.files.items()}
+            files = {name: one_in * options.sample for name, one_in in suite.files.items()}
             folder, digest = fetch(suite, version, cache)
             result, wrong = twice(replace(suite, files=files), folder)
             results[suite.name] = {"version": version, "sha256": digest, **result}
             found += [f"{suite.name}: {line}" for line in wrong]
             print(table_row(suite.name, results[suite.name]), flush=True)
     report = {
-        "command": command(asked),
+        "command": command(options),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "versions": {name: version_of(name) for name in STACK},
         "python": platform.python_version(),
@@ -506,9 +324,9 @@ def main(arguments: list[str]) -> int:
         "problems": found,
         "suites": results,
     }
-    if asked.out is not None:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"{report['executed']} executed, {report['identical']} identical shim off and on")
     for suite_name, result in results.items():
         for nodeid, both in {**result["flaky"], **result["expected differences"]}.items():
@@ -527,15 +345,15 @@ def table_row(name: str, result: Mapping[str, Any]) -> str:
     )
 
 
-def command(asked: argparse.Namespace) -> str:
+def command(options: argparse.Namespace) -> str:
     """The command with which anybody repeats the run: no folder of this machine."""
     parts = ["python", "tools/upstream_suites.py"]
-    for name in asked.suite or ():
+    for name in options.suite or ():
         parts += ["--suite", name]
-    if asked.sample != 1:
-        parts += ["--sample", str(asked.sample)]
-    if asked.out is not None and not asked.out.is_absolute():
-        parts += ["--out", asked.out.as_posix()]
+    if options.sample != 1:
+        parts += ["--sample", str(options.sample)]
+    if options.out is not None and not options.out.is_absolute():
+        parts += ["--out", options.out.as_posix()]
     return shlex.join(parts)
 
 
@@ -547,6 +365,4 @@ def version_of(name: str) -> str | None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        sys.exit(child(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))))
     sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """What each tuner of PEFT, and each other thing its configs can train, does on Gemma 4, on plain and on 4-bit bases.
 
-docs/ADAPTERS.md shows the table of tests/tuners.py.
+docs/ADAPTERS.md shows the table of tools/pages/tuners.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gemma4_compat._engine import versions
 from gemma4_compat._quantization.plain_layers import is_quantized
 from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.adapters.peft_clippable_linear import is_wrapper
-from tests import tuners
-from tests.tuners import NEVER, TUNERS, Tuner
+from tools.pages import tuners
+from tools.pages.tuners import NEVER, TUNERS, Tuner
 
 CLASSES = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM")
 #: Half the distance between neighbours in bf16, of the larger one.
@@ -259,4 +259,4 @@ def test_experts_are_trained_saved_and_loaded_on_either_class(
 
 def test_the_table_of_the_page_is_this_table() -> None:
     text = tuners.PAGE.read_text(encoding="utf-8")
-    assert tuners.page(text) == text, "python -m tests.tuners"
+    assert tuners.page(text) == text, "python -m tools.pages.tuners"

@@ -14,7 +14,7 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
-from tests.contract.inside import LIBRARIES
+from tests.contract.observation import LIBRARIES
 from tests.helpers import child
 
 PATCHES = gemma4_compat.patches()

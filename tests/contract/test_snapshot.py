@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract import inside
-from tests.contract.inside import Snapshot, modules_loaded
+from tests.contract import observation
+from tests.contract.observation import Snapshot, modules_loaded
 
 
 def function() -> types.FunctionType:
@@ -35,13 +35,13 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Any:
     """
     others = {id(module) for module in modules_loaded() if module.__name__ != __name__}
     monkeypatch.setattr(
-        inside, "modules_loaded", lambda: [module for module in modules_loaded() if id(module) not in others]
+        observation, "modules_loaded", lambda: [module for module in modules_loaded() if id(module) not in others]
     )
     module: Any = types.ModuleType("fakelib.core")
     module.double, module.value = function(), 1
     module.Layer = type("Layer", (), {"forward": function(), "make": staticmethod(function())})
     monkeypatch.setitem(sys.modules, "fakelib.core", module)
-    monkeypatch.setattr(inside, "LIBRARIES", ("fakelib",))
+    monkeypatch.setattr(observation, "LIBRARIES", ("fakelib",))
     return module
 
 

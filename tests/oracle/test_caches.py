@@ -1,6 +1,6 @@
 """Every cache with every model: the tokens of the default cache on one device, and its logits but for rounding.
 
-docs/CACHES.md shows the table of tests/caches.py.
+docs/CACHES.md shows the table of tools/pages/caches.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat._reproduction import tiny
-from tests import caches
-from tests.caches import KINDS, WAYS, Kind
+from tools.pages import caches
+from tools.pages.caches import KINDS, WAYS, Kind
 
 MODELS = ("E2B", "E2B text", "31B", "26B-A4B", "12B")
 #: Largest logit difference in float32; what is measured is below 4e-5, with logits up to 30 and wrong ones off by 0.1.
@@ -233,4 +233,5 @@ def test_a_quantized_cache_is_refused(models: Models) -> None:
 
 
 def test_the_page_shows_this_table() -> None:
-    assert caches.PAGE.read_text() == caches.page(caches.PAGE.read_text())
+    text = caches.PAGE.read_text(encoding="utf-8")
+    assert caches.page(text) == text, "python -m tools.pages.caches"

@@ -11,7 +11,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.scenarios import relative
-from tests import senses
+from tests.oracle import modalities
 
 QUANTIZATIONS = ["4bit", "4bit-double", "8bit"]
 SENSES = ["vision", "audio", "video"]
@@ -23,25 +23,25 @@ KERNELS = 0.08
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build_checkpoint(tmp_path_factory.mktemp("senses"), positions=64)
+    return tiny.build_checkpoint(tmp_path_factory.mktemp("modalities"), positions=64)
 
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
     pytest.importorskip("PIL", reason="needs pillow: pip install 'gemma4-compat[images]'")
-    return senses.processor()
+    return modalities.processor()
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("files")
     return {
-        "wide.png": senses.write_png(folder / "wide.png", 0),
-        "other.png": senses.write_png(folder / "other.png", 1),
-        "tall.png": senses.write_png(folder / "tall.png", 2, (30, 90)),
-        "long.wav": senses.write_wav(folder / "long.wav", 0),
-        "other.wav": senses.write_wav(folder / "other.wav", 1),
-        "short.wav": senses.write_wav(folder / "short.wav", 2, 0.4),
+        "wide.png": modalities.write_png(folder / "wide.png", 0),
+        "other.png": modalities.write_png(folder / "other.png", 1),
+        "tall.png": modalities.write_png(folder / "tall.png", 2, (30, 90)),
+        "long.wav": modalities.write_wav(folder / "long.wav", 0),
+        "other.wav": modalities.write_wav(folder / "other.wav", 1),
+        "short.wav": modalities.write_wav(folder / "short.wav", 2, 0.4),
     }
 
 
@@ -65,11 +65,11 @@ def perceive(processor: Any, files: dict[str, Path]) -> Callable[[Any, str], lis
     def run(model: Any, sense: str) -> list[Any]:
         if sense == "video":
             pairs = [("wide.png", "other.png"), ("other.png", "tall.png")]
-            inputs = [senses.clip(processor, "", [files[name] for name in pair]) for pair in pairs]
+            inputs = [modalities.clip(processor, "", [files[name] for name in pair]) for pair in pairs]
         elif sense == "vision":
-            inputs = [senses.chat(processor, "", image=files[name]) for name in ("wide.png", "other.png")]
+            inputs = [modalities.chat(processor, "", image=files[name]) for name in ("wide.png", "other.png")]
         else:
-            inputs = [senses.chat(processor, "", sound=files[name]) for name in ("long.wav", "other.wav")]
+            inputs = [modalities.chat(processor, "", sound=files[name]) for name in ("long.wav", "other.wav")]
         return [features(model, batch, sense) for batch in inputs]
 
     return run
@@ -154,7 +154,7 @@ def test_a_sound_that_is_padded_is_heard_as_alone(
     names = ["long.wav", "short.wav"]
     both = processor(
         text=[f"{processor.audio_token} ?"] * 2,
-        audio=[senses.read_wav(files[name]) for name in names],
+        audio=[modalities.read_wav(files[name]) for name in names],
         return_tensors="pt",
     )
     assert not both["input_features_mask"].all(), "one of them is padded"
@@ -163,7 +163,7 @@ def test_a_sound_that_is_padded_is_heard_as_alone(
             both["input_features"], both["input_features_mask"], return_dict=True
         )
     for row, mask, name in zip(found.pooler_output, found.attention_mask, names):
-        alone = features(model(quantization), senses.chat(processor, "", sound=files[name]), "audio")
+        alone = features(model(quantization), modalities.chat(processor, "", sound=files[name]), "audio")
         assert torch.equal(row[mask].float(), alone)
 
 
@@ -174,7 +174,7 @@ def conversation(model: Any, processor: Any, files: dict[str, Path]) -> tuple[li
     texts, logits = [], []
     prompts = [("What is this, and what do you hear?", "wide.png", "long.wav"), ("And here?", "tall.png", "short.wav")]
     for text, image, sound in prompts:
-        batch = senses.chat(processor, text, files[image], files[sound])
+        batch = modalities.chat(processor, text, files[image], files[sound])
         with torch.no_grad():
             logits.append(model(**batch).logits)
             tokens = model.generate(**batch, max_new_tokens=8, do_sample=False)
@@ -221,7 +221,7 @@ def test_chats_of_different_lengths_in_one_batch(
             f"{processor.image_token}{processor.audio_token}",
         ],
         images=[[Image.open(files[image])] for image, _ in names],
-        audio=[senses.read_wav(files[sound]) for _, sound in names],
+        audio=[modalities.read_wav(files[sound]) for _, sound in names],
         return_tensors="pt",
     )
     assert not batch["attention_mask"].all(), "one of them is padded"
@@ -244,7 +244,7 @@ def assert_same(split: Any, whole: Any, batch: Any) -> None:
 
 
 def test_a_video_in_a_chat(checkpoint: Path, processor: Any, files: dict[str, Path], tmp_path: Path) -> None:
-    batch = senses.clip(processor, "What happens?", [files["wide.png"], files["other.png"]])
+    batch = modalities.clip(processor, "What happens?", [files["wide.png"], files["other.png"]])
     whole = tiny.load(checkpoint, "4bit", towers=True)
     model = tiny.load(checkpoint, "4bit", towers=True)
     placement = tiny.device_map(model, "towers", main="cpu", offloaded="disk")

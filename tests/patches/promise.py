@@ -1,7 +1,7 @@
 """What every patch promises its user, as one test class: subclass it with the patch's id and the original error.
 
 The defect is there without the patch (on releases that claim it), gone with it, and back when it is undone. What each
-reproduction found is a property of its test in a JUnit report; tools/matrix.py reads it there.
+reproduction found is a property of its test in a JUnit report; tools/matrix/measure.py reads it there.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from gemma4_compat._planner import plan as _plan
 from gemma4_compat._planner.memory import Load
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
-from tests import experts_page
 from tests.planner.test_plan import held, run, stored
+from tools.pages import experts as experts_page
 
 FOUR_BIT = ["4bit", "4bit-double"]
 
@@ -138,7 +138,7 @@ def test_what_does_not_fit_hears_of_it() -> None:
 
 def test_the_page_has_the_numbers_of_the_arithmetic() -> None:
     text = experts_page.PAGE.read_text(encoding="utf-8")
-    assert experts_page.page(text) == text, "python -m tests.experts_page"
+    assert experts_page.page(text) == text, "python -m tools.pages.experts"
     assert experts_page.table() in text
     line = "experts: 45.7 GB of 48.5 GB stay bf16"
     assert line in text

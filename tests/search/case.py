@@ -2,7 +2,7 @@
 
 A case is a pure function of its seed, the same on every stack and machine, and JSON. Cases of one *group* (``seed //
 GROUP``) share their configuration and :data:`KINDS` ways to quantize, adapt and prompt it, so that checkpoints,
-adapters and answers of one device are made once for several maps.
+adapters and the outputs of one device are computed once for several maps.
 
 What the libraries cannot do on one device either is never generated; each such rule has its reason beside it.
 """
@@ -30,7 +30,7 @@ Map = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """See :func:`generate`.
+    """See :func:`generate`. The defaults are what shrinking aims at, so what a shrunk case needs stands out.
 
     Attributes:
         seed: where the case comes from; None once it was shrunk.
@@ -54,23 +54,23 @@ class Case:
         placement: the map.
     """
 
-    seed: int | None
-    model: str
-    layers: int
-    period: int
-    kv_shared: int
-    per_layer: bool
-    experts: bool
-    keys_are_values: bool
-    wide_mlp: bool
-    vision: bool
-    audio: bool
-    quantization: str | None
-    adapter: str | None
-    prompt: str
-    load: str
-    skip_keys: str
-    offloaded_to: str
+    seed: int | None = None
+    model: str = "causal"
+    layers: int = 2
+    period: int = 2
+    kv_shared: int = 0
+    per_layer: bool = False
+    experts: bool = False
+    keys_are_values: bool = False
+    wide_mlp: bool = False
+    vision: bool = False
+    audio: bool = False
+    quantization: str | None = None
+    adapter: str | None = None
+    prompt: str = "text"
+    load: str = "dispatch_model"
+    skip_keys: str = "own"
+    offloaded_to: str = "cpu"
     placement: Map
 
     @property
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def reference_key(self) -> tuple[Any, ...]:
-        """Equal for cases that must give the same answers."""
+        """Equal for cases that must give the same outputs."""
         return (*self.config_key, self.quantization, self.adapter, self.prompt)
 
     def to_json(self) -> str:
@@ -395,25 +395,20 @@ def size(case: Case) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def as_script(case: Case, why: str) -> str:
-    """A script that runs the case: exit 0 when it holds, 1 and what is wrong when it does not."""
-    comment = "\n".join(f"# {line}" for line in why.splitlines())
-    fields = dataclasses.asdict(case)
+def as_param(case: Case, name: str, why: str) -> str:
+    """The case for the table of ``tests/search/regressions.py``; only what differs from the defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Case)}
+    fields = {key: value for key, value in vars(case).items() if value != defaults[key]}
     placement = fields.pop("placement")
-    lines = [f"    {name}={value!r}," for name, value in fields.items()]
-    lines += ["    placement=(", *(f"        {item!r}," for item in placement), "    ),"]
-    body = "\n".join(lines).replace("'", '"')
-    return f'''"""Found by tests.search. From the repository: python -m tests.regressions.NAME"""
-
-{comment}
-
-from tests.search.case import Case
-from tests.search.run import repeat
-
-CASE = Case(
-{body}
-)
-
-if __name__ == "__main__":
-    repeat(CASE)
-'''
+    entries = [f"{key}={value!r}," for key, value in fields.items()]
+    entries += ["placement=(", *(f"    {item!r}," for item in placement), "),"]
+    lines = [
+        *(f"# {line}" for line in why.splitlines()),
+        "pytest.param(",
+        "    Case(",
+        *(f"        {entry}" for entry in entries),
+        "    ),",
+        f"    id={name!r},",
+        "),",
+    ]
+    return "\n".join(lines).replace("'", '"') + "\n"

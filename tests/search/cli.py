@@ -1,6 +1,6 @@
-"""``python -m tests.search --cases 3000 --seed 0 --jobs 2``: seeds, coverage, failures by signature, shrunk scripts.
+"""``python -m tests.search --cases 3000 --seed 0 --jobs 2``: seeds, coverage, failures by signature, shrunk cases.
 
-Exit status 0: all cases held. ``--seed N --cases 1`` repeats one case.
+Exit status 0: all cases held. ``--seed N --cases 1`` repeats one case, ``--regression ID`` one of ``regressions.py``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import json
 import multiprocessing
 import platform
 import re
+import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from tests.search import run
-from tests.search.case import GROUP, OFFLOADED, Case, as_script, generate, owner, tree, walk
+from tests.search import regressions, run
+from tests.search.case import GROUP, OFFLOADED, Case, as_param, generate, owner, tree, walk
 
-REGRESSIONS = Path(__file__).parent.parent / "regressions"
 #: Seed, seconds on the clock, seconds of CPU time (what other processes of the machine do not change), failure.
 Result = tuple[int, float, float, "run.Failure | None"]
 
@@ -102,7 +102,7 @@ def features(case: Case) -> dict[str, bool]:
     }
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.search", description=__doc__)
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -112,8 +112,13 @@ def main() -> int:
         "--attempts", type=int, default=150, help="cases tried to shrink one failure; 0: do not shrink"
     )
     parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/search)")
-    parser.add_argument("--write", type=Path, default=REGRESSIONS, help="folder for scripts of shrunk failures")
-    options = parser.parse_args()
+    parser.add_argument("--regression", metavar="ID", help="run this case of tests/search/regressions.py instead")
+    options = parser.parse_args(argv)
+    if options.regression is not None:
+        known = {parameter.id: parameter.values[0] for parameter in regressions.REGRESSIONS}
+        if options.regression not in known:
+            parser.error(f"no regression has the id {options.regression!r}; ids: {', '.join(known)}")
+        return repeat(known[options.regression])
 
     work = groups(options.seed, options.cases)
     print(f"seeds {options.seed}..{options.seed + options.cases - 1}, {len(work)} configurations", flush=True)
@@ -136,8 +141,21 @@ def main() -> int:
     failing = [(seed, failure) for seed, _, _, failure in results if failure is not None]
     if options.attempts:
         with run.bench() as bench:
-            write_shrunk(failing, bench, options.attempts, options.write)
+            print_shrunk(failing, bench, options.attempts)
     return 1 if failing else 0
+
+
+def repeat(case: Case) -> int:
+    """Run one case; 1, and what is wrong, when it fails."""
+    import gemma4_compat  # noqa: F401  (armed before the libraries)
+
+    with run.bench() as bench:
+        failure = run.check(case, bench)
+    if failure is not None:
+        print(f"{failure.stage}: {failure.signature}\n{failure.detail}", file=sys.stderr)
+        return 1
+    print("good: loads, keeps its placement, gives the outputs of one device")
+    return 0
 
 
 def summary(results: list[Result], wall: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -178,9 +196,9 @@ def report(results: list[Result], wall: float) -> None:
         print(f"\n{len(found)} x {signature}\n  seeds {seeds}\n  {found[0][1].detail}")
 
 
-def write_shrunk(failing: list[tuple[int, run.Failure]], bench: run.Bench, attempts: int, folder: Path) -> None:
-    """One script a cause: the first failure of each signature, way to load and kind of map, where they shrink to
-    different cases.
+def print_shrunk(failing: list[tuple[int, run.Failure]], bench: run.Bench, attempts: int) -> None:
+    """A row for ``regressions.py`` for each cause: the first failure of each signature, way to load and kind of map,
+    where they shrink to different cases.
 
     One signature can have several causes: accelerate says "is on the meta device" for many.
     """
@@ -195,7 +213,6 @@ def write_shrunk(failing: list[tuple[int, run.Failure]], bench: run.Bench, attem
         print(f"\nseed {seed}, {failure.signature}\n  {case.to_json()}", flush=True)
         if case.to_json() not in shrunk:
             shrunk.add(case.to_json())
-            slug = re.sub(r"\W+", "_", failure.signature.partition(" [")[0])[:50].strip("_").lower()
-            path = folder / f"{slug}_{seed}.py"
-            path.write_text(as_script(case, f"Seed {seed}: {failure.signature}"), encoding="utf-8")
-            print(f"  written to {path}", flush=True)
+            slug = re.sub(r"\W+", "-", failure.signature.partition(" [")[0])[:50].strip("-").lower()
+            print("for tests/search/regressions.py:")
+            print(as_param(case, f"{slug}-{seed}", f"Seed {seed}: {failure.signature}"), flush=True)

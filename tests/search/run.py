@@ -1,4 +1,4 @@
-"""What must hold for a case: it loads, keeps the placement asked for, and answers as the same weights on one device.
+"""What must hold for a case: it loads, keeps the placement, and gives the outputs of the same weights on one device.
 
 The rule for placement: a parameter belongs to the most specific entry of the map that covers it. Under an offloaded
 entry it is on meta between forwards, under any other on the main device. Buffers are on the main device (accelerate
@@ -15,7 +15,6 @@ import logging
 import math
 import re
 import shutil
-import sys
 import tempfile
 import traceback
 import warnings
@@ -44,7 +43,7 @@ class Failure:
     """What is wrong with a case.
 
     Attributes:
-        stage: ``"reference"`` (the case is not valid), ``"load"``, ``"placement"``, ``"run"``, ``"answers"`` or
+        stage: ``"reference"`` (the case is not valid), ``"load"``, ``"placement"``, ``"run"``, ``"outputs"`` or
             ``"placement after"``.
         signature: equal for failures that probably have one cause.
         detail: the whole message, with the innermost upstream frames.
@@ -56,7 +55,7 @@ class Failure:
 
 
 class Bench:
-    """A folder with checkpoints and adapters, and answers of one device, each made once."""
+    """A folder with checkpoints and adapters, and the outputs of one device, each computed once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -83,11 +82,11 @@ class Bench:
         )
 
     def reference(self, case: Case) -> workspace.Answers:
-        """The answers of the case's weights, all on one device."""
+        """The outputs of the case's weights, all on one device."""
 
         def compute() -> workspace.Answers:
             model = self.base(case, device_map={"": self.main})
-            return self.answers(case, self.adapted(case, model))
+            return self.outputs(case, self.adapted(case, model))
 
         return self._once(("reference", *case.reference_key), compute)
 
@@ -125,7 +124,7 @@ class Bench:
         skip = {"none": None, "own": model._skip_keys_device_placement}[case.skip_keys]
         return dispatch_model(model, placement, offload_dir=str(offload_folder), skip_keys=skip)
 
-    def answers(self, case: Case, model: Any) -> workspace.Answers:
+    def outputs(self, case: Case, model: Any) -> workspace.Answers:
         """Three forwards and a greedy generate, without gradients."""
         import torch
 
@@ -201,10 +200,10 @@ def check(case: Case, bench: Bench, *, tamper: Callable[[Any], None] | None = No
             if tamper is not None:
                 tamper(model)
             stage = "run"
-            found = workspace.difference(reference, bench.answers(case, model))
+            found = workspace.difference(reference, bench.outputs(case, model))
             if found != 0.0:
                 what = "another token or a NaN" if math.isinf(found) else f"logits differ by {found:.3g}"
-                return Failure("answers", "answers differ from those of one device", what)
+                return Failure("outputs", "outputs differ from those of one device", what)
             wrong = _misplaced(case, bench, model)
             return _wrong_placement("placement after", wrong) if wrong else None
     except Exception as error:  # noqa: BLE001  (whatever the libraries raise is what is searched for)
@@ -231,15 +230,6 @@ def shrink(
                 case, progress = simpler, True
                 break
     return case
-
-
-def repeat(case: Case) -> None:
-    """For the scripts of tests/regressions: run one case, and exit with 1 when it fails."""
-    with bench() as place:
-        failure = check(case, place)
-    if failure is not None:
-        sys.exit(f"{failure.stage}: {failure.signature}\n{failure.detail}")
-    print("good: loads, keeps its placement, answers as on one device")
 
 
 def _model_class(case: Case) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from tools.pages import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,6 @@ def test_constraints_name_the_stacks_the_patches_were_measured_on() -> None:
 
 
 def test_a_gpu_scenario_is_told_in_a_line() -> None:
-    docs = importlib.import_module("tools.docs")
     split = {"error": None, "base_gib": 6.0, "adapter_gib": 6.1, "towers_on": ["meta"], "parity": 0.0}
     rows = {
         None: "not run",
@@ -61,6 +61,6 @@ def test_a_gpu_scenario_is_told_in_a_line() -> None:
         "train": [train, train],
         "ranks": [train, crash],
     }
-    assert {name: docs.case_text(found) for name, found in seen.items()} == rows
+    assert {name: gpu.case_text(found) for name, found in seen.items()} == rows
     run = {"measured": {"e2b catch_all": {"without": crash, "with": split}, "e2b all_gpu": {"error": None}}}
-    assert docs.gpu_rows(run, "e2b ") == [f"| catch_all | KeyError: 3 | {rows['split']} |"]
+    assert gpu.rows_of(run, "e2b ") == [f"| catch_all | KeyError: 3 | {rows['split']} |"]

@@ -1,14 +1,11 @@
-"""The matrix: every gate has a cell on each side, every cell a result, and every result agrees with every claim."""
+"""The matrix: every gate has a stack on each side, every stack a result, and every result agrees with every claim."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,60 +15,50 @@ import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
 from tests.helpers import ON_A_GPU, ROOT
+from tools.matrix import __main__ as command
+from tools.matrix import bisection, environments, index, measure, run, stacks
 
-
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-matrix = tool("matrix")
-CELLS = matrix.cells()
-RELEASES = matrix.releases()
-GATES = [gate for patch in gemma4_compat.patches() for gate in matrix.gates(patch, RELEASES)]
-IN_CI = [cell for cell in CELLS.values() if cell.ci]
+STACKS = stacks.read()
+RELEASES = stacks.releases()
+GATES = [gate for patch in gemma4_compat.patches() for gate in stacks.gates(patch, RELEASES)]
+IN_CI = [stack for stack in STACKS.values() if stack.ci]
 
 
 def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((matrix.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads((stacks.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------- the cells
+# ---------------------------------------------------------------------------------------------------------- the stacks
 
 
-def test_every_cell_pins_listed_releases_and_says_why() -> None:
-    assert len([cell for cell in CELLS.values() if cell.tests == "all"]) >= 20
-    assert len(CELLS) >= 24
-    for cell in CELLS.values():
-        assert cell.why
-        assert cell.tests in ("all", "reproductions")
-        assert cell.ci in ("", "gates", "all", "suite")
-        for library, pin in cell.pins.items():
-            assert pin in RELEASES[library], f"{cell.name}: {library} {pin}"
-    stacks = [tuple(cell.pins.items()) for cell in CELLS.values()]
-    assert len(set(stacks)) == len(stacks), "two cells are the same stack"
+def test_every_stack_pins_listed_releases_and_says_why() -> None:
+    assert len([stack for stack in STACKS.values() if stack.tests == "all"]) >= 20
+    assert len(STACKS) >= 24
+    for stack in STACKS.values():
+        assert stack.why
+        assert stack.tests in ("all", "reproductions")
+        assert stack.ci in ("", "gates", "all", "suite")
+        for library, pin in stack.pins.items():
+            assert pin in RELEASES[library], f"{stack.name}: {library} {pin}"
+    stacks = [tuple(stack.pins.items()) for stack in STACKS.values()]
+    assert len(set(stacks)) == len(stacks), "two stacks are the same stack"
 
 
-@pytest.mark.parametrize("library", matrix.LIBRARIES)
+@pytest.mark.parametrize("library", stacks.LIBRARIES)
 def test_releases_are_in_order_and_begin_at_the_supported_floor(library: str) -> None:
     listed = list(map(Version, RELEASES[library]))
     assert listed == sorted(set(listed))
     assert listed[0] == Version(_versions.OLDEST[library])
 
 
-def test_there_are_cells_for_the_oldest_the_threads_and_the_newest_stack() -> None:
-    assert CELLS["oldest"].pins == _versions.OLDEST
+def test_there_are_stacks_for_the_oldest_the_threads_and_the_newest_stack() -> None:
+    assert STACKS["oldest"].pins == _versions.OLDEST
     for name in ("newest", "thread"):
         constraints = (ROOT / "constraints" / f"{name}.txt").read_text(encoding="utf-8")
         pinned = dict(re.findall(r"^(\w+)==(\S+)$", constraints, re.MULTILINE))
-        assert {library: pinned[library] for library in matrix.LIBRARIES} == CELLS[name].pins
-    assert CELLS["newest"].pins == {library: listed[-1] for library, listed in RELEASES.items()}
+        assert {library: pinned[library] for library in stacks.LIBRARIES} == STACKS[name].pins
+    assert STACKS["newest"].pins == {library: listed[-1] for library, listed in RELEASES.items()}
 
 
 def test_there_are_gates() -> None:
@@ -80,46 +67,46 @@ def test_there_are_gates() -> None:
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize("among", ["everywhere", "in CI"])
-def test_every_gate_has_two_cells_that_differ_in_nothing_else(gate: Any, among: str) -> None:
-    pairs = matrix.pairs(gate, CELLS.values() if among == "everywhere" else IN_CI)
+def test_every_gate_has_two_stacks_that_differ_in_nothing_else(gate: Any, among: str) -> None:
+    pairs = stacks.pairs(gate, STACKS.values() if among == "everywhere" else IN_CI)
     assert pairs
-    for cell in {cell.name: cell for pair in pairs for cell in pair}.values() if among == "in CI" else ():
-        assert cell.ci == "suite" or gate.patch in matrix.patches_in_ci(cell, RELEASES)
+    for stack in {stack.name: stack for pair in pairs for stack in pair}.values() if among == "in CI" else ():
+        assert stack.ci == "suite" or gate.patch in stacks.patches_in_ci(stack, RELEASES)
 
 
-def test_the_measured_release_of_every_patch_is_in_a_cell_that_claims_it() -> None:
+def test_the_measured_release_of_every_patch_is_in_a_stack_that_claims_it() -> None:
     for patch in gemma4_compat.patches():
-        held = [cell for cell in CELLS.values() if cell.pins[patch.distribution] == patch.measured]
-        assert any(matrix.claimed(patch, cell.pins) for cell in held), patch.id
+        held = [stack for stack in STACKS.values() if stack.pins[patch.distribution] == patch.measured]
+        assert any(stacks.claimed(patch, stack.pins) for stack in held), patch.id
 
 
 # -------------------------------------------------------------------------------------------------------- the results
 
 
-def test_every_cell_has_a_result_and_every_result_a_cell() -> None:
-    assert {file.stem for file in matrix.RESULTS.glob("*.json")} == set(CELLS)
-    for file in matrix.RESULTS.glob("*.json"):
+def test_every_stack_has_a_result_and_every_result_a_stack() -> None:
+    assert {file.stem for file in stacks.RESULTS.glob("*.json")} == set(STACKS)
+    for file in stacks.RESULTS.glob("*.json"):
         assert "site-packages" not in file.read_text(encoding="utf-8"), f"{file.name} names paths of a machine"
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", STACKS)
 def test_a_result_is_of_the_pins_and_of_every_patch_and_as_claimed(name: str) -> None:
     found = result(name)
     assert found["ok"] is True
-    assert found["pins"] == CELLS[name].pins
-    assert {library: found["versions"][library] for library in matrix.LIBRARIES} == CELLS[name].pins
+    assert found["pins"] == STACKS[name].pins
+    assert {library: found["versions"][library] for library in stacks.LIBRARIES} == STACKS[name].pins
     assert list(found["patches"]) == [patch.id for patch in gemma4_compat.patches()]
     for patch in gemma4_compat.patches():
         entry = found["patches"][patch.id]
-        inside = matrix.claimed(patch, CELLS[name].pins)
+        inside = stacks.claimed(patch, STACKS[name].pins)
         assert entry["claimed"] == inside, f"{patch.id} claims something else since; run nox -s matrix"
-        assert entry["verdict"] in ({matrix.REPAIRED, matrix.NOT_APPLICABLE} if inside else OUTSIDE), patch.id
+        assert entry["verdict"] in ({measure.REPAIRED, measure.NOT_APPLICABLE} if inside else OUTSIDE), patch.id
         assert entry["tests"]["passed"] >= 3  # without the patch, with it, undone
         assert not entry["tests"]["failed"] + entry["tests"]["error"]
 
 
 ON_ANY = [patch for patch in gemma4_compat.patches() if patch.id not in ON_A_GPU]
-OUTSIDE = {matrix.NOT_AFFECTED, matrix.NOT_APPLICABLE}
+OUTSIDE = {measure.NOT_AFFECTED, measure.NOT_APPLICABLE}
 
 
 @pytest.mark.parametrize("patch_id", ON_A_GPU)
@@ -134,16 +121,16 @@ def test_a_patch_for_gpus_was_seen_to_repair_on_one(patch_id: str) -> None:
     assert any(affected for _, affected in seen)
     for found, affected in seen:
         assert (found["without"]["defect"], found["with"]["defect"]) == (affected, False)
-    assert {result(name)["patches"][patch_id]["verdict"] for name in CELLS} == {matrix.NOT_APPLICABLE}
+    assert {result(name)["patches"][patch_id]["verdict"] for name in STACKS} == {measure.NOT_APPLICABLE}
 
 
 @pytest.mark.parametrize("patch", ON_ANY, ids=lambda patch: patch.id)
 def test_every_patch_was_seen_to_repair_its_oldest_and_its_newest_release(patch: Patch) -> None:
-    inside = [cell for cell in CELLS.values() if matrix.claimed(patch, cell.pins)]
+    inside = [stack for stack in STACKS.values() if stacks.claimed(patch, stack.pins)]
     repaired = {
-        cell.pins[patch.distribution]
-        for cell in inside
-        if result(cell.name)["patches"][patch.id]["verdict"] == matrix.REPAIRED
+        stack.pins[patch.distribution]
+        for stack in inside
+        if result(stack.name)["patches"][patch.id]["verdict"] == measure.REPAIRED
     }
     listed = [name for name in RELEASES[patch.distribution] if _versions.admits(patch.affected, name)]
     assert {listed[0], patch.measured} <= repaired
@@ -152,10 +139,10 @@ def test_every_patch_was_seen_to_repair_its_oldest_and_its_newest_release(patch:
 @pytest.mark.parametrize("gate", [gate for gate in GATES if gate.patch in ON_ANY], ids=str)
 def test_both_sides_of_every_gate_were_measured(gate: Any) -> None:
     verdicts = [
-        {result(cell.name)["patches"][gate.patch.id]["verdict"] for cell in group}
-        for group in matrix.sides(gate, CELLS.values())
+        {result(stack.name)["patches"][gate.patch.id]["verdict"] for stack in group}
+        for group in stacks.sides(gate, STACKS.values())
     ]
-    assert matrix.REPAIRED in verdicts[0] ^ verdicts[1], verdicts
+    assert measure.REPAIRED in verdicts[0] ^ verdicts[1], verdicts
     assert (verdicts[0] | verdicts[1]) & OUTSIDE, verdicts
 
 
@@ -169,30 +156,30 @@ def run_of(defect: bool, *, state: str = "applied", applicable: bool = True) -> 
 @pytest.mark.parametrize(
     "off, on, reverted, expected",
     [
-        (True, False, True, matrix.REPAIRED),
-        (False, False, False, matrix.NOT_AFFECTED),
-        (True, True, True, matrix.UNREPAIRED),
-        (False, True, False, matrix.BROKEN),
-        (True, False, False, matrix.BROKEN),  # undoing must give the defect back
-        (False, False, True, matrix.BROKEN),
+        (True, False, True, measure.REPAIRED),
+        (False, False, False, measure.NOT_AFFECTED),
+        (True, True, True, measure.UNREPAIRED),
+        (False, True, False, measure.BROKEN),
+        (True, False, False, measure.BROKEN),  # undoing must give the defect back
+        (False, False, True, measure.BROKEN),
     ],
 )
 def test_the_verdict_on_one_patch(off: bool, on: bool, reverted: bool, expected: str) -> None:
     runs = {"off": run_of(off), "on": run_of(on), "reverted": run_of(reverted)}
-    assert matrix.verdict(runs) == expected
-    assert matrix.verdict({key: runs[key] for key in ("off", "on")}) == matrix.UNKNOWN
+    assert measure.verdict(runs) == expected
+    assert measure.verdict({key: runs[key] for key in ("off", "on")}) == measure.UNKNOWN
 
 
 def test_a_result_does_not_name_files_of_the_machine() -> None:
     seen = run_of(False) | {
         "detail": "cannot import name 'x' from 'peft' (/home/me/peft/__init__.py); the rest (kept)"
     }
-    assert matrix._shown(seen)["detail"] == "cannot import name 'x' from 'peft'; the rest (kept)"
+    assert measure.shown(seen)["detail"] == "cannot import name 'x' from 'peft'; the rest (kept)"
 
 
 def test_what_cannot_happen_here_is_not_applicable() -> None:
     nothing = run_of(False, applicable=False)
-    assert matrix.verdict({"off": nothing, "on": nothing, "reverted": nothing}) == matrix.NOT_APPLICABLE
+    assert measure.verdict({"off": nothing, "on": nothing, "reverted": nothing}) == measure.NOT_APPLICABLE
 
 
 SEEN = '{"defect": true, "detail": "d", "parity": null, "applicable": true}'
@@ -206,11 +193,11 @@ REPORT = f"""<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_a_cell_in_which_a_test_fails_is_not_ok_and_says_which(tmp_path: Path) -> None:
+def test_a_stack_in_which_a_test_fails_is_not_ok_and_says_which(tmp_path: Path) -> None:
     patch = gemma4_compat.patches()[0]
     report = tmp_path / "report.xml"
     report.write_text(REPORT.replace("FILE", patch.id.replace("-", "_")), encoding="utf-8")
-    tests = matrix.read_report(report)
+    tests = measure.read_report(report)
     assert [test["outcome"] for test in tests] == ["passed", "failed", "skipped"]
     assert tests[0]["reproductions"]["off"]["defect"] is True
     found = joined([patch], tests)
@@ -218,9 +205,9 @@ def test_a_cell_in_which_a_test_fails_is_not_ok_and_says_which(tmp_path: Path) -
     entry = found["patches"][patch.id]
     assert entry["failures"] == {"test_bad": "assert 1 == 2"}
     assert entry["skipped"] == ["no GPU"]
-    assert entry["verdict"] == matrix.UNKNOWN
+    assert entry["verdict"] == measure.UNKNOWN
     assert entry["tests"] == {"passed": 1, "failed": 1, "error": 0, "skipped": 1}
-    assert f"{patch.id}::test_bad: assert 1 == 2" in matrix.line(found)
+    assert f"{patch.id}::test_bad: assert 1 == 2" in run.line(found)
 
 
 def passed(patch: Patch, *, applicable: bool = True) -> dict[str, Any]:
@@ -230,13 +217,13 @@ def passed(patch: Patch, *, applicable: bool = True) -> dict[str, Any]:
 
 
 def joined(patches: Sequence[Patch], tests: Sequence[dict[str, Any]], **versions: str) -> dict[str, Any]:
-    cell = CELLS["newest"]
-    part = matrix.summarize(cell, {"python": "3", "torch": "2", **cell.pins, **versions}, patches, tests)
-    found: dict[str, Any] = matrix.joined(cell, [part], patches)
+    stack = STACKS["newest"]
+    part = measure.summarize(stack, {"python": "3", "torch": "2", **stack.pins, **versions}, patches, tests)
+    found: dict[str, Any] = measure.joined(stack, [part], patches)
     return found
 
 
-def test_a_cell_without_tests_or_with_other_releases_is_not_ok() -> None:
+def test_a_stack_without_tests_or_with_other_releases_is_not_ok() -> None:
     patch = gemma4_compat.patches()[0]
     assert joined([patch], [passed(patch)])["ok"]
     assert not joined([], [])["ok"]
@@ -250,20 +237,20 @@ def test_a_new_measurement_of_some_patches_leaves_what_is_known_of_the_others() 
     one, other = gemma4_compat.patches()[:2]
     before = joined([one, other], [passed(one), passed(other)])
     again = joined([other], [passed(other, applicable=False)])
-    found = matrix.joined(CELLS["newest"], [before, again], [one, other])
+    found = measure.joined(STACKS["newest"], [before, again], [one, other])
     assert found["ok"]
     assert found["patches"][one.id] == before["patches"][one.id]
-    assert found["patches"][other.id]["verdict"] == matrix.NOT_APPLICABLE
-    failed = matrix.joined(CELLS["newest"], [before, {"error": "uv: no such release", "patches": {}}], [one, other])
+    assert found["patches"][other.id]["verdict"] == measure.NOT_APPLICABLE
+    failed = measure.joined(STACKS["newest"], [before, {"error": "uv: no such release", "patches": {}}], [one, other])
     assert not failed["ok"]
-    assert "uv: no such release" in matrix.line(failed)
+    assert "uv: no such release" in run.line(failed)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 100])
-def test_a_cell_in_several_processes_has_every_patch_once(parts: int) -> None:
+def test_a_stack_in_several_processes_has_every_patch_once(parts: int) -> None:
     patches = gemma4_compat.patches()
     slow = {patches[0].id: 5000.0}
-    groups = matrix.split(patches, parts, slow)
+    groups = run.split(patches, parts, slow)
     assert sorted(patch.id for group in groups for patch in group) == sorted(patch.id for patch in patches)
     assert all(groups)
     if parts > 1:
@@ -273,17 +260,17 @@ def test_a_cell_in_several_processes_has_every_patch_once(parts: int) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["run", "no-such-cell"], "no cell is named no-such-cell"),
+        (["run", "no-such-stack"], "no stack is named no-such-stack"),
         (["run", "--patches", "no-such-patch"], "no patch has the id no-such-patch"),
         (["run", "newest", "--ci"], "runs none of newest, so nothing would be measured"),
         (["run", "--ci", "--patches", "peft-keep-dispatch"], "leave out --patches"),
         (["bisect", "no-such-patch", "peft"], "no patch has the id 'no-such-patch'"),
         (["bisect", "peft-keep-dispatch", "numpy"], "'numpy' is none of transformers"),
-        (["bisect", "peft-keep-dispatch", "peft", "--cell", "nowhere"], "no cell is named 'nowhere'"),
+        (["bisect", "peft-keep-dispatch", "peft", "--cell", "nowhere"], "no stack is named 'nowhere'"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert matrix.main(arguments) == 2
+    assert command.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
@@ -297,7 +284,7 @@ def bisected(bad: Sequence[int], *, size: int = 16, known: int | None = None) ->
         probes.append(release)
         return int(release) in bad
 
-    return matrix.boundaries([str(n) for n in range(size)], str(bad[0] if known is None else known), is_bad), probes
+    return bisection.boundaries([str(n) for n in range(size)], str(bad[0] if known is None else known), is_bad), probes
 
 
 @pytest.mark.parametrize("first", [0, 1, 7])
@@ -318,34 +305,34 @@ def test_a_bisection_needs_an_affected_release_to_begin_with() -> None:
 
 
 @pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``index(text)``: what pip says about every library."""
+def indexed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``indexed(text)``: what pip says about every library."""
 
     def says(text: str) -> None:
-        monkeypatch.setattr(matrix, "_checked", lambda command: text)
+        monkeypatch.setattr(environments, "checked", lambda command: text)
 
     return says
 
 
-def test_releases_of_the_index_are_sorted_and_end_at_the_floor(index: Callable[[str], None]) -> None:
-    index("peft (0.21.2)\nAvailable versions: 0.21.2, 0.21.10, 0.18.0, 0.18.0rc0, 0.17.1\n")
-    assert matrix.index_releases("peft") == ["0.18.0", "0.21.2", "0.21.10"]
+def test_releases_of_the_index_are_sorted_and_end_at_the_floor(indexed: Callable[[str], None]) -> None:
+    indexed("peft (0.21.2)\nAvailable versions: 0.21.2, 0.21.10, 0.18.0, 0.18.0rc0, 0.17.1\n")
+    assert index.releases("peft") == ["0.18.0", "0.21.2", "0.21.10"]
 
 
 def test_bisecting_prints_the_range_and_fails_where_the_patch_says_another(
-    index: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    indexed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    index("Available versions: " + ", ".join(reversed(RELEASES["accelerate"])))
-    monkeypatch.setattr(matrix, "build", lambda folder, requirements: Path(requirements[1]))
+    indexed("Available versions: " + ", ".join(reversed(RELEASES["accelerate"])))
+    monkeypatch.setattr(environments, "build", lambda folder, requirements: Path(requirements[1]))
     monkeypatch.setattr(
-        matrix,
-        "_reproduce",
+        bisection,
+        "reproduce",
         lambda patch, python: run_of(str(python) in ("accelerate==1.12.0", "accelerate==1.13.0")),
     )
     arguments = ["--work", str(tmp_path), "bisect"]
-    assert matrix.main([*arguments, "accelerate-hf-initialized", "accelerate"]) == 0
+    assert command.main([*arguments, "accelerate-hf-initialized", "accelerate"]) == 0
     wrote = capsys.readouterr().out
     assert "to write:   accelerate>=1.12.0,<1.14.0" in wrote
     assert "the two agree on every release" in wrote
-    assert matrix.main([*arguments, "accelerate-tied-on-disk", "accelerate", "--bad", "1.13.0"]) == 1
+    assert command.main([*arguments, "accelerate-tied-on-disk", "accelerate", "--bad", "1.13.0"]) == 1
     assert "THEY DIFFER on 1.14.0, 1.15.0" in capsys.readouterr().out

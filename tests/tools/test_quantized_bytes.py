@@ -35,9 +35,12 @@ def test_the_committed_figures_are_those_of_this_code() -> None:
 def test_loaded_towers_take_the_bytes_that_were_computed(file: Path) -> None:
     run = json.loads(file.read_text(encoding="utf-8"))
     computed = json.loads((RESULTS / "quantized_bytes.json").read_text(encoding="utf-8"))["variants"][run["variant"]]
-    for quantization, senses in run["with"].items():
-        for sense, entry in senses.items():
-            assert entry["bytes"] == computed["towers"][f"model.{sense}_tower"][quantization], (quantization, sense)
+    for quantization, modalities in run["with"].items():
+        for modality, entry in modalities.items():
+            assert entry["bytes"] == computed["towers"][f"model.{modality}_tower"][quantization], (
+                quantization,
+                modality,
+            )
 
 
 def test_the_towers_benchmark_runs_on_the_tiny_shape(tmp_path: Path) -> None:
@@ -48,8 +51,8 @@ def test_the_towers_benchmark_runs_on_the_tiny_shape(tmp_path: Path) -> None:
     run = json.loads(out.read_text(encoding="utf-8"))
     for shim in ("with", "without"):
         assert set(run[shim]) == {"bf16", "4bit", "4bit-double", "8bit"}
-    for sense, entry in run["with"]["4bit"].items():
+    for modality, entry in run["with"]["4bit"].items():
         assert entry["against_dequantized"] < entry["dequantized_against_bf16"]
-        sizes = {quantization: run["with"][quantization][sense]["bytes"] for quantization in run["with"]}
+        sizes = {quantization: run["with"][quantization][modality]["bytes"] for quantization in run["with"]}
         assert sizes["4bit"] < sizes["8bit"] < sizes["bf16"]
         assert sizes["4bit-double"] != sizes["4bit"], "as it was loaded: repacked for a CPU they are the same"

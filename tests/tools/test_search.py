@@ -1,7 +1,7 @@
-"""Random placements: each loads, stays where the map says, and answers as the same weights on one device.
+"""Random placements: each loads, stays where the map says, and gives the outputs of the same weights on one device.
 
 ``python -m tests.search`` runs more of them; see :mod:`tests.search`. A failing case is shrunk here and shown as a
-script for ``tests/regressions``.
+row for ``tests/search/regressions.py``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-import runpy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from tests.search.case import (
     MAIN,
     OFFLOADED,
     Case,
-    as_script,
+    as_param,
     generate,
     is_complete,
     owner,
@@ -43,7 +41,7 @@ ATTEMPTS = 40
     [SEEDS[start : start + GROUP] for start in range(0, len(SEEDS), GROUP)],
     ids=lambda seeds: f"seeds-{seeds[0]}-{seeds[-1]}",
 )
-def test_every_placement_answers_as_one_device(seeds: range, bench: run.Bench) -> None:
+def test_every_placement_gives_the_outputs_of_one_device(seeds: range, bench: run.Bench) -> None:
     failures = {seed: run.check(generate(seed), bench) for seed in seeds}
     failing = {seed: failure for seed, failure in failures.items() if failure is not None}
     if failing:
@@ -52,7 +50,7 @@ def test_every_placement_answers_as_one_device(seeds: range, bench: run.Bench) -
         lines = [f"seed {number}: {found.signature}" for number, found in failing.items()]
         pytest.fail(
             "\n".join([*lines, f"repeat one: python -m tests.search --cases 1 --seed {seed}", "", failure.detail, ""])
-            + as_script(shrunk, f"Seed {seed}: {failure.signature}"),
+            + as_param(shrunk, f"seed-{seed}", f"Seed {seed}: {failure.signature}"),
             pytrace=False,
         )
 
@@ -174,7 +172,7 @@ def lie_about_the_map(model: Any) -> None:
 
 
 def bring_one_weight_back(model: Any) -> None:
-    """The placement is quietly undone for one layer; the answers stay right."""
+    """The placement is quietly undone for one layer; the outputs stay right."""
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(next(m for name, m in model.named_modules() if name.endswith("layers.0.input_layernorm")))
@@ -183,12 +181,12 @@ def bring_one_weight_back(model: Any) -> None:
 @pytest.mark.parametrize(
     "tamper, signature",
     [
-        (perturb, "answers differ from those of one device"),
+        (perturb, "outputs differ from those of one device"),
         (lie_about_the_map, "placement after: hf_device_map is"),
         (bring_one_weight_back, "Cannot copy out of meta|placement after: parameter MODULE"),
     ],
 )
-def test_a_planted_defect_is_found_and_shrunk(bench: run.Bench, tamper: Any, signature: str, tmp_path: Path) -> None:
+def test_a_planted_defect_is_found_and_shrunk(bench: run.Bench, tamper: Any, signature: str) -> None:
     failure = run.check(SPLIT, bench, tamper=tamper)
     assert failure is not None
     assert re.search(signature, failure.signature), failure
@@ -200,10 +198,10 @@ def test_a_planted_defect_is_found_and_shrunk(bench: run.Bench, tamper: Any, sig
     again = run.check(shrunk, bench, tamper=tamper)
     assert again is not None
     assert again.signature == failure.signature
-    assert as_script(shrunk, failure.signature).count("\n") < 45
-    script = tmp_path / "shrunk.py"
-    script.write_text(as_script(shrunk, failure.signature), encoding="utf-8")
-    assert runpy.run_path(str(script))["CASE"] == shrunk
+    row = as_param(shrunk, "planted", failure.signature)
+    assert row.count("\n") < 30
+    (parsed,) = eval(f"[{row}]", {"pytest": pytest, "Case": Case})
+    assert (parsed.id, parsed.values) == ("planted", (shrunk,))
 
 
 def test_a_weight_that_only_changes_after_the_first_forward_is_found(bench: run.Bench) -> None:
@@ -213,4 +211,4 @@ def test_a_weight_that_only_changes_after_the_first_forward_is_found(bench: run.
 
     failure = run.check(SPLIT, bench, tamper=later)
     assert failure is not None
-    assert failure.stage == "answers"
+    assert failure.stage == "outputs"

@@ -13,6 +13,7 @@ SAMPLE = Path(__file__).parent / "samples" / "small_card" / "small_card-E4B.json
 sys.path.append(str(ROOT / "benchmarks"))
 
 import small_card  # noqa: E402
+import small_card_cases  # noqa: E402
 import small_card_report as report  # noqa: E402
 
 
@@ -153,24 +154,24 @@ def test_a_case_with_the_shim_on_must_run_and_agree(who: str, result: dict[str, 
 
 
 def test_the_references_that_a_case_needs_run_before_it() -> None:
-    assert small_card.selected(["everything-single"], "E2B", True) == [
+    assert small_card_cases.selected(["everything-single"], "E2B", True) == [
         "all-gpu",
         "all-gpu-single",
         "everything-single",
     ]
-    assert small_card.selected(["auto-1"], "tiny", False) == ["all-gpu"]
-    order = list(small_card.CASES)
-    for name, case in small_card.CASES.items():
+    assert small_card_cases.selected(["auto-1"], "tiny", False) == ["all-gpu"]
+    order = list(small_card_cases.CASES)
+    for name, case in small_card_cases.CASES.items():
         assert order.index(case.reference) <= order.index(name)
 
 
 @pytest.mark.parametrize("shape", ["E2B", "E4B", "tiny"])
 @pytest.mark.parametrize("which", ["layers-few", "layers-half", "layers-all"])
 def test_chosen_layers_are_distinct_and_none_is_the_beginning_of_another(shape: str, which: str) -> None:
-    names = small_card.layer_names(shape, which)
-    count = small_card.SHAPES[shape].text["num_hidden_layers"]
+    names = small_card_cases.layer_names(shape, which)
+    count = small_card_cases.SHAPES[shape].text["num_hidden_layers"]
     assert len(set(names)) == len(names)
     assert all(int(name.rpartition(".")[2]) < count for name in names)
     if which == "layers-few":  # they go into llm_int8_skip_modules, which old releases match as beginnings
-        every = [small_card.LAYER.format(index) for index in range(count)]
+        every = [small_card_cases.LAYER.format(index) for index in range(count)]
         assert not [name for name in names for other in every if other != name and other.startswith(name)]

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
-import sys
 import tarfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tools import upstream_child, upstream_suites
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "tests/test_upstream.py"
@@ -43,17 +42,6 @@ def test_different(): assert os.environ.get("GEMMA4_COMPAT_DISABLE") == "all"
 """
 
 
-@pytest.fixture(scope="module")
-def suites() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("upstream_suites", ROOT / "tools" / "upstream_suites.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "fake-1.0"
@@ -61,8 +49,8 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def fake(suites: ModuleType, **options: Any) -> Any:
-    return suites.Suite(**{"name": "fake", "files": {FILE: 1}, **options})
+def fake(**options: Any) -> Any:
+    return upstream_suites.Suite(**{"name": "fake", "files": {FILE: 1}, **options})
 
 
 def ran(outcomes: Mapping[str, str], *, shim: str, **options: Any) -> dict[str, Any]:
@@ -82,26 +70,24 @@ def ran(outcomes: Mapping[str, str], *, shim: str, **options: Any) -> dict[str, 
     return {**result, **options}
 
 
-def complaints(suites: ModuleType, suite: Any, off: dict[str, Any], on: dict[str, Any]) -> list[str]:
-    return list(suites.problems(suite, suites.compare(off["outcomes"], on["outcomes"]), off, on))
+def complaints(suite: Any, off: dict[str, Any], on: dict[str, Any]) -> list[str]:
+    return list(upstream_suites.problems(suite, upstream_suites.compare(off["outcomes"], on["outcomes"]), off, on))
 
 
 # Two processes
 
 
-def test_a_suite_is_run_twice_and_the_difference_is_found(
-    suites: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(suites, "RERUNS", 1)
+def test_a_suite_is_run_twice_and_the_difference_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream_suites, "RERUNS", 1)
     (folder / FILE).write_text(UPSTREAM + DIFFERENT, encoding="utf-8")
-    suite = fake(suites, deselected={"*::test_slow": "it is slow"}, not_run={"tests/test_gpu.py": "needs a GPU"})
+    suite = fake(deselected={"*::test_slow": "it is slow"}, not_run={"tests/test_gpu.py": "needs a GPU"})
     (folder / "tests" / "test_gpu.py").write_text("", encoding="utf-8")
     (folder / "tests" / "test_new.py").write_text("", encoding="utf-8")
-    result, wrong = suites.twice(suite, folder, refuse_hub=False)
+    result, wrong = upstream_suites.twice(suite, folder, refuse_hub=False)
     assert result["collected"] == 8
     assert result["deselected because"] == {"*::test_slow": {"reason": "it is slow", "tests": 1}}
     assert result["outcomes"]["off"] == {
-        "passed": 2, "failed": 1, "skipped": 1, "xfailed": 1, "error in setup": 1, suites.NEEDS_HUB: 1,
+        "passed": 2, "failed": 1, "skipped": 1, "xfailed": 1, "error in setup": 1, upstream_child.NEEDS_HUB: 1,
     }  # fmt: skip
     assert result["executed"] == 5
     assert result["identical"] == 4
@@ -119,13 +105,11 @@ def test_a_suite_is_run_twice_and_the_difference_is_found(
     assert "no test went through a repaired function" in wrong
 
 
-def test_a_file_that_cannot_be_collected_fails_the_run_and_not_the_other_files(
-    suites: ModuleType, folder: Path
-) -> None:
+def test_a_file_that_cannot_be_collected_fails_the_run_and_not_the_other_files(folder: Path) -> None:
     (folder / FILE).write_text("def test_same(): pass\n", encoding="utf-8")
     (folder / "tests" / "test_broken.py").write_text("import no_such_module_anywhere\n", encoding="utf-8")
-    suite = fake(suites, files={FILE: 1, "tests/test_broken.py": 1, "tests/test_of_another_release.py": 1})
-    result, wrong = suites.twice(suite, folder, refuse_hub=False)
+    suite = fake(files={FILE: 1, "tests/test_broken.py": 1, "tests/test_of_another_release.py": 1})
+    result, wrong = upstream_suites.twice(suite, folder, refuse_hub=False)
     assert result["executed"] == 1
     assert "tests/test_broken.py: cannot be collected, shim off" in wrong
     assert "tests/test_of_another_release.py" not in result["files"]
@@ -134,20 +118,20 @@ def test_a_file_that_cannot_be_collected_fails_the_run_and_not_the_other_files(
 # Comparing
 
 
-def test_a_test_of_one_run_only_is_a_difference(suites: ModuleType) -> None:
-    found = suites.compare({"a": "passed", "b": "passed"}, {"a": "passed"})
+def test_a_test_of_one_run_only_is_a_difference() -> None:
+    found = upstream_suites.compare({"a": "passed", "b": "passed"}, {"a": "passed"})
     assert found.differences == {"b": {"off": ["passed"], "on": ["absent"]}}
     assert (found.executed, found.identical) == (2, 1)
 
 
-def test_another_exception_is_a_difference(suites: ModuleType) -> None:
-    assert suites.compare({"a": "failed: KeyError"}, {"a": "failed: TypeError"}).differences
+def test_another_exception_is_a_difference() -> None:
+    assert upstream_suites.compare({"a": "failed: KeyError"}, {"a": "failed: TypeError"}).differences
 
 
 @pytest.mark.parametrize("outcome", ["skipped", "needs the hub"])
-def test_what_did_not_run_is_compared_but_not_counted(suites: ModuleType, outcome: str) -> None:
-    assert suites.compare({"a": outcome}, {"a": outcome}).executed == 0
-    found = suites.compare({"a": outcome}, {"a": "passed"})
+def test_what_did_not_run_is_compared_but_not_counted(outcome: str) -> None:
+    assert upstream_suites.compare({"a": outcome}, {"a": outcome}).executed == 0
+    found = upstream_suites.compare({"a": outcome}, {"a": "passed"})
     assert (found.executed, found.identical, list(found.differences)) == (1, 0, ["a"])
 
 
@@ -161,7 +145,7 @@ def test_what_did_not_run_is_compared_but_not_counted(suites: ModuleType, outcom
     ],
 )
 def test_flaky_is_only_what_the_runs_without_the_shim_show_to_be(
-    suites: ModuleType, later_off: list[str], later_on: list[str], flaky: bool
+    later_off: list[str], later_on: list[str], flaky: bool
 ) -> None:
     later = {"off": iter(later_off), "on": iter(later_on)}
     asked: list[list[str]] = []
@@ -170,26 +154,26 @@ def test_flaky_is_only_what_the_runs_without_the_shim_show_to_be(
         asked.append(nodeids)
         return {"a": next(later[mode])}
 
-    found = suites.compare({"a": "passed", "b": "passed"}, {"a": "failed", "b": "passed"}, rerun)
+    found = upstream_suites.compare({"a": "passed", "b": "passed"}, {"a": "failed", "b": "passed"}, rerun)
     assert asked == [["a"]] * 4
     assert bool(found.flaky) is flaky
     assert bool(found.differences) is not flaky
     assert found.identical == 1
 
 
-def test_phases_and_subtests_make_one_outcome(suites: ModuleType) -> None:
-    outcome = suites.NOTHING_YET
+def test_phases_and_subtests_make_one_outcome() -> None:
+    outcome = upstream_child.NOTHING_YET
     for phase in ("passed", "failed: KeyError", "failed: KeyError", "passed", "error in teardown: OSError"):
-        outcome = suites.joined(outcome, phase)
+        outcome = upstream_child.joined(outcome, phase)
     assert outcome == "failed: KeyError, error in teardown: OSError"
 
 
 # What fails a run
 
 
-def test_a_good_run_has_no_problems(suites: ModuleType) -> None:
+def test_a_good_run_has_no_problems() -> None:
     off, on = (ran({"a": "passed"}, shim=mode) for mode in ("off", "on"))
-    assert complaints(suites, fake(suites), off, on) == []
+    assert complaints(fake(), off, on) == []
 
 
 @pytest.mark.parametrize(
@@ -204,68 +188,66 @@ def test_a_good_run_has_no_problems(suites: ModuleType) -> None:
         ("on", {"outcomes": {"a": "skipped"}}, "a: off ['passed'], on ['skipped']"),
     ],
 )
-def test_every_other_run_says_why_it_is_no_proof(
-    suites: ModuleType, mode: str, option: dict[str, Any], said: str
-) -> None:
+def test_every_other_run_says_why_it_is_no_proof(mode: str, option: dict[str, Any], said: str) -> None:
     both = {name: ran({"a": "passed"}, shim=name) for name in ("off", "on")}
     both[mode] |= option
-    assert said in complaints(suites, fake(suites), both["off"], both["on"])
+    assert said in complaints(fake(), both["off"], both["on"])
 
 
-def test_an_expected_difference_is_accepted_until_it_is_gone(suites: ModuleType) -> None:
-    suite = fake(suites, expected_differences={"*::test_raises[[]0]": "it is repaired"})
+def test_an_expected_difference_is_accepted_until_it_is_gone() -> None:
+    suite = fake(expected_differences={"*::test_raises[[]0]": "it is repaired"})
     name = f"{FILE}::test_raises[[]0]"
     off = ran({name: "passed"}, shim="off")
-    assert complaints(suites, suite, off, ran({name: "failed: AssertionError"}, shim="on")) == []
-    assert complaints(suites, suite, off, ran({name: "passed"}, shim="on")) == [
+    assert complaints(suite, off, ran({name: "failed: AssertionError"}, shim="on")) == []
+    assert complaints(suite, off, ran({name: "passed"}, shim="on")) == [
         "*::test_raises[[]0] is an expected difference (it is repaired) but does not differ any more"
     ]
     other = ran({"a": "passed"}, shim="off")
-    assert complaints(suites, suite, other, ran({"a": "passed"}, shim="on")) == []  # not in this release or sample
+    assert complaints(suite, other, ran({"a": "passed"}, shim="on")) == []  # not in this release or sample
 
 
 # What is run
 
 
-def test_patterns_know_only_the_star(suites: ModuleType) -> None:
+def test_patterns_know_only_the_star() -> None:
     patterns = {"a.py::T::test[*-x]": "", "b.py*": ""}
-    assert suites.matching(patterns, "a.py::T::test[1-x]") == "a.py::T::test[*-x]"
-    assert suites.matching(patterns, "a_py::T::test[1-x]") is None
-    assert suites.matching(patterns, "b.py::anything\nat all") == "b.py*"
+    assert upstream_child.matching(patterns, "a.py::T::test[1-x]") == "a.py::T::test[*-x]"
+    assert upstream_child.matching(patterns, "a_py::T::test[1-x]") is None
+    assert upstream_child.matching(patterns, "b.py::anything\nat all") == "b.py*"
 
 
-def test_the_sample_is_fixed_and_of_about_the_size_asked_for(suites: ModuleType) -> None:
+def test_the_sample_is_fixed_and_of_about_the_size_asked_for() -> None:
     names = [f"tests/test_x.py::test[{number}]" for number in range(2000)]
-    sample = [name for name in names if suites.in_sample(name, 20)]
+    sample = [name for name in names if upstream_child.in_sample(name, 20)]
     assert 70 < len(sample) < 130
-    assert all(suites.in_sample(name, 1) for name in names)
-    assert all(suites.in_sample(name, 10) for name in sample)  # a finer sample is part of a coarser one
+    assert all(upstream_child.in_sample(name, 1) for name in names)
+    assert all(upstream_child.in_sample(name, 10) for name in sample)  # a finer sample is part of a coarser one
     assert sample[0] == "tests/test_x.py::test[3]"  # as on every other machine
 
 
-def test_only_the_tests_are_unpacked_and_nothing_outside(suites: ModuleType, tmp_path: Path) -> None:
+def test_only_the_tests_are_unpacked_and_nothing_outside(tmp_path: Path) -> None:
     archive = tmp_path / "fake-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as opened:
         for name in ("fake-1.0/src/fake.py", "fake-1.0/tests/test_a.py"):
             opened.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
-    suites.unpack(archive, tmp_path / "cache", package=True)
+    upstream_suites.unpack(archive, tmp_path / "cache", package=True)
     found = {str(path.relative_to(tmp_path / "cache")) for path in (tmp_path / "cache").rglob("*.*")}
     assert found == {"fake-1.0", "fake-1.0/tests/test_a.py", "fake-1.0/tests/__init__.py"}
     with tarfile.open(archive, "w:gz") as opened:
         opened.addfile(tarfile.TarInfo("fake-1.0/tests/../../../out.py"), io.BytesIO(b""))
     with pytest.raises(tarfile.OutsideDestinationError):
-        suites.unpack(archive, tmp_path / "cache", package=False)
+        upstream_suites.unpack(archive, tmp_path / "cache", package=False)
 
 
-def test_a_source_distribution_with_another_hash_is_refused(suites: ModuleType, tmp_path: Path) -> None:
+def test_a_source_distribution_with_another_hash_is_refused(tmp_path: Path) -> None:
     (tmp_path / "downloads").mkdir()
     (tmp_path / "downloads" / "fake-1.0.tar.gz").write_bytes(b"something else")
     with pytest.raises(SystemExit, match=r"fake-1.0.tar.gz has the SHA-256 .* delete it"):
-        suites.fetch(fake(suites, sha256={"1.0": "0" * 64}), "1.0", tmp_path)
+        upstream_suites.fetch(fake(sha256={"1.0": "0" * 64}), "1.0", tmp_path)
 
 
-def test_the_table_is_read_and_gives_a_reason_for_everything_left_out(suites: ModuleType) -> None:
-    for suite in suites.read_suites(suites.TABLE).values():
+def test_the_table_is_read_and_gives_a_reason_for_everything_left_out() -> None:
+    for suite in upstream_suites.read_suites(upstream_suites.TABLE).values():
         assert suite.files
         assert not set(suite.files) & set(suite.not_run)
         for reasons in (suite.not_run, suite.deselected, suite.expected_differences):
@@ -274,12 +256,12 @@ def test_the_table_is_read_and_gives_a_reason_for_everything_left_out(suites: Mo
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs" / "upstream").glob("*.json")), ids=lambda file: file.stem)
-def test_the_committed_results_are_a_proof(suites: ModuleType, file: Path) -> None:
+def test_the_committed_results_are_a_proof(file: Path) -> None:
     run = json.loads(file.read_text(encoding="utf-8"))
     assert run["problems"] == []
     assert run["identical"] >= 1000
     assert run["executed"] == sum(result["executed"] for result in run["suites"].values())
     for name, result in run["suites"].items():
-        pinned = suites.read_suites(suites.TABLE)[name]
+        pinned = upstream_suites.read_suites(upstream_suites.TABLE)[name]
         assert result["version"] == run["versions"][name]
         assert result["sha256"] == pinned.sha256[result["version"]]

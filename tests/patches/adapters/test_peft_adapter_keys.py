@@ -16,9 +16,9 @@ from gemma4_compat._adapters import fitting
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.adapters.peft_adapter_keys import PATCH
-from tests import dialects
-from tests.dialects import CLASSES, DIALECTS, HAS_TOWERS, Cell, Dialect
 from tests.patches.promise import Promise
+from tools.pages import dialects
+from tools.pages.dialects import CLASSES, DIALECTS, HAS_TOWERS, Cell, Dialect
 
 TEXT, MULTIMODAL = "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"
 
@@ -110,7 +110,7 @@ def test_each_cell_of_the_table(
 
 def test_the_table_of_the_page_is_this_table() -> None:
     text = dialects.PAGE.read_text(encoding="utf-8")
-    assert dialects.page(text) == text, "python -m tests.dialects"
+    assert dialects.page(text) == text, "python -m tools.pages.dialects"
 
 
 def text_adapter(workspace: Any, folder: Path, targets: Any, **options: Any) -> Path:

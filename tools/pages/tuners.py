@@ -1,16 +1,17 @@
 """The tuners of PEFT, what each does on plain and on 4-bit bases, and the table of them in docs/ADAPTERS.md.
 
-``python -m tests.tuners`` writes the table; tests/adapters/test_tuners.py tries every cell of it.
+``python -m tools.pages.tuners`` writes the table; tests/adapters/test_tuners.py tries every cell of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "ADAPTERS.md"
-START, END = "<!-- tuners: start (python -m tests.tuners) -->", "<!-- tuners: end -->"
+from tools.pages.markers import ROOT, between
+
+PAGE = ROOT / "docs" / "ADAPTERS.md"
+START, END = "<!-- tuners: start (python -m tools.pages.tuners) -->", "<!-- tuners: end -->"
 TARGETS = ["q_proj", "o_proj", "up_proj", "down_proj", "ffw_layer_1"]
 NEVER, ALWAYS = "", "0"
 
@@ -34,12 +35,14 @@ class Tuner:
     rate: float = 0.1
 
     def config(self) -> Any:
+        """PEFT's configuration of it, with :data:`TARGETS`."""
         import peft
 
         return getattr(peft, self.kind)(target_modules=TARGETS, **self.fields)
 
     @property
     def row(self) -> str:
+        """Its row of the table."""
         runs = {NEVER: "refused", ALWAYS: "yes"}.get(self.runs, f"since PEFT {self.runs}")
         merges = {NEVER: "refused", ALWAYS: "with a loss it says"}.get(
             self.merges, f"since PEFT {self.merges}, with a loss it says"
@@ -75,9 +78,7 @@ def table() -> str:
 
 def page(text: str) -> str:
     """``text`` with the table as it should be."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return between(text, START, END, table())
 
 
 if __name__ == "__main__":

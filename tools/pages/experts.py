@@ -1,17 +1,15 @@
-"""The table of bytes in docs/QUANTIZATION.md: ``python -m tests.experts_page`` writes it, a test compares it."""
+"""The table of bytes in docs/QUANTIZATION.md: ``python -m tools.pages.experts`` writes it, a test compares it."""
 
 from __future__ import annotations
-
-import re
-from pathlib import Path
 
 from gemma4_compat._planner import memory, plan
 from gemma4_compat._planner.memory import Blueprint
 from gemma4_compat._quantization.experts import gigabytes, is_experts
+from tools.pages.markers import ROOT, between
 
-PAGE = Path(__file__).parent.parent / "docs" / "QUANTIZATION.md"
+PAGE = ROOT / "docs" / "QUANTIZATION.md"
 VARIANT = "26B-A4B"
-_BEGIN, _END = (f"<!-- python -m tests.experts_page: {word} -->" for word in ("begin", "end"))
+_BEGIN, _END = (f"<!-- python -m tools.pages.experts: {word} -->" for word in ("begin", "end"))
 
 
 def blueprint(quantization: str | None, *, experts: bool) -> Blueprint:
@@ -56,9 +54,7 @@ def table() -> str:
 
 def page(text: str) -> str:
     """``text`` with the table as it is now."""
-    return re.sub(
-        rf"(?<={re.escape(_BEGIN)}\n).*?(?={re.escape(_END)})", lambda _: f"\n{table()}\n\n", text, flags=re.DOTALL
-    )
+    return between(text, _BEGIN, _END, f"\n{table()}\n")
 
 
 if __name__ == "__main__":

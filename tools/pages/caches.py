@@ -1,17 +1,18 @@
 """What each cache does on Gemma 4, and the table of that in docs/CACHES.md.
 
-``python -m tests.caches`` writes the table; tests/oracle/test_caches.py tries every cell of it.
+``python -m tools.pages.caches`` writes the table; tests/oracle/test_caches.py tries every cell of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "CACHES.md"
-START, END = "<!-- caches: start (python -m tests.caches) -->", "<!-- caches: end -->"
+from tools.pages.markers import ROOT, between
+
+PAGE = ROOT / "docs" / "CACHES.md"
+START, END = "<!-- caches: start (python -m tools.pages.caches) -->", "<!-- caches: end -->"
 YES = "same answers"
 
 #: How a text is generated, and what the table calls it.
@@ -46,6 +47,7 @@ class Kind:
 
     @property
     def row(self) -> str:
+        """Its row of the table."""
         cells = [self.refused[way][0] if way in self.refused else YES for way in WAYS]
         return f"| {self.name} | {self.memory} | {' | '.join(cells)} |"
 
@@ -108,10 +110,8 @@ def table() -> str:
 
 def page(text: str) -> str:
     """``text`` with the table as it should be."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return between(text, START, END, table())
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,6 +1,6 @@
 """The dialects of adapter keys, what each does on each class, and the table of them in docs/ADAPTERS.md.
 
-``python -m tests.dialects`` writes the table; tests/patches/test_peft_adapter_keys.py tries every cell of it.
+``python -m tools.pages.dialects`` writes the table; test_peft_adapter_keys.py tries every cell of it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "ADAPTERS.md"
-START, END = "<!-- dialects: start (python -m tests.dialects) -->", "<!-- dialects: end -->"
+from tools.pages.markers import ROOT, between
+
+PAGE = ROOT / "docs" / "ADAPTERS.md"
+START, END = "<!-- dialects: start (python -m tools.pages.dialects) -->", "<!-- dialects: end -->"
 PREFIX = "base_model.model."
 NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "ffw_layer_1")
 CLASSES = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4Model", "Gemma4TextModel")
@@ -22,6 +24,8 @@ HAS_TOWERS = frozenset({"Gemma4ForConditionalGeneration", "Gemma4Model"})
 
 
 class Cell(str, enum.Enum):
+    """What happens to an adapter's keys on a class."""
+
     LOADS = "loads"
     PART = "loads what fits, one warning"
     REFUSED = "refused, nothing changed"
@@ -51,10 +55,12 @@ class Dialect:
     extra: tuple[str, ...] = ()
 
     def cell(self, cls: str) -> Cell:
+        """What happens on a class."""
         return self.on_towers if cls in HAS_TOWERS else self.on_text
 
     @property
     def example(self) -> str:
+        """One of its keys, for the table."""
         if self.extra:
             return self.extra[0]
         tower = self.source != "language"
@@ -151,9 +157,7 @@ def table() -> str:
 
 def page(text: str) -> str:
     """``text`` with the table as it should be."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n{table()}\n{END}{after}"
+    return between(text, START, END, table())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,203 @@
+"""One case of small_card.py, measured in the process that has loaded it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from small_card_cases import CASES, PAIRED, SHAPES, Case
+from small_card_device import GIB, SLOW_S, forget_peak, main_device, memory, synchronize, timed
+from small_card_models import NEW_TOKENS, PROMPT, Clock, generate, load, outputs, prompt, quantization
+
+import gemma4_compat
+
+RUNS = 3
+#: How often a case and everything on the GPU are timed in turns, and the tokens of a turn.
+TURNS = 6
+TURN_TOKENS = 16
+
+
+def speed(model: Any, shape: str, first: Clock, *, quick: bool) -> dict[str, Any]:
+    """Prefill and decode, each with what it took of the card. ``first`` is a generate that has already run."""
+    prefill = {}
+    for length in SHAPES[shape].prefill:
+        forget_peak()
+        ids = prompt(model, length)
+        seconds, runs = timed(lambda ids=ids: model(input_ids=ids, logits_to_keep=1), runs=1 if quick else RUNS)
+        prefill[str(length)] = {"ms": 1000 * seconds, "runs": runs, **memory()}
+    forget_peak()
+    slow = first.times[-1] - first.times[0] > SLOW_S
+    rates = [generate(model)[1].tokens_per_second for _ in range(1 if quick or slow else RUNS)]
+    decode = {"tok_s": statistics.median(rates), "tok_s_of_runs": rates, **memory()}
+    return {"prefill": prefill, "decode": decode}
+
+
+def paired(model: Any, case: Case, shape: str, folder: Path) -> dict[str, Any]:
+    """Speed as a share of everything on the GPU, both in this process and in turns: machines drift within seconds.
+
+    The reference has the same adapter. What else runs on the host can only slow a turn down, so the best turn of each
+    counts: ``share`` is of decode speed (case / reference), ``times`` of prefill time (case / reference). All turns
+    are in the result.
+    """
+    from peft import PeftModel
+
+    whole = load(shape, CASES[case.reference_outputs if not case.adapter else "all-gpu"], folder)
+    if case.adapter:
+        whole = PeftModel.from_pretrained(whole, folder / "adapter").eval()
+
+    def rate(which: Any) -> float:
+        return float(generate(which, TURN_TOKENS)[1].tokens_per_second)
+
+    def seconds(which: Any, ids: Any) -> float:
+        synchronize()
+        started = time.perf_counter()
+        which(input_ids=ids, logits_to_keep=1)
+        synchronize()
+        return time.perf_counter() - started
+
+    rate(whole)
+    rates = [(rate(whole), rate(model)) for _ in range(TURNS)]
+    times = {}
+    for length in SHAPES[shape].prefill:
+        ids = prompt(model, length)
+        seconds(whole, ids), seconds(model, ids)
+        times[str(length)] = [(seconds(whole, ids), seconds(model, ids)) for _ in range(TURNS // 2)]
+    return {
+        "share": max(own for _, own in rates) / max(reference for reference, _ in rates),
+        "times": {
+            length: min(own for _, own in turns) / min(reference for reference, _ in turns)
+            for length, turns in times.items()
+        },
+        "tok_s_of_turns": rates,
+        "seconds_of_turns": times,
+    }
+
+
+def streamed_bytes(model: Any) -> int:
+    """Bytes of offloaded decoder layers, scales included: what a token brings over the bus."""
+    total = 0
+    for name, parameter in model.named_parameters():
+        if ".layers." not in name or "language_model" not in name or parameter.device.type != "meta":
+            continue
+        total += parameter.numel() * parameter.element_size()
+        state = getattr(parameter, "quant_state", None)
+        while state is not None:
+            total += sum(item.nbytes for item in (state.absmax, state.code) if item is not None)
+            state = state.state2
+    return total
+
+
+def predicted(shape: str, case: Case, folder: Path, placement: dict[str, Any]) -> dict[str, Any]:
+    """GiB that the planner's model of memory gives for this placement, phase by phase, as they are measured."""
+    import torch
+    from transformers import AutoConfig, Gemma4ForConditionalGeneration
+
+    from gemma4_compat._planner import layout
+    from gemma4_compat._planner import memory as _memory
+
+    with torch.device("meta"):
+        model = Gemma4ForConditionalGeneration(AutoConfig.from_pretrained(folder / "checkpoint")).to(torch.bfloat16)
+    skip = quantization(shape, case).llm_int8_skip_modules
+    blueprint = _memory.describe(
+        model,
+        "4bit-double" if case.double else "4bit",
+        _memory.linear_names(model, skip),
+        adapter=_memory.adapter_sizes(folder / "adapter") if case.adapter else None,
+    )
+
+    def place(name: str) -> str:
+        """Of the longest entry at or above ``name``."""
+        parts = name.split(".")
+        above = [".".join(parts[:end]) for end in range(len(parts), -1, -1)]
+        return str(next(placement[key] for key in above if key in placement))
+
+    away = [block for block in blueprint.blocks if place(block.name) in _away()]
+    resident = [block for block in blueprint.blocks if block not in away]
+    paged = [block for block in away if block.kind == "layer"]
+
+    def use(context: int, tokens: int) -> layout.Use:
+        return layout.use_of(
+            blueprint,
+            resident,
+            paged,
+            [block for block in away if block.kind != "layer"],
+            _memory.Load(context=context, prompt=tokens),
+            budget=0,
+            main=True,
+            quantize_offloaded=case.quantize or case.budget is not None,
+        )
+
+    lengths = SHAPES[shape].prefill
+    return {
+        "load": use(PROMPT, PROMPT).loading / GIB,
+        "prefill": {str(length): use(length, length).prefill / GIB for length in lengths},
+        "decode": use(PROMPT + NEW_TOKENS, PROMPT).decode / GIB,
+    }
+
+
+def _away() -> tuple[str, ...]:
+    """Places that are not where the model computes."""
+    return ("disk",) if main_device() == "cpu" else ("cpu", "disk")
+
+
+def run(name: str, shape: str, folder: Path, *, quick: bool, say: Callable[[dict[str, Any]], None]) -> None:
+    """Measure one case; what is known is said at once, so that a crash leaves it."""
+    import torch
+    from peft import PeftModel
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    again = name == "all-gpu-again"
+    case = CASES["all-gpu" if again else name]
+    forget_peak()
+    started = time.perf_counter()
+    model = load(shape, case, folder)
+    synchronize()
+    load_seconds = time.perf_counter() - started
+    placement = {key: str(value) for key, value in getattr(model, "hf_device_map", {}).items()}
+    say(
+        {
+            "load": {"seconds": load_seconds, **memory()},
+            "quantized_modules": sum(type(item).__name__ == "Params4bit" for item in model.parameters()),
+            "offloaded": {
+                place: [key for key, value in placement.items() if value == place]
+                for place in _away()
+                if place in placement.values()
+            },
+        }
+    )
+    if case.budget is not None:
+        say({"budget_gib": SHAPES[shape].budgets[case.budget]})
+    if case.who == "ours":
+        off = {key: str(status.state) for key, status in gemma4_compat.status().items() if status.state != "applied"}
+        say({"patches_not_applied": off})
+        say({"predicted_gib": predicted(shape, case, folder, placement)})
+    if case.adapter:
+        started = time.perf_counter()
+        model = PeftModel.from_pretrained(model, folder / "adapter").eval()
+        synchronize()
+        say({"adapter_load": {"seconds": time.perf_counter() - started, **memory()}})
+    with torch.no_grad():
+        seen, clock = outputs(model)
+        if case.who == "reference":
+            if not again:
+                torch.save(seen, folder / f"{name}.pt")
+            else:
+                say({"parity": difference(torch.load(folder / "all-gpu.pt", weights_only=False), seen)})
+        else:
+            parity = difference(torch.load(folder / f"{case.reference_outputs}.pt", weights_only=False), seen)
+            say({"parity": parity, "streamed_bytes": streamed_bytes(model)})
+        if name in ("all-gpu-single", "all-gpu-bf16"):
+            return
+        in_turns = case.who == "ours" and name in PAIRED and not quick
+        say(speed(model, shape, clock, quick=quick or in_turns))
+        if in_turns:
+            say({"paired": paired(model, case, shape, folder)})
+        if name == "all-gpu" and not quick:
+            model = PeftModel.from_pretrained(model, folder / "adapter").eval()
+            seen, clock = outputs(model)
+            torch.save(seen, folder / "all-gpu-adapter.pt")
+            say({"with_adapter": speed(model, shape, clock, quick=True)})

@@ -1,0 +1,132 @@
+"""Experiments on libraries that are already imported, each with an engine of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.contract.observation import Snapshot, engine_module, function, instead, look, marks, slot, with_warnings
+
+UNKNOWN = "000000000000"
+
+
+def faults_of_appearance(patch: Any, untouched: Snapshot) -> list[str]:
+    """Targets that look different from the original to introspection, or cannot be pickled by name."""
+    faults = []
+    for target in patch.targets:
+        place = slot(target)
+        if place is None or patch.id not in marks(*place):
+            continue
+        owner, name = place
+        found = vars(owner)[name]
+        holders = owner.__mro__ if isinstance(owner, type) else (owner,)  # the first has it, or it was inherited
+        original = next(untouched.held[id(one), name][1] for one in holders if (id(one), name) in untouched.held)
+        if type(found) is not type(original):
+            faults.append(f"{target} is a {type(found).__name__}")
+        if inspect.signature(function(found)) != inspect.signature(function(original)):
+            faults.append(f"{target} has another signature")
+        if type(found) is property:
+            continue  # which Python cannot pickle
+        bound = getattr(owner, name)
+        if pickle.loads(pickle.dumps(bound)) != bound:
+            faults.append(f"{target} is another after pickling")
+    return faults
+
+
+def alone(patch: Any, untouched: Snapshot) -> dict[str, Any]:
+    engine = engine_module().Engine([patch])
+    engine.install()
+    seen = look(engine)[patch.id]
+    engine.revert(patch.id)
+    return {"seen": seen, "differences": untouched.differences()}
+
+
+def disabled(patch: Any, untouched: Snapshot) -> dict[str, Any]:
+    import gemma4_compat
+
+    engine = engine_module().Engine(gemma4_compat.patches())
+    os.environ["GEMMA4_COMPAT_DISABLE"] = patch.id
+    engine.install()
+    del os.environ["GEMMA4_COMPAT_DISABLE"]
+    seen = look(engine)
+    engine.revert()
+    return {"seen": seen, "differences": untouched.differences()}
+
+
+@contextlib.contextmanager
+def raising_at(counts: dict[str, int]) -> Iterator[None]:
+    """By patch, which of its replacements raises (the first is 1)."""
+    from gemma4_compat._engine.changes import ChangeSet
+
+    replace, calls = ChangeSet.replace, dict[str, int]()
+
+    def breaks(self: Any, *arguments: Any) -> None:
+        calls[self.patch_id] = calls.get(self.patch_id, 0) + 1
+        if calls[self.patch_id] == counts[self.patch_id]:
+            raise RuntimeError(f"replacement {calls[self.patch_id]} fails on purpose")
+        replace(self, *arguments)
+
+    with instead(ChangeSet, "replace", breaks):
+        yield
+
+
+def raising(patch: Any, untouched: Snapshot) -> list[dict[str, Any]]:
+    """One experiment for each replacement of the patch."""
+    found = []
+    for count in range(1, sum(slot(target) is not None for target in patch.targets) + 1):
+        engine = engine_module().Engine([patch])
+        with raising_at({patch.id: count}):
+            said = with_warnings(engine.install)
+        found.append({"seen": look(engine)[patch.id], "said": said, "differences": untouched.differences()})
+    return found
+
+
+def changed(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
+    """One experiment for each target: its code is said to be unknown."""
+    module, found = engine_module(), {}
+    for target in patch.targets:
+        place = slot(target)
+        if place is None:
+            continue
+        owner, name = place
+        holders = owner.__mro__ if isinstance(owner, type) else (owner,)
+        raw = next(vars(holder)[name] for holder in holders if name in vars(holder))
+
+        def fingerprint(function: Any, raw: Any = raw, real: Callable[[Any], str] = module.fingerprint) -> str:
+            return UNKNOWN if function is raw else real(function)
+
+        engine = module.Engine([patch])
+        with instead(module, "fingerprint", fingerprint):
+            said = with_warnings(engine.install)
+        found[str(target)] = {"seen": look(engine)[patch.id], "said": said, "differences": untouched.differences()}
+    return found
+
+
+def other_versions(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
+    """The patch with its library, or one that it requires, said to be another release, or absent."""
+    from gemma4_compat._engine import versions
+
+    names = [patch.distribution, *(versions.requirement(text)[0] for text in patch.requires)]
+    found = {}
+    for name in names:
+        for version in ("0.0.1", "9999.0", None):
+
+            def say(asked: str, real: Callable[[str], Any], name: str = name, version: str | None = version) -> Any:
+                return version if asked == name else real(asked)
+
+            installed, loaded = versions.installed, versions.loaded
+            engine = engine_module().Engine([patch])
+            with (
+                instead(versions, "installed", lambda asked, say=say, real=installed: say(asked, real)),
+                instead(versions, "loaded", lambda asked, say=say, real=loaded: say(asked, real)),
+            ):
+                said = with_warnings(engine.install)
+                seen = look(engine)[patch.id]
+            engine.revert()
+            found[f"{name} {version}"] = {"seen": seen, "said": said}
+    differences = untouched.differences()  # one look for all: it takes a quarter of a second
+    return {name: {**entry, "differences": differences} for name, entry in found.items()}

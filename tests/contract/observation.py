@@ -1,0 +1,209 @@
+"""What a process with the real libraries holds: which names, replaced by which patch, and what changed since a look.
+
+At module level nothing of gemma4_compat is imported: the scenarios of ``inside.py`` are about when it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import operator
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
+FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
+
+
+def modules_loaded() -> list[types.ModuleType]:
+    return [item for item in list(sys.modules.values()) if isinstance(item, types.ModuleType)]
+
+
+def namespaces() -> Iterator[tuple[str, Any]]:
+    """Every loaded module, and every class that a module of the libraries holds."""
+    for module in modules_loaded():
+        yield module.__name__, module
+        if module.__name__.partition(".")[0] in LIBRARIES:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, type):
+                    yield f"{module.__name__}.{name}", value
+
+
+class Snapshot:
+    """The functions that every namespace of the libraries holds, to be compared by identity."""
+
+    def __init__(self) -> None:
+        self.held = self._look()
+        self.modules: list[types.ModuleType] = []
+        self.clean: list[tuple[Any, list[str], list[Any]]] = []
+
+    def _look(self) -> dict[tuple[int, str], tuple[str, Any, Any]]:
+        return {
+            (id(owner), name): (f"{label}.{name}", value, owner)
+            for label, owner in namespaces()
+            if label.partition(".")[0] in LIBRARIES
+            for name, value in list(vars(owner).items())
+            if type(value) in FUNCTIONS
+        }
+
+    def differences(self) -> list[str]:
+        """What was replaced, removed or added since, and every name that still holds a function of ours.
+
+        Asked hundreds of times about hundreds of thousands of names, so it looks into them only where a namespace is
+        not, object by object, what it was when the last look found nothing.
+        """
+        if self._is_clean():
+            return []
+        found = self._differences()
+        self.modules = [] if found else modules_loaded()
+        owners = {id(owner): owner for _, owner in namespaces()} if self.modules else {}
+        self.clean = [(owner, list(vars(owner)), list(vars(owner).values())) for owner in owners.values()]
+        return found
+
+    def _is_clean(self) -> bool:
+        modules = modules_loaded()
+        return (
+            len(modules) == len(self.modules)
+            and all(map(operator.is_, modules, self.modules))
+            and all(
+                list(vars(owner)) == names and all(map(operator.is_, vars(owner).values(), values))
+                for owner, names, values in self.clean
+            )
+        )
+
+    def _differences(self) -> list[str]:
+        changed, kept, seen = set(), 0, set()
+        for label, owner in namespaces():
+            if id(owner) in seen:  # a class that several modules hold
+                continue
+            seen.add(id(owner))
+            is_library = label.partition(".")[0] in LIBRARIES
+            for name, value in list(vars(owner).items()):
+                if type(value) not in FUNCTIONS:
+                    continue
+                if is_library:
+                    before = self.held.get((id(owner), name))
+                    if before is None or before[1] is not value:
+                        changed.add(f"{label}.{name}")
+                    kept += before is not None
+                if is_ours(function(value)):
+                    changed.add(f"{label}.{name}")
+        if kept != len(self.held):  # something is gone
+            now = self._look()
+            changed |= {entry[0] for key, entry in self.held.items() if key not in now}
+        return sorted(changed)
+
+
+def ours() -> list[str]:
+    """Every name that holds a function of ours. Asked hundreds of times about hundreds of thousands of names."""
+    return [
+        f"{label}.{name}"
+        for label, owner in namespaces()
+        for name, value in list(vars(owner).items())
+        if type(value) in FUNCTIONS and is_ours(function(value))
+    ]
+
+
+def function(value: Any) -> Any:
+    """The function in a slot: a static or class method's, a property's getter, or what is there itself."""
+    if type(value) is property:
+        return value.fget
+    return value.__func__ if type(value) in (staticmethod, classmethod) else value
+
+
+def is_ours(value: Any) -> bool:
+    """Only plain functions are looked into: to ask a lazy object for an attribute may import something."""
+    return type(value) is types.FunctionType and "__gemma4_compat__" in vars(value)
+
+
+def marks(owner: Any, name: str) -> list[str]:
+    """The ids of the patches whose replacements are in this slot, the outermost first."""
+    value, found = function(vars(owner).get(name)), []
+    while is_ours(value):
+        found.append(value.__gemma4_compat__)
+        value = value.__wrapped__
+    return found
+
+
+def slot(target: Any) -> tuple[Any, str] | None:
+    """The owner and the last part of a target's name; None where the installed release has no such thing."""
+    owner: Any = sys.modules.get(target.module)
+    *path, name = target.name.split(".")
+    for part in path:
+        owner = getattr(owner, part, None)
+    return (owner, name) if owner is not None and hasattr(owner, name) else None
+
+
+def is_replaced(patch: Any) -> dict[str, bool | None]:
+    """For every target, whether it runs through this patch; None where it does not exist."""
+    found = {str(target): slot(target) for target in patch.targets}
+    return {name: patch.id in marks(*place) if place else None for name, place in found.items()}
+
+
+def stale(patches: Any) -> dict[str, list[str]]:
+    """For each patch, names in any module that still hold the original of a module function which runs through it.
+
+    One look at everything for all of them: there are hundreds of thousands of names.
+    """
+    originals: dict[int, list[str]] = {}
+    for patch in patches:
+        for target in patch.targets:
+            place = slot(target)
+            if place and isinstance(place[0], types.ModuleType) and patch.id in marks(*place):
+                held = vars(place[0])[place[1]]
+                original = inspect.unwrap(held, stop=lambda function: not is_ours(function))
+                originals.setdefault(id(original), []).append(patch.id)
+    found: dict[str, list[str]] = {patch.id: [] for patch in patches}
+    for module in modules_loaded() if originals else []:
+        if originals.keys().isdisjoint(map(id, list(vars(module).values()))):
+            continue
+        for name, value in list(vars(module).items()):
+            for patch_id in originals.get(id(value), ()):
+                found[patch_id].append(f"{module.__name__}.{name}")
+    return found
+
+
+def look(engine: Any) -> dict[str, Any]:
+    """The state of every patch of an engine (or of the package), and what is replaced."""
+    statuses = engine.status()
+    held = stale(engine.patches())
+    return {
+        patch.id: {
+            "state": statuses[patch.id].state,
+            "reason": statuses[patch.id].reason,
+            "late": statuses[patch.id].late,
+            "overridden": statuses[patch.id].overridden,
+            "replaced": is_replaced(patch),
+            "stale": held[patch.id],
+        }
+        for patch in engine.patches()
+    }
+
+
+def with_warnings(action: Callable[[], Any]) -> list[str]:
+    """The warnings of ours that ``action`` gives."""
+    import gemma4_compat
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(item.message) for item in caught if issubclass(item.category, gemma4_compat.Gemma4CompatWarning)]
+
+
+def engine_module() -> Any:
+    importlib.import_module("gemma4_compat")
+    return sys.modules["gemma4_compat._engine.engine"]
+
+
+@contextlib.contextmanager
+def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,68 @@
+"""An environment for each stack: this environment's torch, everything else of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.matrix.stacks import ROOT
+
+_VERSIONS = (
+    "import json, platform; from importlib.metadata import version; print(json.dumps({'python': "
+    "platform.python_version()} | {name: version(name) for name in ('torch', 'transformers', 'accelerate', 'peft', "
+    "'bitsandbytes', 'huggingface_hub', 'tokenizers', 'safetensors', 'wrapt', 'packaging')}))"
+)
+
+
+def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] = ()) -> Path:
+    """A virtual environment with these requirements and this environment's torch. Returns its Python.
+
+    Raises:
+        RuntimeError: uv cannot install them; the message is uv's.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    uv = [sys.executable, "-m", "uv"]
+    checked([*uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    question = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(checked([str(python), "-c", question]).strip())
+    (site / "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    overrides = folder / "overrides.txt"
+    overrides.write_text('torch ; sys_platform == "never"\n', encoding="utf-8")
+    wanted = ["--overrides", str(overrides), *options, *requirements, "wrapt", "packaging", "typer", "pytest"]
+    checked([*uv, "pip", "install", "--quiet", "--python", str(python), *wanted])
+    return python
+
+
+def checked(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stderr.strip() or done.stdout.strip() or f"{command[0]} ended with {done.returncode}")
+    return done.stdout
+
+
+def child_environment(packages: Path | None = None) -> dict[str, str]:
+    """The environment variables of a stack's processes."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GEMMA4_COMPAT_")}
+    path = [str(ROOT), *([str(packages)] if packages else [])]
+    return environment | {
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def versions_in(python: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The releases that another environment holds, Python's with them."""
+    done = subprocess.run(
+        [str(python), "-c", _VERSIONS], env=dict(environment), capture_output=True, text=True, check=True
+    )
+    found: dict[str, str] = json.loads(done.stdout)
+    return found

@@ -1,0 +1,112 @@
+"""``run``: measure patches in stacks, several at once, and write a result for each stack."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import gemma4_compat
+from gemma4_compat import Patch
+from tools.matrix import UsageError, environments, measure, stacks
+from tools.matrix.stacks import RESULTS, Stack
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, write and print; 1 where a stack is not as claimed."""
+    known, listed, everything = stacks.read(), stacks.releases(), list(gemma4_compat.patches())
+    for requested, names, what in (
+        (options.stacks, list(known), "stack is named"),
+        (options.patches, [patch.id for patch in everything], "patch has the id"),
+    ):
+        if unknown := [name for name in requested if name not in names]:
+            raise UsageError(f"no {what} {', '.join(unknown)}; there are {', '.join(names)}")
+    chosen = [stack for stack in known.values() if stack.name in options.stacks or not options.stacks]
+    if options.ci:
+        if options.patches:
+            raise UsageError("--ci chooses the patches of each stack; leave out --patches")
+        chosen = [stack for stack in chosen if stack.ci in ("all", "gates")]
+    if not chosen:
+        raise UsageError(f"CI's matrix step runs none of {', '.join(options.stacks)}, so nothing would be measured")
+    chosen_patches = [patch for patch in everything if patch.id in options.patches or not options.patches]
+    options.out.mkdir(parents=True, exist_ok=True)
+
+    def one(stack: Stack) -> dict[str, Any]:
+        patches, reproductions = chosen_patches, options.reproductions or stack.tests == "reproductions"
+        if options.ci:
+            patches, reproductions = stacks.patches_in_ci(stack, listed), reproductions or stack.ci == "all"
+        only = "TestPromise" if reproductions else None
+        file = options.out / f"{stack.name}.json"
+        earlier = [json.loads(file.read_text(encoding="utf-8"))] if options.patches and file.exists() else []
+        folder = options.work / stack.name
+        try:
+            python, packages = Path(sys.executable), None
+            if options.packages is not None:
+                packages = options.packages / stack.name
+            else:
+                python = environments.build(folder, [f"{name}=={pin}" for name, pin in stack.pins.items()])
+            groups = split(patches, options.split, durations(stack))
+            with ThreadPoolExecutor(max_workers=len(groups)) as pool:
+                parts = list(pool.map(lambda group: measure.measure(stack, python, group, packages, only), groups))
+        except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:  # the other stacks go on
+            parts = [{"error": str(error), "patches": {}}]
+        finally:
+            if not options.keep:
+                shutil.rmtree(folder, ignore_errors=True)
+        result = measure.joined(stack, [*earlier, *parts], everything)
+        file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        return result
+
+    bad = []
+    with ThreadPoolExecutor(max_workers=options.jobs) as pool:
+        for job in as_completed([pool.submit(one, stack) for stack in chosen]):
+            result = job.result()
+            print(line(result), flush=True)
+            bad += [] if result["ok"] else [result["cell"]]
+    print(
+        f"\n{len(chosen) - len(bad)} of {len(chosen)} stacks as claimed" + (f"; not: {', '.join(bad)}" if bad else "")
+    )
+    return 1 if bad else 0
+
+
+def durations(stack: Stack) -> dict[str, float]:
+    """Patch -> seconds of its tests in this stack when it was last measured, else in the newest stack."""
+    for name in (stack.name, "newest"):
+        file = RESULTS / f"{name}.json"
+        if file.exists():
+            entries = json.loads(file.read_text(encoding="utf-8"))["patches"]
+            return {patch_id: float(entry["seconds"]) for patch_id, entry in entries.items() if entry["seconds"]}
+    return {}
+
+
+def split(patches: Sequence[Patch], parts: int, seconds: Mapping[str, float]) -> list[list[Patch]]:
+    """Groups of about equal duration, for as many processes; where nothing is known every patch counts the same."""
+    groups: list[list[Patch]] = [[] for _ in range(min(parts, len(patches)))]
+    loads = [0.0] * len(groups)
+    for patch in sorted(patches, key=lambda patch: -seconds.get(patch.id, 60.0)):
+        lightest = loads.index(min(loads))
+        groups[lightest].append(patch)
+        loads[lightest] += seconds.get(patch.id, 60.0)
+    return groups
+
+
+def line(result: Mapping[str, Any]) -> str:
+    """One stack in the terminal: a line, and the failures."""
+    entries = result["patches"]
+    said = [entry["verdict"] for entry in entries.values()]
+    counts = ", ".join(f"{said.count(name)} {name}" for name in sorted(set(said)))
+    seconds = sum(entry["seconds"] or 0 for entry in entries.values())  # None: not recorded
+    lines = [f"{result['cell']:<24} {'ok ' if result['ok'] else 'BAD'} {counts} ({seconds} s)"]
+    lines += [f"    {result['error']}"] if "error" in result else []
+    lines += [
+        f"    {patch_id}::{test}: {message[:200]}"
+        for patch_id, entry in entries.items()
+        for test, message in entry["failures"].items()
+    ]
+    return "\n".join(lines)
