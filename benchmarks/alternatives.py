@@ -161,7 +161,7 @@ def answer(order: Order) -> Data:
     choice, folder = CHOICES[order["choice"]], Path(order["folder"])
     small_card.forget_peak()
     with torch.no_grad():
-        seen, clock = small_card.answers(_model, ANSWER_TOKENS)
+        seen, clock = small_card.outputs(_model, ANSWER_TOKENS)
         found: Data = {"ms_a_token": 1000 / clock.tokens_per_second}
         if choice.reference is None:
             torch.save(seen, folder / f"{order['choice']}.pt")

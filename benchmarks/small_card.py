@@ -39,7 +39,7 @@ from common import MARK  # noqa: E402
 
 import gemma4_compat  # noqa: E402  (before the libraries, as a user would)
 from gemma4_compat._doctor import findings  # noqa: E402
-from gemma4_compat._reproduction import tiny  # noqa: E402
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, tiny_models  # noqa: E402
 
 GIB = 2**30
 PROMPT = 64
@@ -90,7 +90,7 @@ class Case:
     quantize_towers: bool = False
 
     @property
-    def answers(self) -> str:
+    def outputs(self) -> str:
         """Name of the reference's answers that are its own."""
         return f"{self.reference}-adapter" if self.adapter else self.reference
 
@@ -189,7 +189,7 @@ SHAPES = {
         budgets=(1.6, 2.0, 3.0),
         checkpoint_gib=17,
     ),
-    "tiny": Shape(tiny.text_shape(), prefill=(16, 64)),
+    "tiny": Shape(tiny_configs.text_shape(), prefill=(16, 64)),
 }
 
 
@@ -260,7 +260,7 @@ def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, An
     started = time.perf_counter()
     checkpoint, adapter = folder / "checkpoint", folder / "adapter"
     if shape == "tiny":
-        tiny.build_checkpoint(checkpoint)
+        tiny_models.build_checkpoint(checkpoint)
         model = tiny.load(checkpoint)
     else:
         config = gemma4.Gemma4Config(
@@ -278,7 +278,7 @@ def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, An
     if everywhere:
         write_adapters(model, folder)
     else:
-        write_adapter(model, adapter, tiny.TARGETS["language"], rank=4 if shape == "tiny" else 16)
+        write_adapter(model, adapter, tiny_adapters.TARGETS["language"], rank=4 if shape == "tiny" else 16)
     seconds = time.perf_counter() - started
     return {"parameters": parameters, "build_s": seconds, "machine": machine(), "host_to_device_gib_s": bandwidth()}
 
@@ -485,16 +485,16 @@ def generate(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     return produced.cpu(), clock
 
 
-def answers(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
+def outputs(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     """Three forwards on text, one with an image, and a generate of so many ``tokens``."""
     from gemma4_compat._engine.patch import FORWARDS
-    from gemma4_compat._reproduction.workspace import Answers
+    from gemma4_compat._reproduction.workspace import Outputs
 
     image = image_prompt(model)
     logits = [model(input_ids=prompt(model, PROMPT)).logits.float().cpu() for _ in range(FORWARDS)]
     logits.append(model(**image).logits.float().cpu())
     produced, clock = generate(model, tokens)
-    return Answers(tuple(logits), produced), clock
+    return Outputs(tuple(logits), produced), clock
 
 
 def speed(model: Any, shape: str, first: Clock, *, quick: bool) -> dict[str, Any]:
@@ -521,7 +521,7 @@ def paired(model: Any, case: Case, shape: str, folder: Path) -> dict[str, Any]:
     """
     from peft import PeftModel
 
-    whole = load(shape, CASES[case.answers if not case.adapter else "all-gpu"], folder)
+    whole = load(shape, CASES[case.outputs if not case.adapter else "all-gpu"], folder)
     if case.adapter:
         whole = PeftModel.from_pretrained(whole, folder / "adapter").eval()
 
@@ -658,14 +658,14 @@ def run(name: str, shape: str, folder: Path, *, quick: bool, say: Callable[[dict
         synchronize()
         say({"adapter_load": {"seconds": time.perf_counter() - started, **memory()}})
     with torch.no_grad():
-        seen, clock = answers(model)
+        seen, clock = outputs(model)
         if case.who == "reference":
             if not again:
                 torch.save(seen, folder / f"{name}.pt")
             else:
                 say({"parity": difference(torch.load(folder / "all-gpu.pt", weights_only=False), seen)})
         else:
-            parity = difference(torch.load(folder / f"{case.answers}.pt", weights_only=False), seen)
+            parity = difference(torch.load(folder / f"{case.outputs}.pt", weights_only=False), seen)
             say({"parity": parity, "streamed_bytes": streamed_bytes(model)})
         if name in ("all-gpu-single", "all-gpu-bf16"):
             return
@@ -675,7 +675,7 @@ def run(name: str, shape: str, folder: Path, *, quick: bool, say: Callable[[dict
             say({"paired": paired(model, case, shape, folder)})
         if name == "all-gpu" and not quick:
             model = PeftModel.from_pretrained(model, folder / "adapter").eval()
-            seen, clock = answers(model)
+            seen, clock = outputs(model)
             torch.save(seen, folder / "all-gpu-adapter.pt")
             say({"with_adapter": speed(model, shape, clock, quick=True)})
 

@@ -63,13 +63,13 @@ def build(variant: str, folder: Path) -> None:
     from transformers import Gemma4ForConditionalGeneration
 
     from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_configs
 
     if variant == "tiny":
-        config = tiny.config(positions=64)
+        config = tiny_configs.config(positions=64)
     else:
         config = variants.config(variant)
-        text = {**tiny.text_shape(3), "hidden_size": config.text_config.hidden_size, "num_kv_shared_layers": 0}
+        text = {**tiny_configs.text_shape(3), "hidden_size": config.text_config.hidden_size, "num_kv_shared_layers": 0}
         config.text_config = type(config.text_config)(**text, hidden_size_per_layer_input=0)
     torch.manual_seed(0)
     with torch.device("cpu"):
@@ -173,15 +173,15 @@ def sounds() -> list[dict[str, Any]]:
 
 
 def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
-    from gemma4_compat._reproduction import workspace
+    from gemma4_compat._reproduction import scenarios
 
-    return workspace.features(model, batch, sense)
+    return scenarios.features(model, batch, sense)
 
 
 def relative(found: Any, reference: Any) -> float:
-    from gemma4_compat._reproduction import workspace
+    from gemma4_compat._reproduction import scenarios
 
-    return round(workspace.relative(found, reference), 6)
+    return round(scenarios.relative(found, reference), 6)
 
 
 def tower(model: Any, sense: str) -> Any:

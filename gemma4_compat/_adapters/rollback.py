@@ -90,7 +90,7 @@ def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def misfit(error: RuntimeError, adapter: Any, model: Any) -> Gemma4CompatError | None:
+def mismatch(error: RuntimeError, adapter: Any, model: Any) -> Gemma4CompatError | None:
     """What to tell the user of torch's list of size mismatches; None for another error."""
     found = _MISMATCH.findall(str(error))
     return describe(adapter, model, [(name, saved, here) for name, saved, here in found]) if found else None

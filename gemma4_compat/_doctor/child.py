@@ -16,7 +16,7 @@ from typing import Any
 
 from gemma4_compat import _shim
 from gemma4_compat._engine.patch import Outcome
-from gemma4_compat._reproduction.workspace import LackingError, Workspace
+from gemma4_compat._reproduction.workspace import MissingPartError, Workspace
 
 
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
     started = time.perf_counter()
     try:
         result: dict[str, Any] = dataclasses.asdict(patch.reproduce(Workspace(folder)))
-    except LackingError as error:
+    except MissingPartError as error:
         result = dataclasses.asdict(Outcome(False, str(error), applicable=False))
     except Exception as error:  # the user's crash is the result here
         message = " ".join(str(error).split())

@@ -103,7 +103,7 @@ def merge_adapter(
         _dequantize(found, model, how, kind)
         job = _Job(model, found, opened, DTYPES[kind], _sources(model, base_folder))
         job.untie()
-        job.refuse_misfits()
+        job.refuse_mismatches()
         outputs = job.outputs()
         files = shards.shards(outputs, largest)
         _refuse_without_room(staging, sum(output.nbytes for output in outputs))
@@ -417,7 +417,7 @@ class _Job:
             found.update(shards._bytes(piece))
         return found.hexdigest()
 
-    def refuse_misfits(self) -> None:
+    def refuse_mismatches(self) -> None:
         """Values that the adapter replaces as a whole must have the shape they replace."""
         for name, key in self.adapter.replaced.items():
             entry = self.adapter.entries[key]

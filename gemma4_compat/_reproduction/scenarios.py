@@ -82,7 +82,7 @@ def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
     return pooled.float().cpu()
 
 
-def sensed(workspace: Workspace, quantization: str, sense: str) -> tuple[float, float]:
+def compare_quantized_tower(workspace: Workspace, quantization: str, sense: str) -> tuple[float, float]:
     """How a tower quantized with everything else compares: with the same weights, dequantized; and with itself for a
     quite different image or sound. Relative differences of its features, so 0 and about 1.4 are perfect.
     """
@@ -121,9 +121,9 @@ def in_another_process(module: str, build: Callable[[], Any], *, reverse: bool) 
 def second_rank(module: str, workspace: Workspace) -> Outcome:
     """The answers of a second rank of DDP, whose set of names has the other order, against those of the first."""
     first, second = (in_another_process(module, workspace.load, reverse=reverse) for reverse in (False, True))
-    reference = workspace.answers(first)
+    reference = workspace.outputs(first)
     broadcast_buffers(first, second)
-    return Outcome.of_parity(difference(reference, workspace.answers(second)), "a second rank of DDP")
+    return Outcome.of_parity(difference(reference, workspace.outputs(second)), "a second rank of DDP")
 
 
 def broadcast_buffers(source: Any, target: Any) -> None:

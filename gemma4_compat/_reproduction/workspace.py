@@ -17,21 +17,21 @@ from typing import Any
 
 from gemma4_compat._engine.patch import FORWARDS
 from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, tiny_models
 
 ADAPTERS = ("language", "towers", "all")
 NEW_TOKENS = 6
 
 
 @dataclass(frozen=True)
-class Answers:
+class Outputs:
     """Logits of :data:`FORWARDS` forwards (float32, on the CPU) and the tokens of one greedy ``generate``."""
 
     logits: tuple[Any, ...]
     tokens: Any
 
 
-class LackingError(Exception):
+class MissingPartError(Exception):
     """The variant in the workspace has nothing of what a reproduction is about; says what it lacks."""
 
 
@@ -57,9 +57,9 @@ class Workspace:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "variant").write_text(variant, encoding="utf-8")
         workspace = cls(folder)
-        tiny.build_checkpoint(workspace.checkpoint, variant=variant)
+        tiny_models.build_checkpoint(workspace.checkpoint, variant=variant)
         for targets in ADAPTERS:
-            tiny.build_adapter(workspace.checkpoint, workspace.adapter(targets), targets)
+            tiny_adapters.build_adapter(workspace.checkpoint, workspace.adapter(targets), targets)
         return workspace
 
     def needs(self, part: str) -> None:
@@ -69,7 +69,7 @@ class Workspace:
             LackingError: the variant at hand has none; the reproduction is then not applicable.
         """
         if self.variant is not None and part not in variants.parts(self.variant):
-            raise LackingError(f"the {self.variant} has no {variants.PARTS[part]}")
+            raise MissingPartError(f"the {self.variant} has no {variants.PARTS[part]}")
 
     @property
     def checkpoint(self) -> Path:
@@ -78,7 +78,7 @@ class Workspace:
     def adapter(self, targets: str) -> Path:
         return self.folder / f"adapter-{targets}"
 
-    def made(self, build: Callable[..., Any], **options: Any) -> Path:
+    def cached(self, build: Callable[..., Any], **options: Any) -> Path:
         """A folder that ``build(folder, **options)`` filled, the first time it is asked for; options are numbers or
         names. Another reproduction that runs at the same time gets the complete folder or makes it itself.
         """
@@ -95,9 +95,9 @@ class Workspace:
                 shutil.rmtree(unfinished)
         return folder
 
-    def misfit(self) -> Path:
+    def mismatched_adapter(self) -> Path:
         """An adapter that was made for a base model of another width (two of its tensors are)."""
-        return self.made(self._misfit)
+        return self.cached(self._mismatched_adapter)
 
     def unified(self) -> Workspace | None:
         """A workspace with the 12B in it; None where the installed transformers has no such model.
@@ -112,15 +112,15 @@ class Workspace:
             return None
         if self.variant == variants.UNIFIED:
             return self
-        return Workspace(self.made(self._unified))
+        return Workspace(self.cached(self._unified))
 
     def _unified(self, folder: Path) -> None:
         Workspace.build(folder, variants.UNIFIED)
 
     def larger(self, **options: int) -> Path:
-        """The checkpoint with more ``layers``, or another ``table``, see :func:`tiny.build_checkpoint`."""
+        """The checkpoint with more ``layers``, or another ``table``, see :func:`tiny_models.build_checkpoint`."""
         variant = {} if self.variant is None else {"variant": self.variant}
-        return self.made(tiny.build_checkpoint, **options, **variant)
+        return self.cached(tiny_models.build_checkpoint, **options, **variant)
 
     def inputs(self, *, text_only: bool = False) -> dict[str, Any]:
         """:func:`tiny.inputs` for the checkpoint at hand, on the main device."""
@@ -133,13 +133,16 @@ class Workspace:
             ImportError: the installed transformers has none for it.
         """
         return tiny.load(
-            self.made(self._assistant), quantization, device=self.main, cls=tiny.assistant_class(self.checkpoint)
+            self.cached(self._assistant),
+            quantization,
+            device=self.main,
+            cls=tiny_models.assistant_class(self.checkpoint),
         )
 
     def _assistant(self, folder: Path) -> None:
-        tiny.build_assistant(self.checkpoint, folder, variant=self.variant)
+        tiny_models.build_assistant(self.checkpoint, folder, variant=self.variant)
 
-    def _misfit(self, folder: Path) -> None:
+    def _mismatched_adapter(self, folder: Path) -> None:
         import torch
         from safetensors.torch import load_file, save_file
 
@@ -170,21 +173,21 @@ class Workspace:
         """:meth:`load`'s language model as a ``Gemma4ForCausalLM`` (or the 12B's): the same weights, from a checkpoint
         of its own.
         """
-        twin = self.made(self._text_twin)
-        return tiny.load(twin, device=self.main, cls=tiny.class_name(twin, text_only=True))
+        copied = self.cached(self._text_copy)
+        return tiny.load(copied, device=self.main, cls=tiny_models.class_name(copied, text_only=True))
 
-    def _text_twin(self, folder: Path) -> None:
-        tiny.build_text_twin(self.checkpoint, folder)
+    def _text_copy(self, folder: Path) -> None:
+        tiny_models.build_text_copy(self.checkpoint, folder)
 
     def text_adapter(self) -> Path:
         """An adapter made with :meth:`load_text`, for layers that only a language model has."""
-        return self.made(self._text_adapter)
+        return self.cached(self._text_adapter)
 
     def _text_adapter(self, folder: Path) -> None:
         targets: Any = ["per_layer_input_gate", "per_layer_projection"]
         if self.variant is not None and "per_layer_embeddings" not in variants.parts(self.variant):
             targets = r".*\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
-        tiny.write_adapter(self.load_text(), targets, folder)
+        tiny_adapters.write_adapter(self.load_text(), targets, folder)
 
     def split(self, quantization: str | None = None, offload: str = "both") -> Any:
         """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`tiny.device_map`)."""
@@ -197,21 +200,21 @@ class Workspace:
         """Dispatch a loaded model with any map; weights on disk go to a new folder."""
         return tiny.dispatch(model, placement, Path(tempfile.mkdtemp(prefix="offload-", dir=self.folder)))
 
-    def answers(self, model: Any, *, text_only: bool = False) -> Answers:
+    def outputs(self, model: Any, *, text_only: bool = False) -> Outputs:
         """Three forwards and a greedy generate on a prompt with an image and a sound, without gradients."""
         import torch
 
         batch = self.inputs(text_only=text_only)
         # A place for an image that is not there is read by some classes as padding, by others as a word.
-        places = [tiny.IMAGE_TOKEN, tiny.AUDIO_TOKEN, tiny.VIDEO_TOKEN]
+        places = [tiny_configs.IMAGE_TOKEN, tiny_configs.AUDIO_TOKEN, tiny_configs.VIDEO_TOKEN]
         options = {} if self.variant is None else {"suppress_tokens": places}
         with torch.no_grad():
             logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
             tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **options).cpu()
-        return Answers(logits, tokens)
+        return Outputs(logits, tokens)
 
 
-def difference(reference: Answers, other: Answers) -> float:
+def difference(reference: Outputs, other: Outputs) -> float:
     """The largest absolute logit difference over all forwards; infinite for a NaN or another token."""
     import torch
 

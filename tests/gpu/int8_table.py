@@ -85,7 +85,7 @@ def child(folder: Path, out: Path) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     import gemma4_compat  # first, as a user would
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_adapters
     from gemma4_compat._reproduction.workspace import Workspace, difference
 
     workspace = Workspace(folder)
@@ -152,7 +152,7 @@ def child(folder: Path, out: Path) -> None:
 
     def reference(adapter):
         if adapter not in references:
-            references[adapter] = workspace.answers(with_adapter(load(), adapter))
+            references[adapter] = workspace.outputs(with_adapter(load(), adapter))
         return references[adapter]
 
     def per_forward(a, b):
@@ -184,13 +184,13 @@ def child(folder: Path, out: Path) -> None:
         model = load()
         loaded = allocated()
         if before:
-            workspace.answers(model)
+            workspace.outputs(model)
         used = allocated()
         model = dispatch(model, offloaded)
         dispatched, kept = allocated(), held_by_states(model)
         model = with_adapter(model, adapter)
         meta = on_meta(model)
-        found = workspace.answers(model)
+        found = workspace.outputs(model)
         after, kept_after = allocated(), held_by_states(model)
         worst = difference(expected, found)
         return {
@@ -259,28 +259,28 @@ def child(folder: Path, out: Path) -> None:
 
     def worst(function, offloaded):
         found = difference(
-            workspace.answers(function(load())), workspace.answers(function(dispatch(load(), offloaded)))
+            workspace.outputs(function(load())), workspace.outputs(function(dispatch(load(), offloaded)))
         )
         return {"parity": found, "short": str(found)}
 
     def saved(offloaded, used):
         model = dispatch(load(), offloaded)
         if used:
-            workspace.answers(model)
+            workspace.outputs(model)
         with tempfile.TemporaryDirectory(dir=folder) as name:
             model.save_pretrained(name)
             again = type(model).from_pretrained(name, device_map={"": main}).eval()
-            found = difference(reference(None), workspace.answers(again))
+            found = difference(reference(None), workspace.outputs(again))
         return {"parity": found, "short": str(found)}
 
     def unhooked(offloaded, used):
         model = dispatch(load(), offloaded)
         if used:
-            workspace.answers(model)
+            workspace.outputs(model)
         remove_hook_from_submodules(model)
-        first = difference(reference(None), workspace.answers(model))
+        first = difference(reference(None), workspace.outputs(model))
         model.to(main)
-        second = difference(reference(None), workspace.answers(model))
+        second = difference(reference(None), workspace.outputs(model))
         return {"parity": max(first, second), "short": f"{first} {second}"}
 
     def merged(model):
@@ -288,7 +288,7 @@ def child(folder: Path, out: Path) -> None:
 
     def dora(model):
         torch.manual_seed(3)
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=tiny.TARGETS["language"], use_dora=True))
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["language"], use_dora=True))
         batch = tiny.inputs(main)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
         for _ in range(2):
@@ -321,13 +321,13 @@ def child(folder: Path, out: Path) -> None:
         """Nothing offloaded: a quantized model moved to the CPU and back (is that upstream's own defect?)."""
         model = load()
         if used:
-            workspace.answers(model)
+            workspace.outputs(model)
         model = torch.nn.Module.to(torch.nn.Module.to(model, "cpu"), main)
-        found = difference(reference(None), workspace.answers(model))
+        found = difference(reference(None), workspace.outputs(model))
         return {"parity": found, "short": str(found)}
 
     offloads = ("cpu", "disk") if cuda else ("disk",)
-    check("one device twice", lambda: {"short": str(difference(reference(None), workspace.answers(load())))})
+    check("one device twice", lambda: {"short": str(difference(reference(None), workspace.outputs(load())))})
     for offloaded, adapter, before in itertools.product(offloads, (None, "all"), (False, True)):
         name = f"parity {offloaded} adapter={adapter} forward-before={before}"
         check(name, lambda o=offloaded, a=adapter, b=before: parity(o, a, b))

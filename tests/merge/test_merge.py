@@ -19,7 +19,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, cli
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._merge import check, job, result
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 
 LANGUAGE = r".*language_model\.layers\.[024]\..*\.(q_proj|o_proj|down_proj)"
 
@@ -165,7 +165,7 @@ def test_experts_merge_through_target_parameters(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    shape, tables = tiny.text_shape(), {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 64}
+    shape, tables = tiny_configs.text_shape(), {"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 64}
     config = Gemma4TextConfig(
         **shape, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32, **tables
     )
@@ -364,7 +364,7 @@ def test_a_checkpoint_of_the_language_model_alone(tmp_path: Path) -> None:
     from peft import get_peft_model
     from transformers import Gemma4ForCausalLM
 
-    folder = tiny.build_text_checkpoint(tmp_path / "base")
+    folder = tiny_models.build_text_checkpoint(tmp_path / "base")
     model = Gemma4ForCausalLM.from_pretrained(folder)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"])
     randomized(get_peft_model(model, config)).save_pretrained(tmp_path / "adapter")
@@ -381,7 +381,7 @@ def test_an_adapter_of_another_class_is_translated(workspace: Any, tmp_path: Pat
     from peft import get_peft_model
     from transformers import Gemma4ForCausalLM
 
-    folder = tiny.build_text_checkpoint(tmp_path / "text")
+    folder = tiny_models.build_text_checkpoint(tmp_path / "text")
     patterns = {"alpha_pattern": {r"^model\.layers\.2\.self_attn\.q_proj": 5}, "rank_pattern": {"up_proj": 2}}
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=r"model\.layers\.\d\..*(q_proj|up_proj)", **patterns)
     randomized(get_peft_model(Gemma4ForCausalLM.from_pretrained(folder), config)).save_pretrained(

@@ -22,7 +22,7 @@ from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._adapters import saved as _saved_adapter
 from gemma4_compat._checkpoint import header
 from gemma4_compat._planner import plan
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_adapters, tiny_configs, tiny_models
 from gemma4_compat._scan import job
 from tests.adapters.adapter_files import PREFIX, as_in_the_forum_thread, write_adapter
 
@@ -149,7 +149,7 @@ def test_settings_with_dora_and_ranks(workspace: Any, bare: Path, tmp_path: Path
 def test_expert_parameters(tmp_path: Path) -> None:
     import torch
 
-    config = tiny.config()
+    config = tiny_configs.config()
     for name, value in {
         "enable_moe_block": True,
         "num_experts": 4,
@@ -206,7 +206,9 @@ def test_the_adapter_of_the_forum_thread_on_e2b_by_name(tmp_path: Path) -> None:
 
 
 def test_keys_on_the_wrapper_are_renamed_to_its_inner_layer(changed: Any, bare: Path) -> None:
-    folder = changed("towers", lambda key: key.replace(".linear.", "."), target_modules=tiny.TARGETS["towers"])
+    folder = changed(
+        "towers", lambda key: key.replace(".linear.", "."), target_modules=tiny_adapters.TARGETS["towers"]
+    )
     found = scan(folder, bare)
     assert ids(found) == []
     assert len(found.remapped) == sum(found.keys.values()) == 40
@@ -216,7 +218,7 @@ def test_keys_on_the_wrapper_are_renamed_to_its_inner_layer(changed: Any, bare: 
 
 
 def test_an_adapter_of_the_text_model_is_renamed(bare: Path, tmp_path: Path) -> None:
-    model = transformers.Gemma4ForCausalLM(tiny.config().text_config)
+    model = transformers.Gemma4ForCausalLM(tiny_configs.config().text_config)
     folder = saved_with(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model, tmp_path / "adapter")
     found = scan(folder, bare)
     assert found.saved_from == "Gemma4ForCausalLM"
@@ -241,7 +243,7 @@ def test_an_adapter_of_the_text_model_is_renamed(bare: Path, tmp_path: Path) -> 
 
 
 def test_targets_in_the_words_of_another_class_are_fitted(bare: Path, tmp_path: Path) -> None:
-    model = transformers.Gemma4ForCausalLM(tiny.config().text_config)
+    model = transformers.Gemma4ForCausalLM(tiny_configs.config().text_config)
     config = peft.LoraConfig(r=4, target_modules=r"model\.layers\.\d+\.self_attn\.q_proj")
     found = scan(saved_with(config, model, tmp_path / "adapter"), bare)
     assert ids(found) == []
@@ -285,7 +287,7 @@ def test_a_rank_that_the_configuration_does_not_say(changed: Any, workspace: Any
 
 
 def test_targets_that_leave_keys_out(changed: Any, bare: Path) -> None:
-    found = scan(changed("all", target_modules=tiny.TARGETS["language"]), bare)
+    found = scan(changed("all", target_modules=tiny_adapters.TARGETS["language"]), bare)
     assert ids(found) == ["untargeted"]
     assert len(found.problems[0].keys) == found.keys["vision"] + found.keys["audio"]
 
@@ -312,7 +314,7 @@ def test_keys_of_another_model(changed: Any, bare: Path) -> None:
 
 
 def test_tower_keys_on_a_base_without_towers(workspace: Any, tmp_path: Path) -> None:
-    base = tiny.build_text_checkpoint(tmp_path / "text")
+    base = tiny_models.build_text_checkpoint(tmp_path / "text")
     found = scan(workspace.adapter("all"), base)
     assert ids(found)[0] == "unmatched"
     assert len(found.problems[0].keys) == 48
@@ -338,7 +340,7 @@ def test_a_trained_copy_of_a_quantized_weight(workspace: Any, bare: Path, tmp_pa
 
 
 def test_with_the_redirecting_patch_off_peft_refuses_wrappers(changed: Any, bare: Path) -> None:
-    folder = changed("towers", target_modules=tiny.TARGETS["towers"])
+    folder = changed("towers", target_modules=tiny_adapters.TARGETS["towers"])
     assert len(scan(folder, bare).redirected) == 20
     gemma4_compat.revert("peft-clippable-linear")
     try:
@@ -442,7 +444,9 @@ def test_the_command_as_json_is_the_scan(workspace: Any, bare: Path) -> None:
 
 
 def test_the_command_says_what_is_hit(changed: Any, bare: Path) -> None:
-    folder = changed("towers", lambda key: key.replace(".linear.", "."), target_modules=tiny.TARGETS["towers"])
+    folder = changed(
+        "towers", lambda key: key.replace(".linear.", "."), target_modules=tiny_adapters.TARGETS["towers"]
+    )
     result = CliRunner().invoke(cli.app, ["scan", str(folder), str(bare)], terminal_width=100)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())

@@ -138,9 +138,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
     adapter = workspace.text_adapter()
-    reference = workspace.answers(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)
+    reference = workspace.outputs(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)
     model = PeftModel.from_pretrained(workspace.load(), adapter)
-    found = difference(reference, workspace.answers(model, text_only=True))
+    found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, "an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration")
 
 

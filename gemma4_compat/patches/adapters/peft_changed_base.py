@@ -85,8 +85,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
     made.save_pretrained(folder)
     again = PeftModel.from_pretrained(workspace.load(), folder)
-    moved = difference(workspace.answers(made), workspace.answers(again.eval()))
-    changed = difference(workspace.answers(workspace.load("4bit")), workspace.answers(quantized))
+    moved = difference(workspace.outputs(made), workspace.outputs(again.eval()))
+    changed = difference(workspace.outputs(workspace.load("4bit")), workspace.outputs(quantized))
     if moved == 0.0 and changed == 0.0:
         return Outcome(False, "pissa_niter_4 is loaded as it was saved, and olora leaves a 4-bit base as it is")
     return Outcome(

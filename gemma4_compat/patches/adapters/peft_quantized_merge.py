@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._models import device_maps, placement
-from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, twin_over
+from gemma4_compat._quantization.plain_layers import copy_over, dequantized, is_quantized, over_plain_weight, scales
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -95,10 +95,10 @@ def _merge(layer: Any, name: str, losses: dict[str, tuple[float, float]], *args:
         return
     try:
         old = dequantized(*before)
-        twin = over_plain_weight(layer, old.clone())
-        twin.merged_adapters = layer.merged_adapters[:done]
-        twin.merge(adapter_names=merged)
-        wanted = twin.get_base_layer().weight.detach()
+        copied = over_plain_weight(layer, old.clone())
+        copied.merged_adapters = layer.merged_adapters[:done]
+        copied.merge(adapter_names=merged)
+        wanted = copied.get_base_layer().weight.detach()
         lost, change = dequantized(base.weight, scales(base)).sub_(wanted), wanted.sub_(old)
         losses[name] = (float(lost.square().sum()), float(change.square().sum()))
     except torch.OutOfMemoryError:  # the merge itself is done; a layer that is not measured is said to be so
@@ -112,12 +112,12 @@ def _refuse_tuners_that_cannot_merge(layers: dict[str, Any]) -> None:
         if type(layer) in tried or layer.base_layer is not base or placement.is_offloaded(base):
             continue
         tried.add(type(layer))
-        twin, plain = twin_over(layer, copy.deepcopy(base)), over_plain_weight(layer)
+        copied, plain = copy_over(layer, copy.deepcopy(base)), over_plain_weight(layer)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                twin.merge()
-            changed = twin.get_base_layer()
+                copied.merge()
+            changed = copied.get_base_layer()
             found = dequantized(changed.weight, scales(changed))
         except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             raise _refusal(layer, name, " ".join(str(error).split()) or type(error).__name__) from error

@@ -32,7 +32,7 @@ from gemma4_compat._adapters import rollback
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps, walk
-from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, twin_over
+from gemma4_compat._quantization.plain_layers import copy_over, is_quantized, over_plain_weight
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -129,10 +129,10 @@ def _difference(layer: Any, dtype: Any) -> str | None:
                 found = type(layer).forward(layer, x)
             except (RuntimeError, TypeError) as error:
                 return " ".join(str(error).split())
-            twin = over_plain_weight(layer)
-            twin.get_base_layer().to(dtype)
+            copied = over_plain_weight(layer)
+            copied.get_base_layer().to(dtype)
             try:
-                wanted = type(twin).forward(twin, x)
+                wanted = type(copied).forward(copied, x)
             except (RuntimeError, TypeError):  # then it says nothing about the layer
                 return None
     finally:
@@ -147,7 +147,7 @@ def _settled(layer: Any) -> Any:
 
     Until then VeRA's are mixed before PEFT 0.19, and no layer answers, over whatever weight.
     """
-    copied = twin_over(layer, layer.base_layer)
+    copied = copy_over(layer, layer.base_layer)
     children = copied._modules
     for name, child in children.items():
         if name != "base_layer":
@@ -177,20 +177,20 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
     found = []
     for quantization, config in works:
-        reference = workspace.answers(workspace.load(quantization))
+        reference = workspace.outputs(workspace.load(quantization))
         model = get_peft_model(workspace.load(quantization), config)
-        found.append(difference(reference, workspace.answers(model.eval())))
+        found.append(difference(reference, workspace.outputs(model.eval())))
     cannot = (
         ("4bit", LoHaConfig(r=4, alpha=8, target_modules=["q_proj"])),
         ("8bit", HRAConfig(r=4, target_modules=["q_proj"])),
     )
     for quantization, config in cannot:
         base = workspace.load(quantization)
-        reference = workspace.answers(base)
+        reference = workspace.outputs(base)
         try:
-            workspace.answers(get_peft_model(base, config).eval())
+            workspace.outputs(get_peft_model(base, config).eval())
         except Gemma4CompatError:
-            found.append(difference(reference, workspace.answers(base)))
+            found.append(difference(reference, workspace.outputs(base)))
         else:
             return Outcome(True, f"{config.peft_type.value} on a {quantization} base answers something else")
     return Outcome.of_parity(

@@ -129,8 +129,8 @@ def reproduce(workspace: Workspace) -> Outcome:
         for sense in ("vision", "audio"):
             if not torch.equal(features(model, batch, sense), features(reference, batch, sense)):
                 return Outcome(True, f"the {sense} features are not those without a request")
-    expected = workspace.answers(reference)
-    found = [difference(expected, workspace.answers(model)) for model in (asked, later)]
+    expected = workspace.outputs(reference)
+    found = [difference(expected, workspace.outputs(model)) for model in (asked, later)]
     return Outcome.of_parity(max(found), 'attn_implementation="sdpa"')
 
 

@@ -37,11 +37,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load())
+    reference = workspace.outputs(workspace.load())
     model = workspace.load()
     placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
     model = dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
-    found = difference(reference, workspace.answers(model))
+    found = difference(reference, workspace.outputs(model))
     return Outcome.of_parity(found, "dispatch_model without skip_keys")
 
 
