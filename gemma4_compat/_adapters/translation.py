@@ -33,20 +33,20 @@ class Translation:
 
     Attributes:
         names: key in the file -> the key PEFT itself would have written for this model (no adapter name in it).
-        dead: keys of modules this model has no use for (k/v projections of KV-shared layers); dropping them is right.
+        unused: keys of modules that this model never uses (k/v projections of KV-shared layers), safe to drop.
         unmatched: keys that belong nowhere here.
         modules: key in ``names`` -> (module as the file names it, module here); without those of no module.
     """
 
     names: Mapping[str, str]
-    dead: tuple[str, ...]
+    unused: tuple[str, ...]
     unmatched: tuple[str, ...]
     modules: Mapping[str, tuple[str, str]]
 
     @property
     def is_identity(self) -> bool:
         """Whether every key is already the one PEFT would have written."""
-        return not self.dead and not self.unmatched and all(key == name for key, name in self.names.items())
+        return not self.unused and not self.unmatched and all(key == name for key, name in self.names.items())
 
 
 def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
@@ -69,7 +69,7 @@ def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
     parameters = {place.parameter for place in leaves} | {_COPY}
     names: dict[str, str] = {}
     owners: dict[str, tuple[str, str]] = {}
-    dead: list[str] = []
+    unused: list[str] = []
     unmatched: list[str] = []
     for key, place in places.items():
         if place.module is None:
@@ -77,8 +77,8 @@ def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
                 names[key] = key
             else:
                 unmatched.append(key)
-        elif here.is_dead(place):
-            dead.append(key)
+        elif here.is_unused(place):
+            unused.append(key)
         elif not place.is_leaf and len(place.rest) != 1 and place.parameter not in parameters:
             unmatched.append(key)  # its module is one that this model lacks
         else:
@@ -90,7 +90,7 @@ def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
             del names[key], owners[key]
             unmatched.append(key)
         taken.add(name)
-    return Translation(names, tuple(dead), tuple(unmatched), owners)
+    return Translation(names, tuple(unused), tuple(unmatched), owners)
 
 
 def module_name(name: str, modules: Collection[str]) -> str | None:
@@ -143,7 +143,7 @@ class _Modules:
         written = ".".join(parts[: len(parts) - len(rest)])
         return _Place(self._names[module], written, rest, is_leaf)
 
-    def is_dead(self, place: _Place) -> bool:
+    def is_unused(self, place: _Place) -> bool:
         """Whether this is of a k/v projection (or norm) in a layer that has neither: a KV-shared one."""
         path = _shared_part(place.module or "")
         if not (path and path[-1] == "self_attn" and place.rest and place.rest[0] in _SHARED):

@@ -240,9 +240,9 @@ class _Scanner:
                 hits.setdefault(path, f"full weight of {kind}")
         self._examine_file(ranks=expected is None)
         placed = self._compare(found, expected, quantized)
-        if found.dead:
+        if found.unused:
             self.notes.append(
-                f"{len(found.dead)} keys adapt keys and values of layers that share those of another layer and have "
+                f"{len(found.unused)} keys adapt keys and values of layers that share those of another layer and have "
                 "none to adapt in this base; nothing is lost without them"
             )
         return self._scan(
@@ -259,7 +259,7 @@ class _Scanner:
             ),
             redirected=redirected,
             remapped={key: name for key, name in found.names.items() if key != name},
-            dead=found.dead,
+            dead=found.unused,
         )
 
     def _scan(self, *, keys: Mapping[str, int], **fields: Any) -> Scan:

@@ -15,7 +15,8 @@ from gemma4_compat._reproduction import tiny_configs, tiny_models
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 
-from gemma4_compat._reproduction.workspace import Workspace, assisted  # noqa: E402
+from gemma4_compat._reproduction.scenarios import assisted  # noqa: E402
+from gemma4_compat._reproduction.workspace import Workspace  # noqa: E402
 
 VARIANTS = ["E2B", "12B", "31B"]  # with and without layers that share, and of either module
 

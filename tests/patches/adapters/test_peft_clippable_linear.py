@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from gemma4_compat._adapters.clipped import is_wrapper
 from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
-from gemma4_compat.patches.adapters.peft_clippable_linear import PATCH, is_wrapper
+from gemma4_compat.patches.adapters.peft_clippable_linear import PATCH
 from tests.patches.promise import Promise
 
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "ffw_layer_1"]
