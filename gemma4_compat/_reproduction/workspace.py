@@ -1,8 +1,7 @@
-"""Reproductions: the situation a patch is for, built through public API on a tiny checkpoint, in a process of its own.
+"""A workspace for reproductions: a tiny checkpoint, its adapters, and ways to load, dispatch and compare them.
 
-The main device is the first GPU where there is
-one; then "cpu" entries are offloaded to the host. Without a GPU the main device is the CPU and modules are offloaded
-to disk: accelerate uses the same hooks and meta weights for both.
+The main device is the first GPU if there is one; "cpu" entries of a map are then offloaded to the host. Without a GPU
+the main device is the CPU and modules are offloaded to disk: accelerate uses the same hooks and meta weights for both.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ class Outputs:
 
 
 class MissingPartError(Exception):
-    """The variant in the workspace has nothing of what a reproduction is about; says what it lacks."""
+    """The variant in the workspace lacks the part that a reproduction is about."""
 
 
 class Workspace:
     """A folder with the tiny checkpoint and its adapters, and the ways a reproduction uses them.
 
-    Its ``variant`` is None for the checkpoint that has nearly everything, or one of :data:`variants.NAMES`.
+    ``variant`` is one of :data:`variants.NAMES`, or None for a checkpoint with nearly every part.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,10 +62,10 @@ class Workspace:
         return workspace
 
     def needs(self, part: str) -> None:
-        """Say that a reproduction is about ``part``, one of :data:`variants.PARTS`.
+        """Require ``part``, one of :data:`variants.PARTS`.
 
         Raises:
-            LackingError: the variant at hand has none; the reproduction is then not applicable.
+            MissingPartError: the variant has none, so the reproduction is not applicable.
         """
         if self.variant is not None and part not in variants.parts(self.variant):
             raise MissingPartError(f"the {self.variant} has no {variants.PARTS[part]}")
@@ -79,8 +78,9 @@ class Workspace:
         return self.folder / f"adapter-{targets}"
 
     def cached(self, build: Callable[..., Any], **options: Any) -> Path:
-        """A folder that ``build(folder, **options)`` filled, the first time it is asked for; options are numbers or
-        names. Another reproduction that runs at the same time gets the complete folder or makes it itself.
+        """A folder that ``build(folder, **options)`` filled on the first request; options are numbers or names.
+
+        A reproduction that runs at the same time gets the complete folder or builds it itself.
         """
         name = "-".join([build.__name__.strip("_"), *(f"{key}-{value}" for key, value in sorted(options.items()))])
         folder = self.folder / name
@@ -90,20 +90,20 @@ class Workspace:
             try:
                 unfinished.rename(folder)
             except OSError:
-                if not folder.exists():  # nobody else was faster
+                if not folder.exists():  # no other process has built it meanwhile
                     raise
                 shutil.rmtree(unfinished)
         return folder
 
     def mismatched_adapter(self) -> Path:
-        """An adapter that was made for a base model of another width (two of its tensors are)."""
+        """An adapter for a base model of another width (two of its tensors have other shapes)."""
         return self.cached(self._mismatched_adapter)
 
     def unified(self) -> Workspace | None:
-        """A workspace with the 12B in it; None where the installed transformers has no such model.
+        """A workspace with the 12B; None if the installed transformers has no such model.
 
         Raises:
-            LackingError: another variant is in this one.
+            MissingPartError: this workspace has another variant.
         """
         import transformers
 
@@ -118,7 +118,7 @@ class Workspace:
         Workspace.build(folder, variants.UNIFIED)
 
     def larger(self, **options: int) -> Path:
-        """The checkpoint with more ``layers``, or another ``table``, see :func:`tiny_models.build_checkpoint`."""
+        """The checkpoint with other options of :func:`tiny_models.build_checkpoint`, such as more ``layers``."""
         variant = {} if self.variant is None else {"variant": self.variant}
         return self.cached(tiny_models.build_checkpoint, **options, **variant)
 
@@ -127,10 +127,10 @@ class Workspace:
         return tiny.inputs(self.main, text_only=text_only, variant=self.variant)
 
     def load_assistant(self, quantization: str | None = None) -> Any:
-        """An assistant model for :meth:`load`'s, to be given to its ``generate`` as ``assistant_model``.
+        """An assistant model for the model of :meth:`load`: its ``generate`` takes it as ``assistant_model``.
 
         Raises:
-            ImportError: the installed transformers has none for it.
+            ImportError: the installed transformers has no assistant for it.
         """
         return tiny.load(
             self.cached(self._assistant),
@@ -155,32 +155,32 @@ class Workspace:
 
     @property
     def main(self) -> Any:
-        """Where the model computes: GPU 0, or the CPU where there is none."""
+        """The device the model computes on: GPU 0, or the CPU if there is none."""
         import torch
 
         return 0 if torch.cuda.is_available() else "cpu"
 
     @property
     def offloaded(self) -> str:
-        """Where a map puts what does not fit: the CPU beside a GPU, else the disk."""
+        """Where a map offloads to: the CPU if there is a GPU, else the disk."""
         return "disk" if self.main == "cpu" else "cpu"
 
     def load(self, quantization: str | None = None) -> Any:
-        """The base model, everything on the main device, eval mode."""
+        """The base model on the main device, in eval mode."""
         return tiny.load(self.checkpoint, quantization, device=self.main)
 
     def load_text(self) -> Any:
-        """:meth:`load`'s language model as a ``Gemma4ForCausalLM`` (or the 12B's): the same weights, from a checkpoint
-        of its own.
+        """The language model of :meth:`load` as a ``Gemma4ForCausalLM`` (or the 12B's class), from a checkpoint of its
+        own with the same weights.
         """
-        copied = self.cached(self._text_copy)
-        return tiny.load(copied, device=self.main, cls=tiny_models.class_name(copied, text_only=True))
+        checkpoint = self.cached(self._text_copy)
+        return tiny.load(checkpoint, device=self.main, cls=tiny_models.class_name(checkpoint, text_only=True))
 
     def _text_copy(self, folder: Path) -> None:
         tiny_models.build_text_copy(self.checkpoint, folder)
 
     def text_adapter(self) -> Path:
-        """An adapter made with :meth:`load_text`, for layers that only a language model has."""
+        """An adapter for the model of :meth:`load_text`, on layers that only a language model has."""
         return self.cached(self._text_adapter)
 
     def _text_adapter(self, folder: Path) -> None:
@@ -201,11 +201,11 @@ class Workspace:
         return tiny.dispatch(model, placement, Path(tempfile.mkdtemp(prefix="offload-", dir=self.folder)))
 
     def outputs(self, model: Any, *, text_only: bool = False) -> Outputs:
-        """Three forwards and a greedy generate on a prompt with an image and a sound, without gradients."""
+        """Three forwards and a greedy generate on a prompt with an image and audio, without gradients."""
         import torch
 
         batch = self.inputs(text_only=text_only)
-        # A place for an image that is not there is read by some classes as padding, by others as a word.
+        # Some classes read an image token without an image as padding, others as a word.
         places = [tiny_configs.IMAGE_TOKEN, tiny_configs.AUDIO_TOKEN, tiny_configs.VIDEO_TOKEN]
         options = {} if self.variant is None else {"suppress_tokens": places}
         with torch.no_grad():
@@ -215,20 +215,20 @@ class Workspace:
 
 
 def difference(reference: Outputs, other: Outputs) -> float:
-    """The largest absolute logit difference over all forwards; infinite for a NaN or another token."""
+    """The largest absolute logit difference over all forwards; infinite for a NaN or a different token."""
     import torch
 
     if not torch.equal(reference.tokens, other.tokens):
         return math.inf
     found = [(a - b).abs().max().item() for a, b in zip(reference.logits, other.logits)]
-    # Each one is looked at: `max` would pass over a NaN that is not the first.
+    # Check each value: `max` would skip a NaN that is not the first.
     return max(found) if all(math.isfinite(value) for value in found) else math.inf
 
 
 def stored_bytes(module: Any) -> int:
-    """Bytes of a module's parameters and of what quantized ones keep beside them: scales, code books, offsets.
+    """Bytes of a module's parameters and, for quantized ones, of their scales, code books and offsets.
 
-    As they were loaded: in a forward bitsandbytes repacks 4-bit weights for some CPUs, and may move 8-bit scales.
+    Call it before the first forward: there bitsandbytes repacks 4-bit weights for some CPUs and may move 8-bit scales.
     """
     total = 0
     for parameter in module.parameters():

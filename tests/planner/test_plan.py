@@ -357,7 +357,7 @@ def test_an_adapter_of_another_model_is_refused(workspace: Any) -> None:
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Gemma4CompatError, match="is no saved adapter"):
+    with pytest.raises(Gemma4CompatError, match="is not a saved adapter"):
         gemma4_compat.plan_device_map("E2B", "8GiB", adapter=tmp_path)
 
 

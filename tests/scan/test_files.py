@@ -230,7 +230,7 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_none_or_several(tmp_path: Path) -> None:
-    assert "is no saved adapter: there is no adapter_config.json in it" in refusal(tmp_path)
+    assert "is not a saved adapter: there is no adapter_config.json in it" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert "the folder of a model, which comes after the adapter" in refusal(tmp_path)
     write_adapter(tmp_path / "checkpoint-20", lora(TEXT.format(0)))
@@ -247,7 +247,7 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "it is a JSON list"),
         ("{}", "names no peft_type"),
         ('{"lora_parameters": {}, "fine_tune_type": "lora"}', "looks like one of mlx-lm"),
@@ -256,7 +256,7 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
         ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is no regular expression"),
         ('{"peft_type": "LORA", "r": 4, "rank_pattern": [1]}', "they must be a positive number"),
         ('{"peft_type": "LORA", "r": "4"}', "they must be a positive number"),
-        ("\udcff", "is no JSON"),
+        ("\udcff", "is not JSON"),
     ],
 )
 def test_a_configuration_that_is_none(tmp_path: Path, text: str, message: str) -> None:

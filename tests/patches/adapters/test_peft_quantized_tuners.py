@@ -13,7 +13,7 @@ from tests.patches.promise import Promise
 
 class TestPromise(Promise):
     patch_id = PATCH.id
-    original = r"Input type|same dtype|mat1 and mat2 shapes|answers something else"
+    original = r"Input type|same dtype|mat1 and mat2 shapes|gives different outputs"
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
