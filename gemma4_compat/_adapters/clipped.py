@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from gemma4_compat._adapters import matching
 from gemma4_compat._adapters.translation import INNER
 from gemma4_compat._models import walk
-
-ABSENT = object()  # no pattern matches
 
 
 def redirect(config: Any, model: Any) -> None:
@@ -26,13 +24,13 @@ def redirect(config: Any, model: Any) -> None:
     if not matched:
         return
     names = [name for name, _ in model.named_modules() if name]
-    inner = {f"{name}.{INNER}" for name in matched if not _excluded(config, f"{name}.{INNER}")}
-    wanted = targeted(config, names) - set(matched) | inner
+    inner = {f"{name}.{INNER}" for name in matched if not matching.is_excluded(config, f"{name}.{INNER}")}
+    wanted = matching.targeted(config, names) - set(matched) | inner
 
     compact = copy.copy(config)
     compact.target_modules = _with_inner(config.target_modules, matched)
     compact.exclude_modules = _excluding(getattr(config, "exclude_modules", None), matched)
-    if _has_field(config, "exclude_modules") and targeted(compact, names) == wanted:
+    if _has_field(config, "exclude_modules") and matching.targeted(compact, names) == wanted:
         config.target_modules, config.exclude_modules = compact.target_modules, compact.exclude_modules
     else:  # a tuner without exclusions, or a pattern that cannot be extended (a look-around at its end)
         config.target_modules = wanted
@@ -46,7 +44,7 @@ def redirect(config: Any, model: Any) -> None:
 def matched_wrappers(config: Any, model: Any) -> list[str]:
     """Names of the clipped linears that ``config`` targets."""
     wrappers = [name for name, module in walk.named_modules(model) if is_wrapper(module)]
-    found = targeted(config, wrappers)
+    found = matching.targeted(config, wrappers)
     return [name for name in wrappers if name in found]
 
 
@@ -58,27 +56,6 @@ def is_wrapper(module: Any) -> bool:
 def _has_field(config: Any, name: str) -> bool:
     """Whether the config saves ``name``: only fields are saved, not other attributes."""
     return name in {field.name for field in dataclasses.fields(config)}
-
-
-def targeted(config: Any, names: Iterable[str]) -> set[str]:
-    """The names that PEFT would put an adapter on."""
-    check = _check()
-    return {name for name in names if check(config, name)}
-
-
-def _excluded(config: Any, key: str) -> bool:
-    return type(_check()(config, key)).__name__ == "_ExcludedModule"
-
-
-def _check() -> Callable[[Any, str], Any]:
-    function: Callable[[Any, str], Any] = vars(sys.modules["peft.tuners.tuners_utils"])["check_target_module_exists"]
-    return function
-
-
-def pattern_finder() -> Callable[[Iterable[str], str], str]:
-    """PEFT's function that finds the pattern for a module's name; the name itself if none matches."""
-    function: Callable[[Iterable[str], str], str] = vars(sys.modules["peft.utils.other"])["get_pattern_key"]
-    return function
 
 
 def _with_inner(targets: Any, matched: Iterable[str]) -> Any:
@@ -115,8 +92,7 @@ def _split_flags(pattern: str) -> tuple[str, str]:
 
 def _patterns_with_inner(patterns: dict[str, Any], matched: list[str]) -> dict[str, Any]:
     """``patterns`` that give an inner layer the value of its wrapper, in the same order (the first match counts)."""
-    find = pattern_finder()
-    used = {find(patterns.keys(), name) for name in matched}
+    used = {matching.pattern_for(patterns, name) for name in matched}
     extended: dict[str, Any] = {}
     for pattern, value in patterns.items():
         extended[pattern] = value
@@ -124,7 +100,7 @@ def _patterns_with_inner(patterns: dict[str, Any], matched: list[str]) -> dict[s
             extended.setdefault(rf"(?:{pattern})\.{INNER}", value)
     exact: dict[str, Any] = {}  # for patterns that cannot be extended, such as those that end in $
     for name in matched:
-        wanted, found = find(patterns.keys(), name), find(extended.keys(), f"{name}.{INNER}")
-        if wanted in patterns and extended.get(found, ABSENT) != patterns[wanted]:
-            exact[re.escape(f"{name}.{INNER}")] = patterns[wanted]
+        wanted = matching.value_for(patterns, name)
+        if wanted is not None and matching.value_for(extended, f"{name}.{INNER}") != wanted:
+            exact[re.escape(f"{name}.{INNER}")] = wanted
     return exact | extended

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import clipped, translation
+from gemma4_compat._adapters import clipped, matching, translation
 from gemma4_compat._adapters.translation import PREFIX, Translation
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 
@@ -174,7 +174,7 @@ def _tuned(found: Translation, key: str) -> bool:
 def _targeted(config: Any, model: Any, modules: Iterable[str]) -> set[str]:
     resolved = copy.deepcopy(config)
     clipped.redirect(resolved, base_of(model))
-    return clipped.targeted(resolved, filter(None, modules))
+    return matching.targeted(resolved, filter(None, modules))
 
 
 def _fit_copies(config: Any, modules: Sequence[str], copies: set[str]) -> None:
@@ -224,14 +224,8 @@ def _fit_feedforward(config: Any, tuned: set[str], written: dict[str, str]) -> N
     feedforward = getattr(config, "feedforward_modules", None)
     if not feedforward:
         return
-
-    def matches(name: str) -> bool:
-        if isinstance(feedforward, str):
-            return re.fullmatch(feedforward, name) is not None
-        return any(f".{name}".endswith(f".{end}") for end in feedforward)
-
-    wanted = {name for name in tuned if matches(written[name])}
-    if wanted != {name for name in tuned if matches(name)}:
+    wanted = {name for name in tuned if matching.names_module(feedforward, written[name])}
+    if wanted != {name for name in tuned if matching.names_module(feedforward, name)}:
         config.feedforward_modules = wanted
 
 
@@ -244,8 +238,7 @@ def _fit_patterns(
         return {
             names.get(PREFIX + name, PREFIX + name).removeprefix(PREFIX): value for name, value in patterns.items()
         }
-    find = clipped.pattern_finder()
-    values = {name: patterns.get(find(patterns.keys(), written[name]), clipped.ABSENT) for name in tuned}
-    if all(patterns.get(find(patterns.keys(), name), clipped.ABSENT) == value for name, value in values.items()):
+    values = {name: matching.value_for(patterns, written[name]) for name in tuned}
+    if all(matching.value_for(patterns, name) == value for name, value in values.items()):
         return patterns
-    return {re.escape(name): value for name, value in sorted(values.items()) if value is not clipped.ABSENT}
+    return {re.escape(name): value for name, value in sorted(values.items()) if value is not None}

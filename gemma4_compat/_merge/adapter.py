@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._adapters import matching
 from gemma4_compat._adapters import translation as translations
 from gemma4_compat._adapters.saved import CONFIG, PICKLE, WEIGHTS
 from gemma4_compat._checkpoint import shards
@@ -218,12 +219,12 @@ def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -
             exact = {
                 re.escape(path): patterns[found]
                 for path, old in before.items()
-                if (found := pattern_for(patterns, old)) is not None
+                if (found := matching.pattern_for(patterns, old)) is not None
             }
             setattr(config, attribute, exact)
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = {
-            path for path, old in before.items() if names_it(config.feedforward_modules, old)
+            path for path, old in before.items() if matching.names_module(config.feedforward_modules, old)
         }
     plain = [path for path, keys in adapter.modules.items() if kind_of(keys, config, path) == "target"]
     if plain:
@@ -243,17 +244,6 @@ def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -
 
 def _save_config(config: Any, folder: Path) -> None:
     config.save_pretrained(str(folder))
-
-
-def pattern_for(patterns: Mapping[str, Any], name: str) -> str | None:
-    """The pattern that PEFT would take for a module of that name."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
-
-
-def names_it(names: Any, path: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def kind_of(keys: Collection[str], config: Any, path: str) -> str:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemma4_compat._adapters import matching
 from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._merge.adapter import Adapter, kind_of, names_it, pattern_for
+from gemma4_compat._merge.adapter import Adapter, kind_of
 
 QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
 #: Suffixes of the tensors that bitsandbytes stores with a quantized weight.
@@ -312,11 +313,11 @@ def _config_for(path: str, keys: list[str], config: Any, model: Any) -> Any:
             if any(full == name or full.endswith(f".{name}") for full in (f"{path}.{last}" for last in own))
         ]
     if getattr(single, "feedforward_modules", None):
-        is_one = names_it(single.feedforward_modules, path)
+        is_one = matching.names_module(single.feedforward_modules, path)
         single.feedforward_modules = {path} if is_one else set()
     for attribute in ("rank_pattern", "alpha_pattern"):
         if patterns := getattr(single, attribute, None):
-            found = pattern_for(patterns, path)
+            found = matching.pattern_for(patterns, path)
             setattr(single, attribute, {} if found is None else {re.escape(path): patterns[found]})
     return single
 

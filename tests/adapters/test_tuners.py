@@ -115,7 +115,7 @@ def test_a_tuner_learns_saves_and_merges_or_says_why_not(
 
 
 def assert_the_sum_is_merged(workspace: Any, merged: Any, adapter: Path, layers: list[str]) -> None:
-    """In float32 the merged model answers as the loaded adapter does; in bf16 each weight is that one, rounded."""
+    """In float32 the merged model equals the loaded adapter; in bf16 each weight is that one, rounded."""
     import peft
 
     plain = workspace.load().float()
