@@ -1,4 +1,4 @@
-"""A saved adapter as the merge needs it: its keys in the names of the base model, and what each of them changes."""
+"""Open a saved adapter for a merge: translate its keys to the base model, and sort them by what they change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 
-#: PEFT types whose layers know nothing of one another, so that one at a time can be built and merged.
+#: PEFT types with independent layers, which can be built and merged one at a time.
 TYPES = (
     "BOFT",
     "FOURIERFT",
