@@ -91,11 +91,11 @@ def build(shape: str, work: Path) -> dict[str, Any]:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     from gemma4_compat._checkpoint import shards
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_configs
 
     hidden, intermediate, layers, vocabulary, shard = SHAPES[shape]
     sizes = {
-        **tiny.text_shape(9 if layers > 6 else layers),
+        **tiny_configs.text_shape(9 if layers > 6 else layers),
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "vocab_size": vocabulary,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_configs
 
 PER_LAYER_EMBEDDINGS = "model.language_model.embed_tokens_per_layer"
 TOWERS = ("model.vision_tower", "model.audio_tower")
@@ -144,7 +144,7 @@ SHAPES = {
         budgets=(1.6, 2.0, 3.0),
         checkpoint_gib=17,
     ),
-    "tiny": Shape(tiny.text_shape(), prefill=(16, 64)),
+    "tiny": Shape(tiny_configs.text_shape(), prefill=(16, 64)),
 }
 
 

@@ -15,7 +15,7 @@ from small_card_cases import SHAPES, TOWERS, Case, layer_names, offloaded_names
 from small_card_device import GIB, main_device
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
 
 PROMPT = 64
 NEW_TOKENS = 32
@@ -33,7 +33,7 @@ def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, An
     started = time.perf_counter()
     checkpoint, adapter = folder / "checkpoint", folder / "adapter"
     if shape == "tiny":
-        tiny.build_checkpoint(checkpoint)
+        tiny_models.build_checkpoint(checkpoint)
         model = tiny.load(checkpoint)
     else:
         config = gemma4.Gemma4Config(
@@ -51,7 +51,7 @@ def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, An
     if everywhere:
         write_adapters(model, folder)
     else:
-        write_adapter(model, adapter, tiny.TARGETS["language"], rank=4 if shape == "tiny" else 16)
+        write_adapter(model, adapter, tiny_adapters.TARGETS["language"], rank=4 if shape == "tiny" else 16)
     seconds = time.perf_counter() - started
     return {
         "parameters": parameters,
@@ -228,10 +228,10 @@ def generate(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
 def outputs(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
     """Three forwards on text, one with an image, and a generate of so many ``tokens``."""
     from gemma4_compat._engine.patch import FORWARDS
-    from gemma4_compat._reproduction.workspace import Answers
+    from gemma4_compat._reproduction.workspace import Outputs
 
     image = image_prompt(model)
     logits = [model(input_ids=prompt(model, PROMPT)).logits.float().cpu() for _ in range(FORWARDS)]
     logits.append(model(**image).logits.float().cpu())
     produced, clock = generate(model, tokens)
-    return Answers(tuple(logits), produced), clock
+    return Outputs(tuple(logits), produced), clock

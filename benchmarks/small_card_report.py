@@ -105,7 +105,7 @@ def table(run: dict[str, Any]) -> str:
                 share(entry),
                 *(times(entry["prefill_times"].get(length)) for length in lengths[:2]),
                 f"{entry['streamed_bytes'] / 2**20:,.0f}" if entry.get("streamed_bytes") else "-",
-                answers(entry),
+                outputs(entry),
             ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -144,7 +144,7 @@ def times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def answers(entry: dict[str, Any]) -> str:
+def outputs(entry: dict[str, Any]) -> str:
     if "parity" not in entry:
         return "reference"
     return "bit-exact" if entry["parity"] == 0.0 else f"**differ by {entry['parity']}**"

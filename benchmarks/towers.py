@@ -63,13 +63,13 @@ def build(variant: str, folder: Path) -> None:
     from transformers import Gemma4ForConditionalGeneration
 
     from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_configs
 
     if variant == "tiny":
-        config = tiny.config(positions=64)
+        config = tiny_configs.config(positions=64)
     else:
         config = variants.config(variant)
-        text = {**tiny.text_shape(3), "hidden_size": config.text_config.hidden_size, "num_kv_shared_layers": 0}
+        text = {**tiny_configs.text_shape(3), "hidden_size": config.text_config.hidden_size, "num_kv_shared_layers": 0}
         config.text_config = type(config.text_config)(**text, hidden_size_per_layer_input=0)
     torch.manual_seed(0)
     with torch.device("cpu"):

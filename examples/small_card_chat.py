@@ -198,10 +198,10 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
         raise UsageError(f"--adapter {given.adapter} is no folder with an adapter_config.json")
     on_gpu = torch.cuda.is_available()
     if given.model is None:
-        from gemma4_compat._reproduction import tiny as _tiny
+        from gemma4_compat._reproduction import tiny_models
 
         print("No --model: a tiny one with random weights. Its answers are noise.")
-        model = str(_tiny.build_checkpoint(folder / "tiny"))
+        model = str(tiny_models.build_checkpoint(folder / "tiny"))
     else:
         model = given.model
     if not on_gpu:

@@ -59,16 +59,16 @@ def one_device(workspace: Any) -> Callable[[str | None, str | None], Any]:
 
     known: dict[tuple[str | None, str | None], Any] = {}
 
-    def answers(quantization: str | None, adapter: str | None) -> Any:
+    def outputs(quantization: str | None, adapter: str | None) -> Any:
         key = (quantization, adapter)
         if key not in known:
             model = workspace.load(quantization)
             if adapter is not None:
                 model = PeftModel.from_pretrained(model, workspace.adapter(adapter))
-            known[key] = workspace.answers(model)
+            known[key] = workspace.outputs(model)
         return known[key]
 
-    return answers
+    return outputs
 
 
 @pytest.fixture(scope="session")

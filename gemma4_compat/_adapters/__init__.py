@@ -1,1 +1,1 @@
-"""PEFT adapters: names of their weights, their configurations, failed loads."""
+"""PEFT adapters: the keys of their weights, their configurations, failed loads."""

@@ -1,22 +1,20 @@
-"""Gemma 4's clipped linears: PEFT can adapt the inner ``.linear``, so configurations are made to target that."""
+"""Redirect PEFT configurations from Gemma 4's clipped linears to the inner ``.linear``, which PEFT can adapt."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
+from gemma4_compat._adapters import matching
+from gemma4_compat._adapters.translation import INNER
 from gemma4_compat._models import walk
-
-INNER = "linear"
-_ABSENT = object()
 
 
 def redirect(config: Any, model: Any) -> None:
-    """Rewrite ``config`` in place so that it targets the inner layer of every clipped linear that it matches.
+    """Rewrite ``config`` in place to target the inner layer of every clipped linear that it matches.
 
     Args:
         config: a PEFT config with ``target_modules`` set (names or regular expression).
@@ -25,14 +23,14 @@ def redirect(config: Any, model: Any) -> None:
     matched = matched_wrappers(config, model)
     if not matched:
         return
-    keys = [name for name, _ in model.named_modules() if name]
-    inner = {f"{name}.{INNER}" for name in matched if not _excluded(config, f"{name}.{INNER}")}
-    wanted = {key for key in keys if _matches(config, key)} - set(matched) | inner
+    names = [name for name, _ in model.named_modules() if name]
+    inner = {f"{name}.{INNER}" for name in matched if not matching.is_excluded(config, f"{name}.{INNER}")}
+    wanted = matching.targeted(config, names) - set(matched) | inner
 
     compact = copy.copy(config)
     compact.target_modules = _with_inner(config.target_modules, matched)
     compact.exclude_modules = _excluding(getattr(config, "exclude_modules", None), matched)
-    if _has_field(config, "exclude_modules") and {key for key in keys if _matches(compact, key)} == wanted:
+    if _has_field(config, "exclude_modules") and matching.targeted(compact, names) == wanted:
         config.target_modules, config.exclude_modules = compact.target_modules, compact.exclude_modules
     else:  # a tuner without exclusions, or a pattern that cannot be extended (a look-around at its end)
         config.target_modules = wanted
@@ -44,36 +42,24 @@ def redirect(config: Any, model: Any) -> None:
 
 
 def matched_wrappers(config: Any, model: Any) -> list[str]:
-    """Names of the clipped linears that ``config``, as it is, targets."""
+    """Names of the clipped linears that ``config`` targets."""
     wrappers = [name for name, module in walk.named_modules(model) if is_wrapper(module)]
-    return [name for name in wrappers if _matches(config, name)]
+    found = matching.targeted(config, wrappers)
+    return [name for name in wrappers if name in found]
 
 
 def is_wrapper(module: Any) -> bool:
-    """Whether this is a clipped linear of any Gemma 4 variant (each has a class of its own) around one inner layer."""
+    """Whether this is a clipped linear of any Gemma 4 class, with one inner layer."""
     return type(module).__name__.endswith("ClippableLinear") and INNER in getattr(module, "_modules", {})
 
 
 def _has_field(config: Any, name: str) -> bool:
-    """Whether the config saves ``name``; an attribute that is not a field is lost on the way to disk."""
+    """Whether the config saves ``name``: only fields are saved, not other attributes."""
     return name in {field.name for field in dataclasses.fields(config)}
 
 
-def _matches(config: Any, key: str) -> bool:
-    return bool(_check()(config, key))
-
-
-def _excluded(config: Any, key: str) -> bool:
-    return type(_check()(config, key)).__name__ == "_ExcludedModule"
-
-
-def _check() -> Callable[[Any, str], Any]:
-    function: Callable[[Any, str], Any] = vars(sys.modules["peft.tuners.tuners_utils"])["check_target_module_exists"]
-    return function
-
-
 def _with_inner(targets: Any, matched: Iterable[str]) -> Any:
-    """Targets that match what they matched before, and the inner layers of ``matched``."""
+    """Targets that also match the inner layers of ``matched``."""
     if isinstance(targets, str):
         flags, pattern = _split_flags(targets)
         return rf"{flags}(?:{pattern})(?:\.{INNER})?"
@@ -82,7 +68,7 @@ def _with_inner(targets: Any, matched: Iterable[str]) -> Any:
 
 
 def _excluding(excluded: Any, matched: Iterable[str]) -> str:
-    """A regular expression for what ``excluded`` (names, pattern or None) and ``matched`` say."""
+    """A regular expression for everything that ``excluded`` (names, pattern or None) and ``matched`` cover."""
     flags, patterns = "", []
     if isinstance(excluded, str):
         flags, pattern = _split_flags(excluded)
@@ -99,17 +85,14 @@ def _excluding(excluded: Any, matched: Iterable[str]) -> str:
 
 
 def _split_flags(pattern: str) -> tuple[str, str]:
-    """Inline flags such as ``(?i)``, which may only stand at the start of an expression, and what follows them."""
+    """Split off inline flags such as ``(?i)``, which may only be at the start of an expression."""
     flags = re.match(r"\(\?[aiLmsux]+\)", pattern)
     return (flags.group(), pattern[flags.end() :]) if flags else ("", pattern)
 
 
 def _patterns_with_inner(patterns: dict[str, Any], matched: list[str]) -> dict[str, Any]:
-    """``patterns``, so extended that an inner layer gets the value its wrapper gets. The order, which decides, is
-    kept.
-    """
-    find = vars(sys.modules["peft.utils.other"])["get_pattern_key"]
-    used = {find(patterns.keys(), name) for name in matched}
+    """``patterns`` that give an inner layer the value of its wrapper, in the same order (the first match counts)."""
+    used = {matching.pattern_for(patterns, name) for name in matched}
     extended: dict[str, Any] = {}
     for pattern, value in patterns.items():
         extended[pattern] = value
@@ -117,7 +100,7 @@ def _patterns_with_inner(patterns: dict[str, Any], matched: list[str]) -> dict[s
             extended.setdefault(rf"(?:{pattern})\.{INNER}", value)
     exact: dict[str, Any] = {}  # for patterns that cannot be extended, such as those that end in $
     for name in matched:
-        wanted, found = find(patterns.keys(), name), find(extended.keys(), f"{name}.{INNER}")
-        if wanted in patterns and extended.get(found, _ABSENT) != patterns[wanted]:
-            exact[re.escape(f"{name}.{INNER}")] = patterns[wanted]
+        wanted = matching.value_for(patterns, name)
+        if wanted is not None and matching.value_for(extended, f"{name}.{INNER}") != wanted:
+            exact[re.escape(f"{name}.{INNER}")] = wanted
     return exact | extended

@@ -1,7 +1,7 @@
-"""Fitting an adapter from another class or tool to a Gemma 4: what both loaders (PEFT's, transformers') share.
+"""Fit an adapter from another class or tool to a Gemma 4 model; both loaders (PEFT's, transformers') use this.
 
-The file says which layers an adapter is for, its config only says what they were called where it was made. So where
-the keys had to be translated, the config is made to target the layers that the file has weights for.
+The file tells which layers an adapter is for; its config only has the names they had where it was trained. So if the
+keys had to be translated, the config is changed to target the layers that the file has weights for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -17,19 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import clipped, translation
+from gemma4_compat._adapters import clipped, matching, translation
 from gemma4_compat._adapters.translation import PREFIX, Translation
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 
 _SHOWN = 3
-_ABSENT = object()
-#: What follows a module's name where a copy of it is saved, its bias, or rows of an embedding.
+#: Parts after a module's name that a tuner's layer does not have: trained copies, biases, rows of an embedding.
 _NOT_TUNED = ("weight", "bias", "token_adapter", "input_min", "input_max", "output_min", "output_max")
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The adapter that is being loaded: its name or folder, the keys of its file, and what :func:`translate` found."""
+    """The adapter being loaded: its name or folder, the keys of its file, and the results of :func:`translate`."""
 
     source: str
     keys: tuple[str, ...]
@@ -41,7 +39,7 @@ _loading: ContextVar[Loading | None] = ContextVar("_loading", default=None)
 
 @contextlib.contextmanager
 def loading(source: Any, keys: Iterable[str]) -> Iterator[None]:
-    """Inside, layers are injected for the adapter whose file has these keys."""
+    """Inside, the adapter being loaded is the one with these keys in its file."""
     token = _loading.set(Loading(str(source), tuple(keys)))
     try:
         yield
@@ -50,6 +48,7 @@ def loading(source: Any, keys: Iterable[str]) -> Iterator[None]:
 
 
 def being_loaded() -> Loading | None:
+    """The adapter of the innermost :func:`loading`."""
     return _loading.get()
 
 
@@ -59,7 +58,7 @@ def is_gemma4(model: Any) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The model that PEFT's wraps, or ``model``. PEFT's own way asks the active adapter, which may be deleted."""
+    """The model inside a PEFT model, or ``model``. PEFT's own way needs the active adapter, which may be deleted."""
     if not hasattr(model, "get_base_model"):
         return model
     inner = model.base_model
@@ -67,7 +66,7 @@ def base_of(model: Any) -> Any:
 
 
 def modules_of(model: Any) -> tuple[str, ...]:
-    """Names of the base model's modules, as if no adapter were there."""
+    """Names of the base model's modules without those of adapters."""
     return tuple(_names(base_of(model)))
 
 
@@ -86,6 +85,7 @@ def _names(root: Any) -> Iterator[str]:
 
 
 def translate(keys: Iterable[str], model: Any) -> Translation:
+    """:func:`translation.translate` for the modules of ``model``, cached while an adapter is loaded."""
     given = tuple(keys), modules_of(model)
     adapter = being_loaded()
     known: dict[Any, Translation] = {} if adapter is None else adapter.found
@@ -95,7 +95,7 @@ def translate(keys: Iterable[str], model: Any) -> Translation:
 
 
 def keys_in(source: Any, *, read: Callable[[], dict[str, Any]], subfolder: str | None = None) -> tuple[str, ...]:
-    """Keys of an adapter's file; of a local safetensors file from its header, else from what ``read`` returns."""
+    """Keys of an adapter's file: from the header of a local safetensors file, else from ``read``."""
     file = Path(str(source), subfolder or "", "adapter_model.safetensors")
     if not file.is_file():
         return tuple(read())
@@ -106,6 +106,7 @@ def keys_in(source: Any, *, read: Callable[[], dict[str, Any]], subfolder: str |
 
 
 def nothing_matched(source: Any, model: Any, keys: Sequence[str]) -> Gemma4CompatError:
+    """The error for an adapter without a single key for this model."""
     name = type(base_of(model)).__name__
     here = next((module for module in modules_of(model) if module.endswith("q_proj")), "")
     return Gemma4CompatError(
@@ -116,7 +117,7 @@ def nothing_matched(source: Any, model: Any, keys: Sequence[str]) -> Gemma4Compa
 
 
 def warn_of_unmatched(source: Any, model: Any, unmatched: Sequence[str], total: int) -> None:
-    """Say once which keys went nowhere."""
+    """Warn once about keys that were not loaded."""
     if not unmatched:
         return
     shown = ", ".join(repr(key) for key in unmatched[:_SHOWN])
@@ -130,12 +131,12 @@ def warn_of_unmatched(source: Any, model: Any, unmatched: Sequence[str], total: 
 
 
 def fit(config: Any, model: Any, keys: Iterable[str]) -> None:
-    """Rewrite ``config`` in place so that it targets what the file with these keys has weights for.
+    """Rewrite ``config`` in place to target the layers that the file with these keys has weights for.
 
-    Nothing is changed where the keys need no translation, and no attribute where it means the same here.
+    Nothing changes if the keys need no translation; an attribute that matches the same layers here is kept.
 
     Args:
-        config: a PEFT config whose targets are resolved.
+        config: a PEFT config with resolved targets.
         model: the base model the adapter goes into.
         keys: of the adapter's file.
     """
@@ -164,17 +165,16 @@ def fit(config: Any, model: Any, keys: Iterable[str]) -> None:
 
 
 def _tuned(found: Translation, key: str) -> bool:
-    """Whether the key is of a tuner's layer, not of a trained copy, a bias, or the rows of an embedding."""
+    """Whether the key is of a tuner's layer, not of a trained copy, a bias, or rows of an embedding."""
     rest = found.names[key][len(PREFIX) + len(found.modules[key][1]) + 1 :].split(".")
     own = [part for part in rest if part != "base_layer"]
     return bool(own) and own[0] not in _NOT_TUNED
 
 
 def _targeted(config: Any, model: Any, modules: Iterable[str]) -> set[str]:
-    check = vars(sys.modules["peft.tuners.tuners_utils"])["check_target_module_exists"]
     resolved = copy.deepcopy(config)
     clipped.redirect(resolved, base_of(model))
-    return {name for name in modules if name and check(resolved, name)}
+    return matching.targeted(resolved, filter(None, modules))
 
 
 def _fit_copies(config: Any, modules: Sequence[str], copies: set[str]) -> None:
@@ -185,7 +185,7 @@ def _fit_copies(config: Any, modules: Sequence[str], copies: set[str]) -> None:
         kept = {name for name in matched if any(f"{saved}.".startswith(f"{name}.") for saved in copies)}
         moved = {translation.module_name(saved, modules) for saved in names} - {None}
         if matched != kept or not moved <= kept:
-            # lists stay lists: this is what is saved
+            # a list stays a list: it is saved
             config.modules_to_save = sorted(kept | {name for name in moved if name is not None})
     rows = getattr(config, "trainable_token_indices", None)
     if isinstance(rows, dict):
@@ -224,28 +224,21 @@ def _fit_feedforward(config: Any, tuned: set[str], written: dict[str, str]) -> N
     feedforward = getattr(config, "feedforward_modules", None)
     if not feedforward:
         return
-
-    def matches(name: str) -> bool:
-        if isinstance(feedforward, str):
-            return re.fullmatch(feedforward, name) is not None
-        return any(f".{name}".endswith(f".{end}") for end in feedforward)
-
-    wanted = {name for name in tuned if matches(written[name])}
-    if wanted != {name for name in tuned if matches(name)}:
+    wanted = {name for name in tuned if matching.names_module(feedforward, written[name])}
+    if wanted != {name for name in tuned if matching.names_module(feedforward, name)}:
         config.feedforward_modules = wanted
 
 
 def _fit_patterns(
     patterns: dict[str, Any], tuned: set[str], written: dict[str, str], modules: Sequence[str]
 ) -> dict[str, Any]:
-    """``rank_pattern`` or ``alpha_pattern``, so that each layer has the value it had under its name in the file."""
-    if all(isinstance(value, list) for value in patterns.values()):  # AdaLoRA: which ranks are left, by parameter
+    """``rank_pattern`` or ``alpha_pattern`` that gives each layer the value of its name in the file."""
+    if all(isinstance(value, list) for value in patterns.values()):  # AdaLoRA: the remaining ranks by parameter
         names = translation.translate([PREFIX + name for name in patterns], modules).names
         return {
             names.get(PREFIX + name, PREFIX + name).removeprefix(PREFIX): value for name, value in patterns.items()
         }
-    find = vars(sys.modules["peft.utils.other"])["get_pattern_key"]
-    values = {name: patterns.get(find(patterns.keys(), written[name]), _ABSENT) for name in tuned}
-    if all(patterns.get(find(patterns.keys(), name), _ABSENT) == value for name, value in values.items()):
+    values = {name: matching.value_for(patterns, written[name]) for name in tuned}
+    if all(matching.value_for(patterns, name) == value for name, value in values.items()):
         return patterns
-    return {re.escape(name): value for name, value in sorted(values.items()) if value is not _ABSENT}
+    return {re.escape(name): value for name, value in sorted(values.items()) if value is not None}

@@ -1,4 +1,4 @@
-"""A model as it was before an adapter was put into it. Duck-typed on PEFT's layers; imports nothing upstream."""
+"""Restore a model when loading an adapter fails. Duck-typed on PEFT's layers; imports nothing upstream."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
 
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[[^\]]*\])\).*?torch\.Size\((\[[^\]]*\])\)", re.S)
-#: Base models (their ids) and adapter names of the loads that are being watched.
+#: The ids of base models and the adapter names of active loads.
 _active: ContextVar[frozenset[tuple[int, str]]] = ContextVar("_active", default=frozenset())
 
 
 @contextlib.contextmanager
 def undone_if_it_fails(model: Any, adapter_name: str) -> Iterator[None]:
-    """Inside, an adapter is put into ``model``; if that raises, no trace of it is left there.
+    """Inside, an adapter is added to ``model``; if that raises, the model is restored.
 
-    What is put back: the module tree, what PEFT keeps on models and layers (configurations, scalings, which adapters
-    are active), ``requires_grad``, and the weights of an adapter of that name that was there before. Values of base
-    weights are not: an adapter that changes them while it is made (PiSSA) has changed them.
+    Restored are the module tree, PEFT's attributes of models and layers (configurations, scalings, active adapters),
+    ``requires_grad``, and the weights of an existing adapter of that name. Base weights are not: an adapter that
+    changes them on creation (PiSSA) has changed them.
 
-    Inside another one of the same base model and adapter, nothing is kept a second time: what raises here goes on to
-    raise there.
+    Nested for the same base model and adapter, only the outer one restores.
     """
     key = id(fitting.base_of(model)), adapter_name
     if key in _active.get():
@@ -34,22 +33,22 @@ def undone_if_it_fails(model: Any, adapter_name: str) -> Iterator[None]:
         return
     token = _active.set(_active.get() | {key})
     try:
-        with _kept(model, adapter_name):
+        with _restored(model, adapter_name):
             yield
     finally:
         _active.reset(token)
 
 
 @contextlib.contextmanager
-def _kept(model: Any, adapter_name: str) -> Iterator[None]:
+def _restored(model: Any, adapter_name: str) -> Iterator[None]:
     modules = walk.modules(model)
-    kept = [
+    snapshots = [
         (vars(module), _contents(vars(module)))
         for module in modules
         if module is model or "peft_config" in vars(module) or "_active_adapter" in vars(module)
     ]
     trees = [(module._modules, dict(module._modules)) for module in modules]
-    # Weights that the load may write over. In a model without a module of PEFT there are none.
+    # Weights that the load may overwrite. A model without PEFT modules has none.
     adapted = any(type(module).__module__.startswith("peft.") for module in modules)
     named = model.named_parameters() if adapted else ()
     own = {parameter for name, parameter in named if adapter_name in name.split(".")}
@@ -63,7 +62,7 @@ def _kept(model: Any, adapter_name: str) -> Iterator[None]:
 
         @stack.callback
         def undo() -> None:
-            for attributes, before in kept:
+            for attributes, before in snapshots:
                 attributes.clear()
                 for name, (value, contents) in before.items():
                     attributes[name] = value
@@ -83,15 +82,15 @@ def _kept(model: Any, adapter_name: str) -> Iterator[None]:
 
 
 def _contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each attribute, and a copy of what is in it where it is a container that may be changed in place."""
+    """Each attribute, and a copy of its contents if it is a container that may be changed in place."""
     return {
         name: (value, value.copy() if isinstance(value, (dict, list, set)) else None)
         for name, value in attributes.items()
     }
 
 
-def misfit(error: RuntimeError, adapter: Any, model: Any) -> Gemma4CompatError | None:
-    """What to tell the user of torch's list of size mismatches; None for another error."""
+def mismatch(error: RuntimeError, adapter: Any, model: Any) -> Gemma4CompatError | None:
+    """A clear error for torch's list of size mismatches; None for another error."""
     found = _MISMATCH.findall(str(error))
     return describe(adapter, model, [(name, saved, here) for name, saved, here in found]) if found else None
 

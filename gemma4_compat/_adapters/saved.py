@@ -1,6 +1,6 @@
-"""A saved PEFT adapter as its files describe it: ``adapter_config.json`` and the header of the weights.
+"""Read the description of a saved PEFT adapter: ``adapter_config.json`` and the header of the weights.
 
-No weight is read, no pickle opened, no upstream library imported.
+No weights are read, no pickle is opened, no upstream library is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemma4_compat._errors import Gemma4CompatError
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
-#: Where a key stops naming a module of the base and begins to name what a tuner put there.
+#: Where the name of a base module ends in a key and the tuner's part begins.
 _TUNER = re.compile(
     r"\.(?:lora_|base_layer|modules_to_save|token_adapter|trainable_tokens_|ia3_|hada_|lokr_|oft_|boft_|vera_|pvera_|"
     r"vblora_|randlora_|fourierft_|waveft_|hra_|miss_|bone_|c3a_|shira_|road_|delora_|gralora_|adamss_|hira_|"
@@ -29,10 +29,10 @@ _TUNER = re.compile(
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """What the files of an adapter say.
+    """The description of an adapter.
 
     Attributes:
-        folder: where they are.
+        folder: of its files.
         config: ``adapter_config.json``.
         tensors: by key, in the order of the file.
     """
@@ -58,7 +58,7 @@ def read(adapter: str | os.PathLike[str]) -> SavedAdapter:
 
 
 def module_of(key: str) -> str:
-    """The module that a key belongs to, by its text alone, without PEFT's prefix."""
+    """The module of a key, from its text alone, without PEFT's prefix."""
     path = _TUNER.split(key.removeprefix(translation.PREFIX), maxsplit=1)[0]
     return path.removesuffix(".weight").removesuffix(".bias")
 
@@ -67,7 +67,7 @@ def _configuration(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise Gemma4CompatError(f"{str(file)!r} is no JSON: {error}") from error
+        raise Gemma4CompatError(f"{str(file)!r} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise Gemma4CompatError(f"{str(file)!r} holds no settings: it is a JSON {type(config).__name__}")
     return config
@@ -114,10 +114,10 @@ def _no_config(folder: Path) -> Gemma4CompatError:
     inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG}"))
     if inside:
         return Gemma4CompatError(
-            f"{str(folder)!r} is no saved adapter, but holds some: {', '.join(inside)}. Give one of these folders"
+            f"{str(folder)!r} is not a saved adapter, but holds some: {', '.join(inside)}. Give one of these folders"
         )
     model = ", but the folder of a model, which comes after the adapter" if (folder / "config.json").is_file() else ""
-    return Gemma4CompatError(f"{str(folder)!r} is no saved adapter{model}: there is no {CONFIG} in it")
+    return Gemma4CompatError(f"{str(folder)!r} is not a saved adapter{model}: there is no {CONFIG} in it")
 
 
 def _no_weights(folder: Path) -> Gemma4CompatError:
@@ -134,4 +134,4 @@ def _no_weights(folder: Path) -> Gemma4CompatError:
         )
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     there = f"; there is {', '.join(others)}, which PEFT does not look for" if others else ""
-    return Gemma4CompatError(f"{str(folder)!r} is no saved adapter: there is no {WEIGHTS} in it{there}")
+    return Gemma4CompatError(f"{str(folder)!r} is not a saved adapter: there is no {WEIGHTS} in it{there}")

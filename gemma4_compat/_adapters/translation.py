@@ -1,7 +1,7 @@
-"""Which module of a model each key of an adapter file belongs to, whatever class and tool the file came from.
+"""Translate the keys of an adapter file to a model of another Gemma 4 class, or from another tool.
 
-Plain names in, plain names out: no upstream library, no weights. No list of tuners either: a key is the longest path
-of modules that the model has, and what follows is a parameter of whatever tuner wrote it.
+Works on plain names: no upstream library, no weights, no list of tuners. A key is the longest path of modules that the
+model has, followed by a parameter of the tuner.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-#: What PEFT puts before the base model's names.
+#: PEFT's prefix of the base model's names.
 PREFIX = "base_model.model."
-#: Containers at the head of a name; which of them there are, and in which order, is what the classes differ in.
+#: Containers at the start of a name; the classes differ in which of them they have, and in which order.
 _CONTAINERS = frozenset({"base_model", "model", "language_model", "text_model", "module"})
 #: Wrappers of torch.compile, FSDP and activation checkpointing, anywhere in a name.
 _TRANSPARENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-#: The layer inside a clipped linear, and what may follow the name of the wrapper itself.
+#: The layer inside a clipped linear, and the names that belong to the wrapper itself.
 INNER = "linear"
 _OF_WRAPPERS = frozenset({"input_min", "input_max", "output_min", "output_max", "modules_to_save"})
-#: What a KV-shared layer has in some releases and lacks in others; none of it is ever used there.
+#: Modules that KV-shared layers have in some releases and lack in others; they are never used there.
 _SHARED = frozenset({"k_proj", "v_proj", "k_norm", "v_norm"})
 _OWN = frozenset({"weight", "bias"})
-#: A child without weights: the experts have no other, for theirs are parameters of their own.
+#: A child without weights: the only child of the experts, whose weights are their own parameters.
 _ACTIVATION = "act_fn"
 #: PEFT's names for a trained copy of a module, and for trained rows of an embedding.
 _COPY, _TOKENS = "modules_to_save", "token_adapter"
@@ -29,31 +29,31 @@ _COPY, _TOKENS = "modules_to_save", "token_adapter"
 
 @dataclass(frozen=True)
 class Translation:
-    """Where the keys of an adapter go in one model.
+    """The keys of an adapter, translated for one model.
 
     Attributes:
         names: key in the file -> the key PEFT itself would have written for this model (no adapter name in it).
-        dead: keys of modules this model has no use for (k/v projections of KV-shared layers); dropping them is right.
-        unmatched: keys that belong nowhere here.
-        modules: key in ``names`` -> (module as the file names it, module here); without those of no module.
+        unused: keys of modules that this model never uses (k/v projections of KV-shared layers), safe to drop.
+        unmatched: keys that belong to no module of this model.
+        modules: key in ``names`` -> (module in the file, module in this model), without keys of no module.
     """
 
     names: Mapping[str, str]
-    dead: tuple[str, ...]
+    unused: tuple[str, ...]
     unmatched: tuple[str, ...]
     modules: Mapping[str, tuple[str, str]]
 
     @property
     def is_identity(self) -> bool:
-        """Whether every key is already the one PEFT would have written."""
-        return not self.dead and not self.unmatched and all(key == name for key, name in self.names.items())
+        """Whether PEFT would have written the same keys for this model."""
+        return not self.unused and not self.unmatched and all(key == name for key, name in self.names.items())
 
 
 def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
     """Find the module of each key.
 
-    Understood are keys from every Gemma 4 class (``Gemma4ForCausalLM``, ``Gemma4ForConditionalGeneration``, the bare
-    models, their unified kin), with PEFT's prefix missing, doubled or half there, in the old order
+    It accepts keys from every Gemma 4 class (``Gemma4ForCausalLM``, ``Gemma4ForConditionalGeneration``, the bare
+    models, the unified classes), with PEFT's prefix missing, doubled or incomplete, in the old order
     ``language_model.model``, with the adapter's name left in, on a clipped linear or on its inner ``.linear``. Where
     two keys mean one tensor, the one that needs no translation wins and the other is ``unmatched``.
 
@@ -69,7 +69,7 @@ def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
     parameters = {place.parameter for place in leaves} | {_COPY}
     names: dict[str, str] = {}
     owners: dict[str, tuple[str, str]] = {}
-    dead: list[str] = []
+    unused: list[str] = []
     unmatched: list[str] = []
     for key, place in places.items():
         if place.module is None:
@@ -77,8 +77,8 @@ def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
                 names[key] = key
             else:
                 unmatched.append(key)
-        elif here.is_dead(place):
-            dead.append(key)
+        elif here.is_unused(place):
+            unused.append(key)
         elif not place.is_leaf and len(place.rest) != 1 and place.parameter not in parameters:
             unmatched.append(key)  # its module is one that this model lacks
         else:
@@ -90,18 +90,18 @@ def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
             del names[key], owners[key]
             unmatched.append(key)
         taken.add(name)
-    return Translation(names, tuple(dead), tuple(unmatched), owners)
+    return Translation(names, tuple(unused), tuple(unmatched), owners)
 
 
 def module_name(name: str, modules: Collection[str]) -> str | None:
-    """The module here that a module's name from another class means; None where there is none."""
+    """The name in this model of a module of another class; None if there is no such module."""
     place = _Modules(modules).find(name)
     return None if place.rest else place.module
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A key, taken apart: the module here (None: no module), its name in the file, and what follows it."""
+    """A parsed key: the module in this model (None: no module), its name in the file, and the rest of the key."""
 
     module: str | None
     written: str
@@ -110,13 +110,13 @@ class _Place:
 
     @property
     def parameter(self) -> str:
-        """What the tuner calls its parameter (``lora_A``), and an empty string for a weight of the module itself."""
+        """The tuner's parameter (``lora_A``); an empty string for a weight of the module itself."""
         own = [part for part in self.rest if part != "base_layer"]
         return "" if not own or own[0] in _OWN else own[0]
 
 
 class _Modules:
-    """A model's modules by the part of their name that all classes share."""
+    """A model's modules by the part of their names that all classes have in common."""
 
     def __init__(self, modules: Collection[str]) -> None:
         self._names: dict[tuple[str, ...], str] = {}
@@ -143,8 +143,8 @@ class _Modules:
         written = ".".join(parts[: len(parts) - len(rest)])
         return _Place(self._names[module], written, rest, is_leaf)
 
-    def is_dead(self, place: _Place) -> bool:
-        """Whether this is of a k/v projection (or norm) in a layer that has neither: a KV-shared one."""
+    def is_unused(self, place: _Place) -> bool:
+        """Whether the key is of a k/v projection (or norm) in a layer that has none: a KV-shared one."""
         path = _shared_part(place.module or "")
         if not (path and path[-1] == "self_attn" and place.rest and place.rest[0] in _SHARED):
             return False
@@ -158,9 +158,10 @@ def _shared_part(name: str) -> tuple[str, ...]:
 
 
 def _adapter_name(places: Iterable[_Place]) -> str | None:
-    """The adapter's name, where it was left in the keys: the part that follows the parameter in all of them.
+    """The adapter's name if it was left in the keys: the part that follows the parameter in all of them.
 
-    Other names than ``default`` must have something after them, or ``scale`` in ``some_tuner.scale`` would be one.
+    A name other than ``default`` must be followed by another part; otherwise ``scale`` in ``some_tuner.scale`` would
+    count as one.
     """
     found: set[str] = set()
     followed = False
@@ -176,7 +177,7 @@ def _adapter_name(places: Iterable[_Place]) -> str | None:
 
 
 def _without_adapter(rest: tuple[str, ...], adapter: str | None) -> tuple[str, ...]:
-    """What follows the module, without the adapter's name and without PEFT's name for a trained copy."""
+    """The rest of a key without the adapter's name and without PEFT's name for a trained copy."""
     if rest and rest[0] == _COPY:
         rest = rest[1:]
         known = {adapter, "default"}

@@ -1,6 +1,6 @@
-"""The header of a safetensors file: which tensors are where in it. The data is not touched.
+"""Read the header of a safetensors file: names, types, shapes and offsets of its tensors. The data is not read.
 
-The library of that name needs numpy or torch even for shapes, and maps the file.
+The safetensors library needs numpy or torch even for shapes, and maps the file.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ _LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 @dataclass(frozen=True)
 class Tensor:
-    """One entry of a safetensors header: the type as safetensors names it (``"BF16"``), the shape, and where in the
-    file it begins and how much it takes, in bytes.
+    """One entry of a safetensors header.
+
+    Attributes:
+        dtype: as safetensors names it (``"BF16"``).
+        shape: of the tensor.
+        start: its first byte in the file.
+        nbytes: its size.
     """
 
     dtype: str
@@ -36,10 +41,10 @@ class Tensor:
 
 
 def header(file: Path) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, from its header; the data is not touched.
+    """Every tensor of a safetensors file, by name.
 
     Raises:
-        Gemma4CompatError: it is no safetensors file, or not all of one.
+        Gemma4CompatError: it is not a safetensors file, or it is truncated or damaged.
     """
     try:
         size = file.stat().st_size
@@ -50,7 +55,7 @@ def header(file: Path) -> dict[str, Tensor]:
         start = stream.read(64)
         length = int.from_bytes(start[:8], "little")
         if size < 8 or length > _LONGEST_HEADER or start[8:9] not in (b"{", b""):
-            raise Gemma4CompatError(f"{str(file)!r} is no safetensors file: {_what_it_is(start)}")
+            raise Gemma4CompatError(f"{str(file)!r} is not a safetensors file: {_what_it_is(start)}")
         if 8 + length > size:
             raise _truncated(file, size, 8 + length, "its header alone takes")
         stream.seek(8)
@@ -61,7 +66,7 @@ def header(file: Path) -> dict[str, Tensor]:
         ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != "__metadata__"]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise Gemma4CompatError(
-            f"{str(file)!r} is no safetensors file: its header cannot be read ({error})"
+            f"{str(file)!r} is not a safetensors file: its header cannot be read ({error})"
         ) from error
     expected = 8 + length + max(ends, default=0)
     if size < expected:

@@ -1,6 +1,6 @@
-"""Safetensors files tensor by tensor: what is read is one tensor, or a piece of one, never a file.
+"""Read and write safetensors files tensor by tensor, or in pieces of a tensor, never a whole file.
 
-A mapped file would do the same, but its pages count as memory of the process for as long as it is open.
+A memory-mapped file would do the same, but its pages count as memory of the process while it is open.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._checkpoint import header as _safetensors
+from gemma4_compat._checkpoint.header import header
 from gemma4_compat._errors import Gemma4CompatError
 
-#: Bytes that travel at a time where a tensor is only copied.
+#: Bytes per piece where a tensor is only copied.
 PIECE = 64 << 20
 
 _TORCH = {
@@ -37,7 +37,7 @@ _TORCH = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor is: ``dtype`` as torch calls it, ``start`` in bytes from the beginning of ``file``."""
+    """Location of a tensor: ``dtype`` as torch calls it, ``start`` in bytes from the beginning of ``file``."""
 
     name: str
     dtype: str
@@ -55,14 +55,14 @@ def dtype_of(name: str) -> Any:
 
 
 def entries(file: Path) -> dict[str, Entry]:
-    """What a safetensors file holds, in the order of its bytes.
+    """The tensors of a safetensors file, in the order of their bytes.
 
     Raises:
-        Gemma4CompatError: it is not one, or it ends early.
+        Gemma4CompatError: it is not a safetensors file, or it is truncated.
     """
     found = [
         Entry(name, _torch_name(file, name, tensor.dtype), tensor.shape, file, tensor.start, tensor.nbytes)
-        for name, tensor in _safetensors.header(file).items()
+        for name, tensor in header(file).items()
     ]
     return {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.start, entry.nbytes))}
 
@@ -84,7 +84,7 @@ def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
 
 
 def read(entry: Entry) -> Any:
-    """The tensor, in memory of its own."""
+    """The tensor, copied into memory."""
     import torch
 
     tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
@@ -125,7 +125,7 @@ def checkpoint(folder: Path) -> dict[str, Entry]:
     """Every tensor of the checkpoint in ``folder``, shard by shard.
 
     Raises:
-        Gemma4CompatError: there is none in safetensors, or a shard is missing or broken.
+        Gemma4CompatError: there are no safetensors files, or a shard is missing or damaged.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file():
@@ -180,9 +180,9 @@ def write(folder: Path, files: Sequence[Sequence[Output]], values: Mapping[str, 
     """Write a checkpoint and its index; returns the names of the files.
 
     Args:
-        folder: where to.
-        files: what each file holds.
-        values: name -> a function that gives the tensor in pieces, flat or not; called once each, in order.
+        folder: where the files are written.
+        files: the tensors of each file.
+        values: name -> a function that yields the tensor in pieces, flat or not; each is called once, in order.
 
     Raises:
         Gemma4CompatError: there is no room for it, or the folder cannot be written.
@@ -204,15 +204,15 @@ def write(folder: Path, files: Sequence[Sequence[Output]], values: Mapping[str, 
 
 
 def _write_file(file: Path, outputs: Sequence[Output], values: Mapping[str, Any]) -> None:
-    # The widest first, as safetensors itself does: every tensor is aligned then.
+    # The widest dtype first, as safetensors itself does: that aligns every tensor.
     ordered = sorted(outputs, key=lambda output: -dtype_of(output.dtype).itemsize)
     names = {torch_name: name for name, torch_name in _TORCH.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    description: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for output in ordered:
         offsets = [end, end := end + output.nbytes]
-        header[output.name] = {"dtype": names[output.dtype], "shape": list(output.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
+        description[output.name] = {"dtype": names[output.dtype], "shape": list(output.shape), "data_offsets": offsets}
+    text = json.dumps(description, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     try:
         with file.open("wb") as stream:
@@ -220,7 +220,7 @@ def _write_file(file: Path, outputs: Sequence[Output], values: Mapping[str, Any]
             for output in ordered:
                 written = 0
                 for piece in values[output.name]():
-                    written += stream.write(_bytes(piece))
+                    written += stream.write(as_bytes(piece))
                 if written != output.nbytes:
                     raise AssertionError(f"{output.name}: {written} bytes written, {output.nbytes} announced")
             stream.flush()
@@ -229,7 +229,8 @@ def _write_file(file: Path, outputs: Sequence[Output], values: Mapping[str, Any]
         raise unwritable(error, file, 8 + len(text) + end) from error
 
 
-def _bytes(piece: Any) -> Any:
+def as_bytes(piece: Any) -> Any:
+    """A tensor's bytes, as a ``memoryview``."""
     import torch
 
     flat = piece.detach().contiguous().reshape(-1)

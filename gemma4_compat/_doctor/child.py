@@ -1,6 +1,6 @@
-"""One reproduction in this process, as JSON: ``python -m gemma4_compat._doctor.child ID FOLDER``.
+"""Run one reproduction in this process and print JSON: ``python -m gemma4_compat._doctor.child ID FOLDER``.
 
-``doctor`` runs it twice, with the shim off and on. ``build FOLDER [VARIANT]`` instead makes the folder.
+``doctor`` runs it twice, with the shim off and on. ``build FOLDER [VARIANT]`` creates the folder instead.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 
 from gemma4_compat import _shim
 from gemma4_compat._engine.patch import Outcome
-from gemma4_compat._reproduction.workspace import LackingError, Workspace
+from gemma4_compat._reproduction.workspace import MissingPartError, Workspace
 
 
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
-    """Run one reproduction here and describe what happened as JSON-able data; no exception escapes it but Ctrl-C.
+    """Run one reproduction and describe the result as JSON-able data; only Ctrl-C escapes it.
 
-    ``ID:reverted`` undoes every patch first, after the libraries were imported with them; ``ID:alone`` this one.
+    ``ID:reverted`` first reverts every patch, after importing the libraries with them; ``ID:alone`` only this one.
     """
     patch_id, _, mode = patch_id.partition(":")
     patch = {patch.id: patch for patch in _shim.engine.patches()}[patch_id]
     if mode:
         for target in patch.targets:
-            with contextlib.suppress(ModuleNotFoundError):  # of another release; the patch waits for it in vain
+            with contextlib.suppress(ModuleNotFoundError):  # not in this release; the patch is never applied
                 importlib.import_module(target.module)
         _shim.engine.revert(patch_id if mode == "alone" else None)
     started = time.perf_counter()
     try:
         result: dict[str, Any] = dataclasses.asdict(patch.reproduce(Workspace(folder)))
-    except LackingError as error:
+    except MissingPartError as error:
         result = dataclasses.asdict(Outcome(False, str(error), applicable=False))
     except Exception as error:  # the user's crash is the result here
         result = dataclasses.asdict(Outcome.of_error(error))
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     command, folder = argv[0], Path(argv[1])
     if command == "build":
         workspace = Workspace.build(folder, argv[2] if len(argv) > 2 else None)
-        # Beside a GPU a fork is not safe, and where a system's own libraries start threads.
+        # A fork is not safe with a GPU, nor on systems whose own libraries start threads.
         forks = sys.platform == "linux" and workspace.main == "cpu"
         result: dict[str, Any] = {"built": str(folder), "forks": forks}
     else:

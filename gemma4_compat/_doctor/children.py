@@ -1,8 +1,8 @@
-"""Reproductions in child processes: one each, or forks of one that has imported the libraries.
+"""Run reproductions in child processes: a process each, or forks of one that has imported the libraries.
 
-Importing the libraries takes longer than most reproductions, so :class:`Forks` imports them once. A process of its own
-is needed where a fork is not safe: beside a GPU (CUDA does not survive a fork) and on systems other than Linux.
-Imports nothing upstream, but for the process that forks (``python -m gemma4_compat._doctor.children FOLDER``).
+Importing the libraries takes longer than most reproductions, so :class:`Forks` imports them once. Separate processes
+are needed where a fork is not safe: with a GPU (CUDA does not survive a fork) and on systems other than Linux.
+Nothing upstream is imported except in the process that forks (``python -m gemma4_compat._doctor.children FOLDER``).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TIMEOUT = 600
 
 
 def alone(command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
-    """What ``python -m gemma4_compat._doctor.child`` answers to ``command``, in a process of its own.
+    """The result of ``python -m gemma4_compat._doctor.child`` for ``command``, in a new process.
 
-    A child that dies is a defect, with the end of what it wrote. ``disabled`` is its GEMMA4_COMPAT_DISABLE.
+    A crash counts as a defect, with the last line of its output. ``disabled`` is the child's GEMMA4_COMPAT_DISABLE.
     """
     try:
         done = subprocess.run(
@@ -40,22 +40,22 @@ def alone(command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return dead(f"no answer after {TIMEOUT} s")
+        return crashed(f"no result after {TIMEOUT} s")
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode != 0 or not last.startswith("{"):
-        return dead(_ended(done.returncode, done.stderr or done.stdout))
+        return crashed(_ended(done.returncode, done.stderr or done.stdout))
     result: dict[str, Any] = json.loads(last)
     return result
 
 
-def dead(detail: str) -> dict[str, Any]:
-    """The result of a reproduction whose process gave none."""
+def crashed(detail: str) -> dict[str, Any]:
+    """The result of a reproduction whose process crashed or timed out."""
     result = {"defect": True, "detail": detail, "parity": None, "applicable": True, "seconds": None}
     return result | {"state": "unknown", "reason": detail, "detection": None}
 
 
 class Forks:
-    """A process that has imported the libraries and forks for each command; what :func:`alone` answers, sooner.
+    """A process that has imported the libraries and forks for each command; faster than :func:`alone`.
 
     Args:
         folder: of the :class:`~gemma4_compat._reproduction.workspace.Workspace`.
@@ -63,31 +63,31 @@ class Forks:
     """
 
     def __init__(self, folder: Path, disabled: str = "") -> None:
-        self._wrote = _file()
+        self._output = _file()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gemma4_compat._doctor.children", str(folder)],
             env=_environment(disabled),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._wrote,
+            stderr=self._output,
             text=True,
         )
 
     def __call__(self, command: str) -> dict[str, Any]:
-        """Run one command and wait for its answer; not from two threads at once."""
+        """Run one command and wait for its result; not thread-safe."""
         if self._process.stdin is None or self._process.stdout is None:
             raise RuntimeError("the process that forks has no pipes")
         try:
             self._process.stdin.write(f"{command}\n")
             self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            reply = self._process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
-        if not answer:
+            reply = ""
+        if not reply:
             status = self._process.wait()
-            self._wrote.seek(0)
-            return dead(_ended(status, self._wrote.read()))
-        result: dict[str, Any] = json.loads(answer)
+            self._output.seek(0)
+            return crashed(_ended(status, self._output.read()))
+        result: dict[str, Any] = json.loads(reply)
         return result
 
     def __enter__(self) -> Forks:
@@ -98,7 +98,7 @@ class Forks:
     ) -> None:
         self._process.kill()
         self._process.communicate()
-        self._wrote.close()
+        self._output.close()
 
 
 def _environment(disabled: str) -> dict[str, str]:
@@ -110,8 +110,8 @@ def _environment(disabled: str) -> dict[str, str]:
     return environment
 
 
-def _ended(status: int, wrote: str) -> str:
-    lines = wrote.strip().splitlines()
+def _ended(status: int, output: str) -> str:
+    lines = output.strip().splitlines()
     return f"the process ended with {status}: {lines[-1] if lines else 'no output'}"
 
 
@@ -120,9 +120,9 @@ def _file() -> IO[str]:
 
 
 def _serve(folder: Path) -> None:
-    """Answer each line of standard input with a line of JSON."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else writes to standard output
+    """Run each line of standard input as a command and print its result as a line of JSON."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # other output goes to standard error
 
     import accelerate  # noqa: F401
     import bitsandbytes  # noqa: F401
@@ -132,13 +132,13 @@ def _serve(folder: Path) -> None:
     from gemma4_compat._doctor import child as _child
 
     for line in sys.stdin:
-        with _file() as wrote:
+        with _file() as output:
             reader, writer = os.pipe()
             child = os.fork()
             if child == 0:
                 os.close(reader)
-                os.dup2(wrote.fileno(), 1)
-                os.dup2(wrote.fileno(), 2)
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
                 status = 1
                 try:
                     with os.fdopen(writer, "w") as out:
@@ -148,21 +148,21 @@ def _serve(folder: Path) -> None:
                     if status:
                         traceback.print_exc()
                     sys.stderr.flush()
-                    os._exit(status)  # without what the parent would do at its end
+                    os._exit(status)  # skip the parent's exit handlers
             os.close(writer)
             text = _read(reader, child)
             _, ended = os.waitpid(child, 0)
             if text is None:
-                text = json.dumps(dead(f"no answer after {TIMEOUT} s"))
+                text = json.dumps(crashed(f"no result after {TIMEOUT} s"))
             elif not text:
-                wrote.seek(0)
-                text = json.dumps(dead(_ended(os.waitstatus_to_exitcode(ended), wrote.read())))
-        answers.write(f"{text}\n")
-        answers.flush()
+                output.seek(0)
+                text = json.dumps(crashed(_ended(os.waitstatus_to_exitcode(ended), output.read())))
+        results.write(f"{text}\n")
+        results.flush()
 
 
 def _read(reader: int, child: int) -> str | None:
-    """All that ``child`` sends; None if it takes too long and was killed."""
+    """Everything ``child`` sends; None if it timed out and was killed."""
     with os.fdopen(reader) as found:
         if not select.select([found], [], [], TIMEOUT)[0]:
             os.kill(child, signal.SIGKILL)

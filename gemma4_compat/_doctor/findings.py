@@ -1,4 +1,4 @@
-"""Run reproductions in child processes, shim off and on, and judge what they found. Imports nothing upstream."""
+"""Run reproductions in child processes, shim off and on, and give verdicts. Imports nothing upstream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Finding:
 
     Attributes:
         id: the patch.
-        versions: releases of the libraries it concerns.
+        versions: installed releases of the libraries it concerns.
         without: the reproduction's result with every patch off (keys ``defect``, ``detail``, ``parity``,
             ``applicable``, ``seconds``, ``state``, ``reason``, ``detection``).
         with_shim: the same with this package as the environment configures it.
@@ -53,17 +53,17 @@ class Finding:
 
     @property
     def verdict(self) -> str:
-        state, there = self.with_shim["state"], self.without["defect"]
-        if self.with_shim["defect"] and not there:
+        state, without = self.with_shim["state"], self.without["defect"]
+        if self.with_shim["defect"] and not without:
             return CAUSED
         if state == "failed":
-            if there:
+            if without:
                 return OFF_REMAINS
-            # Code that is not known may be code without the defect; anything else that failed is our fault.
+            # Unknown code may be free of the defect; any other failure is ours.
             return OFF_NOT_SEEN if self.with_shim["detection"] == "unknown" else FAILED
         if self.with_shim["defect"]:
             return DISABLED if state == "skipped" else REMAINS
-        if there:
+        if without:
             return REPAIRED
         return NOT_AFFECTED if self.without["applicable"] else NOT_APPLICABLE
 
@@ -73,14 +73,14 @@ class Finding:
 
     @property
     def report(self) -> str | None:
-        """What to tell us, and where, about a patch that could not be applied; None for any other."""
+        """What to report, and where, about a patch that could not be applied; None for any other."""
         if self.with_shim["state"] != "failed":
             return None
-        ask = f"please report it at {ISSUES}"
+        request = f"please report it at {ISSUES}"
         if self.verdict == OFF_NOT_SEEN:
-            ask = f"upstream may have fixed it; {ask}, so that the patch's range is closed"
+            request = f"upstream may have fixed it; {request}, so that the patch's range is closed"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{ask}. Say: {self.id}: {self.with_shim['reason']} [{versions}]"
+        return f"{request}. Say: {self.id}: {self.with_shim['reason']} [{versions}]"
 
     def as_data(self) -> dict[str, Any]:
         return {
@@ -113,11 +113,11 @@ def stack() -> dict[str, str]:
 
 
 def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]) -> Iterator[Finding]:
-    """Reproduce each patch's defect without and with the shim; yields findings as they are complete.
+    """Reproduce each patch's defect without and with the shim; yields each finding once complete.
 
     Args:
         patches: what to examine.
-        keep: leave the folder with the tiny checkpoint, the adapters and the offloaded weights, and say where it is.
+        keep: keep the folder with the tiny checkpoint, the adapters and the offloaded weights, and print its path.
         note: called with lines for the user that are not findings.
 
     Raises:
@@ -141,19 +141,19 @@ def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]
 
 
 def _results(patches: Sequence[Patch], folder: Path, *, forks: bool) -> Iterator[tuple[Patch, bool, dict[str, Any]]]:
-    """Each patch's reproduction with the shim (True) and without (False), as they end."""
+    """The result of each reproduction with the shim (True) and without (False), as they complete."""
     jobs: dict[Future[dict[str, Any]], tuple[Patch, bool]] = {}
     with contextlib.ExitStack() as stack:
         for shim in (False, True):
-            beside = max(1, min(2 if forks else 8, (os.cpu_count() or 2) // 4))  # alone, they mostly import
+            workers = max(1, min(2 if forks else 8, (os.cpu_count() or 2) // 4))  # without forks, they mostly import
             idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]] = queue.SimpleQueue()
-            for _ in range(beside):
+            for _ in range(workers):
                 disabled = "" if shim else "all"
                 if forks:
                     idle.put(stack.enter_context(children.Forks(folder, disabled)))
                 else:
                     idle.put(functools.partial(children.alone, folder=folder, disabled=disabled))
-            pool = stack.enter_context(ThreadPoolExecutor(beside))
+            pool = stack.enter_context(ThreadPoolExecutor(workers))
             jobs.update({pool.submit(_with_one_of, idle, patch.id): (patch, shim) for patch in patches})
         try:
             for job in as_completed(jobs):

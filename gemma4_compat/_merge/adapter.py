@@ -1,4 +1,4 @@
-"""A saved adapter as the merge needs it: its keys in the names of the base model, and what each of them changes."""
+"""Open a saved adapter for a merge: translate its keys to the base model, and sort them by what they change."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import translation as _adapter_keys
+from gemma4_compat._adapters import matching
+from gemma4_compat._adapters import translation as translations
+from gemma4_compat._adapters.saved import CONFIG, PICKLE, WEIGHTS
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 
-PREFIX = "base_model.model."
-WEIGHTS, PICKLE, CONFIG = "adapter_model.safetensors", "adapter_model.bin", "adapter_config.json"
-
-#: PEFT types whose layers know nothing of one another, so that one at a time can be built and merged.
+#: PEFT types with independent layers, which can be built and merged one at a time.
 TYPES = (
     "BOFT",
     "FOURIERFT",
@@ -43,14 +42,14 @@ class Adapter:
     """A saved adapter and what it changes in one base model.
 
     Attributes:
-        folder: of an adapter that PEFT loads onto this model as it is; the given one where that is so already.
+        folder: of an adapter that PEFT loads onto this model unchanged: the given one, or a translated copy.
         config: PEFT's configuration of it.
-        entries: the tensors, by their key in PEFT's terms for this model (no adapter name).
+        entries: the tensors by the key PEFT uses for this model (without an adapter name).
         modules: path of a module -> keys of the adapter's weights there.
         replaced: parameter or buffer of the model -> key of the value it gets (modules_to_save, trained biases).
-        dead: keys in the file of modules this model has no use for.
-        absent: modules that the configuration targets and the file has nothing for.
-        translated: whether the file's own keys were other ones.
+        unused: keys in the file for modules that this model never uses.
+        absent: modules that the configuration targets and the file has no weights for.
+        translated: whether the file has other keys.
     """
 
     folder: Path
@@ -58,23 +57,18 @@ class Adapter:
     entries: Mapping[str, Entry]
     modules: dict[str, list[str]] = field(default_factory=dict)
     replaced: dict[str, str] = field(default_factory=dict)
-    dead: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     translated: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(entry.nbytes for entry in self.entries.values())
-
 
 def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool = False) -> Adapter:
-    """Read what an adapter says; its weights stay on disk.
+    """Read the description of an adapter; its weights stay on disk.
 
     Args:
         folder: with ``adapter_config.json`` and weights.
         model: the base model on meta.
-        scratch: an empty folder for a copy in PEFT's terms, where the given one is in others.
+        scratch: an empty folder, for a copy where the file's keys must be translated.
         allow_pickle: read ``adapter_model.bin`` (tensors only).
 
     Raises:
@@ -89,7 +83,7 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
         raise Gemma4CompatError(f"the adapter in {str(folder)!r} has no weights: {WEIGHTS} is empty")
     adapter = Adapter(source, config, entries)
     modules = {name for name, _ in model.named_modules() if name}
-    translation = _adapter_keys.translate(entries, modules)
+    translation = translations.translate(entries, modules)
     if not translation.names:
         raise Gemma4CompatError(
             f"not one of the {len(entries)} keys of the adapter in {str(folder)!r} belongs to {type(model).__name__} "
@@ -99,9 +93,9 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
         raise Gemma4CompatError(
             f"{len(translation.unmatched)} keys of the adapter in {str(folder)!r} belong to no module of "
             f"{type(model).__name__}, {translation.unmatched[0]!r} among them; without them the merged model would "
-            "not answer as the adapter does. Give the base it was trained on"
+            "not give the adapter's outputs. Give the base it was trained on"
         )
-    adapter.dead = tuple(translation.dead)
+    adapter.unused = tuple(translation.unused)
     adapter.entries = {new: entries[old] for old, new in translation.names.items()}
     _sort(adapter, model)
     if not translation.is_identity:
@@ -127,7 +121,8 @@ def _config(folder: Path) -> Any:
     file = folder / CONFIG
     if not file.is_file():
         raise Gemma4CompatError(
-            f"{str(folder)!r} is no saved adapter: there is no {CONFIG} in it. Give the folder save_pretrained wrote"
+            f"{str(folder)!r} is not a saved adapter: there is no {CONFIG} in it. "
+            "Give the folder save_pretrained wrote"
         )
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -144,8 +139,8 @@ def _config(folder: Path) -> Any:
         )
     if kind not in TYPES:
         raise Gemma4CompatError(
-            f"adapters of type {kind} are not merged module by module, for their layers share state or their type is "
-            f"not covered by a test ({', '.join(TYPES)} are). Merge it in memory: load the base in bf16, "
+            f"adapters of type {kind} are not merged module by module, because their layers share state or their type "
+            f"is not covered by a test ({', '.join(TYPES)} are). Merge it in memory: load the base in bf16, "
             "PeftModel.from_pretrained, merge_and_unload, save_pretrained"
         )
     try:
@@ -181,7 +176,7 @@ def _unpickled(folder: Path, scratch: Path, config: Any, allow_pickle: bool) -> 
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         raise Gemma4CompatError(f"{str(file)!r} cannot be read as tensors alone: {_line(error)}") from error
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise Gemma4CompatError(f"{str(file)!r} holds something else than tensors by name")
+        raise Gemma4CompatError(f"{str(file)!r} does not hold tensors by name")
     save_file({key: value.clone().contiguous() for key, value in weights.items()}, scratch / WEIGHTS)
     return shards.entries(scratch / WEIGHTS)
 
@@ -191,12 +186,12 @@ def _line(error: BaseException) -> str:
 
 
 def _sort(adapter: Adapter, model: Any) -> None:
-    """What each key changes: weights of the adapter on a module, or a value of the model itself."""
+    """Sort the keys: adapter weights of a module, or a tensor of the model itself."""
     modules = {name for name, _ in model.named_modules()}
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     for key in adapter.entries:
-        path = key.removeprefix(PREFIX)
+        path = key.removeprefix(translations.PREFIX)
         plain = path.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
         if plain in own:
             adapter.replaced[plain] = key
@@ -212,24 +207,24 @@ def _sort(adapter: Adapter, model: Any) -> None:
         adapter.modules.setdefault(module, []).append(key)
 
 
-def _rename(adapter: Adapter, there: Mapping[str, str], scratch: Path) -> None:
+def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -> None:
     """Write the adapter with the keys of this model, and a configuration that targets exactly these modules.
 
-    ``there``: module of this model -> its name in the file, by which the configuration's patterns were meant.
+    ``names_in_file``: module of this model -> its name in the file, which the configuration's patterns refer to.
     """
-    before = {path: there.get(path, path) for path in adapter.modules}
+    before = {path: names_in_file.get(path, path) for path in adapter.modules}
     config = adapter.config = copy.deepcopy(adapter.config)
     for attribute in ("rank_pattern", "alpha_pattern"):
         if patterns := getattr(config, attribute, None):
             exact = {
                 re.escape(path): patterns[found]
                 for path, old in before.items()
-                if (found := pattern_for(patterns, old)) is not None
+                if (found := matching.pattern_for(patterns, old)) is not None
             }
             setattr(config, attribute, exact)
     if getattr(config, "feedforward_modules", None):
         config.feedforward_modules = {
-            path for path, old in before.items() if names_it(config.feedforward_modules, old)
+            path for path, old in before.items() if matching.names_module(config.feedforward_modules, old)
         }
     plain = [path for path, keys in adapter.modules.items() if kind_of(keys, config, path) == "target"]
     if plain:
@@ -249,17 +244,6 @@ def _rename(adapter: Adapter, there: Mapping[str, str], scratch: Path) -> None:
 
 def _save_config(config: Any, folder: Path) -> None:
     config.save_pretrained(str(folder))
-
-
-def pattern_for(patterns: Mapping[str, Any], name: str) -> str | None:
-    """The pattern that PEFT would take for a module of that name."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), None)
-
-
-def names_it(names: Any, path: str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def kind_of(keys: Collection[str], config: Any, path: str) -> str:

@@ -1,9 +1,9 @@
-"""Does a merged model answer as the base with the adapter loaded does: measured, against a measured bound.
+"""Compare the outputs of a merged model with those of the base with the adapter loaded, against a measured bound.
 
 Merging rounds each weight once more, and that shows in the logits; how much depends on the model and the prompt. So
-the bound is taken from the model itself: the adapter-loaded model answers again with noise of one rounding of its
-dtype on the output of every adapted module, which is what rounding their weights does (and of every 4-bit layer, which
-another kernel computes). What differs by more than a few times that is no rounding.
+the bound is measured on the model itself: the adapter-loaded model runs again with noise of one rounding of its dtype
+on the output of every adapted module, which is what rounding their weights does (and of every 4-bit layer, which
+another kernel computes). A difference of more than a few times that is not due to rounding.
 
 Both models are never in memory at once.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Times the noise that a difference may be: of its largest logit, and of its root mean square, which varies less.
+#: Bounds as multiples of the noise: for the largest difference, and for the root mean square, which varies less.
 BOUND, BOUND_RMS = 3.0, 2.0
 #: Draws of the noise; the largest counts.
 DRAWS = 2
@@ -39,7 +39,7 @@ _TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """How the merged model's answers compare with those of the base with the adapter loaded.
+    """How the merged model's outputs compare with those of the base with the adapter loaded.
 
     Differences are of logits, over every position of every prompt: the largest, and the root mean square.
 
@@ -87,11 +87,10 @@ class Parity:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked: ``batch`` for its forward; ``decode`` to let it go on."""
+    """One prompt of the comparison: ``batch`` is what the forward takes."""
 
     title: str
     batch: Mapping[str, Any]
-    decode: bool = True
 
 
 @dataclass
@@ -116,7 +115,7 @@ class _Spread:
 
 @dataclass
 class Reference:
-    """The answers of the base with the adapter, and what is needed to judge others by them."""
+    """The outputs of the base with the adapter, its noise, and the adapter's effect."""
 
     logits: list[Any] = field(default_factory=list)
     tokens: list[Any] = field(default_factory=list)
@@ -125,14 +124,14 @@ class Reference:
     title: str = ""
 
 
-def prompts(folder: Path, model: Any, count: int, touched: Sequence[str]) -> tuple[list[Prompt], list[str]]:
-    """``count`` prompts, one with an image and a sound more where the model has towers, and notes about them.
+def prompts(folder: Path, model: Any, count: int, adapted: Sequence[str]) -> tuple[list[Prompt], list[str]]:
+    """``count`` prompts, one more with an image and audio where the model has towers, and notes about them.
 
     Args:
         folder: of the base; its tokenizer is used where it has one.
         model: the model on meta.
         count: how many.
-        touched: modules the adapter changes.
+        adapted: modules the adapter changes.
     """
     import torch
 
@@ -159,16 +158,16 @@ def prompts(folder: Path, model: Any, count: int, touched: Sequence[str]) -> tup
     media = _media(model, plain, generator)
     if media is not None and count:
         found.append(media)
-    towers = [path for path in touched if for_media(path)]
+    towers = [path for path in adapted if _is_for_media(path)]
     if towers and media is None:
         notes.append(
-            f"no prompt has an image or a sound: {len(towers)} adapted modules, {towers[0]} among them, are not run"
+            f"no prompt has an image or audio: {len(towers)} adapted modules, {towers[0]} among them, are not run"
         )
     return found, notes
 
 
-def for_media(path: str) -> bool:
-    """Whether a module computes for images or sounds only."""
+def _is_for_media(path: str) -> bool:
+    """Whether a module processes image or audio inputs only."""
     return any(part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio") for part in path.split("."))
 
 
@@ -197,7 +196,7 @@ def _has_towers(model: Any) -> bool:
 
 
 def _media(model: Any, plain: Any, generator: Any) -> Prompt | None:
-    """A prompt with a small image and a short sound of random values, four soft tokens each."""
+    """A prompt with a small image and a short audio clip of random values, four soft tokens each."""
     import torch
 
     config = model.config
@@ -208,35 +207,37 @@ def _media(model: Any, plain: Any, generator: Any) -> Prompt | None:
         return None
     ids = plain[torch.randint(len(plain), (1, 24), generator=generator)]
     batch = _batch(model, ids)
-    said = []
+    names = []
     if vision is not None:
         ids[0, 4:8] = config.image_token_id
         side = torch.arange(2 * vision.pooling_kernel_size)
         grid = torch.stack(torch.meshgrid(side, side, indexing="xy"), dim=-1).reshape(1, len(side) ** 2, 2)
         batch["pixel_values"] = torch.rand(1, len(side) ** 2, 3 * vision.patch_size**2, generator=generator)
         batch["image_position_ids"] = grid
-        said.append("an image")
+        names.append("an image")
     if audio is not None:
         ids[0, 12:16] = config.audio_token_id
         mels = audio.subsampling_conv_channels[0]
         batch["input_features"] = torch.randn(1, 16, mels, generator=generator)
         batch["input_features_mask"] = torch.ones(1, 16, dtype=torch.bool)
-        said.append("a sound")
+        names.append("audio")
     if vision is not None:
         batch["mm_token_type_ids"] = (ids == config.image_token_id).long()
     if audio is not None:
         batch["mm_token_type_ids"] = batch["mm_token_type_ids"] + 3 * (ids == config.audio_token_id).long()
-    return Prompt(f"{' and '.join(said)} of random values", batch)
+    return Prompt(f"{' and '.join(names)} of random values", batch)
 
 
-def ask_reference(load: Callable[[], Any], asked: Sequence[Prompt], adapted: Sequence[str], title: str) -> Reference:
-    """The answers of the adapter-loaded model that ``load`` makes; it is freed again."""
+def reference_outputs(
+    load: Callable[[], Any], prompts: Sequence[Prompt], adapted: Sequence[str], title: str
+) -> Reference:
+    """The outputs of the adapter-loaded model that ``load`` returns; the model is freed again."""
     import torch
 
     reference = Reference(title=title)
     model = load()
     with torch.no_grad():
-        for number, prompt in enumerate(asked):
+        for number, prompt in enumerate(prompts):
             logits = _logits(model, prompt)
             reference.logits.append(logits)
             with model.disable_adapter():
@@ -253,13 +254,21 @@ def ask_reference(load: Callable[[], Any], asked: Sequence[Prompt], adapted: Seq
 
 def compare(
     load: Callable[[], Any],
-    asked: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     reference: Reference,
     *,
     tolerance: float | None,
     notes: Sequence[str] = (),
 ) -> Parity:
-    """The answers of the merged model that ``load`` makes against the reference's."""
+    """The outputs of the merged model that ``load`` returns against the reference's.
+
+    Args:
+        load: returns the model; it is freed again.
+        prompts: the ones of the reference.
+        reference: of the adapter-loaded model.
+        tolerance: largest difference of logits, instead of the measured bound.
+        notes: what the comparison cannot tell.
+    """
     import torch
 
     spread = _Spread()
@@ -267,7 +276,7 @@ def compare(
     equal = []
     model = load()
     with torch.no_grad():
-        for prompt, wanted, tokens in zip(asked, reference.logits, reference.tokens):
+        for prompt, wanted, tokens in zip(prompts, reference.logits, reference.tokens):
             logits = _logits(model, prompt)
             spread.add(wanted, logits)
             right, found = wanted.double().log_softmax(-1), logits.double().log_softmax(-1)
@@ -279,16 +288,16 @@ def compare(
     del model
     gc.collect()
     _empty_cache()
-    said = list(notes)
+    all_notes = list(notes)
     noise = reference.noise
     if reference.effect.largest == 0.0:
-        said.append("the adapter has no effect on these prompts")
+        all_notes.append("the adapter has no effect on these prompts")
     elif BOUND_RMS * noise.rms >= reference.effect.rms:
-        said.append(
-            "the adapter's effect on these prompts is no larger than the bound: they cannot tell a lost adapter"
+        all_notes.append(
+            "the adapter's effect on these prompts is not larger than the bound: they cannot detect a lost adapter"
         )
     return Parity(
-        prompts=tuple(prompt.title for prompt in asked),
+        prompts=tuple(prompt.title for prompt in prompts),
         reference=reference.title,
         positions=positions,
         difference=spread.largest,
@@ -303,7 +312,7 @@ def compare(
         kl_max=kl_max,
         greedy_equal=tuple(equal),
         greedy_tokens=NEW_TOKENS,
-        notes=tuple(said),
+        notes=tuple(all_notes),
     )
 
 
@@ -338,7 +347,7 @@ def _on(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _noise(model: Any, paths: Sequence[str], *, seed: int) -> Iterator[None]:
-    """While inside, outputs of these modules carry noise of one rounding in their dtype.
+    """Inside, the outputs of these modules carry noise of one rounding in their dtype.
 
     Relative to the larger of the value and its row's root mean square: rounding a weight matrix perturbs what a row
     sums to, however small the sum.

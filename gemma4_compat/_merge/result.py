@@ -11,7 +11,7 @@ from gemma4_compat._merge.check import Parity
 
 @dataclass(frozen=True, kw_only=True)
 class MergeReport:
-    """What was merged into what, and how the answers compare.
+    """What was merged into what, and how the outputs compare.
 
     Attributes:
         out: folder of the merged model.
@@ -19,18 +19,18 @@ class MergeReport:
         model_class: the class in ``transformers`` that the folder loads as.
         start: "original" or "dequantized".
         quantization: what "dequantized" stands for: "4bit", "4bit-double" or "8bit"; None for "original".
-        assumed: whether nothing said so.
+        assumed: whether that was assumed, because neither the base nor the caller stated it.
         dtype: of the merged weights: "bf16", "fp16" or "fp32".
         peft_type: of the adapter.
-        modules: how many the adapter was merged into.
+        modules: number of modules the adapter was merged into.
         replaced: tensors that the adapter replaced as a whole.
         dequantized: weights that went through the quantization and back.
-        dead: keys of the adapter for modules that are never used; they were dropped.
+        dead: the adapter's keys for modules that this model never uses; they were dropped.
         absent: modules that the adapter's configuration names and its file has nothing for.
-        untied: the head got weights of its own.
-        files: with weights.
+        untied: whether the head got weights of its own.
+        files: names of the weight files.
         nbytes: of the weights.
-        seconds: for the merge, and for the check.
+        seconds: of the merge and of the check.
         versions: of the libraries.
         parity: what the check found; None when there was none.
     """
@@ -65,7 +65,7 @@ class MergeReport:
 
 
 class MergeParityError(Gemma4CompatError):
-    """The merged model does not answer as the adapter does; nothing was kept. ``report`` says what was measured."""
+    """The merged model's outputs are not the adapter's; nothing was kept. ``report`` says what was measured."""
 
     def __init__(self, message: str, report: MergeReport) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The report of a merge, for a reader."""
+"""The report of a merge as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def report_text(report: MergeReport) -> str:
-    """Everything a report says, a fact a line."""
+    """Everything in a report, one fact per line."""
     from gemma4_compat._planner.layout import size_text
 
     start = report.start
@@ -59,7 +59,7 @@ def _parity(parity: Parity) -> list[str]:
 
 
 def verdict(parity: Parity) -> str:
-    """Within bounds or not, in a line."""
+    """Whether parity is within bounds, in one line."""
     bound = f"{parity.bound:.3g}" + ("" if parity.bound_rms is None else f" (rms {parity.bound_rms:.3g})")
     found = f"{parity.difference:.3g} (rms {parity.difference_rms:.3g})"
     if parity.ok:

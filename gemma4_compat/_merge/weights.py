@@ -1,7 +1,7 @@
-"""The weights a merge starts from, and one module's merged ones. The mathematics is PEFT's own.
+"""The weights a merge starts from, and the merged weights of one module. The mathematics is PEFT's own.
 
 A module of the base model is built alone, in float32, at its own path; PEFT puts its layer on it, loads the adapter's
-weights for it and merges. So everything PEFT can merge is exact in PEFT's terms, and rounded once.
+weights for it and merges. So the result is exactly PEFT's, rounded once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemma4_compat._adapters import matching
+from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._merge import adapter as _merge_adapter
-from gemma4_compat._merge.adapter import Adapter
+from gemma4_compat._merge.adapter import Adapter, kind_of
 
 QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
-#: What bitsandbytes keeps beside a quantized weight on disk.
+#: Suffixes of the tensors that bitsandbytes stores with a quantized weight.
 _STATE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.")
 
 
@@ -30,10 +31,10 @@ class Base:
     Attributes:
         disk: name of a parameter or buffer -> its tensor on disk.
         keys: the same name -> its key on disk.
-        rest: keys on disk that are no tensor of the model (copied as they are).
-        round_trip: what a weight becomes that bitsandbytes would quantize; None to take weights as they are.
+        rest: tensors on disk that the model does not have (copied unchanged).
+        round_trip: quantizes and dequantizes a weight; None to take weights as they are.
         quantized: names of the weights that are, or would be, quantized.
-        stored: bitsandbytes' own tensors beside the quantized weights on disk.
+        stored: weight -> the tensors that bitsandbytes stores with it.
     """
 
     disk: dict[str, Entry]
@@ -54,13 +55,13 @@ class Base:
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the weight, not of its packed form."""
+        """The shape of the weight, not of its packed form."""
         if name not in self.stored:
             return self.disk[name].shape
         return tuple(_state(self.stored[name]).shape) if _packed(self.stored[name]) else self.disk[name].shape
 
     def pieces(self, name: str) -> Iterator[Any]:
-        """The same, in pieces where it is only copied."""
+        """The weight that :meth:`read` returns, in pieces where it is only copied."""
         if name in self.stored or (name in self.quantized and self.round_trip is not None):
             yield self.read(name)
         else:
@@ -68,14 +69,14 @@ class Base:
 
 
 def find_base(entries: Mapping[str, Entry], model: Any) -> Base:
-    """Which tensor on disk is which of the model.
+    """Match the tensors on disk with those of the model.
 
     Args:
         entries: of the checkpoint.
         model: the model on meta.
 
     Raises:
-        Gemma4CompatError: it lacks weights of the model, or has them in other shapes.
+        Gemma4CompatError: weights of the model are missing, or have other shapes.
     """
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
     parameters = set(shapes)
@@ -130,7 +131,7 @@ def _renamings(model: Any) -> list[Any]:
 
 
 def _owner(key: str) -> str | None:
-    """The weight on disk that this tensor of bitsandbytes' belongs to."""
+    """The weight on disk that this tensor of bitsandbytes belongs to."""
     for mark in _STATE:
         if mark in key:
             return key.partition(mark)[0]
@@ -141,32 +142,32 @@ def _owner(key: str) -> str | None:
 
 
 def quantizer(quantize: str, settings: Mapping[str, Any], dtype: Any) -> Callable[[Any], Any]:
-    """A function that takes a weight to what bitsandbytes makes of it and back.
+    """A function that quantizes a weight with bitsandbytes and dequantizes it again.
 
     Args:
         quantize: one of :data:`QUANTIZATIONS`.
-        settings: of a ``BitsAndBytesConfig``; ``bnb_4bit_quant_type`` counts.
-        dtype: the weight's when it is quantized; a 16-bit one is what ``from_pretrained`` was told.
+        settings: of a ``BitsAndBytesConfig``; only ``bnb_4bit_quant_type`` is read.
+        dtype: of the weight when it is quantized: the ``dtype`` given to ``from_pretrained``.
     """
     import torch
     from bitsandbytes import functional
 
     if quantize == "8bit":
 
-        def there_and_back(weight: Any) -> Any:
+        def round_trip(weight: Any) -> Any:
             codes, scales = functional.int8_vectorwise_quant(weight.to(torch.float16))[:2]
             return codes.float() * (scales.float()[:, None] / 127)
 
     else:
         kind = settings.get("bnb_4bit_quant_type", "nf4")
 
-        def there_and_back(weight: Any) -> Any:
+        def round_trip(weight: Any) -> Any:
             packed, state = functional.quantize_4bit(
                 weight.to(dtype), blocksize=64, compress_statistics=quantize == "4bit-double", quant_type=kind
             )
             return functional.dequantize_4bit(packed, state).reshape(weight.shape)
 
-    return there_and_back
+    return round_trip
 
 
 def dequantized(entry: Entry, stored: Mapping[str, Entry]) -> Any:
@@ -185,7 +186,7 @@ def _packed(stored: Mapping[str, Entry]) -> bool:
 
 
 def stored_part(stored: Mapping[str, Entry], end: str) -> Entry:
-    """The tensor of bitsandbytes' whose key ends so."""
+    """The tensor of bitsandbytes with a key that ends in ``end``."""
     return next(entry for key, entry in stored.items() if key.endswith(end))
 
 
@@ -203,7 +204,7 @@ def merged(path: str, model: Any, base: Base, adapter: Adapter, sources: Mapping
         model: the model on meta.
         base: the weights to start from.
         adapter: what to merge.
-        sources: parameter -> the one it shares its values with (a tied head); the others are their own.
+        sources: tied parameter -> the parameter that holds its values.
 
     Raises:
         Gemma4CompatError: the adapter does not fit the module, or PEFT cannot merge it.
@@ -223,12 +224,12 @@ def merged(path: str, model: Any, base: Base, adapter: Adapter, sources: Mapping
     names = [name for name, _ in module.named_parameters()]
     host = _host(path, module)
     keys = adapter.modules[path]
-    weights = {key.removeprefix(_merge_adapter.PREFIX): shards.read(adapter.entries[key]) for key in keys}
-    if _merge_adapter.kind_of(keys, adapter.config, path) == "tokens":
+    weights = {key.removeprefix(PREFIX): shards.read(adapter.entries[key]) for key in keys}
+    if kind_of(keys, adapter.config, path) == "tokens":
         weights = {key.replace(".token_adapter.", "."): value for key, value in weights.items()}
     try:
-        # What PEFT says about a model that it cannot see whole (its type, its ties) is of no use here.
-        inject_adapter_in_model(_config_for(path, keys, adapter.config, sources, model), host)
+        # PEFT's warnings about the type and ties of a model do not apply to this one-module model.
+        inject_adapter_in_model(_config_for(path, keys, adapter.config, model), host)
         before = set(host.state_dict())
         result = set_peft_model_state_dict(host, weights)
     except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError, AttributeError) as error:
@@ -282,11 +283,11 @@ def _put(module: Any, name: str, parameter: Any) -> None:
     setattr(module.get_submodule(owner), last, parameter)
 
 
-def _config_for(path: str, keys: list[str], config: Any, sources: Mapping[str, str], model: Any) -> Any:
-    """``config`` for this one module."""
+def _config_for(path: str, keys: list[str], config: Any, model: Any) -> Any:
+    """A copy of ``config`` for this one module."""
     import peft
 
-    kind = _merge_adapter.kind_of(keys, config, path)
+    kind = kind_of(keys, config, path)
     single = copy.copy(config)
     single.inference_mode = True
     for attribute in ("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"):
@@ -312,11 +313,11 @@ def _config_for(path: str, keys: list[str], config: Any, sources: Mapping[str, s
             if any(full == name or full.endswith(f".{name}") for full in (f"{path}.{last}" for last in own))
         ]
     if getattr(single, "feedforward_modules", None):
-        is_one = _merge_adapter.names_it(single.feedforward_modules, path)
+        is_one = matching.names_module(single.feedforward_modules, path)
         single.feedforward_modules = {path} if is_one else set()
     for attribute in ("rank_pattern", "alpha_pattern"):
         if patterns := getattr(single, attribute, None):
-            found = _merge_adapter.pattern_for(patterns, path)
+            found = matching.pattern_for(patterns, path)
             setattr(single, attribute, {} if found is None else {re.escape(path): patterns[found]})
     return single
 

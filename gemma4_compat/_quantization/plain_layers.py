@@ -75,18 +75,18 @@ def over_plain_weight(layer: Any, weight: Any = None) -> Any:
     base.weight = torch.nn.Parameter(weight, requires_grad=False)
     if quantized.bias is not None:
         base.bias = torch.nn.Parameter(quantized.bias.detach().float(), requires_grad=False)
-    twin = twin_over(layer, base)
-    make_plain(twin)
-    return twin
+    copied = copy_over(layer, base)
+    make_plain(copied)
+    return copied
 
 
-def twin_over(layer: Any, base: Any) -> Any:
+def copy_over(layer: Any, base: Any) -> Any:
     """Another layer with the same adapters over ``base``. Merging it leaves ``layer`` as it is."""
-    twin = copy.copy(layer)
-    attributes = vars(twin)
+    copied = copy.copy(layer)
+    attributes = vars(copied)
     attributes.pop("merge", None)
     for name, value in attributes.items():
         if isinstance(value, (dict, list)):
             attributes[name] = value.copy()
     attributes["_modules"]["base_layer"] = base
-    return twin
+    return copied

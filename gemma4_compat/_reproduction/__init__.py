@@ -1,1 +1,1 @@
-"""The tiny checkpoint, and the situations in which a reproduction shows a defect."""
+"""Tiny models, and the scenarios in which a reproduction shows a defect."""

@@ -1,4 +1,4 @@
-"""Situations that several reproductions, and tests, build in the same way."""
+"""Scenarios that several reproductions and tests share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from gemma4_compat._engine.patch import Outcome
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import NEW_TOKENS, LackingError, Workspace, difference
+from gemma4_compat._reproduction.workspace import NEW_TOKENS, MissingPartError, Workspace, difference
 
 
 def of_both_classes(
@@ -33,28 +33,28 @@ def of_both_classes(
 def _outcome(reproduce: Callable[[Workspace], Outcome], workspace: Workspace) -> Outcome:
     try:
         return reproduce(workspace)
-    except LackingError as error:
+    except MissingPartError as error:
         return Outcome(False, str(error), applicable=False)
     except Exception as error:  # the user's crash is the result here
         return Outcome.of_error(error)
 
 
 def assisted(workspace: Workspace, *, without_arguments: bool = False) -> Outcome:
-    """Whether generating with an assistant model gives the tokens that it gives without.
+    """Whether generation with an assistant model gives the same tokens as without.
 
-    ``without_arguments``: the crash that transformers-assistant-arguments repairs is raised: it is in question.
+    ``without_arguments``: raise the crash that transformers-assistant-arguments repairs.
     """
     import torch
 
     model, batch = workspace.load(), workspace.inputs()
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
-    alone = model.generate(**batch, **options)
+    expected = model.generate(**batch, **options)
     try:
         assistant = workspace.load_assistant()
     except ImportError as error:
         return Outcome(False, str(error), applicable=False)
     try:
-        helped = model.generate(**batch, **options, assistant_model=assistant)
+        found = model.generate(**batch, **options, assistant_model=assistant)
     except ValueError as error:
         if "Cannot `crop`" not in str(error):
             raise
@@ -62,8 +62,8 @@ def assisted(workspace: Workspace, *, without_arguments: bool = False) -> Outcom
     except TypeError as error:
         if without_arguments or "CandidateGenerator.__init__" not in str(error):
             raise
-        return Outcome(False, "this release cannot call the assistant it makes", applicable=False)
-    if torch.equal(alone, helped):
+        return Outcome(False, "this release cannot call the assistant it creates", applicable=False)
+    if torch.equal(expected, found):
         return Outcome(False, f"{NEW_TOKENS} tokens with an assistant model are those without")
     return Outcome(True, "with an assistant model other tokens are generated")
 
@@ -84,7 +84,7 @@ def transposed(layer: Any) -> Outcome:
 
 
 def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:
-    """Of which kinds of layers a model returns the keys and values that an assistant model asks for."""
+    """The layer types whose keys and values a model returns when an assistant model requests them."""
     import torch
 
     with torch.no_grad():
@@ -92,15 +92,15 @@ def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:
     return sorted(getattr(outputs, "shared_kv_states", None) or {})
 
 
-def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
-    """What the language model gets of the image (``sense`` "vision") or the sound ("audio") in ``batch``; float32,
-    a row a soft token.
+def features(model: Any, batch: dict[str, Any], modality: str) -> Any:
+    """The features of the image (``modality`` "vision") or the audio ("audio") in ``batch`` that the language model
+    gets; float32, one row per soft token.
     """
     import torch
 
     inner = model.model  # not every release has these on the outer class
     with torch.no_grad():
-        if sense == "vision":
+        if modality == "vision":
             found = inner.get_image_features(batch["pixel_values"], batch["image_position_ids"], return_dict=True)
             parts = found.pooler_output
             pooled = torch.cat(list(parts)) if isinstance(parts, (list, tuple)) else parts
@@ -110,29 +110,29 @@ def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
     return pooled.float().cpu()
 
 
-def sensed(workspace: Workspace, quantization: str, sense: str) -> tuple[float, float]:
-    """How a tower quantized with everything else compares: with the same weights, dequantized; and with itself for a
-    quite different image or sound. Relative differences of its features, so 0 and about 1.4 are perfect.
+def compare_quantized_tower(workspace: Workspace, quantization: str, modality: str) -> tuple[float, float]:
+    """Relative differences of a quantized tower's features: from those of the dequantized weights, and between two
+    very different inputs. About 0 and 1.4 are perfect.
     """
     batch = workspace.inputs()
     other = dict(batch, pixel_values=1 - batch["pixel_values"])
-    if sense == "audio":
+    if modality == "audio":
         other["input_features"] = -batch["input_features"]
     model = tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True)
-    found, another = features(model, batch, sense), features(model, other, sense)
+    found, another = features(model, batch, modality), features(model, other, modality)
     plain = tiny.dequantize(tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True))
-    return relative(found, features(plain, batch, sense)), relative(another, found)
+    return relative(found, features(plain, batch, modality)), relative(another, found)
 
 
 def relative(found: Any, reference: Any) -> float:
-    """The size of the difference as a share of the size of ``reference`` (2-norms)."""
+    """The norm of the difference relative to the norm of ``reference``."""
     return float((found - reference).norm() / reference.norm())
 
 
 def in_another_process(module: str, build: Callable[[], Any], *, reverse: bool) -> Any:
-    """What ``build`` builds where a set of names in the code of ``module`` has that order, sorted or ``reverse``.
+    """The result of ``build`` with sets of names in ``module`` iterated in sorted or ``reverse`` order.
 
-    A process has one or the other: Python salts the hashes of strings with a number of its own.
+    The order differs between processes, because Python salts the hashes of strings in each.
     """
     code = importlib.import_module(module)
 
@@ -147,17 +147,15 @@ def in_another_process(module: str, build: Callable[[], Any], *, reverse: bool) 
 
 
 def second_rank(module: str, workspace: Workspace) -> Outcome:
-    """The answers of a second rank of DDP, whose set of names has the other order, against those of the first."""
+    """Compare the outputs of two DDP ranks that iterate a set of names in different orders."""
     first, second = (in_another_process(module, workspace.load, reverse=reverse) for reverse in (False, True))
-    reference = workspace.answers(first)
+    reference = workspace.outputs(first)
     broadcast_buffers(first, second)
-    return Outcome.of_parity(difference(reference, workspace.answers(second)), "a second rank of DDP")
+    return Outcome.of_parity(difference(reference, workspace.outputs(second)), "a second rank of DDP")
 
 
 def broadcast_buffers(source: Any, target: Any) -> None:
-    """What ``DistributedDataParallel`` does from one process to another: buffers of a dtype go in one piece, without
-    their names.
-    """
+    """Copy buffers as ``DistributedDataParallel`` does between processes: those of one dtype together, by position."""
     import torch
 
     with torch.no_grad():
@@ -169,7 +167,7 @@ def broadcast_buffers(source: Any, target: Any) -> None:
 
 
 def image_in_second_part(model: Any, batch: dict[str, Any]) -> Outcome:
-    """A prompt in two parts, an image in the second, with a static cache, against the same prompt at once."""
+    """Compare a prompt read in two parts (an image in the second) with a static cache to the prompt read at once."""
     import torch
     from transformers import StaticCache
 

@@ -1,8 +1,7 @@
-"""Reproductions: the situation a patch is for, built through public API on a tiny checkpoint, in a process of its own.
+"""A workspace for reproductions: a tiny checkpoint, its adapters, and ways to load, dispatch and compare them.
 
-The main device is the first GPU where there is
-one; then "cpu" entries are offloaded to the host. Without a GPU the main device is the CPU and modules are offloaded
-to disk: accelerate uses the same hooks and meta weights for both.
+The main device is the first GPU if there is one; "cpu" entries of a map are then offloaded to the host. Without a GPU
+the main device is the CPU and modules are offloaded to disk: accelerate uses the same hooks and meta weights for both.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ from typing import Any
 
 from gemma4_compat._engine.patch import FORWARDS
 from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, tiny_models
 
 ADAPTERS = ("language", "towers", "all")
 NEW_TOKENS = 6
 
 
 @dataclass(frozen=True)
-class Answers:
+class Outputs:
     """Logits of :data:`FORWARDS` forwards (float32, on the CPU) and the tokens of one greedy ``generate``."""
 
     logits: tuple[Any, ...]
     tokens: Any
 
 
-class LackingError(Exception):
-    """The variant in the workspace has nothing of what a reproduction is about; says what it lacks."""
+class MissingPartError(Exception):
+    """The variant in the workspace lacks the part that a reproduction is about."""
 
 
 class Workspace:
     """A folder with the tiny checkpoint and its adapters, and the ways a reproduction uses them.
 
-    Its ``variant`` is None for the checkpoint that has nearly everything, or one of :data:`variants.NAMES`.
+    ``variant`` is one of :data:`variants.NAMES`, or None for a checkpoint with nearly every part.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,19 +56,19 @@ class Workspace:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "variant").write_text(variant, encoding="utf-8")
         workspace = cls(folder)
-        tiny.build_checkpoint(workspace.checkpoint, variant=variant)
+        tiny_models.build_checkpoint(workspace.checkpoint, variant=variant)
         for targets in ADAPTERS:
-            tiny.build_adapter(workspace.checkpoint, workspace.adapter(targets), targets)
+            tiny_adapters.build_adapter(workspace.checkpoint, workspace.adapter(targets), targets)
         return workspace
 
     def needs(self, part: str) -> None:
-        """Say that a reproduction is about ``part``, one of :data:`variants.PARTS`.
+        """Require ``part``, one of :data:`variants.PARTS`.
 
         Raises:
-            LackingError: the variant at hand has none; the reproduction is then not applicable.
+            MissingPartError: the variant has none, so the reproduction is not applicable.
         """
         if self.variant is not None and part not in variants.parts(self.variant):
-            raise LackingError(f"the {self.variant} has no {variants.PARTS[part]}")
+            raise MissingPartError(f"the {self.variant} has no {variants.PARTS[part]}")
 
     @property
     def checkpoint(self) -> Path:
@@ -78,9 +77,10 @@ class Workspace:
     def adapter(self, targets: str) -> Path:
         return self.folder / f"adapter-{targets}"
 
-    def made(self, build: Callable[..., Any], **options: Any) -> Path:
-        """A folder that ``build(folder, **options)`` filled, the first time it is asked for; options are numbers or
-        names. Another reproduction that runs at the same time gets the complete folder or makes it itself.
+    def cached(self, build: Callable[..., Any], **options: Any) -> Path:
+        """A folder that ``build(folder, **options)`` filled on the first request; options are numbers or names.
+
+        A reproduction that runs at the same time gets the complete folder or builds it itself.
         """
         name = "-".join([build.__name__.strip("_"), *(f"{key}-{value}" for key, value in sorted(options.items()))])
         folder = self.folder / name
@@ -90,20 +90,20 @@ class Workspace:
             try:
                 unfinished.rename(folder)
             except OSError:
-                if not folder.exists():  # nobody else was faster
+                if not folder.exists():  # no other process has built it meanwhile
                     raise
                 shutil.rmtree(unfinished)
         return folder
 
-    def misfit(self) -> Path:
-        """An adapter that was made for a base model of another width (two of its tensors are)."""
-        return self.made(self._misfit)
+    def mismatched_adapter(self) -> Path:
+        """An adapter for a base model of another width (two of its tensors have other shapes)."""
+        return self.cached(self._mismatched_adapter)
 
     def unified(self) -> Workspace | None:
-        """A workspace with the 12B in it; None where the installed transformers has no such model.
+        """A workspace with the 12B; None if the installed transformers has no such model.
 
         Raises:
-            LackingError: another variant is in this one.
+            MissingPartError: this workspace has another variant.
         """
         import transformers
 
@@ -112,34 +112,37 @@ class Workspace:
             return None
         if self.variant == variants.UNIFIED:
             return self
-        return Workspace(self.made(self._unified))
+        return Workspace(self.cached(self._unified))
 
     def _unified(self, folder: Path) -> None:
         Workspace.build(folder, variants.UNIFIED)
 
     def larger(self, **options: int) -> Path:
-        """The checkpoint with more ``layers``, or another ``table``, see :func:`tiny.build_checkpoint`."""
+        """The checkpoint with other options of :func:`tiny_models.build_checkpoint`, such as more ``layers``."""
         variant = {} if self.variant is None else {"variant": self.variant}
-        return self.made(tiny.build_checkpoint, **options, **variant)
+        return self.cached(tiny_models.build_checkpoint, **options, **variant)
 
     def inputs(self, *, text_only: bool = False) -> dict[str, Any]:
         """:func:`tiny.inputs` for the checkpoint at hand, on the main device."""
         return tiny.inputs(self.main, text_only=text_only, variant=self.variant)
 
     def load_assistant(self, quantization: str | None = None) -> Any:
-        """An assistant model for :meth:`load`'s, to be given to its ``generate`` as ``assistant_model``.
+        """An assistant model for the model of :meth:`load`: its ``generate`` takes it as ``assistant_model``.
 
         Raises:
-            ImportError: the installed transformers has none for it.
+            ImportError: the installed transformers has no assistant for it.
         """
         return tiny.load(
-            self.made(self._assistant), quantization, device=self.main, cls=tiny.assistant_class(self.checkpoint)
+            self.cached(self._assistant),
+            quantization,
+            device=self.main,
+            cls=tiny_models.assistant_class(self.checkpoint),
         )
 
     def _assistant(self, folder: Path) -> None:
-        tiny.build_assistant(self.checkpoint, folder, variant=self.variant)
+        tiny_models.build_assistant(self.checkpoint, folder, variant=self.variant)
 
-    def _misfit(self, folder: Path) -> None:
+    def _mismatched_adapter(self, folder: Path) -> None:
         import torch
         from safetensors.torch import load_file, save_file
 
@@ -152,39 +155,39 @@ class Workspace:
 
     @property
     def main(self) -> Any:
-        """Where the model computes: GPU 0, or the CPU where there is none."""
+        """The device the model computes on: GPU 0, or the CPU if there is none."""
         import torch
 
         return 0 if torch.cuda.is_available() else "cpu"
 
     @property
     def offloaded(self) -> str:
-        """Where a map puts what does not fit: the CPU beside a GPU, else the disk."""
+        """Where a map offloads to: the CPU if there is a GPU, else the disk."""
         return "disk" if self.main == "cpu" else "cpu"
 
     def load(self, quantization: str | None = None) -> Any:
-        """The base model, everything on the main device, eval mode."""
+        """The base model on the main device, in eval mode."""
         return tiny.load(self.checkpoint, quantization, device=self.main)
 
     def load_text(self) -> Any:
-        """:meth:`load`'s language model as a ``Gemma4ForCausalLM`` (or the 12B's): the same weights, from a checkpoint
-        of its own.
+        """The language model of :meth:`load` as a ``Gemma4ForCausalLM`` (or the 12B's class), from a checkpoint of its
+        own with the same weights.
         """
-        twin = self.made(self._text_twin)
-        return tiny.load(twin, device=self.main, cls=tiny.class_name(twin, text_only=True))
+        checkpoint = self.cached(self._text_copy)
+        return tiny.load(checkpoint, device=self.main, cls=tiny_models.class_name(checkpoint, text_only=True))
 
-    def _text_twin(self, folder: Path) -> None:
-        tiny.build_text_twin(self.checkpoint, folder)
+    def _text_copy(self, folder: Path) -> None:
+        tiny_models.build_text_copy(self.checkpoint, folder)
 
     def text_adapter(self) -> Path:
-        """An adapter made with :meth:`load_text`, for layers that only a language model has."""
-        return self.made(self._text_adapter)
+        """An adapter for the model of :meth:`load_text`, on layers that only a language model has."""
+        return self.cached(self._text_adapter)
 
     def _text_adapter(self, folder: Path) -> None:
         targets: Any = ["per_layer_input_gate", "per_layer_projection"]
         if self.variant is not None and "per_layer_embeddings" not in variants.parts(self.variant):
             targets = r".*\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
-        tiny.write_adapter(self.load_text(), targets, folder)
+        tiny_adapters.write_adapter(self.load_text(), targets, folder)
 
     def split(self, quantization: str | None = None, offload: str = "both") -> Any:
         """The base model loaded like :meth:`load`, then dispatched with ``offload`` (see :func:`tiny.device_map`)."""
@@ -197,35 +200,35 @@ class Workspace:
         """Dispatch a loaded model with any map; weights on disk go to a new folder."""
         return tiny.dispatch(model, placement, Path(tempfile.mkdtemp(prefix="offload-", dir=self.folder)))
 
-    def answers(self, model: Any, *, text_only: bool = False) -> Answers:
-        """Three forwards and a greedy generate on a prompt with an image and a sound, without gradients."""
+    def outputs(self, model: Any, *, text_only: bool = False) -> Outputs:
+        """Three forwards and a greedy generate on a prompt with an image and audio, without gradients."""
         import torch
 
         batch = self.inputs(text_only=text_only)
-        # A place for an image that is not there is read by some classes as padding, by others as a word.
-        places = [tiny.IMAGE_TOKEN, tiny.AUDIO_TOKEN, tiny.VIDEO_TOKEN]
+        # Some classes read an image token without an image as padding, others as a word.
+        places = [tiny_configs.IMAGE_TOKEN, tiny_configs.AUDIO_TOKEN, tiny_configs.VIDEO_TOKEN]
         options = {} if self.variant is None else {"suppress_tokens": places}
         with torch.no_grad():
             logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
             tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **options).cpu()
-        return Answers(logits, tokens)
+        return Outputs(logits, tokens)
 
 
-def difference(reference: Answers, other: Answers) -> float:
-    """The largest absolute logit difference over all forwards; infinite for a NaN or another token."""
+def difference(reference: Outputs, other: Outputs) -> float:
+    """The largest absolute logit difference over all forwards; infinite for a NaN or a different token."""
     import torch
 
     if not torch.equal(reference.tokens, other.tokens):
         return math.inf
     found = [(a - b).abs().max().item() for a, b in zip(reference.logits, other.logits)]
-    # Each one is looked at: `max` would pass over a NaN that is not the first.
+    # Check each value: `max` would skip a NaN that is not the first.
     return max(found) if all(math.isfinite(value) for value in found) else math.inf
 
 
 def stored_bytes(module: Any) -> int:
-    """Bytes of a module's parameters and of what quantized ones keep beside them: scales, code books, offsets.
+    """Bytes of a module's parameters and, for quantized ones, of their scales, code books and offsets.
 
-    As they were loaded: in a forward bitsandbytes repacks 4-bit weights for some CPUs, and may move 8-bit scales.
+    Call it before the first forward: there bitsandbytes repacks 4-bit weights for some CPUs and may move 8-bit scales.
     """
     total = 0
     for parameter in module.parameters():

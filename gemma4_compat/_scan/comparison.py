@@ -95,9 +95,9 @@ class Comparison:
                 "peft-adapter-keys)",
                 [key for key, name in self.found.names.items() if key != name],
             )
-        if self.found.dead:
+        if self.found.unused:
             self._findings.notes.append(
-                f"{len(self.found.dead)} keys adapt keys and values of layers that share those of another layer and "
+                f"{len(self.found.unused)} keys adapt keys and values of layers that share those of another layer and "
                 "have none to adapt in this base; nothing is lost without them"
             )
 

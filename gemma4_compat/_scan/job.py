@@ -84,7 +84,7 @@ def _against(
         hits=comparison.hits(),
         redirected=comparison.redirected,
         remapped={key: name for key, name in comparison.found.names.items() if key != name},
-        dead=comparison.found.dead,
+        dead=comparison.found.unused,
     )
 
 

@@ -144,7 +144,7 @@ def test_a_clipped_linear_and_its_inner_layer() -> None:
 def test_keys_of_kv_shared_layers_are_dead_and_others_are_not() -> None:
     keys = [f"{P}model.layers.{n}.self_attn.{name}.lora_A.weight" for n in (0, 1) for name in ("q_proj", "k_proj")]
     found = translate(keys, MULTIMODAL)
-    assert found.dead == (keys[3],)
+    assert found.unused == (keys[3],)
     assert found.unmatched == ()
     assert len(found.names) == 3
     with_k = (*(name for name in MULTIMODAL), "model.language_model.layers.1.self_attn.k_proj")

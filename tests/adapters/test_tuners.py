@@ -15,7 +15,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat._quantization.plain_layers import is_quantized
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.adapters.peft_clippable_linear import is_wrapper
 from tools.pages import tuners
 from tools.pages.tuners import NEVER, TUNERS, Tuner
@@ -96,10 +96,10 @@ def test_a_tuner_learns_saves_and_merges_or_says_why_not(
     layers = [name for name, module in model.named_modules() if hasattr(module, "get_base_layer")]
     assert {kind(name)[0] for name in layers} == {"language", "vision_tower", "audio_tower"}
     assert not any(is_wrapper(model.get_submodule(name)) for name in layers)
-    answers = logits(model)
+    outputs = logits(model)
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(workspace.load(quantization), tmp_path)
-    assert torch.equal(answers, logits(again))
+    assert torch.equal(outputs, logits(again))
     if quantization is None:
         names = [name.removeprefix("base_model.model.") for name in layers]
         assert_the_sum_is_merged(workspace, model.merge_and_unload(), tmp_path, names)
@@ -111,7 +111,7 @@ def test_a_tuner_learns_saves_and_merges_or_says_why_not(
         else:
             with pytest.raises((gemma4_compat.Gemma4CompatError, ValueError), match=r"[Cc]annot merge"):
                 model.merge_and_unload()
-            assert torch.equal(answers, logits(model))
+            assert torch.equal(outputs, logits(model))
 
 
 def assert_the_sum_is_merged(workspace: Any, merged: Any, adapter: Path, layers: list[str]) -> None:
@@ -144,13 +144,13 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None, s
     from transformers import Gemma4ForConditionalGeneration
 
     folder = tmp_path_factory.mktemp("experts")
-    config = tiny.config()
+    config = tiny_configs.config()
     config.text_config.update(
         {"enable_moe_block": True, "num_experts": 32, "top_k_experts": 2, "moe_intermediate_size": 32}
     )
     torch.manual_seed(0)
-    tiny._randomized(Gemma4ForConditionalGeneration(config)).save_pretrained(folder / CLASSES[0])
-    tiny.build_text_twin(folder / CLASSES[0], folder / CLASSES[1])
+    tiny_models.randomized(Gemma4ForConditionalGeneration(config)).save_pretrained(folder / CLASSES[0])
+    tiny_models.build_text_copy(folder / CLASSES[0], folder / CLASSES[1])
     return lambda quantization, cls: tiny.load(folder / cls, quantization, cls=cls)
 
 
@@ -187,11 +187,11 @@ def test_what_else_is_trained_is_saved_and_loaded(
         assert torch.equal(before, logits(base))
         return
     model = trained(peft.get_peft_model(base, config))
-    answers = logits(model)
+    outputs = logits(model)
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(workspace.load(quantization), tmp_path)
-    assert torch.equal(answers, logits(again))
-    assert not torch.equal(answers, logits(workspace.load(quantization)))
+    assert torch.equal(outputs, logits(again))
+    assert not torch.equal(outputs, logits(workspace.load(quantization)))
 
 
 def quantized(module: Any) -> bool:
@@ -212,9 +212,9 @@ def test_a_copy_of_a_quantized_module_is_kept_unquantized_or_refused_where_it_is
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["embed_vision"])
     model = trained(peft.get_peft_model(load(), config))
-    answers = logits(model)
+    outputs = logits(model)
     model.save_pretrained(tmp_path)
-    assert torch.equal(answers, logits(peft.PeftModel.from_pretrained(load(), tmp_path)))
+    assert torch.equal(outputs, logits(peft.PeftModel.from_pretrained(load(), tmp_path)))
     base = workspace.load("4bit")
     if not quantized(base.model.embed_vision):
         pytest.skip("this release quantizes no embed_vision")
@@ -246,15 +246,15 @@ def test_experts_are_trained_saved_and_loaded_on_either_class(
 
     config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters)
     model = trained(peft.get_peft_model(experts(quantization, cls), config), text_only=True)
-    answers = logits(model, text_only=True)
-    assert not torch.equal(answers, logits(experts(quantization, cls), text_only=True))
+    outputs = logits(model, text_only=True)
+    assert not torch.equal(outputs, logits(experts(quantization, cls), text_only=True))
     model.save_pretrained(tmp_path)
     for other in CLASSES:
         with warnings.catch_warnings():
             warnings.simplefilter("error", gemma4_compat.Gemma4CompatWarning)
             warnings.filterwarnings("error", message="Found missing adapter keys")
             again = peft.PeftModel.from_pretrained(experts(quantization, other), tmp_path)
-        assert torch.equal(answers, logits(again, text_only=True))
+        assert torch.equal(outputs, logits(again, text_only=True))
 
 
 def test_the_table_of_the_page_is_this_table() -> None:

@@ -187,4 +187,4 @@ def test_a_child_that_dies_is_a_defect_that_shows_its_last_words(tmp_path: Path)
 def test_a_child_that_hangs_is_a_defect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_children, "TIMEOUT", 0)
     result = _children.alone("build", tmp_path, disabled="all")
-    assert (result["defect"], result["detail"]) == (True, "no answer after 0 s")
+    assert (result["defect"], result["detail"]) == (True, "no result after 0 s")

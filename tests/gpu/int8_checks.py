@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_compat  # first, as a user would
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters
 from gemma4_compat._reproduction.workspace import Workspace, difference
 from tests.gpu.int8_table import short
 
@@ -59,7 +59,7 @@ class Models:
 
     def reference(self, adapter: str | None) -> Any:
         if adapter not in self._references:
-            self._references[adapter] = self.workspace.answers(self.with_adapter(self.load(), adapter))
+            self._references[adapter] = self.workspace.outputs(self.with_adapter(self.load(), adapter))
         return self._references[adapter]
 
     def allocated(self) -> int:
@@ -120,13 +120,13 @@ def parity(models: Models, offloaded: str, adapter: str | None, before: bool) ->
     model = models.load()
     loaded = models.allocated()
     if before:
-        models.workspace.answers(model)
+        models.workspace.outputs(model)
     used = models.allocated()
     model = models.dispatch(model, offloaded)
     dispatched, kept = models.allocated(), held_by_states(model)
     model = models.with_adapter(model, adapter)
     meta = on_meta(model)
-    found = models.workspace.answers(model)
+    found = models.workspace.outputs(model)
     after, kept_after = models.allocated(), held_by_states(model)
     worst = difference(expected, found)
     return {
@@ -206,19 +206,19 @@ def base_gradient(models: Models, offloaded: str) -> Found:
 
 def both(models: Models, change: Callable[[Any], Any], offloaded: str) -> Found:
     """The same ``change`` to a model on one device and to an offloaded one."""
-    answers = models.workspace.answers
-    found = difference(answers(change(models.load())), answers(change(models.split(offloaded))))
+    outputs = models.workspace.outputs
+    found = difference(outputs(change(models.load())), outputs(change(models.split(offloaded))))
     return {"parity": found, "short": str(found)}
 
 
 def saved(models: Models, offloaded: str, used: bool) -> Found:
     model = models.split(offloaded)
     if used:
-        models.workspace.answers(model)
+        models.workspace.outputs(model)
     with tempfile.TemporaryDirectory(dir=models.folder) as name:
         model.save_pretrained(name)
         again = type(model).from_pretrained(name, device_map={"": models.main}).eval()
-        found = difference(models.reference(None), models.workspace.answers(again))
+        found = difference(models.reference(None), models.workspace.outputs(again))
     return {"parity": found, "short": str(found)}
 
 
@@ -227,11 +227,11 @@ def unhooked(models: Models, offloaded: str, used: bool) -> Found:
 
     model = models.split(offloaded)
     if used:
-        models.workspace.answers(model)
+        models.workspace.outputs(model)
     remove_hook_from_submodules(model)
-    first = difference(models.reference(None), models.workspace.answers(model))
+    first = difference(models.reference(None), models.workspace.outputs(model))
     model.to(models.main)
-    second = difference(models.reference(None), models.workspace.answers(model))
+    second = difference(models.reference(None), models.workspace.outputs(model))
     return {"parity": max(first, second), "short": f"{first} {second}"}
 
 
@@ -240,7 +240,7 @@ def dora(models: Models, model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
-    model = get_peft_model(model, LoraConfig(r=2, target_modules=tiny.TARGETS["language"], use_dora=True))
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["language"], use_dora=True))
     batch = tiny.inputs(models.main)
     optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.05)
     for _ in range(2):
@@ -280,18 +280,18 @@ def there_and_back(models: Models, used: bool) -> Found:
 
     model = models.load()
     if used:
-        models.workspace.answers(model)
+        models.workspace.outputs(model)
     model = torch.nn.Module.to(torch.nn.Module.to(model, "cpu"), models.main)
-    found = difference(models.reference(None), models.workspace.answers(model))
+    found = difference(models.reference(None), models.workspace.outputs(model))
     return {"parity": found, "short": str(found)}
 
 
 def checks(models: Models) -> dict[str, Callable[[], Found]]:
     """Every check by name, in the order of the table."""
     offloads = ("cpu", "disk") if models.cuda else ("disk",)
-    answers, reference = models.workspace.answers, models.reference
+    outputs, reference = models.workspace.outputs, models.reference
     table: dict[str, Callable[[], Found]] = {
-        "one device twice": lambda: {"short": str(difference(reference(None), answers(models.load())))}
+        "one device twice": lambda: {"short": str(difference(reference(None), outputs(models.load())))}
     }
     for to, adapter, before in itertools.product(offloads, (None, "all"), (False, True)):
         name = f"parity {to} adapter={adapter} forward-before={before}"

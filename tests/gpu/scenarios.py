@@ -18,7 +18,8 @@ from gemma4_compat._models import variants
 from gemma4_compat._quantization import experts as _quantized_experts
 from gemma4_compat._quantization import offloaded
 from gemma4_compat._reproduction import tiny as _tiny
-from gemma4_compat._reproduction.workspace import Answers, difference
+from gemma4_compat._reproduction import tiny_models
+from gemma4_compat._reproduction.workspace import Outputs, difference
 
 GIB = 2**30
 TOWERS = ("model.vision_tower", "model.audio_tower")
@@ -103,7 +104,7 @@ def base(folder: Path, placement: Any, *, quantization: dict[str, Any] | None = 
     ).eval()
 
 
-def answers(model: Any) -> Answers:
+def outputs(model: Any) -> Outputs:
     """Three forwards and a generate on a text prompt of 64 tokens, and the features of an image in the tower."""
     import torch
 
@@ -118,7 +119,7 @@ def answers(model: Any) -> Answers:
         features = tower.get_image_features(pixels, positions).pooler_output
         logits.append((features[0] if isinstance(features, (list, tuple)) else features).float().cpu())
         tokens = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False).cpu()
-    return Answers(tuple(logits), tokens)
+    return Outputs(tuple(logits), tokens)
 
 
 def with_adapter(folder: Path, model: Any, *, free: float | None = None) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def with_adapter(folder: Path, model: Any, *, free: float | None = None) -> dict
         if any(tower.split(".")[1] in name for tower in TOWERS) and "lora_" not in name
     }
     result["towers_on"] = sorted(devices)
-    seen = answers(adapted)
+    seen = outputs(adapted)
     result["resident_gib"] = torch.cuda.memory_allocated() / GIB - held
     result["parity"] = difference(torch.load(folder / "answers.pt", weights_only=False), seen)
     return result
@@ -160,7 +161,7 @@ def all_gpu(folder: Path) -> dict[str, Any]:
     before = torch.cuda.memory_allocated() / GIB
     adapted = PeftModel.from_pretrained(model, folder / "adapter")
     after = torch.cuda.memory_allocated() / GIB
-    torch.save(answers(adapted), folder / "answers.pt")
+    torch.save(outputs(adapted), folder / "answers.pt")
     return {"base_gib": before, "adapter_gib": after}
 
 
@@ -216,19 +217,19 @@ def max_memory(folder: Path) -> dict[str, Any]:
     from gemma4_compat._reproduction.workspace import Workspace
 
     workspace = Workspace.build(folder / "tiny")
-    checkpoint = _tiny.build_checkpoint(folder / "large-table", table=1 << 16)
+    checkpoint = tiny_models.build_checkpoint(folder / "large-table", per_layer_vocabulary=1 << 16)
     whole = _tiny.load(checkpoint, "4bit-double", device=0)
     budget = layout.smallest_budget(memory.describe(whole), memory.Load(context=256))
     model = _tiny.load(checkpoint, "4bit-double", device_map="auto", max_memory={0: budget, "cpu": "8GiB"})
     placement = dict(getattr(model, "hf_device_map", {}))
     names = offloaded_4bit(model)
     differ = differing(whole, model, names)
-    reference = workspace.answers(PeftModel.from_pretrained(whole, workspace.adapter("all")))
+    reference = workspace.outputs(PeftModel.from_pretrained(whole, workspace.adapter("all")))
     model = PeftModel.from_pretrained(model, workspace.adapter("all"))
     return {
         "budget": budget,
         "offloaded": sorted(name for name, device in placement.items() if device == "cpu"),
-        "parity": difference(reference, workspace.answers(model)),
+        "parity": difference(reference, workspace.outputs(model)),
         "kept": model.hf_device_map == placement,
         "offloaded_4bit_weights": len(names),
         "quantized_differently": differ,
@@ -250,7 +251,7 @@ def quantized_layers(folder: Path) -> dict[str, Any]:
 
 def tiny(folder: Path) -> dict[str, Any]:
     """A tiny checkpoint."""
-    _tiny.build_checkpoint(folder / "tiny")
+    tiny_models.build_checkpoint(folder / "tiny")
     return {}
 
 
@@ -285,11 +286,11 @@ def experts(folder: Path) -> dict[str, Any]:
         with _quantized_experts.asked(), offloaded.asked():
             return base(folder / "experts", placement)
 
-    def logits(model: Any) -> Answers:
+    def logits(model: Any) -> Outputs:
         ids = torch.randint(3, 250_000, (1, 64), generator=torch.Generator().manual_seed(7)).to(0)
         with torch.no_grad():
             found = [model(input_ids=ids).logits.float().cpu() for _ in range(3)]
-            return Answers(tuple(found), model.generate(input_ids=ids, max_new_tokens=8, do_sample=False).cpu())
+            return Outputs(tuple(found), model.generate(input_ids=ids, max_new_tokens=8, do_sample=False).cpu())
 
     model = load({"": 0})
     result: dict[str, Any] = {
@@ -325,7 +326,7 @@ def measured(folder: Path, placement: Any, **kwargs: Any) -> dict[str, Any]:
     import torch
 
     whole = base(folder, {"": 0})
-    reference = answers(whole)
+    reference = outputs(whole)
     del whole
     collect()
     left = torch.cuda.memory_allocated()
@@ -340,7 +341,7 @@ def measured(folder: Path, placement: Any, **kwargs: Any) -> dict[str, Any]:
         "largest_block_gib": largest_block(model) / GIB,
         "offloaded_4bit_weights": len(offloaded_4bit(model)),
     }
-    result["parity"] = difference(reference, answers(model))
+    result["parity"] = difference(reference, outputs(model))
     result["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
     return result
 

@@ -10,7 +10,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._doctor import findings
-from gemma4_compat._reproduction import workspace as _repro
+from gemma4_compat._reproduction import scenarios
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND
 from tests.conftest import is_affected, patch
 
@@ -61,6 +61,6 @@ def test_defect_without_and_parity_with(
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double", "8bit"])
 def test_quantized_towers_see_and_hear(workspace: Any, quantization: str, sense: str) -> None:
     """Against the same weights, dequantized; what the 8-bit kernels made of the audio tower was off by half."""
-    error, contrast = _repro.sensed(workspace, quantization, sense)
+    error, contrast = scenarios.compare_quantized_tower(workspace, quantization, sense)
     assert error < BOUND
     assert contrast > BOUND

@@ -113,10 +113,10 @@ def test_a_thousand_forwards_with_random_delays(
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_generate_with_random_delays(workspace: Any, delays: dict[str, int], quantization: str | None) -> None:
-    reference = workspace.answers(workspace.load(quantization))
+    reference = workspace.outputs(workspace.load(quantization))
     model = paged(workspace, quantization)
     for _ in range(20):
-        assert difference(reference, workspace.answers(model)) == 0.0
+        assert difference(reference, workspace.outputs(model)) == 0.0
     assert min(delays.values()) > 0
 
 
@@ -225,7 +225,7 @@ def test_where_memory_cannot_be_pinned_there_is_one_warning_and_the_same_answer(
         def cudaHostRegister(self, *_: Any) -> int:  # noqa: N802
             return 2  # cudaErrorMemoryAllocation
 
-    reference = workspace.answers(workspace.load("4bit"))
+    reference = workspace.outputs(workspace.load("4bit"))
     runtime = Runtime(torch.cuda.cudart())
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     host_memory._warn_once.cache_clear()
@@ -233,7 +233,7 @@ def test_where_memory_cannot_be_pinned_there_is_one_warning_and_the_same_answer(
         warnings.simplefilter("always")
         model = paged(workspace, "4bit")
         for _ in range(3):
-            assert difference(reference, workspace.answers(model)) == 0.0
+            assert difference(reference, workspace.outputs(model)) == 0.0
     told = [str(item.message) for item in caught if item.category is Gemma4CompatWarning]
     assert len([text for text in told if "cannot be pinned" in text]) == 1, told
     kept = model.model.language_model.layers[3].mlp.up_proj._hf_hook.weights_map["weight"]

@@ -27,9 +27,9 @@ def cases(e2b_folder: Path, record: Callable[[str, Any], None]) -> CASES:
     without, repaired = (found["cases"] for found in together("thread_cases", str(e2b_folder)))
     assert set(without) == set(repaired)
     for name in repaired:
-        answers = [kept(e2b_folder, name, side) for side in ("without", "with")]
-        if all(file.exists() for file in answers):
-            loaded = (torch.load(file, weights_only=False) for file in answers)
+        outputs = [kept(e2b_folder, name, side) for side in ("without", "with")]
+        if all(file.exists() for file in outputs):
+            loaded = (torch.load(file, weights_only=False) for file in outputs)
             repaired[name]["against_unpatched"] = difference(*loaded)
         record(f"thread: {name}", {"without": without[name], "with": repaired[name]})
     return {name: (without[name], repaired[name]) for name in repaired}

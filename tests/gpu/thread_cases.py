@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._reproduction.scenarios import relative
-from gemma4_compat._reproduction.workspace import Answers, difference
-from tests.gpu.scenarios import GIB, TOWERS, all_on_the_host, answers, base, collect
+from gemma4_compat._reproduction.workspace import Outputs, difference
+from tests.gpu.scenarios import GIB, TOWERS, all_on_the_host, base, collect, outputs
 
 SPLIT = {**dict.fromkeys(TOWERS, "cpu"), "": 0}
 QUANTIZATIONS = {"single": False, "double": True}
@@ -45,7 +45,7 @@ def kept(folder: Path, name: str, which: str) -> Path:
 class Cases:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._references: dict[str, Answers] = {}
+        self._references: dict[str, Outputs] = {}
 
     def all(self) -> dict[str, Callable[[], dict[str, Any]]]:
         found: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -73,7 +73,7 @@ class Cases:
         import torch
 
         model = self.adapted(self.load(kind, {"": 0}))
-        self._references[kind] = seen = answers(model)
+        self._references[kind] = seen = outputs(model)
         torch.save(seen, kept(self.folder, f"R05 all on the GPU, {kind}", side()))
         return {"gib": torch.cuda.memory_allocated() / GIB}
 
@@ -89,7 +89,7 @@ class Cases:
             result["adapter_load_s"] = time.perf_counter() - started
             result["adapter_gib"] = torch.cuda.memory_allocated() / GIB - held
             result["towers_on"] = towers_on(adapted)
-            seen = answers(adapted)
+            seen = outputs(adapted)
             result["resident_gib"] = torch.cuda.memory_allocated() / GIB - held
             result["peak_gib"] = torch.cuda.max_memory_allocated() / GIB - held
         return result | {"parity": difference(self._references[kind], seen)}
@@ -102,7 +102,7 @@ class Cases:
         if all_on_the_host(model):
             return {"all_on_the_host": True}
         offloaded = sorted(name for name, device in model.hf_device_map.items() if device == "cpu")
-        seen = answers(self.adapted(model))
+        seen = outputs(self.adapted(model))
         peak = torch.cuda.max_memory_allocated() / GIB
         return {"offloaded": offloaded, "peak_gib": peak, "parity": difference(self._references[kind], seen)}
 
@@ -128,23 +128,23 @@ class Cases:
         """Against the adapter loaded onto, and merged into, a base that was dequantized first."""
         model = self.load("double", {"": 0})
         model.dequantize()
-        reference = answers(self.adapted(model).merge_and_unload())
+        reference = outputs(self.adapted(model).merge_and_unload())
         del model
         collect()
         adapted = self.adapted(self.load("double", {"": 0}))
         adapted.dequantize()
-        return {"parity": difference(reference, answers(adapted.merge_and_unload()))}
+        return {"parity": difference(reference, outputs(adapted.merge_and_unload()))}
 
     def direct_merge(self) -> dict[str, Any]:
         """Upstream's bits, and what they cost: `distance` from the adapter, whose effect is `effect`."""
         import torch
 
-        plain = answers(self.load("double", {"": 0}))
+        plain = outputs(self.load("double", {"": 0}))
         collect()
         adapted = self.adapted(self.load("double", {"": 0}))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            seen = answers(adapted.merge_and_unload())
+            seen = outputs(adapted.merge_and_unload())
         torch.save(seen, kept(self.folder, "direct merge", side()))
         said = [str(item.message) for item in caught if "merge" in str(item.message).lower()]
         loaded = self._references["double"]

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import Answers, Workspace, difference
+from gemma4_compat._reproduction import tiny, tiny_configs
+from gemma4_compat._reproduction.workspace import Outputs, Workspace, difference
 
 QUANTIZATIONS = (None, "4bit", "4bit-double")
 TOWERS = ("model.vision_tower", "model.audio_tower")
@@ -86,13 +86,13 @@ def load(workspace: Workspace, quantization: str | None, **kwargs: Any) -> Any:
 
 
 @functools.cache
-def whole(workspace: Workspace, quantization: str | None, adapted: bool) -> Answers:
+def whole(workspace: Workspace, quantization: str | None, adapted: bool) -> Outputs:
     from peft import PeftModel
 
     model = load(workspace, quantization, device=devices()[0])
     if adapted:
         model = PeftModel.from_pretrained(model, workspace.adapter("all"))
-    return workspace.answers(model)
+    return workspace.outputs(model)
 
 
 @functools.cache
@@ -161,7 +161,7 @@ def split_case(workspace: Workspace, quantization: str | None, case: str) -> dic
 
 def parity(workspace: Workspace, quantization: str | None, case: str, model: Any) -> float:
     adapted = case not in ("base", "dispatched")
-    return difference(whole(workspace, quantization, adapted), workspace.answers(model))
+    return difference(whole(workspace, quantization, adapted), workspace.outputs(model))
 
 
 def split(workspace: Workspace) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def examples() -> list[dict[str, Any]]:
     found = []
     for _ in range(STEPS * BATCH):
         ids = torch.randint(3, 240, first["input_ids"].shape, generator=generator)
-        for token in (tiny.IMAGE_TOKEN, tiny.AUDIO_TOKEN):
+        for token in (tiny_configs.IMAGE_TOKEN, tiny_configs.AUDIO_TOKEN):
             ids = torch.where(first["input_ids"] == token, token, ids)
         other = {
             "input_ids": ids,
@@ -213,7 +213,7 @@ def calm(workspace: Workspace) -> Path:
                     weight.mul_(CALM)
         model.save_pretrained(folder)
 
-    return workspace.made(build_calm)
+    return workspace.cached(build_calm)
 
 
 def build(workspace: Workspace, launch: str, precision: str, device: Any, checkpointing: bool) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import MetaTensor, find_meta_tensors, input_device
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs
 
 QUANTIZATIONS = [None, "4bit", "4bit-double"]
 EMBEDDING = "model.language_model.embed_tokens"
@@ -78,7 +78,7 @@ def test_a_quantized_embedding(workspace: Any) -> None:
     import bitsandbytes as bnb
 
     model = workspace.load()
-    model.set_input_embeddings(bnb.nn.Embedding4bit(tiny.VOCABULARY, 64).to(workspace.main))
+    model.set_input_embeddings(bnb.nn.Embedding4bit(tiny_configs.VOCABULARY, 64).to(workspace.main))
     assert input_device(model) == main_device(workspace)
 
 
@@ -125,7 +125,7 @@ def test_an_embedding_on_meta_without_a_hook_is_named(workspace: Any) -> None:
 def test_a_model_on_one_device_has_none(workspace: Any, quantization: str | None) -> None:
     model = workspace.load(quantization)
     assert find_meta_tensors(model) == ()
-    workspace.answers(model)
+    workspace.outputs(model)
     assert find_meta_tensors(model) == ()
 
 
@@ -153,7 +153,7 @@ def test_on_a_dispatched_model_exactly_the_parameters_on_meta_are_found_and_none
         assert tensor == MetaTensor(path=name, kind="parameter", offloaded=True, shape=shape, dtype=dtype)
     if offload != "embeddings":  # their forward is another patch's
         wrapped = PeftModel.from_pretrained(model, workspace.adapter("all"))
-        workspace.answers(wrapped)
+        workspace.outputs(wrapped)
         again = {tensor.path.replace(".base_layer", ""): tensor for tensor in find_meta_tensors(wrapped)}
         assert again.keys() == {f"base_model.model.{name}" for name in expected}
         assert all(tensor.offloaded for tensor in again.values())

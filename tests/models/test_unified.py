@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
@@ -16,7 +16,7 @@ pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip in
 if not hasattr(transformers, "Gemma4UnifiedConfig"):
     pytest.skip("this transformers has no gemma4_unified", allow_module_level=True)
 
-from gemma4_compat._reproduction.scenarios import features, relative, sensed  # noqa: E402
+from gemma4_compat._reproduction.scenarios import compare_quantized_tower, features, relative  # noqa: E402
 from gemma4_compat._reproduction.workspace import difference  # noqa: E402
 from gemma4_compat.patches.multimodal.transformers_quantized_vision_unified import BOUND  # noqa: E402
 
@@ -34,16 +34,16 @@ def one_device(unified: Any) -> Callable[[str | None, str | None], Any]:
 
     known: dict[tuple[str | None, str | None], Any] = {}
 
-    def answers(quantization: str | None, adapter: str | None) -> Any:
+    def outputs(quantization: str | None, adapter: str | None) -> Any:
         key = (quantization, adapter)
         if key not in known:
             model = unified.load(quantization)
             if adapter is not None:
                 model = PeftModel.from_pretrained(model, unified.adapter(adapter))
-            known[key] = unified.answers(model)
+            known[key] = unified.outputs(model)
         return known[key]
 
-    return answers
+    return outputs
 
 
 def test_its_checkpoint_is_of_its_own_classes(unified: Any) -> None:
@@ -59,7 +59,7 @@ def test_its_checkpoint_is_of_its_own_classes(unified: Any) -> None:
 def test_a_checkpoint_of_it_is_built_alone(tmp_path: Path) -> None:
     import torch
 
-    model = tiny.load(tiny.build_unified_checkpoint(tmp_path))
+    model = tiny.load(tiny_models.build_unified_checkpoint(tmp_path))
     with torch.no_grad():
         assert model(**tiny.unified_inputs()).logits.isfinite().all()
 
@@ -70,7 +70,7 @@ def test_offloaded_it_answers_as_on_one_device(
     unified: Any, one_device: Callable[..., Any], quantization: str | None, offload: str
 ) -> None:
     model = unified.split(quantization, offload)
-    assert difference(one_device(quantization, None), unified.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), unified.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("adapter", ["language", "towers", "all"])
@@ -84,7 +84,7 @@ def test_with_an_adapter_too(
     placement = dict(base.hf_device_map)
     model = PeftModel.from_pretrained(base, unified.adapter(adapter))
     assert base.hf_device_map == placement
-    assert difference(one_device(quantization, adapter), unified.answers(model)) == 0.0
+    assert difference(one_device(quantization, adapter), unified.outputs(model)) == 0.0
     assert difference(one_device(quantization, None), one_device(quantization, adapter)) > 0, "it does something"
 
 
@@ -93,7 +93,7 @@ def test_with_an_adapter_too(
 def test_quantized_embedders_give_what_their_dequantized_weights_give(
     unified: Any, quantization: str, sense: str
 ) -> None:
-    error, contrast = sensed(unified, quantization, sense)
+    error, contrast = compare_quantized_tower(unified, quantization, sense)
     assert error < BOUND
     assert contrast > 0.5
 
@@ -157,7 +157,7 @@ def test_other_parts_offloaded(unified: Any, one_device: Callable[..., Any], par
     model = unified.load()
     placement = tiny.device_map(model, "none", main=unified.main, offloaded=unified.offloaded)
     model = unified.dispatch_map(model, {**placement, **dict.fromkeys(parts, unified.offloaded)})
-    assert difference(one_device(None, None), unified.answers(model)) == 0.0
+    assert difference(one_device(None, None), unified.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

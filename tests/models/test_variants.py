@@ -96,11 +96,11 @@ def test_a_defect_is_the_patchs_own_when_its_test_knows_the_message() -> None:
 @pytest.mark.parametrize("name", variants.NAMES)
 def test_a_small_variant_has_the_parts_of_the_large_one(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_configs
 
     if name == variants.UNIFIED and not hasattr(transformers, "Gemma4UnifiedConfig"):
         pytest.skip("this transformers has no gemma4_unified")
-    small, large = tiny.config(variant=name), variants.config(name)
+    small, large = tiny_configs.config(variant=name), variants.config(name)
     assert type(small) is type(large)
     numbers = {"vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "sliding_window"}
     small_text, large_text = small.text_config.to_dict(), large.text_config.to_dict()

@@ -8,7 +8,7 @@ import wave
 from pathlib import Path
 from typing import Any, ClassVar
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_configs
 
 SAMPLING_RATE = 16_000
 #: What upstream calls them; the numbers are those of :func:`gemma4_compat._reproduction.tiny.config`.
@@ -20,9 +20,9 @@ _SPECIAL = {
     "<|turn>": 4,
     "<turn|>": 5,
     "<audio|>": 249,
-    "<|image|>": tiny.IMAGE_TOKEN,
-    "<|audio|>": tiny.AUDIO_TOKEN,
-    "<|video|>": tiny.VIDEO_TOKEN,
+    "<|image|>": tiny_configs.IMAGE_TOKEN,
+    "<|audio|>": tiny_configs.AUDIO_TOKEN,
+    "<|video|>": tiny_configs.VIDEO_TOKEN,
     "<|image>": 253,
     "<image|>": 254,
     "<|audio>": 255,
@@ -127,7 +127,7 @@ def read_wav(path: Path) -> Any:
 
 
 def processor() -> Any:
-    """A ``Gemma4Processor`` for ``tiny.config``: a token a character, 70 soft tokens an image at
+    """A ``Gemma4Processor`` for ``tiny_configs.config``: a token a character, 70 soft tokens an image at
     most.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -137,7 +137,7 @@ def processor() -> Any:
 
     taken = set(_SPECIAL.values())
     characters = iter([*string.printable.rstrip("\r\x0b\x0c"), *(chr(code) for code in range(0x100, 0x200))])
-    vocabulary = {next(characters): number for number in range(tiny.VOCABULARY) if number not in taken}
+    vocabulary = {next(characters): number for number in range(tiny_configs.VOCABULARY) if number not in taken}
     tokens = Tokenizer(models.WordLevel({**_SPECIAL, **vocabulary}, unk_token="<unk>"))
     tokens.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokens.decoder = decoders.Fuse()

@@ -10,12 +10,13 @@ import pytest
 
 from gemma4_compat._engine import versions
 from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_configs, tiny_models
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 
-from gemma4_compat._reproduction.workspace import Workspace, assisted  # noqa: E402
+from gemma4_compat._reproduction.scenarios import assisted  # noqa: E402
+from gemma4_compat._reproduction.workspace import Workspace  # noqa: E402
 
 VARIANTS = ["E2B", "12B", "31B"]  # with and without layers that share, and of either module
 
@@ -120,11 +121,11 @@ def test_its_guesses_are_used(spaces: Callable[[str], Any], variant: str) -> Non
 
 
 def test_modes_of_models_that_share_among_their_layers_are_upstreams(workspace: Any) -> None:
-    config = tiny.config().text_config
+    config = tiny_configs.config().text_config
     if not hasattr(type(config), "kv_sharing_modes"):
         pytest.skip("this transformers does not write down what layers share")
     assert config.kv_sharing_modes == [None, None, "store", "store", "reuse", "reuse"]
-    shared = tiny.config(variant="31B").text_config
+    shared = tiny_configs.config(variant="31B").text_config
     assert shared.kv_sharing_modes == [None, None, None, None, "store", "store"]
 
 
@@ -132,7 +133,7 @@ def test_a_release_without_assistants_says_so(workspace: Any, monkeypatch: pytes
     def missing(*_: Any) -> str:
         raise ImportError("transformers 5.6.2 has no Gemma4AssistantForCausalLM")
 
-    monkeypatch.setattr(tiny, "assistant_class", missing)
+    monkeypatch.setattr(tiny_models, "assistant_class", missing)
     outcome = assisted(workspace)
     assert (outcome.defect, outcome.applicable) == (False, False)
     assert "has no Gemma4AssistantForCausalLM" in outcome.detail

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from tools.pages import caches
 from tools.pages.caches import KINDS, WAYS, Kind
 
@@ -30,24 +30,24 @@ class Models:
     def __init__(self, workspace: Any) -> None:
         self.workspace = workspace
         self.known: dict[tuple[str, bool], Any] = {}
-        self.answers: dict[tuple[str, str], Any] = {}
+        self.outputs: dict[tuple[str, str], Any] = {}
 
     def __call__(self, name: str, split: bool = False) -> Any:
         if (name, split) not in self.known:
             model = self.load(name)
-            model.generation_config.eos_token_id = tiny.VOCABULARY - 1
+            model.generation_config.eos_token_id = tiny_configs.VOCABULARY - 1
             self.known[name, split] = self.split(model) if split else model
         return self.known[name, split]
 
     def load(self, name: str) -> Any:
         if name == "12B":
             try:
-                return tiny.unified_model().to(self.workspace.main)
+                return tiny_models.unified_model().to(self.workspace.main)
             except ImportError:
                 pytest.skip("this release has no gemma4_unified")
         variant, _, text = name.partition(" ")
-        build = tiny.build_text_checkpoint if text else tiny.build_checkpoint
-        folder = self.workspace.made(build, text_variant=variant)
+        build = tiny_models.build_text_checkpoint if text else tiny_models.build_checkpoint
+        folder = self.workspace.cached(build, text_variant=variant)
         cls = "Gemma4ForCausalLM" if text else "Gemma4ForConditionalGeneration"
         return tiny.load(folder, device=self.workspace.main, cls=cls).float()
 
@@ -126,13 +126,13 @@ def run(model: Any, kind: Kind, way: str, prompted: str = "long") -> Any:
 def expected(models: Models, name: str, way: str, prompted: str) -> Any:
     """The default cache's answer on one device; computed anew in one piece for what is fed in parts or guessed."""
     key = (name, "turn" if way == "turn" else prompted)
-    if key not in models.answers:
+    if key not in models.outputs:
         model = models(name)
         if way == "turn":
-            models.answers[key] = second_turn(model, generate(model, prompt(model, prompted)))
+            models.outputs[key] = second_turn(model, generate(model, prompt(model, prompted)))
         else:
-            models.answers[key] = run(model, KINDS[0], "plain", prompted)
-    return models.answers[key]
+            models.outputs[key] = run(model, KINDS[0], "plain", prompted)
+    return models.outputs[key]
 
 
 @pytest.mark.parametrize("way", WAYS)

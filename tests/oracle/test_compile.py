@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat.patches.adapters.peft_clippable_linear import is_wrapper
+from gemma4_compat._adapters.clipped import is_wrapper
 
 
 @pytest.fixture(autouse=True)

@@ -55,13 +55,13 @@ def test_a_saved_model_holds_the_weights_of_one_device_and_reloads(
     workspace.load(quantization).save_pretrained(tmp_path / "whole")
     model = workspace.split(quantization)
     if used:
-        workspace.answers(model)
+        workspace.outputs(model)
     model.save_pretrained(tmp_path / "split", max_shard_size="200KB" if used else "50GB")
     assert (len(list((tmp_path / "split").glob("*.safetensors"))) > 1) == used
     assert_same_weights(weights_in(tmp_path / "split"), weights_in(tmp_path / "whole"))
     again = tiny.load(tmp_path / "split", device=workspace.main)
-    assert difference(one_device(quantization, None), workspace.answers(again)) == 0.0
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(again)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
 
 
 def test_a_model_can_be_saved_over_the_checkpoint_it_is_offloaded_from(
@@ -70,7 +70,7 @@ def test_a_model_can_be_saved_over_the_checkpoint_it_is_offloaded_from(
     shutil.copytree(workspace.checkpoint, tmp_path / "model")
     model = from_disk(workspace, tmp_path / "offload", tmp_path / "model")
     model.save_pretrained(tmp_path / "model")
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     assert_same_weights(weights_in(tmp_path / "model"), weights_in(workspace.checkpoint))
 
 
@@ -82,7 +82,7 @@ def test_a_saved_adapter_holds_the_weights_of_one_device_and_reloads(
     import torch
     from peft import PeftModel
 
-    answers = []
+    outputs = []
     for name, base in (("whole", workspace.load(quantization)), ("split", workspace.split(quantization))):
         if by == "transformers":
             model = base
@@ -97,16 +97,16 @@ def test_a_saved_adapter_holds_the_weights_of_one_device_and_reloads(
             model.train()(**batch, labels=batch["input_ids"]).loss.backward()
             torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
             model.eval()
-        answers.append(workspace.answers(model))
+        outputs.append(workspace.outputs(model))
         model.save_pretrained(tmp_path / name)
-    assert difference(*answers) == 0.0
+    assert difference(*outputs) == 0.0
     assert_same_weights(weights_in(tmp_path / "split"), weights_in(tmp_path / "whole"))
     fresh = workspace.load(quantization)
     if by == "transformers":
         fresh.load_adapter(str(tmp_path / "split"))
     else:
         fresh = PeftModel.from_pretrained(fresh, tmp_path / "split")
-    assert difference(answers[0], workspace.answers(fresh)) == 0.0
+    assert difference(outputs[0], workspace.outputs(fresh)) == 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------ moving
@@ -133,7 +133,7 @@ def test_a_move_is_refused_before_anything_is_moved(
             move()
         assert placement(model) == before, name
     assert {name: (id(value), value.data_ptr()) for name, value in model.named_parameters()} == storages
-    assert difference(one_device(quantization, adapter), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, adapter), workspace.outputs(model)) == 0.0
 
 
 CASTS: dict[str, Callable[[Any], Any]] = {
@@ -148,7 +148,7 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 def test_a_change_of_dtype_means_what_it_means_on_one_device(workspace: Any, wrapped: bool, cast: str) -> None:
     from peft import PeftModel
 
-    answers = []
+    outputs = []
     for base in (workspace.load(), workspace.split()):
         model = PeftModel.from_pretrained(base, workspace.adapter("language")) if wrapped else base
         if cast == "to" and base is model and find_meta_tensors(model):
@@ -158,8 +158,8 @@ def test_a_change_of_dtype_means_what_it_means_on_one_device(workspace: Any, wra
             assert (placement(model), {p.dtype for p in model.parameters()}) == before
             return
         CASTS[cast](model)
-        answers.append(workspace.answers(model))
-    assert difference(*answers) == 0.0
+        outputs.append(workspace.outputs(model))
+    assert difference(*outputs) == 0.0
 
 
 @pytest.mark.parametrize("cast", CASTS)
@@ -169,7 +169,7 @@ def test_a_quantized_model_refuses_a_change_of_dtype_and_is_as_it_was(
     model = workspace.split("4bit")
     with pytest.raises((ValueError, RuntimeError), match=r"not supported for quantized|You can't move|cannot cast"):
         CASTS[cast](model)
-    assert difference(one_device("4bit", None), workspace.answers(model)) == 0.0
+    assert difference(one_device("4bit", None), workspace.outputs(model)) == 0.0
 
 
 # ---------------------------------------------------------------------------------------------------- hooks removed
@@ -192,17 +192,17 @@ def test_hooks_removed_everything_is_back_and_another_dispatch_is_exact(
     base = workspace.split(quantization)
     model = base if adapter is None else PeftModel.from_pretrained(base, workspace.adapter(adapter))
     if used:
-        workspace.answers(model)
+        workspace.outputs(model)
     remove_hook_from_submodules(model)
     assert find_meta_tensors(model) == ()
     assert not [name for name, module in model.named_modules() if {"_hf_hook", "_old_forward"} & vars(module).keys()]
     model.to(workspace.main)
-    assert difference(expected, workspace.answers(model)) == 0.0
+    assert difference(expected, workspace.outputs(model)) == 0.0
     if used:
         asked = tiny.device_map(base, "layers", main=workspace.main, offloaded=workspace.offloaded)
         tiny.dispatch(base, asked, tmp_path)
         assert find_meta_tensors(model)
-        assert difference(expected, workspace.answers(model)) == 0.0
+        assert difference(expected, workspace.outputs(model)) == 0.0
 
 
 def test_hooks_removed_from_a_model_that_was_loaded_from_disk(
@@ -211,14 +211,14 @@ def test_hooks_removed_from_a_model_that_was_loaded_from_disk(
     from accelerate.hooks import remove_hook_from_submodules
 
     model = from_disk(workspace, tmp_path / "offload")
-    workspace.answers(model)
+    workspace.outputs(model)
     remove_hook_from_submodules(model)
     assert find_meta_tensors(model) == ()
     model.to(workspace.main)
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     asked = tiny.device_map(model, "layers", main=workspace.main, offloaded=workspace.offloaded)
     tiny.dispatch(model, asked, tmp_path / "other")
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("by", ["peft", "transformers"])
@@ -226,7 +226,7 @@ def test_an_adapter_on_a_model_whose_hooks_were_removed(workspace: Any, by: str)
     from accelerate.hooks import remove_hook_from_submodules
     from peft import PeftModel
 
-    answers = []
+    outputs = []
     for base in (workspace.load(), workspace.split()):
         remove_hook_from_submodules(base)  # leaves hf_device_map behind
         base.to(workspace.main)
@@ -239,8 +239,8 @@ def test_an_adapter_on_a_model_whose_hooks_were_removed(workspace: Any, by: str)
             except (ImportError, ValueError) as error:
                 pytest.skip(f"these releases of transformers and PEFT do not go together: {error}")
         assert lost(model) == []
-        answers.append(workspace.answers(model))
-    assert difference(*answers) == 0.0
+        outputs.append(workspace.outputs(model))
+    assert difference(*outputs) == 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------- adapters
@@ -251,14 +251,14 @@ def deleted_and_loaded_again(workspace: Any, base: Any) -> tuple[Any, list[Any]]
 
     model = PeftModel.from_pretrained(base, workspace.adapter("language"))
     model.load_adapter(str(workspace.adapter("towers")), "second")
-    seen = [workspace.answers(model)]
+    seen = [workspace.outputs(model)]
     model.base_model.set_adapter(["default", "second"])
-    seen.append(workspace.answers(model))
+    seen.append(workspace.outputs(model))
     model.delete_adapter("second")
-    seen.append(workspace.answers(model))
+    seen.append(workspace.outputs(model))
     model.load_adapter(str(workspace.adapter("all")), "second")
     model.set_adapter("second")
-    return model, [*seen, workspace.answers(model.eval())]
+    return model, [*seen, workspace.outputs(model.eval())]
 
 
 def unloaded_and_loaded_again(workspace: Any, base: Any) -> tuple[Any, list[Any]]:
@@ -267,9 +267,9 @@ def unloaded_and_loaded_again(workspace: Any, base: Any) -> tuple[Any, list[Any]
     seen = []
     for adapter in ("language", "all"):
         model = PeftModel.from_pretrained(base, workspace.adapter(adapter))
-        seen.append(workspace.answers(model))
+        seen.append(workspace.outputs(model))
         base = model.unload()
-    return base, [*seen, workspace.answers(base)]
+    return base, [*seen, workspace.outputs(base)]
 
 
 def switched_off_and_on(workspace: Any, base: Any) -> tuple[Any, list[Any]]:
@@ -277,11 +277,11 @@ def switched_off_and_on(workspace: Any, base: Any) -> tuple[Any, list[Any]]:
 
     model = PeftModel.from_pretrained(base, workspace.adapter("all"))
     with model.disable_adapter():
-        seen = [workspace.answers(model)]
+        seen = [workspace.outputs(model)]
     model.base_model.disable_adapter_layers()
-    seen.append(workspace.answers(model))
+    seen.append(workspace.outputs(model))
     model.base_model.enable_adapter_layers()
-    return model, [*seen, workspace.answers(model)]
+    return model, [*seen, workspace.outputs(model)]
 
 
 def weighted(kind: str, **options: Any) -> Callable[[Any, Any], tuple[Any, list[Any]]]:
@@ -294,7 +294,7 @@ def weighted(kind: str, **options: Any) -> Callable[[Any, Any], tuple[Any, list[
         torch.manual_seed(3)
         model.add_weighted_adapter(["default", "second"], [0.7, 0.6], "sum", combination_type=kind, **options)
         model.set_adapter("sum")
-        return model, [workspace.answers(model.eval())]
+        return model, [workspace.outputs(model.eval())]
 
     return run
 
@@ -304,20 +304,20 @@ def merged_and_unmerged(workspace: Any, base: Any) -> tuple[Any, list[Any]]:
 
     model = PeftModel.from_pretrained(base, workspace.adapter("all"))
     model.merge_adapter()
-    seen = [workspace.answers(model)]
+    seen = [workspace.outputs(model)]
     model.unmerge_adapter()
-    return model, [*seen, workspace.answers(model)]
+    return model, [*seen, workspace.outputs(model)]
 
 
 def merged_for_good(workspace: Any, base: Any) -> tuple[Any, list[Any]]:
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(base, workspace.adapter("all"))
-    seen = [workspace.answers(model)]
+    seen = [workspace.outputs(model)]
     base = model.merge_and_unload()
-    seen.append(workspace.answers(base))
+    seen.append(workspace.outputs(base))
     model = PeftModel.from_pretrained(base, workspace.adapter("language"))
-    return model, [*seen, workspace.answers(model)]
+    return model, [*seen, workspace.outputs(model)]
 
 
 def by_transformers(workspace: Any, base: Any) -> tuple[Any, list[Any]]:
@@ -325,16 +325,16 @@ def by_transformers(workspace: Any, base: Any) -> tuple[Any, list[Any]]:
         base.load_adapter(str(workspace.adapter("all")), "first")
     except (ImportError, ValueError) as error:
         pytest.skip(f"these releases of transformers and PEFT do not go together: {error}")
-    seen = [workspace.answers(base)]
+    seen = [workspace.outputs(base)]
     base.disable_adapters()
-    seen.append(workspace.answers(base))
+    seen.append(workspace.outputs(base))
     base.enable_adapters()
     base.load_adapter(str(workspace.adapter("language")), "second")
     base.set_adapter("second")
-    seen.append(workspace.answers(base))
+    seen.append(workspace.outputs(base))
     base.delete_adapter("second")
     base.set_adapter("first")
-    return base, [*seen, workspace.answers(base)]
+    return base, [*seen, workspace.outputs(base)]
 
 
 SEQUENCES: dict[str, Callable[[Any, Any], tuple[Any, list[Any]]]] = {
@@ -379,7 +379,7 @@ def test_an_adapter_that_does_not_fit_leaves_the_base_as_it_was(
 ) -> None:
     from peft import PeftModel
 
-    base, adapter = workspace.split() if split else workspace.load(), workspace.misfit()
+    base, adapter = workspace.split() if split else workspace.load(), workspace.mismatched_adapter()
     before, names = placement(base), [name for name, _ in base.named_modules()]
     grads = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
     with pytest.raises(Gemma4CompatError, match=r"does not fit .*: 2 of its tensors .*layers\.\d\.mlp\.up_proj"):
@@ -388,9 +388,9 @@ def test_an_adapter_that_does_not_fit_leaves_the_base_as_it_was(
     assert [name for name, _ in base.named_modules()] == names
     assert {name: parameter.requires_grad for name, parameter in base.named_parameters()} == grads
     assert "peft_config" not in vars(base)
-    assert difference(one_device(None, None), workspace.answers(base)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(base)) == 0.0
     model = PeftModel.from_pretrained(base, workspace.adapter("all"))
-    assert difference(one_device(None, "all"), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, "all"), workspace.outputs(model)) == 0.0
 
 
 def test_a_second_adapter_that_does_not_fit_leaves_the_first_at_work(
@@ -402,10 +402,10 @@ def test_a_second_adapter_that_does_not_fit_leaves_the_first_at_work(
     names = [name for name, _ in model.named_modules()]
     for name in ("second", "default"):  # a new one, and in place of the one that is there
         with pytest.raises(Gemma4CompatError, match="does not fit"):
-            model.load_adapter(str(workspace.misfit()), name)
+            model.load_adapter(str(workspace.mismatched_adapter()), name)
         assert list(model.peft_config) == ["default"]
         assert [name for name, _ in model.named_modules()] == names
-        assert difference(one_device(None, "language"), workspace.answers(model)) == 0.0
+        assert difference(one_device(None, "language"), workspace.outputs(model)) == 0.0
 
 
 @contextlib.contextmanager
@@ -429,6 +429,6 @@ def test_an_offload_folder_that_is_gone_is_named_and_when_it_is_back_so_is_the_m
         model = from_disk(workspace, tmp_path / "unused", folder)
     with gone(folder):
         with pytest.raises(Gemma4CompatError, match=rf"'model\.\S+' cannot be read from the folder '{folder}'"):
-            workspace.answers(model)
+            workspace.outputs(model)
         assert lost(model) == []
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0

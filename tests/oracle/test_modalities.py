@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
 from gemma4_compat._reproduction.scenarios import relative
 from tests.oracle import modalities
 
@@ -23,7 +23,7 @@ KERNELS = 0.08
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.build_checkpoint(tmp_path_factory.mktemp("modalities"), positions=64)
+    return tiny_models.build_checkpoint(tmp_path_factory.mktemp("modalities"), positions=64)
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_a_chat_with_an_image_and_a_sound(
     import torch
     from peft import PeftModel
 
-    adapter = tiny.build_adapter(checkpoint, tmp_path / "adapter", "towers")
+    adapter = tiny_adapters.build_adapter(checkpoint, tmp_path / "adapter", "towers")
     base = tiny.load(checkpoint, quantization, towers=True)
     expected = conversation(PeftModel.from_pretrained(base, adapter), processor, files)
     without = conversation(tiny.load(checkpoint, quantization, towers=True), processor, files)

@@ -21,15 +21,15 @@ QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 def test_the_oracle_sees_a_wrong_value_in_any_forward(wrong: int, value: float) -> None:
     import torch
 
-    from gemma4_compat._reproduction.workspace import Answers
+    from gemma4_compat._reproduction.workspace import Outputs
 
     tokens = torch.tensor([[1, 2, 3]])
-    right = Answers(tuple(torch.zeros(1, 2, 4) for _ in range(3)), tokens)
+    right = Outputs(tuple(torch.zeros(1, 2, 4) for _ in range(3)), tokens)
     logits = [torch.zeros(1, 2, 4) for _ in range(3)]
     logits[wrong][0, 1, 2] = value
     assert difference(right, right) == 0.0
-    assert difference(right, Answers(tuple(logits), tokens)) == (7.0 if value == 7.0 else float("inf"))
-    assert difference(right, Answers(right.logits, tokens + 1)) == float("inf")
+    assert difference(right, Outputs(tuple(logits), tokens)) == (7.0 if value == 7.0 else float("inf"))
+    assert difference(right, Outputs(right.logits, tokens + 1)) == float("inf")
 
 
 @pytest.mark.parametrize("adapter", [None, "language", "all"])
@@ -46,7 +46,7 @@ def test_three_forwards_and_generate_are_bit_exact(
     assert on_meta, "nothing is offloaded: the test would show nothing"
     if adapter is not None:
         model = PeftModel.from_pretrained(model, workspace.adapter(adapter))
-    assert difference(one_device(quantization, adapter), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, adapter), workspace.outputs(model)) == 0.0
     assert model.hf_device_map == asked
     still = {
         name.removeprefix("base_model.model.").replace(".base_layer", "")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs
 from tests.helpers import ROOT
 
 STEPS = 10
@@ -28,7 +28,7 @@ def examples() -> list[dict[str, Any]]:
     found = []
     for _ in range(20):
         ids = torch.randint(3, 240, (24,), generator=generator)
-        for token in (tiny.IMAGE_TOKEN, tiny.AUDIO_TOKEN):
+        for token in (tiny_configs.IMAGE_TOKEN, tiny_configs.AUDIO_TOKEN):
             ids = torch.where(first["input_ids"][0] == token, token, ids)
         rest = {name: value[0] for name, value in first.items() if name != "input_ids"}
         found.append({**rest, "input_ids": ids, "labels": ids})
@@ -61,7 +61,7 @@ def prepared(base: Any, *, checkpointing: bool = False, targets: str = "all") ->
     else:
         base.enable_input_require_grads()
     torch.manual_seed(0)
-    return get_peft_model(base, LoraConfig(target_modules=tiny.TARGETS[targets], **LORA))
+    return get_peft_model(base, LoraConfig(target_modules=tiny_adapters.TARGETS[targets], **LORA))
 
 
 def trainer(workspace: Any, base: Any, folder: Path, *, checkpointing: bool = False, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ def test_offloaded_weights_that_would_be_trained_are_refused(
         one.train()
     model.get_parameter(norm).requires_grad_(False)
     one.model.unload()
-    assert difference(one_device(quantization, None), workspace.answers(model.eval())) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model.eval())) == 0.0
 
 
 def test_a_module_to_save_is_trained_where_its_layer_computes(workspace: Any, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_module_to_save_is_trained_where_its_layer_computes(workspace: Any, tm
         base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
         torch.manual_seed(0)
         config = LoraConfig(
-            target_modules=tiny.TARGETS["language"], modules_to_save=["layers.0.input_layernorm"], **LORA
+            target_modules=tiny_adapters.TARGETS["language"], modules_to_save=["layers.0.input_layernorm"], **LORA
         )
         one = Trainer(
             get_peft_model(base, config),
@@ -225,7 +225,7 @@ def test_trls_trainer(workspace: Any, tmp_path: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     special = {"<pad>": 0, "</s>": 1, "<s>": 2, "<unk>": 3}
-    words = {**special, **{f"t{number}": number for number in range(4, tiny.VOCABULARY)}}
+    words = {**special, **{f"t{number}": number for number in range(4, tiny_configs.VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     generator = torch.Generator().manual_seed(3)
@@ -242,7 +242,7 @@ def test_trls_trainer(workspace: Any, tmp_path: Path) -> None:
             processing_class=PreTrainedTokenizerFast(
                 tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>", unk_token="<unk>"
             ),
-            peft_config=LoraConfig(target_modules=tiny.TARGETS["all"], **LORA),
+            peft_config=LoraConfig(target_modules=tiny_adapters.TARGETS["all"], **LORA),
         )
         one.train()
         return losses(one)

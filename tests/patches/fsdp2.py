@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gemma4_compat  # before the libraries, as a user has it  # noqa: F401
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters
 
 
 def build(checkpoint: Path, case: str) -> Any:
@@ -30,7 +30,7 @@ def build(checkpoint: Path, case: str) -> Any:
         checkpoint, dtype=torch.bfloat16, device_map={"": "cpu"}, quantization_config=quantization
     )
     torch.manual_seed(5)
-    config = LoraConfig(r=4, target_modules=tiny.TARGETS["language"], init_lora_weights=False)
+    config = LoraConfig(r=4, target_modules=tiny_adapters.TARGETS["language"], init_lora_weights=False)
     return get_peft_model(base, config, autocast_adapter_dtype=False)
 
 

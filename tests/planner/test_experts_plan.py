@@ -12,7 +12,7 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._planner import layout, memory
 from gemma4_compat._planner import plan as _plan
 from gemma4_compat._planner.memory import Load
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from tests.planner.test_plan import held, run, stored
 from tools.pages import experts as experts_page
@@ -22,7 +22,7 @@ FOUR_BIT = ["4bit", "4bit-double"]
 
 @pytest.fixture(scope="module")
 def checkpoint(workspace: Any) -> str:
-    return str(workspace.made(tiny.build_moe_checkpoint))
+    return str(workspace.cached(tiny_models.build_moe_checkpoint))
 
 
 def described(model: Any, quantization: str, *, experts: bool = True) -> memory.Blueprint:
@@ -99,8 +99,8 @@ def test_the_code_loads_what_was_planned(
     )
     assert f"with {contexts}:" in plan.code
     model = run(plan)["model"]
-    expected = workspace.answers(loaded(workspace, checkpoint, quantization), text_only=True)
-    assert difference(expected, workspace.answers(model, text_only=True)) == 0.0
+    expected = workspace.outputs(loaded(workspace, checkpoint, quantization), text_only=True)
+    assert difference(expected, workspace.outputs(model, text_only=True)) == 0.0
 
 
 def test_experts_are_planned_in_bf16_unless_asked_for(checkpoint: str) -> None:

@@ -21,7 +21,7 @@ from gemma4_compat._models import variants
 from gemma4_compat._planner import layout, memory
 from gemma4_compat._planner import plan as _plan
 from gemma4_compat._planner.memory import Load
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs
 from gemma4_compat._reproduction.workspace import difference
 
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
@@ -167,7 +167,7 @@ def test_other_classes_have_their_own_names(workspace: Any) -> None:
     from transformers import Gemma4ForCausalLM
 
     with torch.device("meta"):
-        model = Gemma4ForCausalLM(tiny.config().text_config)
+        model = Gemma4ForCausalLM(tiny_configs.config().text_config)
     plan = gemma4_compat.plan_device_map(model, "1GiB")
     assert {"lm_head", "model.embed_tokens", "model.layers.0", "model.norm"} <= plan.device_map.keys()
     assert plan.model_class == "Gemma4ForCausalLM"
@@ -203,9 +203,11 @@ def test_the_cache_holds_what_is_planned(context: int, batch: int, window: int) 
     from transformers import DynamicCache, Gemma4ForCausalLM
     from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
-    shape = {**tiny.text_shape(), "sliding_window": window, "head_dim": 128, "global_head_dim": 256}
+    shape = {**tiny_configs.text_shape(), "sliding_window": window, "head_dim": 128, "global_head_dim": 256}
     torch.manual_seed(0)
-    config = Gemma4TextConfig(**shape, vocab_size_per_layer_input=tiny.VOCABULARY, hidden_size_per_layer_input=64)
+    config = Gemma4TextConfig(
+        **shape, vocab_size_per_layer_input=tiny_configs.VOCABULARY, hidden_size_per_layer_input=64
+    )
     model = Gemma4ForCausalLM(config).to(torch.bfloat16).eval()
     blueprint = memory.describe(model)
     cache = DynamicCache(config=model.config)
@@ -355,7 +357,7 @@ def test_an_adapter_of_another_model_is_refused(workspace: Any) -> None:
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Gemma4CompatError, match="is no saved adapter"):
+    with pytest.raises(Gemma4CompatError, match="is not a saved adapter"):
         gemma4_compat.plan_device_map("E2B", "8GiB", adapter=tmp_path)
 
 
@@ -377,7 +379,7 @@ def test_the_code_loads_the_model_and_it_answers_as_on_one_device(
     if tower:
         assert names["model"].hf_device_map == plan.device_map
     assert not names["model"].training
-    assert_same(workspace.answers(names["model"]), one_device(None, None))
+    assert_same(workspace.outputs(names["model"]), one_device(None, None))
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
@@ -392,7 +394,7 @@ def test_the_code_loads_each_quantization_and_the_adapter(
     model = run(plan)["model"]
     assert type(model).__name__.startswith("Peft")
     expected = one_device(quantization, "language")
-    assert_same(workspace.answers(model), expected)
+    assert_same(workspace.outputs(model), expected)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS[1:])
@@ -407,7 +409,7 @@ def test_the_code_loads_offloaded_layers_quantized(
     )
     assert plan.paged
     assert plan.quantize_offloaded
-    assert_same(workspace.answers(run(plan)["model"]), one_device(quantization, None))
+    assert_same(workspace.outputs(run(plan)["model"]), one_device(quantization, None))
 
 
 def test_code_for_offloaded_4_bit_layers_says_so(workspace: Any) -> None:
@@ -427,8 +429,8 @@ def run(plan: _plan.Plan) -> dict[str, Any]:
     return names
 
 
-def assert_same(answers: Any, expected: Any) -> None:
-    assert difference(expected, answers) == 0
+def assert_same(outputs: Any, expected: Any) -> None:
+    assert difference(expected, outputs) == 0
 
 
 # ------------------------------------------------------------------------------------------------ models, bad and good

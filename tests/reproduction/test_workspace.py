@@ -1,4 +1,4 @@
-"""What reproductions share: folders that are made once, whole, and not taken for each other."""
+"""Cached folders of a workspace: built once, complete, and not mixed up."""
 
 from __future__ import annotations
 
@@ -26,32 +26,36 @@ def broken(folder: Path) -> None:
     raise OSError("disk full")
 
 
-def test_what_is_made_is_made_once(tmp_path: Path) -> None:
+def test_a_folder_is_built_once(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
-    folder = workspace.made(checkpoint, layers=12)
+    folder = workspace.cached(checkpoint, layers=12)
     (folder / "last").write_text("used")
-    assert workspace.made(checkpoint, layers=12) == folder
+    assert workspace.cached(checkpoint, layers=12) == folder
     assert (folder / "last").read_text() == "used"
 
 
-def test_another_builder_or_option_makes_another_folder(tmp_path: Path) -> None:
+def test_another_builder_or_option_builds_another_folder(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path)
-    folders = [workspace.made(checkpoint), workspace.made(checkpoint, layers=12), workspace.made(text_checkpoint)]
+    folders = [
+        workspace.cached(checkpoint),
+        workspace.cached(checkpoint, layers=12),
+        workspace.cached(text_checkpoint),
+    ]
     assert [(folder / "first").read_text() for folder in folders] == ["6", "12", "text"]
 
 
-def test_who_asks_meanwhile_gets_it_complete(tmp_path: Path) -> None:
-    def ask(_: int) -> list[str]:
-        folder = Workspace(tmp_path).made(checkpoint)
+def test_a_simultaneous_request_gets_the_complete_folder(tmp_path: Path) -> None:
+    def request(_: int) -> list[str]:
+        folder = Workspace(tmp_path).cached(checkpoint)
         return sorted(entry.name for entry in folder.iterdir())
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(ask, range(8))) == [["first", "last"]] * 8
+        assert list(pool.map(request, range(8))) == [["first", "last"]] * 8
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def test_what_could_not_be_made_is_not_there(tmp_path: Path) -> None:
+def test_a_failed_build_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
-        Workspace(tmp_path).made(broken)
+        Workspace(tmp_path).cached(broken)
     assert not (tmp_path / "broken").exists()
-    assert (Workspace(tmp_path).made(text_checkpoint) / "first").is_file()
+    assert (Workspace(tmp_path).cached(text_checkpoint) / "first").is_file()

@@ -21,7 +21,7 @@ from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._adapters.saved import read
 from gemma4_compat._checkpoint import header
 from gemma4_compat._planner import plan
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat._scan.result import tower_of
 from tests.adapters.adapter_files import PREFIX, write_adapter
 from tests.scan.helpers import NAMES, expected_shapes, hits, ids, json_of, scan
@@ -115,7 +115,9 @@ def test_the_command_as_json_is_the_scan(workspace: Any, bare: Path) -> None:
 
 
 def test_the_command_says_what_is_hit(changed: Any, bare: Path) -> None:
-    folder = changed("towers", lambda key: key.replace(".linear.", "."), target_modules=tiny.TARGETS["towers"])
+    folder = changed(
+        "towers", lambda key: key.replace(".linear.", "."), target_modules=tiny_adapters.TARGETS["towers"]
+    )
     result = CliRunner().invoke(cli.app, ["scan", str(folder), str(bare)], terminal_width=100)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())

@@ -230,7 +230,7 @@ def test_a_file_instead_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_none_or_several(tmp_path: Path) -> None:
-    assert "is no saved adapter: there is no adapter_config.json in it" in refusal(tmp_path)
+    assert "is not a saved adapter: there is no adapter_config.json in it" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert "the folder of a model, which comes after the adapter" in refusal(tmp_path)
     write_adapter(tmp_path / "checkpoint-20", lora(TEXT.format(0)))
@@ -247,7 +247,7 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[]", "it is a JSON list"),
         ("{}", "names no peft_type"),
         ('{"lora_parameters": {}, "fine_tune_type": "lora"}', "looks like one of mlx-lm"),
@@ -256,7 +256,7 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
         ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is no regular expression"),
         ('{"peft_type": "LORA", "r": 4, "rank_pattern": [1]}', "they must be a positive number"),
         ('{"peft_type": "LORA", "r": "4"}', "they must be a positive number"),
-        ("\udcff", "is no JSON"),
+        ("\udcff", "is not JSON"),
     ],
 )
 def test_a_configuration_that_is_none(tmp_path: Path, text: str, message: str) -> None:
@@ -294,8 +294,8 @@ def entry(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", "is no safetensors file: it is empty"),
-        (b"1234567", "is no safetensors file: it starts with b'1234567'"),
+        (b"", "is not a safetensors file: it is empty"),
+        (b"1234567", "is not a safetensors file: it starts with b'1234567'"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
         (b"PK\x03\x04" + bytes(60), "is a pickle"),
         (b"\x80\x02}q\x00(" + bytes(60), "is a pickle"),
@@ -303,7 +303,7 @@ def entry(**changes: Any) -> dict[str, Any]:
         (header_bytes({"a": entry()}) + bytes(10), "is truncated"),
         (header_bytes({"a": entry()}) + bytes(17), "is damaged"),
         (header_bytes(b"{"), "its header cannot be read"),
-        (header_bytes([1]), "is no safetensors file"),
+        (header_bytes([1]), "is not a safetensors file"),
         (header_bytes({"a": 1}), "its header cannot be read"),
         (header_bytes({"a": entry(shape=[2, "2"])}) + bytes(16), "its header cannot be read"),
         (header_bytes({"a": entry(shape=[-2, -2])}) + bytes(16), "its header cannot be read"),
@@ -324,7 +324,7 @@ def test_a_download_that_stopped_anywhere_is_truncated(tmp_path: Path) -> None:
     content = file.read_bytes()
     for length in range(0, len(content), 7):
         file.write_bytes(content[:length])
-        with pytest.raises(Gemma4CompatError, match="truncated" if length >= 8 else "no safetensors file"):
+        with pytest.raises(Gemma4CompatError, match="truncated" if length >= 8 else "not a safetensors file"):
             header.header(file)
 
 

@@ -14,7 +14,7 @@ import peft
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_adapters, tiny_models
 from tests.adapters.adapter_files import PREFIX
 from tests.scan.helpers import LORA, hits, ids, saved_with, scan
 
@@ -40,7 +40,7 @@ def test_a_rank_that_the_configuration_does_not_say(changed: Any, workspace: Any
 
 
 def test_targets_that_leave_keys_out(changed: Any, bare: Path) -> None:
-    found = scan(changed("all", target_modules=tiny.TARGETS["language"]), bare)
+    found = scan(changed("all", target_modules=tiny_adapters.TARGETS["language"]), bare)
     assert ids(found) == ["untargeted"]
     assert len(found.problems[0].keys) == found.keys["vision"] + found.keys["audio"]
 
@@ -67,7 +67,7 @@ def test_keys_of_another_model(changed: Any, bare: Path) -> None:
 
 
 def test_tower_keys_on_a_base_without_towers(workspace: Any, tmp_path: Path) -> None:
-    base = tiny.build_text_checkpoint(tmp_path / "text")
+    base = tiny_models.build_text_checkpoint(tmp_path / "text")
     found = scan(workspace.adapter("all"), base)
     assert ids(found)[0] == "unmatched"
     assert len(found.problems[0].keys) == 48
@@ -93,7 +93,7 @@ def test_a_trained_copy_of_a_quantized_weight(workspace: Any, bare: Path, tmp_pa
 
 
 def test_with_the_redirecting_patch_off_peft_refuses_wrappers(changed: Any, bare: Path) -> None:
-    folder = changed("towers", target_modules=tiny.TARGETS["towers"])
+    folder = changed("towers", target_modules=tiny_adapters.TARGETS["towers"])
     assert len(scan(folder, bare).redirected) == 20
     gemma4_compat.revert("peft-clippable-linear")
     try:

@@ -17,7 +17,7 @@ import transformers
 import gemma4_compat
 from gemma4_compat._adapters.saved import read
 from gemma4_compat._planner import plan
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_adapters, tiny_configs
 from gemma4_compat._scan.result import tower_of
 from tests.adapters.adapter_files import PREFIX, as_in_the_forum_thread, write_adapter
 from tests.scan.helpers import LORA, NAMES, expected_shapes, hits, ids, json_of, saved_with, scan
@@ -99,7 +99,7 @@ def test_settings_with_dora_and_ranks(workspace: Any, bare: Path, tmp_path: Path
 def test_expert_parameters(tmp_path: Path) -> None:
     import torch
 
-    config = tiny.config()
+    config = tiny_configs.config()
     for name, value in {
         "enable_moe_block": True,
         "num_experts": 4,
@@ -141,7 +141,9 @@ def test_the_adapter_of_the_forum_thread_on_e2b_by_name(tmp_path: Path) -> None:
 
 
 def test_keys_on_the_wrapper_are_renamed_to_its_inner_layer(changed: Any, bare: Path) -> None:
-    folder = changed("towers", lambda key: key.replace(".linear.", "."), target_modules=tiny.TARGETS["towers"])
+    folder = changed(
+        "towers", lambda key: key.replace(".linear.", "."), target_modules=tiny_adapters.TARGETS["towers"]
+    )
     found = scan(folder, bare)
     assert ids(found) == []
     assert len(found.remapped) == sum(found.keys.values()) == 40
@@ -151,7 +153,7 @@ def test_keys_on_the_wrapper_are_renamed_to_its_inner_layer(changed: Any, bare: 
 
 
 def test_an_adapter_of_the_text_model_is_renamed(bare: Path, tmp_path: Path) -> None:
-    model = transformers.Gemma4ForCausalLM(tiny.config().text_config)
+    model = transformers.Gemma4ForCausalLM(tiny_configs.config().text_config)
     folder = saved_with(peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), model, tmp_path / "adapter")
     found = scan(folder, bare)
     assert found.saved_from == "Gemma4ForCausalLM"
@@ -176,7 +178,7 @@ def test_an_adapter_of_the_text_model_is_renamed(bare: Path, tmp_path: Path) -> 
 
 
 def test_targets_in_the_words_of_another_class_are_fitted(bare: Path, tmp_path: Path) -> None:
-    model = transformers.Gemma4ForCausalLM(tiny.config().text_config)
+    model = transformers.Gemma4ForCausalLM(tiny_configs.config().text_config)
     config = peft.LoraConfig(r=4, target_modules=r"model\.layers\.\d+\.self_attn\.q_proj")
     found = scan(saved_with(config, model, tmp_path / "adapter"), bare)
     assert ids(found) == []

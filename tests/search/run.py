@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._reproduction import tiny, workspace
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, workspace
 from tests.search.case import MAIN, Case, is_complete, owner, simplifications, size
 
 FORWARDS = 3
@@ -33,7 +33,7 @@ NEW_TOKENS = 4
 #: LoRA targets by adapter; they match in both model classes.
 TARGETS = {
     "text": r"(?!.*_tower).*layers\.\d+\.(self_attn|mlp)\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
-    "towers": tiny.TARGETS["towers"],
+    "towers": tiny_adapters.TARGETS["towers"],
     "both": r".*layers\.\d+\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|ffw_layer_1)",
 }
 
@@ -81,10 +81,10 @@ class Bench:
             ("adapter", case.adapter, *case.config_key), lambda: self._build_adapter(case, self._folder("adapter"))
         )
 
-    def reference(self, case: Case) -> workspace.Answers:
+    def reference(self, case: Case) -> workspace.Outputs:
         """The outputs of the case's weights, all on one device."""
 
-        def compute() -> workspace.Answers:
+        def compute() -> workspace.Outputs:
             model = self.base(case, device_map={"": self.main})
             return self.outputs(case, self.adapted(case, model))
 
@@ -124,7 +124,7 @@ class Bench:
         skip = {"none": None, "own": model._skip_keys_device_placement}[case.skip_keys]
         return dispatch_model(model, placement, offload_dir=str(offload_folder), skip_keys=skip)
 
-    def outputs(self, case: Case, model: Any) -> workspace.Answers:
+    def outputs(self, case: Case, model: Any) -> workspace.Outputs:
         """Three forwards and a greedy generate, without gradients."""
         import torch
 
@@ -134,7 +134,7 @@ class Bench:
             tokens = model.generate(
                 **batch, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False
             ).cpu()
-        return workspace.Answers(logits, tokens)
+        return workspace.Outputs(logits, tokens)
 
     def _build_adapter(self, case: Case, folder: Path) -> Path:
         import torch
@@ -242,10 +242,10 @@ def _model_class(case: Case) -> Any:
 
 
 def _config(case: Case) -> Any:
-    """The shape of :func:`tiny.config` (see there for what its numbers are good for), with the case's choices."""
+    """The shape of :func:`tiny_configs.config` (see there for what its numbers are good for), with the case's choices."""
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
-    base = tiny.config()
+    base = tiny_configs.config()
     full = [(index + 1) % case.period == 0 or index + 1 == case.layers for index in range(case.layers)]
     options: dict[str, Any] = {}
     if case.experts:
@@ -254,8 +254,8 @@ def _config(case: Case) -> Any:
     if case.keys_are_values:
         options |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
     text = gemma4.Gemma4TextConfig(
-        vocab_size=tiny.VOCABULARY,
-        vocab_size_per_layer_input=tiny.VOCABULARY,
+        vocab_size=tiny_configs.VOCABULARY,
+        vocab_size_per_layer_input=tiny_configs.VOCABULARY,
         hidden_size=64,
         hidden_size_per_layer_input=64 if case.per_layer else 0,
         intermediate_size=128,
@@ -322,8 +322,8 @@ def _inputs(case: Case, device: Any) -> dict[str, Any]:
     ids = batch["input_ids"]
     plain = tiny.inputs(device, text_only=True)["input_ids"]
     for token, present, names in (
-        (tiny.IMAGE_TOKEN, media and case.vision, ("pixel_values", "image_position_ids")),
-        (tiny.AUDIO_TOKEN, media and case.audio, ("input_features", "input_features_mask")),
+        (tiny_configs.IMAGE_TOKEN, media and case.vision, ("pixel_values", "image_position_ids")),
+        (tiny_configs.AUDIO_TOKEN, media and case.audio, ("input_features", "input_features_mask")),
     ):
         if not present:
             batch["mm_token_type_ids"][ids == token] = 0

@@ -63,7 +63,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
     model.save_pretrained(folder)
     again = PeftModel.from_pretrained(workspace.load(), folder)
-    found = difference(workspace.answers(model.eval()), workspace.answers(again.eval()))
+    found = difference(workspace.outputs(model.eval()), workspace.outputs(again.eval()))
     return Outcome.of_parity(found, "AdaLoRA after one step, saved and loaded again")
 
 

@@ -106,16 +106,16 @@ def set_peft_model_state_dict(
     keys = list(peft_model_state_dict)
     found = fitting.translate(keys, model)
     wrapped = any(name.startswith(PREFIX) for name, _ in model.named_parameters())
-    dead = set(found.dead)
+    unused = set(found.unused)
     weights = {
         (name if wrapped else name.removeprefix(PREFIX)): peft_model_state_dict[key]
         for key in keys
-        if key not in dead
+        if key not in unused
         for name in [found.names.get(key, key)]
     }
     if list(weights) == keys:
         weights = peft_model_state_dict
-    if keys and not weights:  # nothing but dead keys
+    if keys and not weights:  # nothing but unused keys
         raise fitting.nothing_matched(source, model, keys)
     written = {_plain(name, adapter_name): key for key, name in found.names.items()}
     result = original(model, weights, adapter_name, *args, **kwargs)
@@ -143,9 +143,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
     adapter = workspace.text_adapter()
-    reference = workspace.answers(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)
+    reference = workspace.outputs(PeftModel.from_pretrained(workspace.load_text(), adapter), text_only=True)
     model = PeftModel.from_pretrained(workspace.load(), adapter)
-    found = difference(reference, workspace.answers(model, text_only=True))
+    found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, "an adapter of Gemma4ForCausalLM on Gemma4ForConditionalGeneration")
 
 

@@ -46,8 +46,8 @@ def _warning(init: str, model: Any, adapter_name: str) -> str | None:
     if init.startswith("pissa_niter_"):
         return (
             f"init_lora_weights={init!r} takes a random part out of the base weights and makes it the adapter "
-            f"{adapter_name!r}. It is another part each time: saved and loaded again, the model gives other answers. "
-            "Use init_lora_weights='pissa', which is exact. Or make it a LoRA adapter of the unchanged base: "
+            f"{adapter_name!r}. It is another part each time: saved and loaded again, the model gives different "
+            "outputs. Use init_lora_weights='pissa', which is exact. Or make it a LoRA adapter of the unchanged base: "
             "before training, set init_lora_weights=True in its config and save it; after training, give that folder "
             "to save_pretrained as path_initial_model_for_weight_conversion."
         )
@@ -62,7 +62,7 @@ def _warning(init: str, model: Any, adapter_name: str) -> str | None:
         return None
     return (
         f"init_lora_weights='olora' took a part out of {count} quantized weights, and they were quantized again: the "
-        "model gives other answers than the base model, even before training. "
+        "model gives different outputs than the base model, even before training. "
         "To start from the base model as it is, use init_lora_weights=True."
     )
 
@@ -81,17 +81,17 @@ def reproduce(workspace: Workspace) -> Outcome:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = LoraConfig(r=4, target_modules=targets, init_lora_weights="pissa_niter_4")
-        made = get_peft_model(workspace.load(), config).eval()
+        trained = get_peft_model(workspace.load(), config).eval()
         olora = LoraConfig(r=4, target_modules=targets, init_lora_weights="olora")
         quantized = get_peft_model(workspace.load("4bit"), olora).eval()
     said = sum(issubclass(warning.category, Gemma4CompatWarning) for warning in caught)
     if said == 2:
         return Outcome(False, "one warning for pissa_niter_4 and one for olora on a 4-bit base")
     folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=workspace.folder))
-    made.save_pretrained(folder)
+    trained.save_pretrained(folder)
     again = PeftModel.from_pretrained(workspace.load(), folder)
-    moved = difference(workspace.answers(made), workspace.answers(again.eval()))
-    changed = difference(workspace.answers(workspace.load("4bit")), workspace.answers(quantized))
+    moved = difference(workspace.outputs(trained), workspace.outputs(again.eval()))
+    changed = difference(workspace.outputs(workspace.load("4bit")), workspace.outputs(quantized))
     if moved == 0.0 and changed == 0.0:
         return Outcome(False, "pissa_niter_4 is loaded as it was saved, and olora leaves a 4-bit base as it is")
     return Outcome(

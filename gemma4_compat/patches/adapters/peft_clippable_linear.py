@@ -47,7 +47,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     workspace.needs("clipped_linears")
     explicit = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
     values = {name: value for name, value in explicit.state_dict().items() if "lora_" in name}
-    reference = workspace.answers(explicit)
+    reference = workspace.outputs(explicit)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "ffw_layer_1"]
     config = LoraConfig(r=4, lora_alpha=8, target_modules=names)
     model = get_peft_model(workspace.load(), config)
@@ -58,7 +58,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         )
     with torch.no_grad():
         model.load_state_dict(values, strict=False)
-    found = difference(reference, workspace.answers(model.eval()))
+    found = difference(reference, workspace.outputs(model.eval()))
     return Outcome.of_parity(found, f"{', '.join(names[:2])}, ... reach {len(values) // 2} layers")
 
 

@@ -49,7 +49,7 @@ def _load(
         with rollback.undone_if_it_fails(model, name):
             return original(*args, **kwargs)
     except RuntimeError as error:
-        clear = rollback.misfit(error, adapter, model)
+        clear = rollback.mismatch(error, adapter, model)
         if clear is None:
             raise
         raise clear from error
@@ -62,15 +62,15 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = []
     for base in (workspace.load(), workspace.split()):
-        reference = workspace.answers(workspace.load())
+        reference = workspace.outputs(workspace.load())
         try:
-            PeftModel.from_pretrained(base, workspace.misfit())
+            PeftModel.from_pretrained(base, workspace.mismatched_adapter())
         except RuntimeError as error:
             message = str(error).splitlines()[0]
         left = [name for name, _ in base.named_modules() if "lora_" in name]
         if left:
             return Outcome(True, f"{message} {len(left)} modules of it stay in the base model, {left[0]} among them")
-        found.append(difference(reference, workspace.answers(base)))
+        found.append(difference(reference, workspace.outputs(base)))
     return Outcome.of_parity(max(found), "the base model after an adapter that does not fit")
 
 

@@ -96,10 +96,10 @@ def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import LoraConfig, PeftModel, get_peft_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(PeftModel.from_pretrained(workspace.load(), workspace.adapter("all")))
+    reference = workspace.outputs(PeftModel.from_pretrained(workspace.load(), workspace.adapter("all")))
     base = workspace.split()
     placement = dict(base.hf_device_map)
     devices = {name: parameter.device for name, parameter in base.named_parameters()}
@@ -113,8 +113,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     ]
     if moved:
         return Outcome(True, f"{len(moved)} base tensors moved, {moved[0]} among them")
-    found = difference(reference, workspace.answers(model))
-    fresh = get_peft_model(workspace.split(), LoraConfig(target_modules=tiny.TARGETS["language"]))
+    found = difference(reference, workspace.outputs(model))
+    fresh = get_peft_model(workspace.split(), LoraConfig(target_modules=tiny_adapters.TARGETS["language"]))
     lost = [
         name for name, parameter in fresh.named_parameters() if "lora_" in name and parameter.device.type == "meta"
     ]

@@ -84,9 +84,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_models
 
-    checkpoint = workspace.made(tiny.build_moe_checkpoint)
+    checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     config = tiny.quantization_config("4bit-double")
     found = []
     for dequantize in (True, False):

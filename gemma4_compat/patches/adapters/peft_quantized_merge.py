@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._models import device_maps, placement
-from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, twin_over
+from gemma4_compat._quantization.plain_layers import copy_over, dequantized, is_quantized, over_plain_weight, scales
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Of the weight's size: four bits stay below a fifth of it.
+#: Relative to the weight's norm; 4-bit merges stay below 0.2.
 _TOLERANCE = 0.5
 _UPSTREAM = r"Merge \w+ module to [48]-bit linear may get different generations"
 _WITHOUT_LOSS = (
@@ -57,12 +57,12 @@ def unload_and_optionally_merge(
 
 @contextlib.contextmanager
 def _measured(tuner: Any) -> Iterator[None]:
-    """Inside, adapter layers over quantized weights measure what their merges lose; afterwards it is said."""
+    """Inside, adapter layers over quantized weights measure what their merges lose; then one warning reports it."""
     layers = _quantized_layers(tuner.model) if device_maps.is_gemma4(tuner.model) else {}
     if not layers:
         yield
         return
-    tuner._check_merge_allowed()  # what PEFT itself refuses, it says better
+    tuner._check_merge_allowed()  # PEFT's own refusals are clearer
     _refuse_tuners_that_cannot_merge(layers)
     losses: dict[str, tuple[float, float]] = {}
     for name, layer in layers.items():
@@ -74,7 +74,7 @@ def _measured(tuner: Any) -> Iterator[None]:
     finally:
         for layer in layers.values():
             del vars(layer)["merge"]
-    _say(losses)
+    _warn_of_losses(losses)
 
 
 def _quantized_layers(model: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _quantized_layers(model: Any) -> dict[str, Any]:
 
 
 def _merge(layer: Any, name: str, losses: dict[str, tuple[float, float]], *args: Any, **kwargs: Any) -> None:
-    """The layer's own merge; leaves in ``losses[name]`` the squared sums of what it lost and what it should change."""
+    """The layer's own merge; sets ``losses[name]`` to the squared norms of the error and of the intended change."""
     import torch
 
     base = layer.get_base_layer()
@@ -98,13 +98,13 @@ def _merge(layer: Any, name: str, losses: dict[str, tuple[float, float]], *args:
         return
     try:
         old = dequantized(*before)
-        twin = over_plain_weight(layer, old.clone())
-        twin.merged_adapters = layer.merged_adapters[:done]
-        twin.merge(adapter_names=merged)
-        wanted = twin.get_base_layer().weight.detach()
+        copied = over_plain_weight(layer, old.clone())
+        copied.merged_adapters = layer.merged_adapters[:done]
+        copied.merge(adapter_names=merged)
+        wanted = copied.get_base_layer().weight.detach()
         lost, change = dequantized(base.weight, scales(base)).sub_(wanted), wanted.sub_(old)
         losses[name] = (float(lost.square().sum()), float(change.square().sum()))
-    except torch.OutOfMemoryError:  # the merge itself is done; a layer that is not measured is said to be so
+    except torch.OutOfMemoryError:  # the merge is done, only its error is not measured
         losses[name] = (float("nan"), float("nan"))
 
 
@@ -115,12 +115,12 @@ def _refuse_tuners_that_cannot_merge(layers: dict[str, Any]) -> None:
         if type(layer) in tried or layer.base_layer is not base or placement.is_offloaded(base):
             continue
         tried.add(type(layer))
-        twin, plain = twin_over(layer, copy.deepcopy(base)), over_plain_weight(layer)
+        copied, plain = copy_over(layer, copy.deepcopy(base)), over_plain_weight(layer)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                twin.merge()
-            changed = twin.get_base_layer()
+                copied.merge()
+            changed = copied.get_base_layer()
             found = dequantized(changed.weight, scales(changed))
         except (RuntimeError, NotImplementedError, TypeError, AssertionError) as error:
             raise _refusal(layer, name, " ".join(str(error).split()) or type(error).__name__) from error
@@ -141,7 +141,7 @@ def _refusal(layer: Any, name: str, reason: str) -> Gemma4CompatError:
     )
 
 
-def _say(losses: dict[str, tuple[float, float]]) -> None:
+def _warn_of_losses(losses: dict[str, tuple[float, float]]) -> None:
     measured = {name: values for name, values in losses.items() if values[1] > 0}  # no NaN either
     if not losses:
         return
@@ -157,7 +157,7 @@ def _say(losses: dict[str, tuple[float, float]]) -> None:
         said = "how much of the adapter's change that loses could not be measured"
     warnings.warn(
         f"the adapter was merged into {len(losses)} quantized layers, whose weights were quantized again: {said}, so "
-        "the model gives other answers than with the adapter loaded, and unmerging does not bring the base back. "
+        "the model gives different outputs than with the adapter loaded, and unmerging does not bring the base back. "
         f"{_WITHOUT_LOSS}",
         Gemma4CompatWarning,
         stacklevel=7,

@@ -35,12 +35,12 @@ from gemma4_compat._adapters import rollback
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps, walk
-from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, twin_over
+from gemma4_compat._quantization.plain_layers import copy_over, is_quantized, over_plain_weight
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Of the answer's size: quantized kernels stay below a tenth of it.
+#: Relative to the output's norm; quantized kernels stay below 0.1.
 _TOLERANCE = 0.5
 
 
@@ -53,7 +53,7 @@ def inject_adapter(
     _refuse_quantized_copies(config, model)
     create = self._create_and_replace
 
-    def create_or_say_why_not(config: Any, name: str, target: Any, *rest: Any, **kw: Any) -> None:
+    def create_or_refuse(config: Any, name: str, target: Any, *rest: Any, **kw: Any) -> None:
         try:
             create(config, name, target, *rest, **kw)
         except (RuntimeError, TypeError) as error:
@@ -62,7 +62,7 @@ def inject_adapter(
             raise
 
     with rollback.undone_if_it_fails(model, adapter_name):
-        vars(self)["_create_and_replace"] = create_or_say_why_not
+        vars(self)["_create_and_replace"] = create_or_refuse
         try:
             result = original(self, model, adapter_name, *args, **kwargs)
         finally:
@@ -109,7 +109,7 @@ def _try_one_of_each_kind(config: Any, model: Any, adapter_name: str) -> None:
         if not is_quantized(base) or layer.base_layer is not base or adapter_name not in layer.active_adapters:
             continue
         if any(value.device.type == "meta" for value in [*layer.parameters(), *layer.buffers()]):
-            continue  # offloaded, or made without memory: its values are not there yet
+            continue  # offloaded, or created on meta: its values are not there yet
         tried.add(type(layer))
         reason = _difference(layer, model.dtype)
         if reason is not None:
@@ -117,7 +117,7 @@ def _try_one_of_each_kind(config: Any, model: Any, adapter_name: str) -> None:
 
 
 def _difference(layer: Any, dtype: Any) -> str | None:
-    """What is wrong with the answer of this layer, measured against itself over the unpacked weight; or None."""
+    """Why this layer's output is wrong, compared with the same layer over the dequantized weight, or None."""
     import torch
 
     base = layer.get_base_layer()
@@ -132,25 +132,25 @@ def _difference(layer: Any, dtype: Any) -> str | None:
                 found = type(layer).forward(layer, x)
             except (RuntimeError, TypeError) as error:
                 return " ".join(str(error).split())
-            twin = over_plain_weight(layer)
-            twin.get_base_layer().to(dtype)
+            copied = over_plain_weight(layer)
+            copied.get_base_layer().to(dtype)
             try:
-                wanted = type(twin).forward(twin, x)
-            except (RuntimeError, TypeError):  # then it says nothing about the layer
+                wanted = type(copied).forward(copied, x)
+            except (RuntimeError, TypeError):  # then the comparison tells nothing about the layer
                 return None
     finally:
         for module, training in modes:
             module.training = training
     share = float((found.float() - wanted.float()).norm() / wanted.float().norm())
-    return None if share < _TOLERANCE else f"its answer is wrong by {share:.1f} times its size"
+    return None if share < _TOLERANCE else f"its output is wrong by {share:.1f} times its size"
 
 
 def _settled(layer: Any) -> Any:
     """A copy over the same base, its adapter weights in float32 as PEFT makes them once all layers are there.
 
-    Until then VeRA's are mixed before PEFT 0.19, and no layer answers, over whatever weight.
+    Until then VeRA's weights have mixed dtypes before PEFT 0.19, and no layer runs, over any weight.
     """
-    copied = twin_over(layer, layer.base_layer)
+    copied = copy_over(layer, layer.base_layer)
     children = copied._modules
     for name, child in children.items():
         if name != "base_layer":
@@ -180,22 +180,22 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
     found = []
     for quantization, config in works:
-        reference = workspace.answers(workspace.load(quantization))
+        reference = workspace.outputs(workspace.load(quantization))
         model = get_peft_model(workspace.load(quantization), config)
-        found.append(difference(reference, workspace.answers(model.eval())))
+        found.append(difference(reference, workspace.outputs(model.eval())))
     cannot = (
         ("4bit", LoHaConfig(r=4, alpha=8, target_modules=["q_proj"])),
         ("8bit", HRAConfig(r=4, target_modules=["q_proj"])),
     )
     for quantization, config in cannot:
         base = workspace.load(quantization)
-        reference = workspace.answers(base)
+        reference = workspace.outputs(base)
         try:
-            workspace.answers(get_peft_model(base, config).eval())
+            workspace.outputs(get_peft_model(base, config).eval())
         except Gemma4CompatError:
-            found.append(difference(reference, workspace.answers(base)))
+            found.append(difference(reference, workspace.outputs(base)))
         else:
-            return Outcome(True, f"{config.peft_type.value} on a {quantization} base answers something else")
+            return Outcome(True, f"{config.peft_type.value} on a {quantization} base gives different outputs")
     return Outcome.of_parity(
         max(found), "IA3 and RoAd on quantized bases, and the model after LoHa and HRA were refused"
     )

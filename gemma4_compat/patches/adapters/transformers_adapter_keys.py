@@ -92,10 +92,10 @@ def reproduce(workspace: Workspace) -> Outcome:
         text.load_adapter(adapter)
     except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
         return Outcome(False, f"load_adapter does not run here: {error}", applicable=False)
-    reference = workspace.answers(text, text_only=True)
+    reference = workspace.outputs(text, text_only=True)
     model = workspace.load()
     model.load_adapter(adapter)
-    found = difference(reference, workspace.answers(model, text_only=True))
+    found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, "model.load_adapter of a Gemma4ForCausalLM's adapter")
 
 

@@ -67,7 +67,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         model.load_adapter(adapter)
     except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
         return Outcome(False, f"load_adapter does not run here, on one device either: {error}", applicable=False)
-    reference = workspace.answers(model)
+    reference = workspace.outputs(model)
     model = workspace.split()
     placement = dict(model.hf_device_map)
     model.load_adapter(adapter)
@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     ]
     if lost:
         return Outcome(True, f"{len(lost)} LoRA weights are on meta, their values lost")
-    return Outcome.of_parity(difference(reference, workspace.answers(model)), "model.load_adapter on a split base")
+    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "model.load_adapter on a split base")
 
 
 PATCH = Patch(

@@ -83,7 +83,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         merged = copy.deepcopy(model).merge_and_unload()
         if trainable:
             return Outcome(True, f"{trainable} base weights are trainable after dequantize()")
-        found.append(difference(workspace.answers(reference), workspace.answers(merged)))
+        found.append(difference(workspace.outputs(reference), workspace.outputs(merged)))
     return Outcome.of_parity(max(found), "an adapter merged after dequantize(), as one loaded after it")
 
 

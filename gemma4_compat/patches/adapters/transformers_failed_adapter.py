@@ -42,7 +42,7 @@ def load_adapter(
             try:
                 return original(self, peft_model_id, adapter_name, *args, **kwargs)
             except RuntimeError:
-                found += _misfits(self, peft_model_id, name)  # while its layers are still there
+                found += _mismatches(self, peft_model_id, name)  # while its layers are still there
                 raise
     except RuntimeError as error:
         if not found:
@@ -50,7 +50,7 @@ def load_adapter(
         raise rollback.describe(peft_model_id, self, found) from error
 
 
-def _misfits(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[str, Any, Any]]:
+def _mismatches(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[str, Any, Any]]:
     """Tensors of a local adapter whose shape is not that of the layer they belong to."""
     from safetensors import safe_open
 
@@ -74,9 +74,9 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = []
     for base in (workspace.load(), workspace.split()):
-        reference = workspace.answers(workspace.load())
+        reference = workspace.outputs(workspace.load())
         try:
-            base.load_adapter(str(workspace.misfit()))
+            base.load_adapter(str(workspace.mismatched_adapter()))
         except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
             return Outcome(False, f"load_adapter does not run here: {error}", applicable=False)
         except RuntimeError as error:
@@ -84,7 +84,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         left = [name for name, _ in base.named_modules() if "lora_" in name]
         if left:
             return Outcome(True, f"{message} {len(left)} modules of it stay in the model, {left[0]} among them")
-        found.append(difference(reference, workspace.answers(base)))
+        found.append(difference(reference, workspace.outputs(base)))
     return Outcome.of_parity(max(found), "the model after an adapter that does not fit")
 
 

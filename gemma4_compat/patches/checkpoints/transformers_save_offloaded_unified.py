@@ -61,7 +61,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     saved = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
     model.save_pretrained(saved)
     reloaded = type(model).from_pretrained(saved, dtype=reference.dtype, device_map={"": workspace.main}).eval()
-    found = difference(unified.answers(reference), unified.answers(reloaded))
+    found = difference(unified.outputs(reference), unified.outputs(reloaded))
     return Outcome.of_parity(found, "embedders offloaded, saved and loaded again")
 
 

@@ -121,19 +121,19 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     import transformers
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_models
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load(), text_only=True)
+    reference = workspace.outputs(workspace.load(), text_only=True)
     # One seed for both: random weights must not depend on what ran before.
     torch.manual_seed(0)
-    name = tiny.class_name(workspace.checkpoint, text_only=True)
+    name = tiny_models.class_name(workspace.checkpoint, text_only=True)
     model = (
         getattr(transformers, name)
         .from_pretrained(workspace.checkpoint, dtype=torch.bfloat16, device_map={"": workspace.main})
         .eval()
     )
-    found = difference(reference, workspace.answers(model, text_only=True))
+    found = difference(reference, workspace.outputs(model, text_only=True))
     return Outcome.of_parity(found, f"{name} of a multimodal checkpoint")
 
 

@@ -81,10 +81,10 @@ def chunks(inside: list[bool], size: int) -> list[int]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_models
 
     if workspace.variant is None:
-        large = workspace.made(tiny.build_checkpoint, text_variant="31B")
+        large = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
         model = tiny.load(large, device=workspace.main).float()
     else:
         model = workspace.load().float()

@@ -43,9 +43,9 @@ def dynamic_cache(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_models
 
-    checkpoint = workspace.made(tiny.build_checkpoint, text_variant="31B")
+    checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
     model = tiny.load(checkpoint, device=workspace.main)
     text = model.config.get_text_config()
     prompt = torch.arange(_CONTEXT, device=workspace.main).remainder(200).unsqueeze(0) + 3

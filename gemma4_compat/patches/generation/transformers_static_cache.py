@@ -32,9 +32,9 @@ def static_cache(original: Callable[..., Any], self: Any, config: Any, *args: An
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_models
 
-    checkpoint = workspace.made(tiny.build_checkpoint, text_variant="31B")
+    checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
     model = tiny.load(checkpoint, device=workspace.main).float()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
     expected, found = model.generate(**options), model.generate(**options, cache_implementation="static")

@@ -46,11 +46,13 @@ def reproduce(workspace: Workspace) -> Outcome:
     import contextlib
 
     from gemma4_compat._models import variants
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_models
 
     batch, off = workspace.inputs(), {}
     if workspace.variant is None:
-        large = tiny.load(workspace.made(tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
+        large = tiny.load(
+            workspace.cached(tiny_models.build_checkpoint, text_variant="31B"), device=workspace.main
+        ).float()
         off["the 31B"] = _off(large, batch)
     elif workspace.variant != variants.UNIFIED:
         off[f"the {workspace.variant}"] = _off(workspace.load().float(), batch)
@@ -58,7 +60,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         # One with a full layer before its last: of the last one's image tokens nothing is read.
         with contextlib.suppress(ImportError):  # there is no 12B before 5.10.1
             text = {name: batch[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-            off["the 12B"] = _off(tiny.unified_model().to(workspace.main), text)
+            off["the 12B"] = _off(tiny_models.unified_model().to(workspace.main), text)
     said = ", ".join(f"{value:.2g} on {name}" for name, value in off.items())
     return Outcome(
         max(off.values()) > 1e-4, f"the first logits after an image, with a static cache, are off by {said}"

@@ -130,11 +130,11 @@ def reproduce(workspace: Workspace) -> Outcome:
             found, usual = (getattr(each, part)._attn_implementation for each in (config, here))
             if found != usual:
                 return Outcome(True, f"{part} runs {found} attention, {usual} without a request")
-        for sense in ("vision", "audio"):
-            if not torch.equal(features(model, batch, sense), features(reference, batch, sense)):
-                return Outcome(True, f"the {sense} features are not those without a request")
-    expected = workspace.answers(reference)
-    found = [difference(expected, workspace.answers(model)) for model in (asked, later)]
+        for modality in ("vision", "audio"):
+            if not torch.equal(features(model, batch, modality), features(reference, batch, modality)):
+                return Outcome(True, f"the {modality} features are not those without a request")
+    expected = workspace.outputs(reference)
+    found = [difference(expected, workspace.outputs(model)) for model in (asked, later)]
     return Outcome.of_parity(max(found), 'attn_implementation="sdpa"')
 
 

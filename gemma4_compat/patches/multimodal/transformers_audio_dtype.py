@@ -50,9 +50,9 @@ def reproduce(workspace: Workspace) -> Outcome:
         with way:
             # What a user would do about it: cast what goes into the prompt.
             hook = bridge.register_forward_hook(lambda _module, _args, features: features.float())
-            reference = workspace.answers(model)
+            reference = workspace.outputs(model)
             hook.remove()
-            found.append(difference(reference, workspace.answers(model)))
+            found.append(difference(reference, workspace.outputs(model)))
         tower.half()
         bridge.half()
     return Outcome.of_parity(max(found), "bfloat16 autocast, and float16 towers under a float32 language model")

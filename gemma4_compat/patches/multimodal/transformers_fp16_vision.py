@@ -53,10 +53,10 @@ def _build_standardized(folder: Path) -> None:
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_configs
 
     torch.manual_seed(3)
-    config = tiny.config()
+    config = tiny_configs.config()
     config.vision_config.standardize = True
     config.vision_config.use_clipped_linears = False
     model = Gemma4ForConditionalGeneration(config)
@@ -84,7 +84,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.scenarios import features, relative
 
     batch = tiny.inputs(workspace.main)
-    checkpoint = workspace.made(_build_standardized)
+    checkpoint = workspace.cached(_build_standardized)
     model = tiny.load(checkpoint, device=workspace.main, dtype=torch.float16)
     with torch.no_grad():
         if not model(**batch).logits.isfinite().all():

@@ -45,13 +45,13 @@ def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.scenarios import features, sensed
+    from gemma4_compat._reproduction.scenarios import compare_quantized_tower, features
 
     workspace.needs("audio_tower")
     # One quantization is measured where its kernels take any input; that of the other, whose defect is the business of
     # bitsandbytes-cpu-strides or bitsandbytes-int8-strides, has to run.
     measured, other = ("8bit", "4bit") if workspace.main == "cpu" else ("4bit", "8bit")
-    error, contrast = sensed(workspace, measured, "audio")
+    error, contrast = compare_quantized_tower(workspace, measured, "audio")
     if not error < BOUND or contrast < BOUND:
         return Outcome(True, f"sound features are off by {error:.2g} of their size")
     features(tiny.load(workspace.checkpoint, other, device=workspace.main, towers=True), workspace.inputs(), "audio")

@@ -33,13 +33,13 @@ def multimodal_embedder(original: Callable[..., Any], self: Any, inputs_embeds: 
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.scenarios import sensed
+    from gemma4_compat._reproduction.scenarios import compare_quantized_tower
 
     unified = workspace.unified()
     if unified is None:
         return Outcome(False, "this release has no gemma4_unified", applicable=False)
     for quantization in ("4bit", "8bit"):
-        error, contrast = sensed(unified, quantization, "audio")
+        error, contrast = compare_quantized_tower(unified, quantization, "audio")
         if not error < BOUND or contrast < BOUND:
             return Outcome(True, f"{quantization}: sound features are off by {error:.2g} of their size")
     return Outcome(False, f"sound features in 4-bit and 8-bit are those of the dequantized weights, to {BOUND}")

@@ -35,11 +35,11 @@ def patch_embedder(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction.scenarios import sensed
+    from gemma4_compat._reproduction.scenarios import compare_quantized_tower
 
     workspace.needs("vision_tower")
     for quantization in ("4bit", "8bit"):
-        error, contrast = sensed(workspace, quantization, "vision")
+        error, contrast = compare_quantized_tower(workspace, quantization, "vision")
         if contrast < BOUND:
             return Outcome(
                 True, f"{quantization}: an image and its negative have the same features (to {contrast:.2g})"

@@ -99,10 +99,10 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     workspace.needs("per_layer_embeddings")
     table = "model.language_model.embed_tokens_per_layer"
-    reference = workspace.answers(workspace.load())
+    reference = workspace.outputs(workspace.load())
     placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded=workspace.offloaded)
     model = workspace.dispatch_map(workspace.load(), {**placement, table: workspace.offloaded})
-    found = difference(reference, workspace.answers(model))
+    found = difference(reference, workspace.outputs(model))
     embedding = model.get_submodule(table)
     tokens = workspace.inputs(text_only=True)["input_ids"]
     largest = largest_tensor(lambda: embedding(tokens))

@@ -88,8 +88,8 @@ def reproduce(workspace: Workspace) -> Outcome:
         found = _refusal(model, move)
         if found is not None:
             return found
-    reference = workspace.answers(PeftModel.from_pretrained(workspace.load(), workspace.adapter("language")))
-    return Outcome.of_parity(difference(reference, workspace.answers(model)), "four refused moves change nothing")
+    reference = workspace.outputs(PeftModel.from_pretrained(workspace.load(), workspace.adapter("language")))
+    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "four refused moves change nothing")
 
 
 PATCH = Patch(

@@ -122,12 +122,12 @@ def reproduce(workspace: Workspace) -> Outcome:
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.5)
-    reference = workspace.answers(other)
+    reference = workspace.outputs(other)
     try:
         tiny.dispatch(other, placement, folder)
     except Gemma4CompatError:
-        return Outcome.of_parity(difference(reference, workspace.answers(other)), "refused, and the model as it was")
-    return Outcome.of_parity(difference(reference, workspace.answers(other)), "an offload folder of another model")
+        return Outcome.of_parity(difference(reference, workspace.outputs(other)), "refused, and the model as it was")
+    return Outcome.of_parity(difference(reference, workspace.outputs(other)), "an offload folder of another model")
 
 
 PATCH = Patch(

@@ -46,7 +46,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         for parameter in model.parameters():
             vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
         model = workspace.dispatch(model)
-        found.append(difference(workspace.answers(reference), workspace.answers(model)))
+        found.append(difference(workspace.outputs(reference), workspace.outputs(model)))
         layer = model.model.language_model.layers[0]
         missing: list[str] = []
 

@@ -67,7 +67,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load())
+    reference = workspace.outputs(workspace.load())
     asked = tiny.device_map(workspace.load(), "both", main=workspace.main, offloaded="disk")
     folder = tempfile.mkdtemp(dir=workspace.folder)
     model = tiny.load(workspace.checkpoint, device_map=asked, offload_folder=folder)
@@ -75,7 +75,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     left = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if left:
         return Outcome(True, f"{len(left)} weights stay on meta without a hook, {left[0]} among them")
-    found = difference(reference, workspace.answers(model.to(workspace.main)))
+    found = difference(reference, workspace.outputs(model.to(workspace.main)))
     remove_hook_from_submodules(PeftModel.from_pretrained(workspace.split(), workspace.adapter("language")))
     return Outcome.of_parity(found, "hooks removed from a model loaded from disk")
 

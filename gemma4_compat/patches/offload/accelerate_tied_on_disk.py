@@ -55,10 +55,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from transformers import Gemma4ForCausalLM
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_models
     from gemma4_compat._reproduction.workspace import difference
 
-    checkpoint = workspace.made(tiny.build_text_checkpoint)
+    checkpoint = workspace.cached(tiny_models.build_text_checkpoint)
 
     def load(placement: dict[str, Any]) -> Any:
         folder = tempfile.mkdtemp(dir=workspace.folder)
@@ -70,11 +70,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     rest = ["model.layers", "model.norm", "model.rotary_emb"]
     rest += ["model.per_layer_model_projection", "model.per_layer_projection_norm"]
     placement = {**on_disk, **dict.fromkeys(rest, workspace.main)}
-    reference = workspace.answers(load({"": workspace.main}), text_only=True)
-    found = difference(reference, workspace.answers(load(placement), text_only=True))
+    reference = workspace.outputs(load({"": workspace.main}), text_only=True)
+    found = difference(reference, workspace.outputs(load(placement), text_only=True))
     if found == 0.0:
         model = workspace.dispatch_map(load({"": workspace.main}), placement)
-        found = difference(reference, workspace.answers(model, text_only=True))
+        found = difference(reference, workspace.outputs(model, text_only=True))
         freed = model.lm_head._hf_hook.tied_params_map.keys() - _addresses(model, {})
         if freed:
             return Outcome(True, f"{len(freed)} addresses of freed memory pass for those of tied weights")

@@ -85,14 +85,14 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load("8bit"))
+    reference = workspace.outputs(workspace.load("8bit"))
     model = workspace.load("8bit")
     for parameter in model.parameters():
         vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
     saved = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
     workspace.dispatch(model).save_pretrained(saved)
     reloaded = type(model).from_pretrained(saved, device_map={"": workspace.main}).eval()
-    found = difference(reference, workspace.answers(reloaded))
+    found = difference(reference, workspace.outputs(reloaded))
     return Outcome.of_parity(found, "an offloaded 8-bit model, saved and loaded again")
 
 

@@ -95,11 +95,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = []
     for quantization in ("4bit-double", "4bit"):
-        reference = workspace.answers(workspace.load(quantization))
+        reference = workspace.outputs(workspace.load(quantization))
         model = workspace.load(quantization)
         for parameter in model.parameters():
             vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-        found.append(difference(reference, workspace.answers(workspace.dispatch(model))))
+        found.append(difference(reference, workspace.outputs(workspace.dispatch(model))))
     return Outcome.of_parity(max(found), "4-bit layers offloaded, single and double quantization")
 
 

@@ -106,12 +106,12 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load())
+    reference = workspace.outputs(workspace.load())
     model = workspace.load()
     placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
     placement["model.language_model.embed_tokens"] = placement["lm_head"] = workspace.offloaded
     model = workspace.dispatch_map(model, placement)
-    return Outcome.of_parity(difference(reference, workspace.answers(model)), "embed_tokens offloaded")
+    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "embed_tokens offloaded")
 
 
 _MODELING = "transformers.models.gemma4.modeling_gemma4"

@@ -142,7 +142,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load())
+    reference = workspace.outputs(workspace.load())
     names = [f"model.{name}" for name in tiny.towers(workspace.load())]
     inside = {"model.vision_tower": "encoder", "model.embed_vision": "multimodal_embedder"}[names[0]]
     placement = {"": workspace.main, **dict.fromkeys(names, "disk"), f"{names[0]}.{inside}": workspace.main}
@@ -157,7 +157,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     ]
     if wrong:
         return Outcome(True, f"{len(wrong)} parameters are not where the map puts them, {wrong[0]} among them")
-    return Outcome.of_parity(difference(reference, workspace.answers(model)), "catch-all entry, parts of it on disk")
+    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "catch-all entry, parts of it on disk")
 
 
 PATCH = Patch(

@@ -52,18 +52,18 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load())
+    reference = workspace.outputs(workspace.load())
     model = workspace.load()
     placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
     dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
     try:
-        answers = workspace.answers(model)
+        outputs = workspace.outputs(model)
     except KeyError as error:
         if not versions.admits("<5.5.3", versions.current("transformers") or ""):
             raise
         # 5.5.2: see transformers-shared-kv.
         return Outcome(False, f"KeyError: {error}; the model's own list lacks shared_kv_states", applicable=False)
-    return Outcome.of_parity(difference(reference, answers), "dispatch_model without skip_keys")
+    return Outcome.of_parity(difference(reference, outputs), "dispatch_model without skip_keys")
 
 
 PATCH = Patch(

@@ -166,7 +166,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
     workspace.needs("per_layer_embeddings")
-    checkpoint = workspace.larger(table=1 << 16)
+    checkpoint = workspace.larger(per_layer_vocabulary=1 << 16)
     found = []
     for quantization in (None, "4bit-double"):
         reference = tiny.load(checkpoint, quantization, device=workspace.main)
@@ -177,7 +177,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             max_memory={workspace.main: _BUDGET},
             offload_folder=tempfile.mkdtemp(dir=workspace.folder),
         )
-        found.append(difference(workspace.answers(reference), workspace.answers(model)))
+        found.append(difference(workspace.outputs(reference), workspace.outputs(model)))
         count = len(model.model.language_model.layers)
         layers = {str(model.hf_device_map.get(f"model.language_model.layers.{index}")) for index in range(count)}
         if layers != {str(workspace.main)}:

@@ -53,11 +53,11 @@ def _gemma4(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load())
+    reference = workspace.outputs(workspace.load())
     model = workspace.load()
     placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
     model = dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
-    found = difference(reference, workspace.answers(model))
+    found = difference(reference, workspace.outputs(model))
     return Outcome.of_parity(found, "dispatch_model without skip_keys")
 
 
@@ -66,12 +66,12 @@ def _unified(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_models
     from gemma4_compat._reproduction.scenarios import promised_states
     from gemma4_compat._reproduction.workspace import difference
 
-    model = workspace.load_text() if workspace.variant else tiny.unified_text_model().to(workspace.main)
-    reference = workspace.answers(model, text_only=True)
+    model = workspace.load_text() if workspace.variant else tiny_models.unified_text_model().to(workspace.main)
+    reference = workspace.outputs(model, text_only=True)
     promised = promised_states(model, workspace.inputs(text_only=True))
     placement = dict.fromkeys((f"model.{name}" for name, _ in model.model.named_children()), workspace.main)
     del placement["model.layers"]
@@ -79,7 +79,7 @@ def _unified(workspace: Workspace) -> Outcome:
     away = (0, 2, len(model.model.layers) - 1)
     placement |= {f"model.layers.{index}": workspace.offloaded for index in away} | {"lm_head": workspace.main}
     model = dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
-    found = difference(reference, workspace.answers(model, text_only=True))
+    found = difference(reference, workspace.outputs(model, text_only=True))
     returned = promised_states(model, workspace.inputs(text_only=True))
     if returned != promised:
         return Outcome(True, f"KeyError: '{promised[0]}' awaits an assistant, which is given {returned}")

@@ -129,7 +129,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.answers(workspace.load())
+    reference = workspace.outputs(workspace.load())
     found = []
     for offloaded in ("lm_head", "model.language_model.embed_tokens"):
         placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded="disk")
@@ -138,7 +138,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         model = tiny.load(workspace.checkpoint, device_map=placement, offload_folder=folder)
         if model.hf_device_map != placement:
             return Outcome(True, f"hf_device_map became {model.hf_device_map}")
-        found.append(difference(reference, workspace.answers(model)))
+        found.append(difference(reference, workspace.outputs(model)))
     return Outcome.of_parity(max(found), "tied head and embedding apart, one of them on disk")
 
 

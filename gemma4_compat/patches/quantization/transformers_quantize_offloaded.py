@@ -188,7 +188,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         with offloaded.asked():
             folder = tempfile.mkdtemp(dir=workspace.folder)
             model = tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
-        found.append(difference(workspace.answers(reference), workspace.answers(model)))
+        found.append(difference(workspace.outputs(reference), workspace.outputs(model)))
     return Outcome.of_parity(max(found), "4-bit and 8-bit decoder layers offloaded by a device map")
 
 

@@ -148,10 +148,10 @@ def by_hand(model: Any, quantization: str) -> Any:
 
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._quantization import offloaded
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_models
     from gemma4_compat._reproduction.workspace import difference
 
-    checkpoint = workspace.made(tiny.build_moe_checkpoint)
+    checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     found = []
     for quantization in ("4bit-double", "4bit"):
         with _quantized_experts.asked():
@@ -164,8 +164,8 @@ def reproduce(workspace: Workspace) -> Outcome:
             total = sum(map(offloaded.size, model.parameters()))
             return Outcome(True, f"experts: {plain} of the {total} bytes of a 4-bit model are in bf16")
         reference = tiny.load(checkpoint, quantization, device=workspace.main, skip_modules=["router.proj"])
-        answers = [workspace.answers(one, text_only=True) for one in (by_hand(reference, quantization), model)]
-        found.append(difference(*answers))
+        outputs = [workspace.outputs(one, text_only=True) for one in (by_hand(reference, quantization), model)]
+        found.append(difference(*outputs))
     return Outcome.of_parity(max(found), "experts in 4 bits, single and double quantization")
 
 

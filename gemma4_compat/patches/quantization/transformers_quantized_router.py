@@ -63,10 +63,10 @@ def routes(model: Any, batch: dict[str, Any]) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny, tiny_models
     from gemma4_compat._reproduction.workspace import difference
 
-    checkpoint = workspace.made(tiny.build_moe_checkpoint)
+    checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     batch = tiny.inputs(workspace.main, text_only=True)
     found = []
     for quantization in ("4bit", "8bit"):
@@ -81,7 +81,7 @@ def reproduce(workspace: Workspace) -> Outcome:
                 "by a router in bf16",
             )
         found.append(
-            difference(workspace.answers(reference, text_only=True), workspace.answers(model, text_only=True))
+            difference(workspace.outputs(reference, text_only=True), workspace.outputs(model, text_only=True))
         )
     return Outcome.of_parity(max(found), "4-bit and 8-bit models whose routers are in bf16")
 

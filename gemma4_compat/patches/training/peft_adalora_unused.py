@@ -44,9 +44,9 @@ def update_ipt(original: Callable[..., Any], self: Any, model: Any) -> Any:
 def reproduce(workspace: Workspace) -> Outcome:
     from peft import AdaLoraConfig, get_peft_model
 
-    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction import tiny_adapters
 
-    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=tiny.TARGETS["language"])
+    config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=tiny_adapters.TARGETS["language"])
     model = get_peft_model(workspace.load(), config)
     batch = workspace.inputs(text_only=True)
     model.base_model.model.model.language_model.layers[0].requires_grad_(False)  # as a layer that no batch reaches

@@ -13,7 +13,7 @@ import pytest
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._adapters import fitting
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.adapters.peft_adapter_keys import PATCH
 from tests.patches.promise import Promise
@@ -114,13 +114,13 @@ def test_the_table_of_the_page_is_this_table() -> None:
 
 
 def text_adapter(workspace: Any, folder: Path, targets: Any, **options: Any) -> Path:
-    return tiny.write_adapter(workspace.load_text(), targets, folder, **options)
+    return tiny_adapters.write_adapter(workspace.load_text(), targets, folder, **options)
 
 
-def answers(workspace: Any, base: Any, folder: Path) -> Any:
+def outputs(workspace: Any, base: Any, folder: Path) -> Any:
     from peft import PeftModel
 
-    return workspace.answers(PeftModel.from_pretrained(base, folder).eval(), text_only=True)
+    return workspace.outputs(PeftModel.from_pretrained(base, folder).eval(), text_only=True)
 
 
 def test_the_12b_s_text_class_takes_the_keys_of_its_multimodal_class(tmp_path: Path) -> None:
@@ -129,13 +129,13 @@ def test_the_12b_s_text_class_takes_the_keys_of_its_multimodal_class(tmp_path: P
     from safetensors.torch import load_file, save_file
 
     try:
-        base = tiny.unified_text_model()
+        base = tiny_models.unified_text_model()
     except ImportError:
         pytest.skip("this release has no gemma4_unified")
     batch = tiny.inputs(text_only=True)
     plain = output(base, batch)
-    folder = tiny.write_adapter(tiny.unified_text_model(), ["q_proj", "up_proj"], tmp_path / "adapter")
-    expected = output(PeftModel.from_pretrained(tiny.unified_text_model(), folder), batch)
+    folder = tiny_adapters.write_adapter(tiny_models.unified_text_model(), ["q_proj", "up_proj"], tmp_path / "adapter")
+    expected = output(PeftModel.from_pretrained(tiny_models.unified_text_model(), folder), batch)
     weights = load_file(folder / "adapter_model.safetensors")
     renamed = {key.replace("model.layers", "model.language_model.layers"): value for key, value in weights.items()}
     assert not renamed.keys() & weights.keys()
@@ -149,13 +149,13 @@ def test_towers_get_no_idle_layers_and_what_is_saved_loads_on_both_classes(works
     from peft import PeftModel
 
     first = text_adapter(workspace, tmp_path / "first", ["q_proj", "up_proj"])
-    reference = answers(workspace, workspace.load_text(), first)
+    reference = outputs(workspace, workspace.load_text(), first)
     model = PeftModel.from_pretrained(workspace.load(), first)
     assert len(layers(model)) == 12
     assert not [name for name in layers(model) if "tower" in name]
     model.save_pretrained(tmp_path / "second")
     for base in (workspace.load(), workspace.load_text()):
-        assert difference(reference, answers(workspace, base, tmp_path / "second")) == 0.0
+        assert difference(reference, outputs(workspace, base, tmp_path / "second")) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_towers_get_no_idle_layers_and_what_is_saved_loads_on_both_classes(works
 def test_a_config_in_the_names_of_another_class(workspace: Any, tmp_path: Path, options: dict[str, Any]) -> None:
     options = dict(options)
     folder = text_adapter(workspace, tmp_path / "first", options.pop("targets"), **options)
-    reference = answers(workspace, workspace.load_text(), folder)
-    assert difference(reference, answers(workspace, workspace.load(), folder)) == 0.0
+    reference = outputs(workspace, workspace.load_text(), folder)
+    assert difference(reference, outputs(workspace, workspace.load(), folder)) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "LoKrConfig", "OFTConfig", "VeraConfig", "AdaLoraConfig"])
@@ -212,9 +212,9 @@ def test_other_tuners(workspace: Any, tmp_path: Path, kind: str) -> None:
                 parameter.add_(0.1 * torch.randn_like(parameter))
                 assert name
     model.save_pretrained(tmp_path)
-    reference = answers(workspace, workspace.load_text(), tmp_path)
-    assert difference(reference, workspace.answers(workspace.load_text(), text_only=True)) > 0.0
-    assert difference(reference, answers(workspace, workspace.load(), tmp_path)) == 0.0
+    reference = outputs(workspace, workspace.load_text(), tmp_path)
+    assert difference(reference, workspace.outputs(workspace.load_text(), text_only=True)) > 0.0
+    assert difference(reference, outputs(workspace, workspace.load(), tmp_path)) == 0.0
 
 
 def test_load_adapter_and_a_second_adapter(workspace: Any, tmp_path: Path) -> None:
@@ -224,17 +224,17 @@ def test_load_adapter_and_a_second_adapter(workspace: Any, tmp_path: Path) -> No
     text = PeftModel.from_pretrained(workspace.load_text(), workspace.adapter("language"))
     text.load_adapter(str(folder), "second")  # as a second one there too: PEFT 0.18 rounds its weights to bf16
     text.set_adapter("second")
-    reference = workspace.answers(text.eval(), text_only=True)
+    reference = workspace.outputs(text.eval(), text_only=True)
     model = PeftModel.from_pretrained(workspace.split(), workspace.adapter("all"))
-    first = workspace.answers(model, text_only=True)
+    first = workspace.outputs(model, text_only=True)
     model.load_adapter(str(folder), "second")
     model.set_adapter("second")
-    assert difference(reference, workspace.answers(model.eval(), text_only=True)) == 0.0
+    assert difference(reference, workspace.outputs(model.eval(), text_only=True)) == 0.0
     with pytest.raises(Gemma4CompatError, match=r"no weights for Gemma4ForConditionalGeneration"):
         model.load_adapter(str(DIALECTS[-1].write(workspace.adapter("language"), tmp_path / "other")), "third")
     assert list(model.peft_config) == ["default", "second"]
     model.set_adapter("default")
-    assert difference(first, workspace.answers(model, text_only=True)) == 0.0
+    assert difference(first, workspace.outputs(model, text_only=True)) == 0.0
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
@@ -243,7 +243,7 @@ def test_a_state_dict_is_translated_too(workspace: Any, tmp_path: Path, wrapped:
     from safetensors.torch import load_file
 
     folder = text_adapter(workspace, tmp_path, ["per_layer_projection"])
-    reference = answers(workspace, workspace.load_text(), folder)
+    reference = outputs(workspace, workspace.load_text(), folder)
     weights = load_file(folder / "adapter_model.safetensors")
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["per_layer_projection"])
     base = workspace.load()
@@ -253,7 +253,7 @@ def test_a_state_dict_is_translated_too(workspace: Any, tmp_path: Path, wrapped:
     assert list(weights) == keys
     assert result.unexpected_keys == []
     if wrapped:  # a bare injected adapter stays in the base's dtype
-        assert difference(reference, workspace.answers(model.eval(), text_only=True)) == 0.0
+        assert difference(reference, workspace.outputs(model.eval(), text_only=True)) == 0.0
     with pytest.raises(Gemma4CompatError, match=r"'given as a state dict' has no weights"):
         set_peft_model_state_dict(model, {"transformer.h.0.attn.c_attn.lora_A.weight": next(iter(weights.values()))})
 
@@ -272,11 +272,11 @@ def test_pickled_weights(workspace: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     folder = text_adapter(workspace, tmp_path, ["q_proj"])
-    reference = answers(workspace, workspace.load_text(), folder)
+    reference = outputs(workspace, workspace.load_text(), folder)
     file = folder / "adapter_model.safetensors"
     torch.save(load_file(file), folder / "adapter_model.bin")
     file.unlink()
-    assert difference(reference, answers(workspace, workspace.load(), folder)) == 0.0
+    assert difference(reference, outputs(workspace, workspace.load(), folder)) == 0.0
 
 
 def test_names_of_modules_do_not_show_adapters(workspace: Any) -> None:

@@ -56,13 +56,13 @@ def test_the_remedy_it_names_gives_the_same_answers(workspace: Any, tmp_path: Pa
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    answers = logits(model)
+    outputs = logits(model)
     model.save_pretrained(tmp_path / "end", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
     with warnings.catch_warnings():
         warnings.simplefilter("error", Gemma4CompatWarning)
         again = peft.PeftModel.from_pretrained(workspace.load().float(), tmp_path / "end")
     assert (logits(again) - logits(workspace.load().float())).abs().max() > 0.1
-    assert (logits(again) - answers).abs().max() < 1e-3
+    assert (logits(again) - outputs).abs().max() < 1e-3
 
 
 def test_loading_says_it_too(workspace: Any, tmp_path: Path) -> None:

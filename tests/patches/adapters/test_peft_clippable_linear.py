@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny as _tiny
+from gemma4_compat._adapters.clipped import is_wrapper
+from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
-from gemma4_compat.patches.adapters.peft_clippable_linear import PATCH, is_wrapper
+from gemma4_compat.patches.adapters.peft_clippable_linear import PATCH
 from tests.patches.promise import Promise
 
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "ffw_layer_1"]
@@ -101,14 +102,14 @@ def test_a_tuner_that_cannot_exclude_saves_the_full_names(workspace: Any, tmp_pa
 
     targets = [".".join(("self_attn", name)) for name in ("q_proj", "o_proj")]
     model = get_peft_model(workspace.load(), VeraConfig(r=2, target_modules=targets)).eval()
-    reference = workspace.answers(model)
+    reference = workspace.outputs(model)
     model.save_pretrained(tmp_path)
     gemma4_compat.revert(PATCH.id)
     try:
         elsewhere = PeftModel.from_pretrained(workspace.load(), tmp_path)
     finally:
         gemma4_compat.install()
-    assert difference(reference, workspace.answers(elsewhere)) == 0.0
+    assert difference(reference, workspace.outputs(elsewhere)) == 0.0
 
 
 def test_layers_to_transform_keeps_its_meaning(workspace: Any) -> None:
@@ -165,7 +166,7 @@ def test_what_we_save_names_inner_layers_and_loads_without_the_patch(workspace: 
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(0.0, 0.2)
-    reference = workspace.answers(model.eval())
+    reference = workspace.outputs(model.eval())
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
         keys = list(file.keys())
@@ -174,14 +175,14 @@ def test_what_we_save_names_inner_layers_and_loads_without_the_patch(workspace: 
     assert len(targets) < 20, "the saved targets should stay readable"
 
     with_patch = PeftModel.from_pretrained(workspace.load(), tmp_path)
-    assert difference(reference, workspace.answers(with_patch)) == 0.0
+    assert difference(reference, workspace.outputs(with_patch)) == 0.0
     gemma4_compat.revert(PATCH.id)
     try:
         elsewhere = PeftModel.from_pretrained(workspace.load(), tmp_path)
     finally:
         gemma4_compat.install()
     assert adapted(elsewhere) == adapted(with_patch)
-    assert difference(reference, workspace.answers(elsewhere)) == 0.0
+    assert difference(reference, workspace.outputs(elsewhere)) == 0.0
 
 
 def test_an_adapter_saved_elsewhere_with_a_pattern_that_names_the_wrapper_loads(
@@ -195,25 +196,25 @@ def test_an_adapter_saved_elsewhere_with_a_pattern_that_names_the_wrapper_loads(
     shutil.copytree(workspace.adapter("all"), tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    config["target_modules"] = _tiny.TARGETS["all"]
+    config["target_modules"] = tiny_adapters.TARGETS["all"]
     file.write_text(json.dumps(config), encoding="utf-8")
     reference = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
     model = PeftModel.from_pretrained(workspace.load(), tmp_path / "adapter")
-    assert difference(workspace.answers(reference), workspace.answers(model)) == 0.0
+    assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
 
 
 def test_merging_keeps_the_clamps_and_the_answer(workspace: Any) -> None:
     import torch
     from peft import PeftModel
 
-    base = workspace.answers(workspace.load()).logits
+    base = workspace.outputs(workspace.load()).logits
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("towers"))
-    loaded = workspace.answers(model).logits
+    loaded = workspace.outputs(model).logits
     merged = model.merge_and_unload()
     assert all(type(module.linear) is torch.nn.Linear for module in merged.modules() if is_wrapper(module))
     # A merged bf16 weight is rounded once more (8 bits of mantissa, 34 linears in the towers, 6 layers of text after
     # them): measured 0.45 where the adapter's effect is 4.64. Lost clamps or a lost delta are of the effect's size.
-    rounding = (loaded[0] - workspace.answers(merged).logits[0]).abs().max()
+    rounding = (loaded[0] - workspace.outputs(merged).logits[0]).abs().max()
     assert rounding < 0.25 * (loaded[0] - base[0]).abs().max()
 
 

@@ -106,5 +106,5 @@ def test_modules_are_walked_as_torch_walks_them(workspace: Any) -> None:
     assert walk.modules(model) == list(model.modules())
 
 
-def test_another_error_is_not_taken_for_a_misfit() -> None:
-    assert rollback.misfit(RuntimeError("size mismatch, m1: [4 x 2]"), "folder", object()) is None
+def test_another_error_is_not_taken_for_a_mismatch() -> None:
+    assert rollback.mismatch(RuntimeError("size mismatch, m1: [4 x 2]"), "folder", object()) is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.adapters.peft_keep_dispatch import PATCH
 from tests.patches.promise import Promise
@@ -51,7 +51,7 @@ def test_three_adapters_change_nothing_of_the_base_and_answer_as_on_one_device(
 ) -> None:
     from peft import PeftModel
 
-    answers = []
+    outputs = []
     for base in (workspace.load(quantization), workspace.split(quantization)):
         before = placement(base)
         model = PeftModel.from_pretrained(base, workspace.adapter("language"), **options)
@@ -64,17 +64,17 @@ def test_three_adapters_change_nothing_of_the_base_and_answer_as_on_one_device(
         seen = []
         for name in ("default", "second", "third"):
             model.set_adapter(name)
-            seen.append(workspace.answers(model))
+            seen.append(workspace.outputs(model))
         with model.disable_adapter():
-            seen.append(workspace.answers(model))
+            seen.append(workspace.outputs(model))
         model.delete_adapter("third")
         model.load_adapter(str(workspace.adapter("towers")), "third", **options)
         model.eval()
         model.set_adapter("third")
-        seen.append(workspace.answers(model))
+        seen.append(workspace.outputs(model))
         assert placement(model) == before
-        answers.append(seen)
-    whole, split = answers
+        outputs.append(seen)
+    whole, split = outputs
     assert [difference(a, b) for a, b in zip(whole, split)] == [0.0] * 5
     assert all(difference(whole[0], other) > 0.0 for other in whole[1:]), "the adapters must differ to show anything"
 
@@ -88,7 +88,7 @@ def test_get_peft_model_initializes_as_on_one_device(workspace: Any, quantizatio
     for base in (workspace.load(quantization), workspace.split(quantization)):
         torch.manual_seed(3)
         before = placement(base)
-        config = LoraConfig(r=2, target_modules=tiny.TARGETS["all"], init_lora_weights="gaussian")
+        config = LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["all"], init_lora_weights="gaussian")
         model = get_peft_model(base, config)
         assert placement(model) == before
         created.append({name: value for name, value in model.named_parameters() if "lora_" in name})
@@ -142,7 +142,7 @@ def test_a_base_loaded_from_disk_by_transformers(
     before = placement(base)
     model = PeftModel.from_pretrained(base, workspace.adapter("all"))
     assert placement(model) == before
-    assert difference(one_device(None, "all"), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, "all"), workspace.outputs(model)) == 0.0
 
 
 def test_modules_to_save_on_an_offloaded_module_are_trained_from_the_real_values(workspace: Any) -> None:
@@ -153,7 +153,7 @@ def test_modules_to_save_on_an_offloaded_module_are_trained_from_the_real_values
     steps = []
     for base in (workspace.load(), workspace.split()):
         torch.manual_seed(3)
-        config = LoraConfig(r=2, target_modules=tiny.TARGETS["language"], modules_to_save=[name])
+        config = LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["language"], modules_to_save=[name])
         model = get_peft_model(base, config).train()
         batch = tiny.inputs(workspace.main)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -177,7 +177,7 @@ def test_a_model_that_is_not_dispatched_is_left_to_upstream(workspace: Any, one_
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("all"))
-    assert difference(one_device(None, "all"), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, "all"), workspace.outputs(model)) == 0.0
 
 
 ADAPTERS_THAT_READ_THE_BASE_WEIGHT: dict[str, dict[str, Any]] = {
@@ -204,8 +204,8 @@ def created_and_trained(base: Any, config: Any, workspace: Any) -> tuple[list[fl
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    answers = workspace.answers(model.eval())
-    return losses, answers, {name: value.cpu() for name, value in get_peft_model_state_dict(model).items()}
+    outputs = workspace.outputs(model.eval())
+    return losses, outputs, {name: value.cpu() for name, value in get_peft_model_state_dict(model).items()}
 
 
 def assert_same_everywhere(workspace: Any, config: Any, quantization: str | None = None) -> None:
@@ -247,14 +247,14 @@ def test_lora_that_reads_or_changes_the_base_weight(workspace: Any, name: str) -
     from peft import LoraConfig
 
     options = ADAPTERS_THAT_READ_THE_BASE_WEIGHT[name]
-    assert_same_everywhere(workspace, LoraConfig(r=2, target_modules=tiny.TARGETS["all"], **options))
+    assert_same_everywhere(workspace, LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["all"], **options))
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
 def test_dora_on_quantized_layers(workspace: Any, quantization: str) -> None:
     from peft import LoraConfig
 
-    config = LoraConfig(r=2, target_modules=tiny.TARGETS["language"], use_dora=True)
+    config = LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["language"], use_dora=True)
     assert_same_everywhere(workspace, config, quantization)
 
 
@@ -269,7 +269,7 @@ def test_target_parameters(workspace: Any) -> None:
 def test_other_tuners(workspace: Any, kind: str) -> None:
     import peft
 
-    options: dict[str, Any] = {"target_modules": tiny.TARGETS["language"]}
+    options: dict[str, Any] = {"target_modules": tiny_adapters.TARGETS["language"]}
     if kind == "IA3Config":
         options["feedforward_modules"] = r".*\.down_proj"
     elif kind == "LNTuningConfig":
@@ -285,11 +285,12 @@ def test_a_saved_dora_adapter_loads_and_answers_as_on_one_device(workspace: Any,
     from peft import LoraConfig, PeftModel, get_peft_model
 
     get_peft_model(
-        workspace.load(), LoraConfig(r=2, target_modules=tiny.TARGETS["all"], use_dora=True, init_lora_weights=False)
+        workspace.load(),
+        LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["all"], use_dora=True, init_lora_weights=False),
     ).save_pretrained(tmp_path)
-    reference = workspace.answers(PeftModel.from_pretrained(workspace.load(), tmp_path))
+    reference = workspace.outputs(PeftModel.from_pretrained(workspace.load(), tmp_path))
     model = PeftModel.from_pretrained(workspace.split(), tmp_path)
-    assert difference(reference, workspace.answers(model)) == 0.0
+    assert difference(reference, workspace.outputs(model)) == 0.0
 
 
 def test_a_bias_that_is_offloaded_cannot_be_trained_and_says_so(workspace: Any) -> None:
@@ -298,7 +299,7 @@ def test_a_bias_that_is_offloaded_cannot_be_trained_and_says_so(workspace: Any) 
     base = workspace.split()
     before = placement(base)
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"audio_tower.*is offloaded.*bias='none'"):
-        get_peft_model(base, LoraConfig(r=2, target_modules=tiny.TARGETS["all"], bias="all"))
+        get_peft_model(base, LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["all"], bias="all"))
     assert placement(base) == before
 
 
@@ -306,7 +307,7 @@ def test_a_merge_into_an_offloaded_base_is_the_merge_of_one_device(workspace: An
     from peft import PeftModel
 
     merged = [
-        workspace.answers(PeftModel.from_pretrained(base, workspace.adapter("all")).merge_and_unload())
+        workspace.outputs(PeftModel.from_pretrained(base, workspace.adapter("all")).merge_and_unload())
         for base in (workspace.load(), workspace.split())
     ]
     assert difference(*merged) == 0.0

@@ -12,7 +12,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._engine import versions
 from gemma4_compat._quantization import experts
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.adapters.peft_quantized_experts import PATCH
 from tests.patches.promise import Promise
@@ -29,7 +29,7 @@ class TestPromise(Promise):
 @pytest.fixture(scope="module")
 def load(workspace: Any) -> Callable[..., Any]:
     """``load(plain=False)``: a 4-bit model with experts in 4 bits; ``plain``: in bf16, with the values of those."""
-    checkpoint = workspace.made(tiny.build_moe_checkpoint)
+    checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
 
     def load(*, plain: bool = False, **options: Any) -> Any:
         with gemma4_compat.quantize_experts():
@@ -57,8 +57,8 @@ def adapted(model: Any, targets: Any = TARGETS, **options: Any) -> Any:
     return model.eval()
 
 
-def answers(workspace: Any, model: Any) -> Any:
-    return workspace.answers(model, text_only=True)
+def outputs(workspace: Any, model: Any) -> Any:
+    return workspace.outputs(model, text_only=True)
 
 
 def gradients(workspace: Any, model: Any) -> dict[str, Any]:
@@ -84,11 +84,11 @@ def test_answers_and_gradients_are_those_over_the_dequantized_experts(
     assert {name: parameter.shape for name, parameter in model.named_parameters() if "lora" in name} == {
         name: parameter.shape for name, parameter in reference.named_parameters() if "lora" in name
     }
-    expected = answers(workspace, reference)
-    assert difference(expected, answers(workspace, model)) == 0.0
+    expected = outputs(workspace, reference)
+    assert difference(expected, outputs(workspace, model)) == 0.0
     with model.disable_adapter():
-        assert difference(answers(workspace, load()), answers(workspace, model)) == 0.0
-    assert difference(answers(workspace, load()), expected) > 0.0
+        assert difference(outputs(workspace, load()), outputs(workspace, model)) == 0.0
+    assert difference(outputs(workspace, load()), expected) > 0.0
     found, wanted = gradients(workspace, model), gradients(workspace, reference)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -115,17 +115,17 @@ def test_a_training_step_saved_and_loaded(workspace: Any, load: Callable[..., An
     for plain in (True, False):
         model = adapted(load(plain=plain))
         optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=1.0)
-        before = answers(workspace, model)
+        before = outputs(workspace, model)
         gradients(workspace, model)
         optimizer.step()
-        after = answers(workspace, model)
+        after = outputs(workspace, model)
         assert difference(before, after) > 0.0
         results.append(after)
     assert difference(*results) == 0.0
     model.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(load(), tmp_path).eval()
-    assert difference(results[1], answers(workspace, again)) == 0.0
-    assert difference(answers(workspace, load()), answers(workspace, again.unload())) == 0.0
+    assert difference(results[1], outputs(workspace, again)) == 0.0
+    assert difference(outputs(workspace, load()), outputs(workspace, again.unload())) == 0.0
 
 
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "unpaged"])
@@ -135,7 +135,7 @@ def test_offloaded_experts(workspace: Any, load: Callable[..., Any], tmp_path: P
 
     whole = adapted(load())
     whole.save_pretrained(tmp_path)
-    expected, wanted = answers(workspace, whole), gradients(workspace, whole)
+    expected, wanted = outputs(workspace, whole), gradients(workspace, whole)
     if not paged:
         gemma4_compat.revert("accelerate-paged-layers")
     try:
@@ -147,7 +147,7 @@ def test_offloaded_experts(workspace: Any, load: Callable[..., Any], tmp_path: P
         assert not [
             name for name, weight in model.named_parameters() if "lora" in name and weight.device.type == "meta"
         ]
-        assert difference(expected, answers(workspace, model)) == 0.0
+        assert difference(expected, outputs(workspace, model)) == 0.0
         found = gradients(workspace, model)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     finally:
@@ -168,22 +168,22 @@ def test_two_adapters(workspace: Any, load: Callable[..., Any]) -> None:
         torch.manual_seed(5)
         config = peft.LoraConfig(r=4, target_modules=[], target_parameters=TARGETS, init_lora_weights=False)
         model.add_adapter("second", config)
-        one = answers(workspace, model)
+        one = outputs(workspace, model)
         model.set_adapter("second")
-        two = answers(workspace, model)
+        two = outputs(workspace, model)
         assert difference(one, two) > 0.0
         model.base_model.set_adapter(["default", "second"])
-        found.append((one, two, answers(workspace, model)))
+        found.append((one, two, outputs(workspace, model)))
     assert [difference(a, b) for a, b in zip(*found)] == [0.0] * 3
 
 
 def test_a_merge_is_refused_before_anything_is_changed(workspace: Any, load: Callable[..., Any]) -> None:
     model = adapted(load(), target_modules=["q_proj"])
-    before = answers(workspace, model)
+    before = outputs(workspace, model)
     for merge in (model.merge_and_unload, model.merge_adapter):
         with pytest.raises(Gemma4CompatError, match=r"experts in 4 bits\. Nothing was changed\. .* dequantize\(\)"):
             merge()
-        assert difference(before, answers(workspace, model)) == 0.0
+        assert difference(before, outputs(workspace, model)) == 0.0
     wrapper = next(part for part in model.modules() if hasattr(part, "parameter_name"))
     with pytest.raises(Gemma4CompatError, match="cannot be merged"):
         wrapper.merge()
@@ -227,7 +227,7 @@ def test_other_parameters_are_left_to_peft(workspace: Any, load: Callable[..., A
             gemma4_compat.revert(PATCH.id)
         try:
             model = adapted(load(plain=True))
-            found.append(answers(workspace, model))
+            found.append(outputs(workspace, model))
         finally:
             gemma4_compat.install()
     assert difference(*found) == 0.0

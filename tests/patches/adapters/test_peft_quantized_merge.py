@@ -65,7 +65,7 @@ def test_the_merged_model_is_upstreams_bit_for_bit_and_one_warning_measures_it(
             before[name] = dequantized(layer.get_base_layer())
             wanted[name] = before[name] + layer.get_delta_weight("default").float()
     merged, texts = said(model.merge_and_unload)
-    assert difference(workspace.answers(reference), workspace.answers(merged)) == 0.0
+    assert difference(workspace.outputs(reference), workspace.outputs(merged)) == 0.0
     for name in wanted:
         assert torch.equal(dequantized(reference.get_submodule(name)), dequantized(merged.get_submodule(name)))
     (text,) = texts
@@ -154,10 +154,10 @@ def test_a_tuner_that_cannot_merge_is_one_error_and_nothing_is_changed(workspace
         "c3a": peft.C3AConfig(block_size=32, target_modules=TARGETS),
     }
     model = peft.get_peft_model(workspace.load("4bit"), configs[tuner]).eval()
-    before = workspace.answers(model)
+    before = workspace.outputs(model)
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=rf"cannot merge {tuner} adapters .*Nothing was changed"):
         model.merge_and_unload()
-    assert difference(before, workspace.answers(model)) == 0.0
+    assert difference(before, workspace.outputs(model)) == 0.0
 
 
 def test_other_models_keep_upstreams_warnings() -> None:

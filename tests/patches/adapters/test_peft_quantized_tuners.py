@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat.patches.adapters.peft_quantized_tuners import PATCH
 from tests.patches.promise import Promise
 
 
 class TestPromise(Promise):
     patch_id = PATCH.id
-    original = r"Input type|same dtype|mat1 and mat2 shapes|answers something else"
+    original = r"Input type|same dtype|mat1 and mat2 shapes|gives different outputs"
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
@@ -27,7 +27,7 @@ def test_the_trial_leaves_the_base_as_it_is(workspace: Any, quantization: str) -
         for name, module in model.named_modules()
         if type(module).__name__ == "Linear4bit"
     }
-    get_peft_model(model, LoraConfig(r=4, target_modules=tiny.TARGETS["language"]))
+    get_peft_model(model, LoraConfig(r=4, target_modules=tiny_adapters.TARGETS["language"]))
     now = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()}
     assert len(before) > 30
     for name, (data, state, training) in before.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.adapters.transformers_adapter_placement import PATCH
 from tests.patches.promise import Promise
@@ -20,7 +20,7 @@ class TestPromise(Promise):
 
 @pytest.mark.parametrize("quantization", [None, "4bit-double"])
 def test_load_adapter_twice(workspace: Any, quantization: str | None) -> None:
-    answers = []
+    outputs = []
     for base in (workspace.load(quantization), workspace.split(quantization)):
         before = placement(base)
         for name in ("all", "towers"):
@@ -29,10 +29,10 @@ def test_load_adapter_twice(workspace: Any, quantization: str | None) -> None:
         assert lora_devices(base) == {"cpu" if workspace.main == "cpu" else "cuda"}
         for name in ("all", "towers"):
             base.set_adapter(name)
-            answers.append(workspace.answers(base))
-    assert difference(answers[0], answers[2]) == 0.0
-    assert difference(answers[1], answers[3]) == 0.0
-    assert difference(answers[0], answers[1]) > 0.0
+            outputs.append(workspace.outputs(base))
+    assert difference(outputs[0], outputs[2]) == 0.0
+    assert difference(outputs[1], outputs[3]) == 0.0
+    assert difference(outputs[0], outputs[1]) > 0.0
 
 
 def test_add_adapter_creates_it_where_the_layers_compute(workspace: Any) -> None:
@@ -40,7 +40,7 @@ def test_add_adapter_creates_it_where_the_layers_compute(workspace: Any) -> None
 
     base = workspace.split()
     before = placement(base)
-    base.add_adapter(LoraConfig(r=2, target_modules=tiny.TARGETS["all"]))
+    base.add_adapter(LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["all"]))
     assert placement(base) == before
     assert lora_devices(base) == {"cpu" if workspace.main == "cpu" else "cuda"}
 

@@ -123,10 +123,10 @@ def test_a_merge_is_the_loaded_adapter_but_for_one_rounding_of_each_weight(works
     base = workspace.load(quantization)
     base.dequantize()
     precise = PeftModel.from_pretrained(base.float(), workspace.adapter("language"))
-    before = workspace.answers(precise).logits[0]
-    effect = (before - workspace.answers(precise.unload()).logits[0]).abs().max()
+    before = workspace.outputs(precise).logits[0]
+    effect = (before - workspace.outputs(precise.unload()).logits[0]).abs().max()
     after = PeftModel.from_pretrained(base, workspace.adapter("language")).merge_and_unload()
-    assert (workspace.answers(after).logits[0] - before).abs().max() < 1e-3 < 1e-3 * effect
+    assert (workspace.outputs(after).logits[0] - before).abs().max() < 1e-3 < 1e-3 * effect
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
@@ -139,7 +139,7 @@ def test_whatever_one_does_with_adapters_gives_the_same_as_after_loading_them_la
         results = []
         for model in (before, after):
             act(model)
-            results.append(workspace.answers(model))
+            results.append(workspace.outputs(model))
         assert difference(*results) == 0.0
 
     both(lambda model: model.load_adapter(str(workspace.adapter("all")), adapter_name="second"))
@@ -155,10 +155,10 @@ def test_whatever_one_does_with_adapters_gives_the_same_as_after_loading_them_la
     results = []
     for model in (before, after):
         with model.disable_adapter():
-            results.append(workspace.answers(model))
+            results.append(workspace.outputs(model))
     assert difference(*results) == 0.0
     before, after = before.unload(), after.unload()
-    assert difference(workspace.answers(before), workspace.answers(after)) == 0.0
+    assert difference(workspace.outputs(before), workspace.outputs(after)) == 0.0
 
 
 def test_adapter_weights_stay_the_same_objects_and_only_they_learn(workspace: Any) -> None:
@@ -189,7 +189,7 @@ def test_a_merged_model_can_be_saved_and_loaded(workspace: Any, tmp_path: Path) 
     merged.save_pretrained(tmp_path)
     again = Gemma4ForConditionalGeneration.from_pretrained(tmp_path, device_map={"": workspace.main})
     assert not getattr(again, "is_quantized", False)
-    assert difference(workspace.answers(merged), workspace.answers(again.eval())) == 0.0
+    assert difference(workspace.outputs(merged), workspace.outputs(again.eval())) == 0.0
 
 
 def test_a_hook_around_an_adapter_layer_runs_the_new_forward(workspace: Any) -> None:
@@ -202,7 +202,7 @@ def test_a_hook_around_an_adapter_layer_runs_the_new_forward(workspace: Any) -> 
     model.dequantize()
     assert vars(layer)["_old_forward"].__func__ is type(layer).forward
     reference, _ = pair(workspace, "4bit", workspace.adapter("language"))
-    assert difference(workspace.answers(reference), workspace.answers(model)) == 0.0
+    assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
 
 
 def test_unquantized_offloaded_modules_do_not_matter(workspace: Any) -> None:
@@ -223,10 +223,10 @@ def test_unquantized_offloaded_modules_do_not_matter(workspace: Any) -> None:
     split = PeftModel.from_pretrained(workspace.dispatch(load(), "towers"), workspace.adapter("all"))
     for model in (whole, split):
         model.dequantize()
-    assert difference(workspace.answers(whole), workspace.answers(split)) == 0.0
+    assert difference(workspace.outputs(whole), workspace.outputs(split)) == 0.0
     for model in (whole, split):
         model.merge_adapter()
-    assert difference(workspace.answers(whole), workspace.answers(split)) == 0.0
+    assert difference(workspace.outputs(whole), workspace.outputs(split)) == 0.0
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
@@ -236,10 +236,10 @@ def test_offloaded_quantized_layers_are_one_error_and_the_model_stays_as_it_was(
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(workspace.split(quantization, "layers"), workspace.adapter("language"))
-    before = workspace.answers(model)
+    before = workspace.outputs(model)
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"quantized layers are offloaded, '.*layers\.0\."):
         model.dequantize()
-    assert difference(before, workspace.answers(model)) == 0.0
+    assert difference(before, workspace.outputs(model)) == 0.0
     assert model.is_quantized
 
 
@@ -257,7 +257,7 @@ def test_an_adapter_of_transformers_own(workspace: Any) -> None:
     for name, value in reference.named_parameters():
         if name in adapter:  # some releases load them in bf16 here, and in float32 onto a quantized model
             value.data = adapter[name].data
-    assert difference(workspace.answers(reference), workspace.answers(model)) == 0.0
+    assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
 
 
 def test_a_model_without_adapters_is_dequantized_as_before(workspace: Any) -> None:

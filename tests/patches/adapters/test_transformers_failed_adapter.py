@@ -26,7 +26,7 @@ def test_a_second_adapter_that_fails_leaves_the_first(workspace: Any, tmp_path: 
         pytest.skip(f"these releases of transformers and PEFT do not go together: {error}")
     before = shape(model)
     with pytest.raises(Gemma4CompatError, match=r"layers\.0\.mlp\.up_proj\.lora_A\.weight' \(\[4, 96\] saved"):
-        model.load_adapter(str(workspace.misfit()), "second")
+        model.load_adapter(str(workspace.mismatched_adapter()), "second")
     assert shape(model) == before
     assert list(model.peft_config) == ["first"]
     assert model.active_adapters() == ["first"]

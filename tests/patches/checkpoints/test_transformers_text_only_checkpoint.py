@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import Answers, difference
+from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._reproduction.workspace import Outputs, difference
 from gemma4_compat.patches.checkpoints.transformers_text_only_checkpoint import PATCH
 from tests.patches.promise import Promise
 
@@ -24,9 +24,9 @@ class TestPromise(Promise):
 
 
 @pytest.fixture(scope="module")
-def reference(workspace: Any) -> Answers:
-    answers: Answers = workspace.answers(workspace.load(), text_only=True)
-    return answers
+def reference(workspace: Any) -> Outputs:
+    outputs: Outputs = workspace.outputs(workspace.load(), text_only=True)
+    return outputs
 
 
 def load(checkpoint: Path, name: str = "Gemma4ForCausalLM", **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def tied(model: Any) -> bool:
 
 
 def test_the_model_is_the_language_model_and_saves_as_itself(
-    workspace: Any, reference: Answers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    workspace: Any, reference: Outputs, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from safetensors import safe_open
 
@@ -51,7 +51,7 @@ def test_the_model_is_the_language_model_and_saves_as_itself(
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
     assert not [text for text in caplog.messages if "LOAD REPORT" in text]
-    assert difference(reference, workspace.answers(model, text_only=True)) == 0.0
+    assert difference(reference, workspace.outputs(model, text_only=True)) == 0.0
     assert tied(model)
     model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as saved:
@@ -59,16 +59,16 @@ def test_the_model_is_the_language_model_and_saves_as_itself(
     assert not [name for name in names if "language_model" in name]
     again = load(tmp_path)
     assert tied(again)
-    assert difference(reference, workspace.answers(again, text_only=True)) == 0.0
+    assert difference(reference, workspace.outputs(again, text_only=True)) == 0.0
 
 
-def test_shards(workspace: Any, reference: Answers, tmp_path: Path) -> None:
+def test_shards(workspace: Any, reference: Outputs, tmp_path: Path) -> None:
     workspace.load().save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert difference(reference, workspace.answers(load(tmp_path), text_only=True)) == 0.0
+    assert difference(reference, workspace.outputs(load(tmp_path), text_only=True)) == 0.0
 
 
-def test_a_device_map_with_disk(workspace: Any, reference: Answers, tmp_path: Path) -> None:
+def test_a_device_map_with_disk(workspace: Any, reference: Outputs, tmp_path: Path) -> None:
     placement = {"model.layers.0": "disk", "model.layers.4": "disk", "": workspace.main}
     names = [f"model.layers.{n}" for n in range(6)] + ["model.norm", "model.embed_tokens", "lm_head"]
     names += ["model.embed_tokens_per_layer", "model.per_layer_model_projection", "model.per_layer_projection_norm"]
@@ -76,18 +76,18 @@ def test_a_device_map_with_disk(workspace: Any, reference: Answers, tmp_path: Pa
     placement = {name: "disk" if name in placement else workspace.main for name in names}
     model = load(workspace.checkpoint, device_map=placement, offload_folder=tmp_path)
     assert model.model.layers[0].mlp.up_proj.weight.device.type == "meta"
-    assert difference(reference, workspace.answers(model, text_only=True)) == 0.0
+    assert difference(reference, workspace.outputs(model, text_only=True)) == 0.0
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "8bit"])
 def test_quantized_as_the_multimodal_class_is(workspace: Any, quantization: str) -> None:
-    whole = workspace.answers(workspace.load(quantization), text_only=True)
+    whole = workspace.outputs(workspace.load(quantization), text_only=True)
     text = load(
         workspace.checkpoint,
         device_map={"": workspace.main},
         quantization_config=tiny.quantization_config(quantization),
     )
-    assert difference(whole, workspace.answers(text, text_only=True)) == 0.0
+    assert difference(whole, workspace.outputs(text, text_only=True)) == 0.0
 
 
 @pytest.mark.parametrize(("name", "stem"), [("Gemma4TextModel", "model.language_model."), ("Gemma4Model", "model.")])
@@ -100,13 +100,13 @@ def test_the_bare_models(workspace: Any, name: str, stem: str) -> None:
     assert len(bare) == len([key for key in whole if key.startswith(stem)])
 
 
-def test_the_auto_class(workspace: Any, reference: Answers) -> None:
+def test_the_auto_class(workspace: Any, reference: Outputs) -> None:
     model = load(workspace.checkpoint, "AutoModelForCausalLM")
-    assert difference(reference, workspace.answers(model, text_only=True)) == 0.0
+    assert difference(reference, workspace.outputs(model, text_only=True)) == 0.0
     config = model.config.get_text_config()
     text = load(workspace.checkpoint, "AutoModelForCausalLM", config=config)
     assert type(text).__name__ == "Gemma4ForCausalLM"
-    assert difference(reference, workspace.answers(text, text_only=True)) == 0.0
+    assert difference(reference, workspace.outputs(text, text_only=True)) == 0.0
 
 
 def test_a_checkpoint_that_was_saved_quantized(workspace: Any, tmp_path: Path) -> None:
@@ -114,14 +114,14 @@ def test_a_checkpoint_that_was_saved_quantized(workspace: Any, tmp_path: Path) -
 
     model = workspace.load("4bit")
     model.save_pretrained(tmp_path)
-    whole = workspace.answers(model, text_only=True)
+    whole = workspace.outputs(model, text_only=True)
     with pytest.raises(Gemma4CompatError, match=r"was saved quantized.*Gemma4ForConditionalGeneration.*config="):
         load(tmp_path, device_map={"": workspace.main})
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     text = config.get_text_config()
     text.quantization_config = config.quantization_config
     model = load(tmp_path, config=text, device_map={"": workspace.main})
-    assert difference(whole, workspace.answers(model, text_only=True)) == 0.0
+    assert difference(whole, workspace.outputs(model, text_only=True)) == 0.0
 
 
 def test_the_unified_classes(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_unified_classes(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    tiny.unified_text_model().save_pretrained(tmp_path)
+    tiny_models.unified_text_model().save_pretrained(tmp_path)
     batch = tiny.inputs(text_only=True)
     with torch.no_grad():
         expected = load(tmp_path, "Gemma4UnifiedForCausalLM")(**batch).logits
@@ -148,7 +148,7 @@ def test_a_text_only_checkpoint_is_left_alone(tmp_path: Path, monkeypatch: pytes
 
     from gemma4_compat.patches.checkpoints import transformers_text_only_checkpoint as module
 
-    tiny.build_text_checkpoint(tmp_path)
+    tiny_models.build_text_checkpoint(tmp_path)
     asked: list[Any] = []
     rename: Callable[..., Any] = module._rename
     monkeypatch.setattr(module, "_rename", lambda *args: asked.append(rename(*args)) or asked[-1])

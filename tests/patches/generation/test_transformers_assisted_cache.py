@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.generation.transformers_assisted_cache import PATCH, keep_everything
 from tests.conftest import is_affected
 from tests.patches.promise import Promise
@@ -28,7 +28,9 @@ def generate(model: Any, **options: Any) -> Any:
 def test_an_assistant_and_prompt_lookup(workspace: Any, variant: str) -> None:
     import torch
 
-    model = tiny.load(workspace.made(tiny.build_checkpoint, text_variant=variant), device=workspace.main).float()
+    model = tiny.load(
+        workspace.cached(tiny_models.build_checkpoint, text_variant=variant), device=workspace.main
+    ).float()
     assistant = workspace.load_text().float()
     expected = generate(model)
     assert torch.equal(expected, generate(model, prompt_lookup_num_tokens=2))
@@ -55,7 +57,7 @@ def test_a_layer_that_has_forgotten_nothing_keeps_what_it_holds() -> None:
     import torch
     from transformers import DynamicCache
 
-    cache = DynamicCache(config=tiny.config())
+    cache = DynamicCache(config=tiny_configs.config())
     value = torch.randn(1, 1, 5, 32)
     cache.update(value, 2 * value, 0)
     keep_everything(cache)
@@ -68,7 +70,7 @@ def test_a_layer_that_has_forgotten_nothing_keeps_what_it_holds() -> None:
 def test_other_caches_are_left_alone() -> None:
     from transformers import DynamicCache, StaticCache
 
-    for cache in (DynamicCache(), StaticCache(config=tiny.config(), max_cache_len=8)):
+    for cache in (DynamicCache(), StaticCache(config=tiny_configs.config(), max_cache_len=8)):
         layers = list(cache.layers)
         keep_everything(cache)
         assert cache.layers == layers

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import Workspace
 from gemma4_compat.patches.generation.transformers_chunked_images import PATCH, chunks
 from tests.conftest import is_affected
@@ -40,8 +40,8 @@ def test_chunks_are_as_large_as_they_may_be_and_hold_whole_images(size: int) -> 
 @pytest.fixture(scope="module", params=["12B", "26B-A4B", "31B"])
 def model(request: pytest.FixtureRequest, workspace: Any) -> Any:
     if request.param == "12B":
-        return tiny.unified_model().to(workspace.main)
-    folder = workspace.made(tiny.build_checkpoint, text_variant=request.param)
+        return tiny_models.unified_model().to(workspace.main)
+    folder = workspace.cached(tiny_models.build_checkpoint, text_variant=request.param)
     return tiny.load(folder, device=workspace.main).float()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.generation.transformers_sliding_cache import PATCH
 from tests.patches.promise import Promise
 
@@ -21,7 +21,7 @@ class TestPromise(Promise):
 
 @pytest.fixture(scope="module")
 def model(workspace: Any) -> Any:
-    return tiny.load(workspace.made(tiny.build_checkpoint, text_variant="31B"), device=workspace.main).float()
+    return tiny.load(workspace.cached(tiny_models.build_checkpoint, text_variant="31B"), device=workspace.main).float()
 
 
 def test_what_each_layer_holds(model: Any) -> None:
@@ -54,4 +54,4 @@ def test_a_cache_without_a_configuration_is_as_it_was() -> None:
 
     assert DynamicCache().layers == []
     assert DynamicCache(config=LlamaConfig(num_hidden_layers=3)).is_sliding == [False] * 3
-    assert DynamicCache(config=tiny.config()).is_sliding[:4] == [True, True, False, True]
+    assert DynamicCache(config=tiny_configs.config()).is_sliding[:4] == [True, True, False, True]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_static_images import PATCH
 from tests.patches.promise import Promise
 
@@ -21,7 +21,9 @@ class TestPromise(Promise):
 def test_every_token_after_an_image_and_a_sound(workspace: Any, variant: str) -> None:
     import torch
 
-    model = tiny.load(workspace.made(tiny.build_checkpoint, text_variant=variant), device=workspace.main).float()
+    model = tiny.load(
+        workspace.cached(tiny_models.build_checkpoint, text_variant=variant), device=workspace.main
+    ).float()
     batch = tiny.inputs(model.device)
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     expected, found = (

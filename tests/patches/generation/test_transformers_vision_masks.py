@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_vision_masks import PATCH
 from tests.patches.promise import Promise
 
@@ -25,11 +25,13 @@ def test_an_image_in_the_second_part(workspace: Any, variant: str, name: str) ->
 
     if variant == "12B":
         try:
-            model = tiny.unified_model().to(workspace.main)
+            model = tiny_models.unified_model().to(workspace.main)
         except ImportError:
             pytest.skip("this release has no gemma4_unified")
     else:
-        model = tiny.load(workspace.made(tiny.build_checkpoint, text_variant=variant), device=workspace.main).float()
+        model = tiny.load(
+            workspace.cached(tiny_models.build_checkpoint, text_variant=variant), device=workspace.main
+        ).float()
     ids = tiny.inputs(model.device, text_only=True)["input_ids"]
     kinds = torch.zeros_like(ids)
     kinds[:, 17:21] = 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.scenarios import features
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.multimodal import transformers_audio_attention as subject
@@ -66,7 +66,7 @@ def test_what_each_part_runs_is_what_the_dict_form_gives(
     for sense in ("vision", "audio") if asked == "sdpa" else ("audio",):
         assert (features(model, batch, sense) - features(named, batch, sense)).abs().max() == 0.0
     if asked == "sdpa":
-        assert difference(workspace.answers(named), workspace.answers(model)) == 0.0
+        assert difference(workspace.outputs(named), workspace.outputs(model)) == 0.0
 
 
 @concerned
@@ -144,7 +144,7 @@ def test_quantized_and_dispatched_loads(workspace: Any, quantization: str | None
     usual = tiny.load(workspace.checkpoint, quantization, **options)
     model = tiny.load(workspace.checkpoint, quantization, attn_implementation="sdpa", **options)
     assert runs(model) == ["sdpa", "sdpa", "sdpa", "eager"]
-    assert difference(workspace.answers(usual), workspace.answers(model)) == 0.0
+    assert difference(workspace.outputs(usual), workspace.outputs(model)) == 0.0
 
 
 @concerned
@@ -157,7 +157,7 @@ def test_set_on_a_loaded_model_and_back(
             model.set_attn_implementation(asked)
             assert runs(model) == [asked, asked, asked, "eager"]
     assert len([record for record in caplog.records if record.name == "gemma4_compat"]) == 2
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     model.set_attn_implementation({"text_config": "eager"})
     assert runs(model) == ["sdpa", "eager", "sdpa", "eager"]
 
@@ -173,7 +173,7 @@ def test_a_wrapped_model_and_its_copies(workspace: Any, load: Callable[..., Any]
     plain = load("sdpa")
     for other in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain))):
         assert runs(other) == runs(plain)
-        assert difference(workspace.answers(plain), workspace.answers(other)) == 0.0
+        assert difference(workspace.outputs(plain), workspace.outputs(other)) == 0.0
     assert "eager" not in plain.config.to_json_string()
 
 
@@ -246,7 +246,7 @@ class _Stop:
 def test_a_model_without_an_audio_tower(workspace: Any) -> None:
     from transformers import Gemma4ForConditionalGeneration
 
-    config = tiny.config()
+    config = tiny_configs.config()
     config.audio_config = None
     config._attn_implementation = "sdpa"
     model = Gemma4ForConditionalGeneration(config)
@@ -258,14 +258,14 @@ def test_a_model_without_an_audio_tower(workspace: Any) -> None:
 def test_text_models_and_the_12b_run_what_is_asked() -> None:
     from transformers import Gemma4ForCausalLM
 
-    config = tiny.config().text_config
+    config = tiny_configs.config().text_config
     config._attn_implementation = "sdpa"
     assert Gemma4ForCausalLM(config).config._attn_implementation == "sdpa"
     import transformers
 
     if not hasattr(transformers, "Gemma4UnifiedForConditionalGeneration"):
         return
-    unified = tiny.unified_text_model()
+    unified = tiny_models.unified_text_model()
     unified.set_attn_implementation("eager")
     unified.set_attn_implementation("sdpa")
     assert unified.config._attn_implementation == "sdpa"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs
 from gemma4_compat._reproduction.scenarios import features
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.multimodal import transformers_audio_mask as subject
@@ -90,7 +90,7 @@ def test_logits_under_sdpa_text_and_eager_sound_are_the_usual_ones(workspace: An
     model = tiny.load(workspace.checkpoint, device=workspace.main, attn_implementation="sdpa")
     assert model.config.audio_config._attn_implementation == "sdpa"
     model.set_attn_implementation({"audio_config": "eager"})
-    assert difference(workspace.answers(workspace.load()), workspace.answers(model)) == 0.0
+    assert difference(workspace.outputs(workspace.load()), workspace.outputs(model)) == 0.0
 
 
 @concerned
@@ -99,7 +99,7 @@ def test_flash_attention_is_not_for_the_tower(workspace: Any, monkeypatch: pytes
     from transformers import Gemma4AudioModel
     from transformers.utils import is_flash_attn_2_available
 
-    config = tiny.config().audio_config
+    config = tiny_configs.config().audio_config
     if not is_flash_attn_2_available():
         config._attn_implementation = "flash_attention_2"
         with pytest.raises(ImportError, match="FlashAttention2 has been toggled on, but it cannot be used"):

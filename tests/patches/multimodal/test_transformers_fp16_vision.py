@@ -23,7 +23,7 @@ class TestPromise(Promise):
 def test_an_image_in_float16_is_that_of_float32(workspace: Any, quantization: str | None) -> None:
     import torch
 
-    checkpoint = workspace.made(_build_standardized)
+    checkpoint = workspace.cached(_build_standardized)
     models = [
         tiny.load(checkpoint, quantization, device=workspace.main, dtype=dtype, skip_modules=["model.vision_tower"])
         for dtype in (torch.float16, torch.float32)
@@ -43,10 +43,10 @@ def test_an_image_in_float16_is_that_of_float32(workspace: Any, quantization: st
 def test_it_is_the_same_split_over_devices(workspace: Any) -> None:
     import torch
 
-    checkpoint = workspace.made(_build_standardized)
+    checkpoint = workspace.cached(_build_standardized)
     model = tiny.load(checkpoint, device=workspace.main, dtype=torch.float16)
-    expected = workspace.answers(model)
-    found = workspace.answers(workspace.dispatch(model))
+    expected = workspace.outputs(model)
+    found = workspace.outputs(workspace.dispatch(model))
     assert all(torch.equal(one, other) for one, other in zip(found.logits, expected.logits))
     assert torch.equal(found.tokens, expected.tokens)
 
@@ -56,7 +56,7 @@ def test_bfloat16_and_float32_are_left_alone(workspace: Any) -> None:
 
     batch = tiny.inputs(workspace.main)
     for dtype in (torch.bfloat16, torch.float32):
-        model = tiny.load(workspace.made(_build_standardized), device=workspace.main, dtype=dtype)
+        model = tiny.load(workspace.cached(_build_standardized), device=workspace.main, dtype=dtype)
         with_patch = features(model, batch, "vision")
         gemma4_compat.revert(PATCH.id)
         try:
@@ -70,7 +70,7 @@ def test_a_tuple_stays_one(workspace: Any) -> None:
     import torch
 
     batch = tiny.inputs(workspace.main)
-    model = tiny.load(workspace.made(_build_standardized), device=workspace.main, dtype=torch.float16)
+    model = tiny.load(workspace.cached(_build_standardized), device=workspace.main, dtype=torch.float16)
     with torch.no_grad():
         found = model.model.vision_tower(batch["pixel_values"], batch["image_position_ids"], return_dict=False)
     assert isinstance(found, tuple)

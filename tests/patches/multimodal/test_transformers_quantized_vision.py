@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.scenarios import features, relative, sensed
+from gemma4_compat._reproduction.scenarios import compare_quantized_tower, features, relative
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND, PATCH
 from tests.patches.promise import Promise
 
@@ -21,7 +21,7 @@ class TestPromise(Promise):
 
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double", "8bit"])
 def test_features_are_those_of_the_same_weights_dequantized(workspace: Any, quantization: str) -> None:
-    error, contrast = sensed(workspace, quantization, "vision")
+    error, contrast = compare_quantized_tower(workspace, quantization, "vision")
     assert error < BOUND
     assert contrast > 1, "an image and its negative"
 

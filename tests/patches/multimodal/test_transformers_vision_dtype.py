@@ -33,11 +33,11 @@ def test_the_recommended_modules_kept_in_bf16(workspace: Any, quantization: str)
     assert model.model.embed_vision.embedding_projection.weight.dtype == torch.bfloat16
     careful = dict(batch, pixel_values=batch["pixel_values"].bfloat16())
     assert relative(features(model, batch, "vision"), features(model, careful, "vision")) < BOUND
-    found = workspace.answers(model)
+    found = workspace.outputs(model)
     model.model.embed_vision.embedding_projection.register_forward_pre_hook(
         lambda module, inputs: tuple(value.to(module.weight.dtype) for value in inputs)
     )
-    assert difference(workspace.answers(model), found) == 0.0
+    assert difference(workspace.outputs(model), found) == 0.0
 
 
 def test_autocast_casts_for_itself(workspace: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat._models import placement as _placement
 from gemma4_compat._offload import row_lookup
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_embedding_lookup import PATCH, largest_tensor
 from tests.patches.promise import Promise
@@ -69,7 +69,7 @@ def test_dispatched(
     workspace: Any, one_device: Callable[..., Any], way: str, offloaded: str, quantization: str | None
 ) -> None:
     model = split(workspace, *TABLES[offloaded], quantization=quantization)
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     assert set(lookups(model)) == {name for name in TABLES[offloaded] if name != "lm_head"}
     assert all(table(model, name).weight.device.type == "meta" for name in TABLES[offloaded])
 
@@ -80,7 +80,7 @@ def test_loaded_with_a_map(
 ) -> None:
     before = _digests(workspace.checkpoint)
     model = from_disk(workspace, tmp_path, *TABLES[offloaded])
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     assert set(lookups(model)) == {name for name in TABLES[offloaded] if name != "lm_head"}
     assert _digests(workspace.checkpoint) == before
 
@@ -92,9 +92,9 @@ def _digests(folder: Path) -> dict[str, str]:
 def test_loaded_in_another_dtype_than_the_checkpoints(workspace: Any, tmp_path: Path) -> None:
     checkpoint = tmp_path / "float32"
     workspace.load().float().save_pretrained(checkpoint)
-    reference = workspace.answers(tiny.load(checkpoint, device=workspace.main))
+    reference = workspace.outputs(tiny.load(checkpoint, device=workspace.main))
     model = from_disk(workspace, tmp_path / "offload", *TABLES["all"], checkpoint=checkpoint)
-    assert difference(reference, workspace.answers(model)) == 0.0
+    assert difference(reference, workspace.outputs(model)) == 0.0
     assert set(lookups(model)) == {PER_LAYER, EMBEDDING}
 
 
@@ -107,7 +107,7 @@ def test_with_an_adapter(
 
     model = split(workspace, *TABLES["all"], quantization=quantization)
     model = PeftModel.from_pretrained(model, workspace.adapter(adapter))
-    assert difference(one_device(quantization, adapter), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, adapter), workspace.outputs(model)) == 0.0
     assert len(lookups(model)) == 2
 
 
@@ -124,15 +124,15 @@ def test_an_adapter_on_the_embedding_itself_merged_and_unmerged(
         torch.manual_seed(3)
         config = LoraConfig(r=2, target_modules=[name], init_lora_weights=False, **options)
         model = get_peft_model(base, config).eval()
-        seen.append([workspace.answers(model)])
+        seen.append([workspace.outputs(model)])
         with model.disable_adapter():
-            seen[-1].append(workspace.answers(model))
+            seen[-1].append(workspace.outputs(model))
         if name == "embed_tokens":  # a merge changes the head that is tied to it only where they share memory
             continue
         model.merge_adapter()
-        seen[-1].append(workspace.answers(model))
+        seen[-1].append(workspace.outputs(model))
         model.unmerge_adapter()
-        seen[-1].append(workspace.answers(model))
+        seen[-1].append(workspace.outputs(model))
     assert {difference(a, b) for a, b in zip(*seen)} == {0.0}
     assert difference(seen[0][0], seen[0][1]) > 0.0, "the adapter must do something to show anything"
 
@@ -143,7 +143,7 @@ def test_a_copy_of_an_embedding_is_trained(workspace: Any, way: str) -> None:
 
     found = []
     for base in (workspace.load(), split(workspace, PER_LAYER)):
-        workspace.answers(base)
+        workspace.outputs(base)
         torch.manual_seed(3)
         config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens_per_layer"])
         model = get_peft_model(base, config).train()
@@ -210,7 +210,7 @@ def test_training_beside_frozen_tables(
     steps = []
     for base in (workspace.load(quantization), split(workspace, *TABLES["all"], quantization=quantization)):
         torch.manual_seed(3)
-        model = get_peft_model(base, LoraConfig(r=2, target_modules=tiny.TARGETS["all"])).train()
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["all"])).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
@@ -238,7 +238,7 @@ def test_training_with_a_table_that_is_not_frozen_is_left_to_upstream(workspace:
 
 def test_after_a_forward_in_eval_mode_the_training_of_the_table_is_left_to_upstream(workspace: Any) -> None:
     model = split(workspace, PER_LAYER)
-    workspace.answers(model, text_only=True)
+    workspace.outputs(model, text_only=True)
     assert lookups(model) == [PER_LAYER]
     embedding = table(model).train()
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"]
@@ -272,7 +272,7 @@ def test_a_forward_reads_no_offloaded_embedding_as_a_whole(
 
     model = from_disk(workspace, tmp_path, PER_LAYER, EMBEDDING, "lm_head")
     monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", get)
-    workspace.answers(model)
+    workspace.outputs(model)
     assert not [key for key in asked if "embed_tokens" in key]
 
 
@@ -375,12 +375,12 @@ def test_an_error_in_the_forward(workspace: Any, one_device: Callable[..., Any],
     model = split(workspace, *TABLES["all"])
     batch = tiny.inputs(workspace.main, text_only=True)
     wrong = {**batch, "input_ids": batch["input_ids"].clone()}
-    wrong["input_ids"][0, 3] = tiny.VOCABULARY + 5
+    wrong["input_ids"][0, 3] = tiny_configs.VOCABULARY + 5
     for _ in range(2):
         if workspace.main == "cpu":  # on a GPU that is an error of the whole process
             with torch.no_grad(), pytest.raises(IndexError):
                 model(**wrong)
-        assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+        assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     assert table(model).weight.device.type == "meta"
 
 
@@ -388,13 +388,13 @@ def test_saved_and_loaded_again(workspace: Any, way: str, tmp_path: Path) -> Non
     import torch
 
     model = split(workspace, *TABLES["all"])
-    reference = workspace.answers(model)
+    reference = workspace.outputs(model)
     state = model.state_dict()
     assert state[f"{PER_LAYER}.weight"].device.type == "meta"
     model.save_pretrained(tmp_path)
-    assert difference(reference, workspace.answers(model)) == 0.0
+    assert difference(reference, workspace.outputs(model)) == 0.0
     again = tiny.load(tmp_path, device=workspace.main)
-    assert difference(reference, workspace.answers(again)) == 0.0
+    assert difference(reference, workspace.outputs(again)) == 0.0
     whole = workspace.load().state_dict()
     saved = again.state_dict()
     assert whole.keys() == saved.keys()
@@ -403,10 +403,10 @@ def test_saved_and_loaded_again(workspace: Any, way: str, tmp_path: Path) -> Non
 
 def test_a_deep_copy(workspace: Any, way: str) -> None:
     model = split(workspace, *TABLES["all"])
-    reference = workspace.answers(model)
+    reference = workspace.outputs(model)
     copied = copy.deepcopy(model)
-    assert difference(reference, workspace.answers(copied)) == 0.0
-    assert difference(reference, workspace.answers(model)) == 0.0
+    assert difference(reference, workspace.outputs(copied)) == 0.0
+    assert difference(reference, workspace.outputs(model)) == 0.0
     hooks = [_placement.offload_hook(table(each)) for each in (model, copied)]
     assert vars(hooks[0])[row_lookup._STATE] is not vars(hooks[1])[row_lookup._STATE]
 
@@ -416,12 +416,12 @@ def test_weights_that_were_changed_are_seen_in_the_next_forward(workspace: Any, 
 
     seen = []
     for model in (workspace.load(), split(workspace, *TABLES["all"])):
-        seen.append([workspace.answers(model)])
+        seen.append([workspace.outputs(model)])
         for name in (PER_LAYER, EMBEDDING):
             embedding = table(model, name)
             with _placement.weights_brought_in(embedding), torch.no_grad():
                 embedding.weight.data = embedding.weight.data * 1.5 if name == PER_LAYER else embedding.weight.data
-            seen[-1].append(workspace.answers(model))
+            seen[-1].append(workspace.outputs(model))
     assert [difference(a, b) for a, b in zip(*seen)] == [0.0] * 3
     assert difference(seen[0][0], seen[0][1]) > 0.0
 
@@ -430,10 +430,10 @@ def test_hooks_removed(workspace: Any, one_device: Callable[..., Any]) -> None:
     from accelerate.hooks import remove_hook_from_module
 
     model = split(workspace, *TABLES["all"])
-    workspace.answers(model)
+    workspace.outputs(model)
     remove_hook_from_module(model, recurse=True)
     assert not [name for name, value in model.named_parameters() if value.device.type == "meta"]
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
 
 
 def test_undone_in_a_running_process_the_same_model_is_still_right(
@@ -442,9 +442,9 @@ def test_undone_in_a_running_process_the_same_model_is_still_right(
     model = split(workspace, *TABLES["all"])
     try:
         for _ in range(2):
-            assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+            assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
             gemma4_compat.revert(PATCH.id)
-            assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+            assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
             gemma4_compat.install()
     finally:
         gemma4_compat.install()

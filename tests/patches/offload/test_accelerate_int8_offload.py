@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_int8_offload import PATCH
 from tests.conftest import census
@@ -36,14 +36,14 @@ def test_a_forward_before_the_dispatch_changes_nothing_and_keeps_nothing(
     workspace: Any, one_device: Callable[..., Any]
 ) -> None:
     model = workspace.load("8bit")
-    workspace.answers(model)
+    workspace.outputs(model)
     # Transformers 5.5.1 and older have projections in KV-shared layers that nothing calls.
     taken = {name for name, layer in eight_bit(model).items() if layer.state.CB is not None}
     model = workspace.dispatch(model)
     offloaded = [name for name, layer in eight_bit(model).items() if layer.weight.device.type == "meta"]
     assert taken.intersection(offloaded)
     assert all(eight_bit(model)[name].state.CB is None for name in offloaded)
-    assert difference(one_device("8bit", None), workspace.answers(model)) == 0.0
+    assert difference(one_device("8bit", None), workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -67,7 +67,7 @@ def test_with_and_without_outlier_columns(workspace: Any, one_device: Callable[.
         for layer in eight_bit(model).values():
             assert layer.state.threshold == 6.0
             layer.state.threshold = threshold
-    whole, split = (workspace.answers(model) for model in models)
+    whole, split = (workspace.outputs(model) for model in models)
     assert difference(whole, split) == 0.0
     if threshold:
         assert difference(whole, one_device("8bit", None)) > 0.0, "no outliers: the test shows nothing"
@@ -152,11 +152,11 @@ def test_without_hooks_again_it_is_the_model_of_one_device(workspace: Any, one_d
     for used in (False, True):
         model = workspace.split("8bit")
         if used:
-            workspace.answers(model)
+            workspace.outputs(model)
         remove_hook_from_submodules(model)
         assert not any(parameter.device.type == "meta" for parameter in model.parameters())
         for _ in range(2):
-            assert difference(one_device("8bit", None), workspace.answers(model)) == 0.0
+            assert difference(one_device("8bit", None), workspace.outputs(model)) == 0.0
             model.to(workspace.main)
 
 
@@ -164,9 +164,9 @@ def test_a_dispatch_of_a_dispatched_model(workspace: Any, one_device: Callable[.
     from accelerate.hooks import remove_hook_from_submodules
 
     model = workspace.split("8bit", "layers")
-    workspace.answers(model)
+    workspace.outputs(model)
     remove_hook_from_submodules(model)
-    assert difference(one_device("8bit", None), workspace.answers(workspace.dispatch(model, "both"))) == 0.0
+    assert difference(one_device("8bit", None), workspace.outputs(workspace.dispatch(model, "both"))) == 0.0
 
 
 def test_a_model_dispatched_before_the_patches_is_repaired(workspace: Any, one_device: Callable[..., Any]) -> None:
@@ -178,7 +178,7 @@ def test_a_model_dispatched_before_the_patches_is_repaired(workspace: Any, one_d
     finally:
         gemma4_compat.install()
     assert model.get_submodule(NAME).weight.SCB.device.type == "meta"
-    assert difference(one_device("8bit", None), workspace.answers(model)) == 0.0
+    assert difference(one_device("8bit", None), workspace.outputs(model)) == 0.0
     assert model.get_submodule(NAME).weight.SCB.device.type == "cpu"
 
 
@@ -191,13 +191,13 @@ def test_scales_that_nobody_kept_are_an_error_that_says_so(workspace: Any) -> No
     hook = model.get_submodule(NAME)._hf_hook
     hook.weights_map = {"weight": hook.weights_map["weight"]}
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"8-bit weight .* were destroyed .* load the model"):
-        workspace.answers(model)
+        workspace.outputs(model)
 
 
 def test_adapters_come_and_go_as_on_one_device(workspace: Any) -> None:
     from peft import PeftModel
 
-    answers = []
+    outputs = []
     for base in (workspace.load("8bit"), workspace.split("8bit")):
         before = placement(base)
         model = PeftModel.from_pretrained(base, workspace.adapter("language"))
@@ -205,16 +205,16 @@ def test_adapters_come_and_go_as_on_one_device(workspace: Any) -> None:
         seen = []
         for name in ("default", "second"):
             model.set_adapter(name)
-            seen.append(workspace.answers(model))
+            seen.append(workspace.outputs(model))
         with model.disable_adapter():
-            seen.append(workspace.answers(model))
+            seen.append(workspace.outputs(model))
         model.delete_adapter("second")
         model.load_adapter(str(workspace.adapter("towers")), "second")
         model.set_adapter("second")
-        seen.append(workspace.answers(model))
+        seen.append(workspace.outputs(model))
         assert placement(model) == before
-        answers.append(seen)
-    whole, split = answers
+        outputs.append(seen)
+    whole, split = outputs
     assert [difference(a, b) for a, b in zip(whole, split)] == [0.0] * 4
     assert all(difference(whole[0], other) > 0.0 for other in whole[1:]), "the adapters must differ to show anything"
 
@@ -223,24 +223,24 @@ def test_adapters_come_and_go_as_on_one_device(workspace: Any) -> None:
 def test_a_new_adapter_trains_as_on_one_device(workspace: Any, dora: bool) -> None:
     from peft import LoraConfig
 
-    config = LoraConfig(r=2, target_modules=tiny.TARGETS["language"], use_dora=dora)
+    config = LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["language"], use_dora=dora)
     assert_same_everywhere(workspace, config, "8bit")
 
 
 def test_merge_and_unmerge_are_those_of_one_device(workspace: Any) -> None:
     from peft import PeftModel
 
-    answers = []
+    outputs = []
     for base in (workspace.load("8bit"), workspace.split("8bit")):
         model = PeftModel.from_pretrained(base, workspace.adapter("all"))
-        seen = [workspace.answers(model)]
+        seen = [workspace.outputs(model)]
         model.merge_adapter()
-        seen.append(workspace.answers(model))
+        seen.append(workspace.outputs(model))
         model.unmerge_adapter()
-        seen.append(workspace.answers(model))
-        seen.append(workspace.answers(model.merge_and_unload()))
-        answers.append(seen)
-    whole, split = answers
+        seen.append(workspace.outputs(model))
+        seen.append(workspace.outputs(model.merge_and_unload()))
+        outputs.append(seen)
+    whole, split = outputs
     assert [difference(a, b) for a, b in zip(whole, split)] == [0.0] * 4
     assert difference(whole[0], whole[1]) > 0.0, "a merge rounds in 8 bits: equal answers would show nothing"
 

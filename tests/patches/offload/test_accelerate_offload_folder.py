@@ -34,7 +34,7 @@ def test_a_folder_with_the_same_weights_is_used_and_what_it_lacks_is_added(
     assert written
     for offload in ("towers", "both"):
         model = dispatch(workspace, workspace.load(quantization), tmp_path, offload)
-        assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+        assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     after = {file.name: file.stat().st_mtime_ns for file in tmp_path.glob("*.dat")}
     assert {name: after[name] for name in written} == written
     assert len(after) > len(written)
@@ -49,14 +49,14 @@ def test_a_folder_with_other_weights_is_refused_and_nothing_is_moved(
     other = workspace.load()
     with torch.no_grad():
         other.model.vision_tower.patch_embedder.input_proj.weight[0, 0] += 1  # one value of one weight
-    expected = workspace.answers(other)
+    expected = workspace.outputs(other)
     with pytest.raises(
         Gemma4CompatError, match=r"another model's weights: 'model\.vision_tower\S*input_proj\.weight'"
     ):
         dispatch(workspace, other, tmp_path)
     assert find_meta_tensors(other) == ()
-    assert difference(expected, workspace.answers(other)) == 0.0
-    assert difference(one_device(None, None), workspace.answers(first)) == 0.0, "whose folder it is goes on"
+    assert difference(expected, workspace.outputs(other)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(first)) == 0.0, "whose folder it is goes on"
 
 
 @pytest.mark.parametrize("below", [False, True], ids=["a file in its place", "a file above it"])
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_is_moved(
     with pytest.raises(Gemma4CompatError, match=re.escape(f"the offload folder {str(folder)!r} cannot be written")):
         dispatch(workspace, model, folder)
     assert find_meta_tensors(model) == ()
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
 
 
 def test_a_file_that_was_cut_is_named_and_good_again_when_it_is_whole(
@@ -81,6 +81,6 @@ def test_a_file_that_was_cut_is_named_and_good_again_when_it_is_whole(
     whole = file.read_bytes()
     file.write_bytes(whole[:-2])
     with pytest.raises(Gemma4CompatError, match=rf"'{re.escape(file.stem)}' cannot be read from the folder"):
-        workspace.answers(model)
+        workspace.outputs(model)
     file.write_bytes(whole)
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0

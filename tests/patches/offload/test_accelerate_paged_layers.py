@@ -17,7 +17,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat._models import placement as _placement
 from gemma4_compat._offload import idle_hooks, streaming
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_paged_layers import PATCH
 from tests.conftest import census
@@ -158,7 +158,7 @@ def test_answers_are_those_of_one_device(
     store: str,
 ) -> None:
     model = split(workspace, quantization, offload, store)
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     expected = {"layers": [3], "towers": [2, 2], "both": [2, 2, 3], "all layers": [2, 2, 6]}[offload]
     assert sorted(len(pages(pager)) for pager in pagers) == expected, "each offloaded layer is a page"
     assert_as_accelerate_left_it(model)
@@ -179,18 +179,18 @@ def test_an_adapter(
     else:
         base = split(workspace, quantization, store=store)
         if when == "after forwards":
-            assert difference(one_device(quantization, None), workspace.answers(base)) == 0.0
+            assert difference(one_device(quantization, None), workspace.outputs(base)) == 0.0
         model = PeftModel.from_pretrained(base, workspace.adapter("all"))
-    assert difference(one_device(quantization, "all"), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, "all"), workspace.outputs(model)) == 0.0
     with model.disable_adapter():
-        assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+        assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     model.load_adapter(str(workspace.adapter("language")), "second")
     for name, adapter in (("second", "language"), ("default", "all")):
         model.set_adapter(name)
-        assert difference(one_device(quantization, adapter), workspace.answers(model)) == 0.0
+        assert difference(one_device(quantization, adapter), workspace.outputs(model)) == 0.0
     model.delete_adapter("second")
-    assert difference(one_device(quantization, "all"), workspace.answers(model)) == 0.0
-    assert difference(one_device(quantization, None), workspace.answers(model.unload())) == 0.0
+    assert difference(one_device(quantization, "all"), workspace.outputs(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model.unload())) == 0.0
 
 
 def test_a_batch_with_padding(workspace: Any, store: str) -> None:
@@ -451,7 +451,9 @@ def test_dora(workspace: Any, quantization: str | None, store: str) -> None:
     results = []
     for base in (workspace.load(quantization), split(workspace, quantization, "all layers", store)):
         torch.manual_seed(3)
-        config = LoraConfig(r=2, target_modules=tiny.TARGETS["language"], use_dora=True, init_lora_weights=False)
+        config = LoraConfig(
+            r=2, target_modules=tiny_adapters.TARGETS["language"], use_dora=True, init_lora_weights=False
+        )
         model = get_peft_model(base, config).train()
         results.append(trained(workspace, model, steps=2))
     assert_equal(*results)
@@ -478,7 +480,7 @@ def test_training_after_forwards_without_gradients(
     model.load_adapter(str(workspace.adapter("all")), "fresh")
     model.set_adapter("fresh")
     with torch.inference_mode():
-        assert difference(one_device(quantization, "all"), workspace.answers(model.eval())) == 0.0
+        assert difference(one_device(quantization, "all"), workspace.outputs(model.eval())) == 0.0
 
 
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["plain", "non-reentrant"])
@@ -549,7 +551,7 @@ def test_an_exception_in_the_middle_of_a_layer(
         handle.remove()
         if kind is ValueError:
             assert_as_accelerate_left_it(model)
-        assert difference(one_device("4bit-double", None), workspace.answers(model)) == 0.0
+        assert difference(one_device("4bit-double", None), workspace.outputs(model)) == 0.0
         assert_as_accelerate_left_it(model)
 
 
@@ -566,7 +568,7 @@ def test_a_module_of_a_paged_layer_used_by_itself(
     expected = [whole.get_submodule(part)(x) for part in (name, f"{LAYER}.mlp")]
     for _ in range(3):
         if first == "model":
-            assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+            assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
         for part, value in zip((name, f"{LAYER}.mlp"), expected):
             assert torch.equal(model.get_submodule(part)(x), value)
         first = "model"
@@ -588,10 +590,10 @@ def test_layers_called_by_hand_in_any_order(workspace: Any, one_device: Callable
         for order in ((0, 3, 1, 1, 2, 3), (3, 2, 1, 0), (2, 0, 2, 0)):
             for index in order:
                 args, kwargs = calls[index]
-                answers = [model.model.language_model.layers[index](*args, **kwargs) for model in models]
-                answers = [answer[0] if isinstance(answer, tuple) else answer for answer in answers]
-                assert torch.equal(*answers)
-    assert difference(one_device("4bit", None), workspace.answers(models[1])) == 0.0
+                outputs = [model.model.language_model.layers[index](*args, **kwargs) for model in models]
+                outputs = [answer[0] if isinstance(answer, tuple) else answer for answer in outputs]
+                assert torch.equal(*outputs)
+    assert difference(one_device("4bit", None), workspace.outputs(models[1])) == 0.0
 
 
 @pytest.mark.parametrize("store", ["disk", "memory"])
@@ -599,15 +601,15 @@ def test_weights_that_were_changed_are_seen(workspace: Any, store: str) -> None:
     import torch
 
     whole, model = workspace.load(), split(workspace, store=store)
-    assert difference(workspace.answers(whole), workspace.answers(model)) == 0.0
+    assert difference(workspace.outputs(whole), workspace.outputs(model)) == 0.0
     for name in (f"{LAYER}.mlp.up_proj", f"{LAST}.self_attn.q_proj", f"{LAYER}.mlp.up_proj"):
-        before = workspace.answers(whole)
+        before = workspace.outputs(whole)
         for changed in (whole, model):
             module = changed.get_submodule(name)
             with torch.no_grad(), _placement.weights_brought_in(module):
                 module.weight.data = module.weight.data * 1.5
-        assert difference(before, workspace.answers(whole)) > 0.0
-        assert difference(workspace.answers(whole), workspace.answers(model)) == 0.0
+        assert difference(before, workspace.outputs(whole)) > 0.0
+        assert difference(workspace.outputs(whole), workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("quantization", [None, "4bit"])
@@ -618,18 +620,18 @@ def test_a_merged_adapter_is_seen(workspace: Any, quantization: str | None, stor
         PeftModel.from_pretrained(base, workspace.adapter("language"))
         for base in (workspace.load(quantization), split(workspace, quantization, "layers", store))
     ]
-    start = workspace.answers(models[0])
-    assert difference(start, workspace.answers(models[1])) == 0.0
+    start = workspace.outputs(models[0])
+    assert difference(start, workspace.outputs(models[1])) == 0.0
     for model in models:
         model.merge_adapter()
-    merged = workspace.answers(models[0])
+    merged = workspace.outputs(models[0])
     assert difference(start, merged) > 0.0
-    assert difference(merged, workspace.answers(models[1])) == 0.0
+    assert difference(merged, workspace.outputs(models[1])) == 0.0
     for model in models:
         model.unmerge_adapter()
-    assert difference(workspace.answers(models[0]), workspace.answers(models[1])) == 0.0
+    assert difference(workspace.outputs(models[0]), workspace.outputs(models[1])) == 0.0
     whole, paged = (model.merge_and_unload() for model in models)
-    assert difference(workspace.answers(whole), workspace.answers(paged)) == 0.0
+    assert difference(workspace.outputs(whole), workspace.outputs(paged)) == 0.0
 
 
 @ANSWERING
@@ -641,12 +643,12 @@ def test_saved_and_loaded_again(
     model = split(workspace, quantization, store=store)
     keys = set(model.state_dict())
     for _ in range(2):
-        assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+        assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     assert set(model.state_dict()) == keys
     model.save_pretrained(tmp_path)
     loaded = tiny.load(tmp_path, device=workspace.main)
-    assert difference(one_device(quantization, None), workspace.answers(loaded)) == 0.0
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(loaded)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     assert not torch.is_inference_mode_enabled()
 
 
@@ -657,13 +659,13 @@ def test_a_deep_copy(
 ) -> None:
     model = split(workspace, quantization, store=store)
     if used:
-        workspace.answers(model)
+        workspace.outputs(model)
     copied = copy.deepcopy(model)
     for one in (copied, model, copied, model):
-        assert difference(one_device(quantization, None), workspace.answers(one)) == 0.0
+        assert difference(one_device(quantization, None), workspace.outputs(one)) == 0.0
     del model
     gc.collect()
-    assert difference(one_device(quantization, None), workspace.answers(copied)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(copied)) == 0.0
 
 
 @ANSWERING
@@ -673,15 +675,15 @@ def test_dispatched_again_and_hooks_removed(
     from accelerate.hooks import remove_hook_from_submodules
 
     model = split(workspace, quantization, "layers", store)
-    workspace.answers(model)
+    workspace.outputs(model)
     remove_hook_from_submodules(model)
     assert not [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     for offload in ("both", "towers", "layers"):
         model = workspace.dispatch(model, offload)
-        assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+        assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
         remove_hook_from_submodules(model)
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
 
 
 def test_without_hooks_a_model_can_be_pickled(workspace: Any) -> None:
@@ -689,7 +691,7 @@ def test_without_hooks_a_model_can_be_pickled(workspace: Any) -> None:
     from accelerate.hooks import remove_hook_from_submodules
 
     model = split(workspace, offload="all layers")
-    workspace.answers(model)
+    workspace.outputs(model)
     remove_hook_from_submodules(model)
     assert not [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
     file = io.BytesIO()
@@ -735,15 +737,15 @@ def test_a_hook_of_the_user_runs(
 
     model = split(workspace)
     if when == "after forwards":
-        workspace.answers(model)
+        workspace.outputs(model)
     if not append and name.endswith("up_proj"):
         pytest.skip("it would take the hook that brings the weight in")
     hook = user_hook()
     add_hook_to_module(model.get_submodule(name), hook, append=append)
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     assert hook.calls >= 4
     calls = hook.calls
-    workspace.answers(model)
+    workspace.outputs(model)
     assert hook.calls == 2 * calls
 
 
@@ -755,7 +757,7 @@ def test_a_hook_that_has_nothing_to_do_is_there_between_forwards(
     module = model.get_submodule(name)
     inside: list[bool] = []
     module.register_forward_hook(lambda *_: inside.append(module.forward is module._old_forward))
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     assert inside
     assert all(inside)
     assert_as_accelerate_left_it(model)
@@ -810,17 +812,17 @@ def test_undone_a_running_model_stays_right_and_the_next_one_has_no_pages(
     workspace: Any, one_device: Callable[..., Any], pagers: list[streaming.Pager]
 ) -> None:
     running = split(workspace, "4bit")
-    workspace.answers(running)
+    workspace.outputs(running)
     before = len(pagers)
     try:
         assert gemma4_compat.revert(PATCH.id)[PATCH.id].state is gemma4_compat.PatchState.REVERTED
         for _ in range(2):
-            assert difference(one_device("4bit", None), workspace.answers(running)) == 0.0
+            assert difference(one_device("4bit", None), workspace.outputs(running)) == 0.0
         after = split(workspace, "4bit")
         assert len(pagers) == before
-        assert difference(one_device("4bit", None), workspace.answers(after)) == 0.0
+        assert difference(one_device("4bit", None), workspace.outputs(after)) == 0.0
     finally:
         gemma4_compat.install()
     assert gemma4_compat.status()[PATCH.id].state is gemma4_compat.PatchState.APPLIED
-    assert difference(one_device("4bit", None), workspace.answers(split(workspace, "4bit"))) == 0.0
+    assert difference(one_device("4bit", None), workspace.outputs(split(workspace, "4bit"))) == 0.0
     assert len(pagers) > before

@@ -68,36 +68,36 @@ def test_state_dict_of_an_offloaded_model_carries_the_scales_before_and_after_a_
         assert scales
         assert all(torch.equal(whole[name].cpu(), split[name].cpu()) for name in scales)
         assert not any(hasattr(split[name], mark) for name in scales for mark in (PRISTINE, ORIGIN))
-        workspace.answers(model)
+        workspace.outputs(model)
 
 
 def test_an_offloaded_model_that_has_answered_saves_and_reloads_exactly(
     workspace: Any, one_device: Callable[..., Any], tmp_path: Path
 ) -> None:
     model = workspace.split("8bit")
-    workspace.answers(model)
+    workspace.outputs(model)
     model.save_pretrained(tmp_path)
     reloaded = type(model).from_pretrained(tmp_path, device_map={"": workspace.main}).eval()
-    assert difference(one_device("8bit", None), workspace.answers(reloaded)) == 0.0
+    assert difference(one_device("8bit", None), workspace.outputs(reloaded)) == 0.0
 
 
 def test_a_merged_offloaded_model_saves_and_reloads_exactly(workspace: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(workspace.split("8bit"), workspace.adapter("language")).merge_and_unload()
-    reference = workspace.answers(model)
+    reference = workspace.outputs(model)
     model.save_pretrained(tmp_path)
     reloaded = type(model).from_pretrained(tmp_path, device_map={"": workspace.main}).eval()
-    assert difference(reference, workspace.answers(reloaded)) == 0.0
+    assert difference(reference, workspace.outputs(reloaded)) == 0.0
 
 
 def test_an_offloaded_model_deep_copies(workspace: Any, one_device: Callable[..., Any]) -> None:
     model = workspace.split("8bit")
     copied = copy.deepcopy(model)
-    assert difference(one_device("8bit", None), workspace.answers(copied)) == 0.0
+    assert difference(one_device("8bit", None), workspace.outputs(copied)) == 0.0
     ours, theirs = model.get_submodule(NAME).weight, copied.get_submodule(NAME).weight
     assert ours.SCB.data_ptr() != theirs.SCB.data_ptr()
-    assert difference(one_device("8bit", None), workspace.answers(copy.deepcopy(copied))) == 0.0
+    assert difference(one_device("8bit", None), workspace.outputs(copy.deepcopy(copied))) == 0.0
 
 
 def test_an_offloaded_parameter_pickles_with_its_scales(workspace: Any) -> None:
@@ -117,11 +117,11 @@ def test_a_parameter_whose_layer_holds_the_scales_moves_to_where_it_is(
     workspace: Any, one_device: Callable[..., Any]
 ) -> None:
     model = workspace.load("8bit")
-    reference = workspace.answers(model)
+    reference = workspace.outputs(model)
     layer = model.get_submodule(NAME)
     assert layer.weight.SCB is None
     layer.weight = layer.weight.to(layer.weight.device)
-    assert difference(reference, workspace.answers(model)) == 0.0
+    assert difference(reference, workspace.outputs(model)) == 0.0
 
 
 def test_parameters_that_are_not_offloaded_carry_no_mark(workspace: Any) -> None:

@@ -138,7 +138,7 @@ def test_an_offloaded_model_saves_and_reloads_exactly(
     workspace.split(quantization, "layers").save_pretrained(tmp_path)
     reloaded = type(workspace.load())  # the class, loaded from what was written
     model = reloaded.from_pretrained(tmp_path, device_map={"": workspace.main}).eval()
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
 
 
 def test_a_state_destroyed_before_the_patch_was_active_is_an_error_that_says_so(workspace: Any) -> None:
@@ -160,9 +160,9 @@ def test_a_model_built_before_the_patch_is_repaired(workspace: Any, one_device: 
         model = workspace.load(quantization)
     finally:
         gemma4_compat.install()
-    assert difference(one_device(quantization, None), workspace.answers(workspace.dispatch(model))) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(workspace.dispatch(model))) == 0.0
 
 
 def test_an_offloaded_model_deep_copies(workspace: Any, one_device: Any, quantization: str) -> None:
     copied = copy.deepcopy(workspace.split(quantization, "layers"))
-    assert difference(one_device(quantization, None), workspace.answers(copied)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(copied)) == 0.0

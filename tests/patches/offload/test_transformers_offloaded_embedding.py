@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.transformers_offloaded_embedding import PATCH
 from tests.patches.promise import Promise
@@ -46,7 +46,7 @@ def test_with_an_adapter(workspace: Any, one_device: Callable[..., Any], adapter
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(split(workspace, EMBEDDING, "lm_head"), workspace.adapter(adapter))
-    assert difference(one_device(None, adapter), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, adapter), workspace.outputs(model)) == 0.0
     assert model.get_submodule(f"base_model.model.{EMBEDDING}").weight.device.type == "meta"
 
 
@@ -55,9 +55,9 @@ def test_an_adapter_on_the_embedding_itself(workspace: Any, tmp_path: Path) -> N
 
     config = LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False)
     get_peft_model(workspace.load(), config).save_pretrained(tmp_path)
-    reference = workspace.answers(PeftModel.from_pretrained(workspace.load(), tmp_path))
+    reference = workspace.outputs(PeftModel.from_pretrained(workspace.load(), tmp_path))
     model = PeftModel.from_pretrained(split(workspace, EMBEDDING), tmp_path)
-    assert difference(reference, workspace.answers(model)) == 0.0
+    assert difference(reference, workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
@@ -68,7 +68,7 @@ def test_training_steps(workspace: Any, checkpointing: bool) -> None:
     steps = []
     for base in (workspace.load(), split(workspace, EMBEDDING, PER_LAYER, "lm_head")):
         torch.manual_seed(3)
-        model = get_peft_model(base, LoraConfig(r=2, target_modules=tiny.TARGETS["language"])).train()
+        model = get_peft_model(base, LoraConfig(r=2, target_modules=tiny_adapters.TARGETS["language"])).train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
@@ -87,4 +87,4 @@ def test_after_an_error_in_a_forward_the_next_one_is_right(workspace: Any, one_d
     with pytest.raises(RuntimeError):  # in the vision tower, after the tokens were embedded
         model(**{**batch, "pixel_values": batch["pixel_values"][..., :-1]})
     assert not model.get_submodule(EMBEDDING)._forward_hooks
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0

@@ -48,7 +48,7 @@ def test_a_map_that_cannot_work_is_one_error_and_nothing_is_moved(
     with pytest.raises(gemma4_compat.Gemma4CompatError, match=message):
         dispatch_model(model, asked, offload_dir=tmp_path)
     assert not hasattr(model, "_hf_hook")
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
 
 
 def test_transformers_name_of_the_offload_folder(
@@ -60,7 +60,7 @@ def test_transformers_name_of_the_offload_folder(
     asked = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")
     dispatch_model(model, asked, offload_folder=tmp_path)
     assert list(tmp_path.glob("*.dat"))
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match")
@@ -78,7 +78,7 @@ def test_entries_that_match_nothing_have_no_effect_but_one_warning(
     assert "'model.layers.3' (nearest: model.language_model.layers.3" in ours[0]
     assert "'multi_modal_projector' (nearest: model.embed_vision, model.embed_audio)" in ours[0]
     assert model.hf_device_map == asked
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_nested_map_is_kept_and_answers_as_one_device(
         model = tiny.load(workspace.checkpoint, device_map=placement, offload_folder=tmp_path)
     assert model.hf_device_map == placement
     assert not misplaced(model, placement)
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     assert not misplaced(model, placement)
 
 
@@ -70,7 +70,7 @@ def test_quantized_layers_under_a_catch_all(workspace: Any, one_device: Callable
     placement = {"": workspace.main, f"{TEXT}.layers.1": workspace.offloaded, f"{TEXT}.layers.4": workspace.offloaded}
     model = workspace.dispatch_map(workspace.load(quantization), placement)
     assert model.hf_device_map == placement
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
 
 
 def test_only_what_is_offloaded_is_written_to_disk(workspace: Any, tmp_path: Path) -> None:

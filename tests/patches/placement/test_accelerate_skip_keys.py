@@ -42,7 +42,7 @@ def test_it_finds_the_models_list_in_a_wrapper(
         answering = base
     dispatch_model(whole, {f"{prefix}{name}": device for name, device in placement.items()}, offload_dir=tmp_path)
     reference = one_device(None, "all" if wrapped == "PeftModel" else None)
-    assert difference(reference, workspace.answers(answering)) == 0.0
+    assert difference(reference, workspace.outputs(answering)) == 0.0
 
 
 def test_keys_the_caller_names_are_taken_as_they_are(workspace: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._planner import layout
 from gemma4_compat._planner import memory as _memory
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.transformers_auto_map import PATCH
 from tests.patches.promise import Promise
@@ -36,7 +36,7 @@ class TestPromise(Promise):
 @pytest.fixture(scope="module")
 def checkpoint(workspace: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose per-layer table is larger than the rest of it."""
-    return tiny.build_checkpoint(tmp_path_factory.mktemp("large-table"), table=1 << 16)
+    return tiny_models.build_checkpoint(tmp_path_factory.mktemp("large-table"), per_layer_vocabulary=1 << 16)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def on_meta(workspace: Any) -> Any:
     from transformers import Gemma4ForConditionalGeneration
 
     with torch.device("meta"):
-        return Gemma4ForConditionalGeneration(tiny.config(table=1 << 16)).to(torch.bfloat16)
+        return Gemma4ForConditionalGeneration(tiny_configs.config(per_layer_vocabulary=1 << 16)).to(torch.bfloat16)
 
 
 def without_the_flag(quantization: str | None) -> Any:
@@ -94,7 +94,7 @@ def test_the_smallest_budget_loads_and_answers_like_one_device(
     name = f"{LAYERS}.{offloaded[0]}.mlp.up_proj"
     assert type(model.get_submodule(name)).__name__ == QUANTIZED[quantization]
     assert model.get_submodule(name).weight.device.type == "meta"
-    assert difference(workspace.answers(reference), workspace.answers(model)) == 0.0
+    assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
     said = [record.getMessage() for record in caplog.records if "device_map=" in record.getMessage()]
     assert len(said) == 1
     assert repr(strategy) in said[0]
@@ -149,7 +149,7 @@ def test_a_second_accelerator_is_used_before_the_cpu(on_meta: Any) -> None:
 
 def test_the_unified_model_has_no_table_and_gives_up_layers(workspace: Any) -> None:
     pytest.importorskip("transformers.models.gemma4_unified", reason="transformers 5.10 and newer have it")
-    model = tiny.unified_text_model().to("meta")
+    model = tiny_models.unified_text_model().to("meta")
     weights = sum(parameter.numel() * 2 for parameter in model.parameters())
     assert set(a_map(model, "auto", {0: 2 * weights, "cpu": "1GiB"}).values()) == {0}
     with pytest.raises(Gemma4CompatError, match="on one accelerator"):  # so small a model has no layers worth paging
@@ -186,5 +186,5 @@ def test_a_tower_alone_is_placed_by_upstream(workspace: Any) -> None:
     from transformers.models.gemma4.modeling_gemma4 import Gemma4VisionModel
 
     with torch.device("meta"):
-        model = Gemma4VisionModel(tiny.config().vision_config)
+        model = Gemma4VisionModel(tiny_configs.config().vision_config)
     assert "cpu" in a_map(model, "auto", {0: "1KB", "cpu": "1GiB"}).values()

@@ -52,12 +52,12 @@ def test_skip_keys_that_lack_the_container(
     if adapter == "after":
         model = PeftModel.from_pretrained(model, workspace.adapter("all"))
     reference = one_device(None, "all" if adapter else None)
-    assert difference(reference, workspace.answers(model)) == 0.0
+    assert difference(reference, workspace.outputs(model)) == 0.0
 
 
 def test_a_quantized_base(workspace: Any, one_device: Callable[..., Any], tmp_path: Path) -> None:
     model = dispatched(workspace, workspace.load("4bit-double"), None, tmp_path)
-    assert difference(one_device("4bit-double", None), workspace.answers(model)) == 0.0
+    assert difference(one_device("4bit-double", None), workspace.outputs(model)) == 0.0
 
 
 def test_a_map_that_splits_a_layer(workspace: Any, one_device: Callable[..., Any], tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_map_that_splits_a_layer(workspace: Any, one_device: Callable[..., Any
         placement[f"{layer}.{name}"] = workspace.offloaded if name in ("self_attn", "mlp") else workspace.main
     placement[f"{layer}.layer_scalar"] = workspace.main  # its own buffer
     model = dispatch_model(model, placement, offload_dir=str(tmp_path))
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])

@@ -37,7 +37,7 @@ def test_loaded_with_any_of_them_on_disk(
     checkpoint = workspace.checkpoint if safetensors else as_bin(workspace, tmp_path)
     model = tiny.load(checkpoint, device_map=placement, offload_folder=tmp_path / "offload")
     assert model.hf_device_map == placement
-    assert difference(one_device(None, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
     assert model.hf_device_map == placement
     for name in (EMBEDDING, HEAD, PER_LAYER):
         on_meta = model.get_submodule(name).weight.device.type == "meta"
@@ -53,7 +53,7 @@ def test_dispatched_after_the_load(
     placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
     placement |= dict.fromkeys(offloaded, workspace.offloaded)
     model = workspace.dispatch_map(model, placement)
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     assert model.hf_device_map == placement
     for name in offloaded:
         assert model.get_submodule(name).weight.device.type == "meta", name

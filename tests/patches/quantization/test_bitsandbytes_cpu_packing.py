@@ -111,8 +111,8 @@ def test_a_merge_after_an_eval_forward_is_the_merge_of_a_fresh_model(packed: Any
     for base in (tiny.load(workspace.checkpoint, quantization), model):
         adapted = PeftModel.from_pretrained(base, workspace.adapter("language"))
         adapted.merge_adapter()
-        merged.append(workspace.answers(adapted))
+        merged.append(workspace.outputs(adapted))
         adapted.unmerge_adapter()
-        merged.append(workspace.answers(adapted))
-        merged.append(workspace.answers(adapted.merge_and_unload()))
+        merged.append(workspace.outputs(adapted))
+        merged.append(workspace.outputs(adapted.merge_and_unload()))
     assert [difference(a, b) for a, b in zip(merged[:3], merged[3:])] == [0.0] * 3

@@ -15,7 +15,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._quantization import offloaded
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.quantization.transformers_quantize_offloaded import PATCH, quantize
 from tests.patches.promise import Promise
@@ -80,7 +80,7 @@ def test_answers_are_those_of_one_device_and_the_flag_is_not_needed(
     assert kind(model, f"{LAYERS}.2.mlp.up_proj") == QUANTIZED[quantization]
     assert weight.device.type == "meta"
     assert kind(model, "lm_head") == "Linear"
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("quantization", list(QUANTIZED))
@@ -97,7 +97,7 @@ def test_weights_kept_in_host_memory(
     name = f"{LAYERS}.2.mlp.up_proj"
     assert kind(model, name) == QUANTIZED[quantization]
     assert model.get_submodule(name).weight.device.type == "meta"
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -126,7 +126,7 @@ def test_the_environment_asks_for_the_whole_process(
 ) -> None:
     monkeypatch.setenv("GEMMA4_COMPAT_ENABLE", f"another-patch, {PATCH.id}")
     model = load(workspace, a_map(workspace), tmp_path)
-    assert difference(one_device("4bit", None), workspace.answers(model)) == 0.0
+    assert difference(one_device("4bit", None), workspace.outputs(model)) == 0.0
 
 
 def test_unasked_nothing_changes(workspace: Any, tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_modules_that_the_user_skips_stay_as_they_are(workspace: Any, tmp_path: 
     reference = tiny.load(workspace.checkpoint, "4bit", device=workspace.main, skip_modules=[skipped])
     assert kind(model, f"{skipped}.up_proj") == "Linear"
     assert kind(model, f"{LAYERS}.2.self_attn.q_proj") == "Linear4bit"
-    assert difference(workspace.answers(reference), workspace.answers(model)) == 0.0
+    assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
 
 
 def test_an_entry_for_layer_1_or_for_everything_takes_no_other_layer(workspace: Any, tmp_path: Path) -> None:
-    checkpoint = tiny.build_checkpoint(tmp_path / "twelve", layers=12)
-    reference = workspace.answers(tiny.load(checkpoint, "4bit", device=workspace.main))
+    checkpoint = tiny_models.build_checkpoint(tmp_path / "twelve", layers=12)
+    reference = workspace.outputs(tiny.load(checkpoint, "4bit", device=workspace.main))
     maps: list[dict[str, Any]] = [
         {"": workspace.main, f"{LAYERS}.1": workspace.offloaded},
         # What "" offloads is everything that has no entry of its own, and to upstream's skip list it is everything.
@@ -194,7 +194,7 @@ def test_an_entry_for_layer_1_or_for_everything_takes_no_other_layer(workspace: 
             model = tiny.load(checkpoint, "4bit", device_map=placement, offload_folder=folder)
         names = [name for name, _ in model.named_modules() if name.endswith("proj") and LAYERS in name]
         assert {kind(model, name) for name in names if "per_layer" not in name} == {"Linear4bit"}
-        assert difference(reference, workspace.answers(model)) == 0.0
+        assert difference(reference, workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("quantization", list(QUANTIZED))
@@ -211,7 +211,7 @@ def test_saved_and_loaded_again(
                 tmp_path / "saved", device_map=placement, offload_folder=tmp_path / name
             ).eval()
             assert kind(again, f"{LAYERS}.2.mlp.up_proj") == QUANTIZED[quantization]
-            assert difference(one_device(quantization, None), workspace.answers(again)) == 0.0, name
+            assert difference(one_device(quantization, None), workspace.outputs(again)) == 0.0, name
 
 
 def test_with_an_adapter(workspace: Any, one_device: Callable[..., Any], tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_with_an_adapter(workspace: Any, one_device: Callable[..., Any], tmp_pat
     with gemma4_compat.quantize_offloaded():
         model = load(workspace, a_map(workspace), tmp_path, "4bit-double")
     model = PeftModel.from_pretrained(model, workspace.adapter("language"))
-    assert difference(one_device("4bit-double", "language"), workspace.answers(model)) == 0.0
+    assert difference(one_device("4bit-double", "language"), workspace.outputs(model)) == 0.0
 
 
 def test_without_a_folder_for_the_disk_one_error_says_what_to_do(workspace: Any) -> None:
@@ -238,7 +238,7 @@ def test_the_unified_model(workspace: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers.models.gemma4_unified", reason="transformers 5.10 and newer have it")
     from transformers import Gemma4UnifiedForCausalLM
 
-    tiny.unified_text_model().save_pretrained(tmp_path / "unified")
+    tiny_models.unified_text_model().save_pretrained(tmp_path / "unified")
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"]
     found = []
     for placement in ({"": workspace.main}, {"": workspace.main, "model.layers.1": workspace.offloaded}):

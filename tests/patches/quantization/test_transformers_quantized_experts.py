@@ -16,7 +16,7 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import placement as _placement
 from gemma4_compat._quantization import experts as _quantized_experts
 from gemma4_compat._quantization import offloaded
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.quantization.transformers_quantized_experts import PATCH, by_hand
 from tests.patches.promise import Promise
@@ -32,7 +32,7 @@ class TestPromise(Promise):
 
 @pytest.fixture(scope="module")
 def checkpoint(workspace: Any) -> Path:
-    return workspace.made(tiny.build_moe_checkpoint)
+    return workspace.cached(tiny_models.build_moe_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,13 @@ def reference(workspace: Any, load: Callable[..., Any]) -> Callable[[str], Any]:
     """``reference(quantization)``: the answers of a model whose experts were quantized by hand."""
     known: dict[str, Any] = {}
 
-    def answers(quantization: str) -> Any:
+    def outputs(quantization: str) -> Any:
         if quantization not in known:
             model = by_hand(load(quantization, experts=False), quantization)
-            known[quantization] = workspace.answers(model, text_only=True)
+            known[quantization] = workspace.outputs(model, text_only=True)
         return known[quantization]
 
-    return answers
+    return outputs
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def kinds(model: Any) -> set[str]:
 
 
 def is_exact(workspace: Any, expected: Any, model: Any) -> bool:
-    return difference(expected, workspace.answers(model, text_only=True)) == 0.0
+    return difference(expected, workspace.outputs(model, text_only=True)) == 0.0
 
 
 def nbytes(model: Any) -> int:
@@ -100,7 +100,7 @@ def test_answers_are_those_of_each_matrix_quantized_by_hand(
     model = load(quantization, experts_implementation=implementation)
     assert kinds(model) == {"Params4bit"}
     plain = by_hand(load(quantization, experts=False, experts_implementation=implementation), quantization)
-    assert is_exact(workspace, workspace.answers(plain, text_only=True), model)
+    assert is_exact(workspace, workspace.outputs(plain, text_only=True), model)
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
@@ -286,7 +286,7 @@ def test_a_saved_model_whose_experts_are_in_bf16_is_loaded_as_it_is(
     with gemma4_compat.quantize_experts():
         again = Gemma4ForConditionalGeneration.from_pretrained(tmp_path, device_map={"": workspace.main}).eval()
     assert kinds(again) == {"Parameter"}
-    assert is_exact(workspace, workspace.answers(model, text_only=True), again)
+    assert is_exact(workspace, workspace.outputs(model, text_only=True), again)
 
 
 def test_the_language_model_alone(
@@ -295,7 +295,7 @@ def test_the_language_model_alone(
     from transformers import Gemma4ForCausalLM
 
     (tmp_path / "twin").mkdir()
-    tiny.build_text_twin(checkpoint, tmp_path / "twin")
+    tiny_models.build_text_copy(checkpoint, tmp_path / "twin")
     model = load(folder=tmp_path / "twin", cls="Gemma4ForCausalLM")
     assert is_exact(workspace, reference("4bit"), model)
     model.save_pretrained(tmp_path / "saved")
@@ -338,11 +338,11 @@ def test_prepared_for_training_they_stay_as_they_are(workspace: Any, load: Calla
 
     model = load()
     before = {name: weight.data for name, weight in model.named_parameters() if ".experts." in name}
-    answers = workspace.answers(model, text_only=True)
+    outputs = workspace.outputs(model, text_only=True)
     model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     assert len(before) == 6
     assert all(torch.equal(model.get_parameter(name), data) for name, data in before.items())
-    assert is_exact(workspace, answers, model)
+    assert is_exact(workspace, outputs, model)
 
 
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
@@ -384,7 +384,7 @@ def test_dequantized_they_are_what_they_computed_with(workspace: Any, load: Call
     for path, module in _quantized_experts.all_experts(model).items():
         with _placement.weights_brought_in(module):
             assert torch.equal(module.gate_up_proj, values[path])
-    assert workspace.answers(model, text_only=True).logits[0].isfinite().all()
+    assert workspace.outputs(model, text_only=True).logits[0].isfinite().all()
 
 
 def test_skipped_experts_stay_and_the_line_says_so(load: Callable[..., Any], lines: Callable[[], list[str]]) -> None:
@@ -452,10 +452,10 @@ def test_experts_that_are_no_multiple_of_a_block_stay(
     import torch
     from transformers import Gemma4ForConditionalGeneration
 
-    config = tiny.moe_config()
+    config = tiny_configs.moe_config()
     config.text_config.moe_intermediate_size = 33
     config.text_config.hidden_size = 96
-    model = tiny._randomized(Gemma4ForConditionalGeneration(config))
+    model = tiny_models.randomized(Gemma4ForConditionalGeneration(config))
     module = next(iter(_quantized_experts.all_experts(model).values()))
     before = [weight.clone() for weight in module.parameters()]
     with pytest.raises(Gemma4CompatError, match=r"96 x 33 values are no multiple of a block of 64.*skip_modules"):

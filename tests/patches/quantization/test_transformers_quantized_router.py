@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.quantization.transformers_quantized_router import PATCH
 from tests.patches.promise import Promise
@@ -23,7 +23,7 @@ class TestPromise(Promise):
 
 @pytest.fixture(scope="module")
 def checkpoint(workspace: Any) -> Path:
-    return workspace.made(tiny.build_moe_checkpoint)
+    return workspace.cached(tiny_models.build_moe_checkpoint)
 
 
 def kinds(model: Any) -> set[str]:
@@ -82,7 +82,7 @@ def test_saved_and_loaded_again_with_and_without_the_patch(workspace: Any, check
     import transformers
 
     model = tiny.load(checkpoint, "4bit", device=workspace.main)
-    answers = workspace.answers(model, text_only=True)
+    outputs = workspace.outputs(model, text_only=True)
     model.save_pretrained(tmp_path)
 
     def again() -> Any:
@@ -93,10 +93,10 @@ def test_saved_and_loaded_again_with_and_without_the_patch(workspace: Any, check
     assert kinds(again()) == {"Linear"}
     gemma4_compat.revert(PATCH.id)
     try:
-        assert difference(answers, workspace.answers(again(), text_only=True)) == 0.0
+        assert difference(outputs, workspace.outputs(again(), text_only=True)) == 0.0
     finally:
         gemma4_compat.install()
-    assert difference(answers, workspace.answers(again(), text_only=True)) == 0.0
+    assert difference(outputs, workspace.outputs(again(), text_only=True)) == 0.0
 
 
 def test_a_checkpoint_with_quantized_routers_is_loaded_as_it_is(
@@ -108,13 +108,13 @@ def test_a_checkpoint_with_quantized_routers_is_loaded_as_it_is(
     try:
         model = tiny.load(checkpoint, "4bit", device=workspace.main)
         assert kinds(model) == {"Linear4bit"}
-        answers = workspace.answers(model, text_only=True)
+        outputs = workspace.outputs(model, text_only=True)
         model.save_pretrained(tmp_path)
     finally:
         gemma4_compat.install()
     again = transformers.Gemma4ForConditionalGeneration.from_pretrained(tmp_path, device_map={"": workspace.main})
     assert kinds(again) == {"Linear4bit"}
-    assert difference(answers, workspace.answers(again.eval(), text_only=True)) == 0.0
+    assert difference(outputs, workspace.outputs(again.eval(), text_only=True)) == 0.0
 
 
 def test_a_model_without_experts_is_left_alone(workspace: Any) -> None:

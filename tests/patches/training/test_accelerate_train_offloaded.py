@@ -61,7 +61,7 @@ def test_nothing_is_moved_and_the_map_stays(
     assert base.hf_device_map == placement
     assert {name: weight.device for name, weight in model.named_parameters()} == places
     reference = one_device(quantization, "all" if wrapped else None)
-    assert difference(reference, workspace.answers(model.eval())) == 0.0
+    assert difference(reference, workspace.outputs(model.eval())) == 0.0
 
 
 def test_a_distributed_training_is_refused_as_before(

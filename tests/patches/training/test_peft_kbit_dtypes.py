@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.training.peft_kbit_dtypes import PATCH
 from tests.patches.promise import Promise
@@ -40,7 +40,7 @@ def test_norms_are_cast_and_nothing_else(workspace: Any, quantization: str, skip
 
     model = tiny.load(workspace.checkpoint, quantization, device=workspace.main, skip_modules=skip)
     before, order = dtypes(model), [name for name, _ in model.named_parameters()]
-    reference = workspace.answers(model)
+    reference = workspace.outputs(model)
     assert prepare(model) is model
     after = dtypes(model)
     cast = {name for name in before if before[name] != after[name]}
@@ -49,7 +49,7 @@ def test_norms_are_cast_and_nothing_else(workspace: Any, quantization: str, skip
     assert [name for name, _ in model.named_parameters()] == order
     assert not [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
-    assert difference(reference, workspace.answers(model)) == 0.0
+    assert difference(reference, workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("offload", ["both", "towers"])
@@ -58,7 +58,7 @@ def test_a_split_model_gives_the_answers_of_one_device(
     workspace: Any, one_device: Callable[..., Any], quantization: str, offload: str
 ) -> None:
     model = prepare(workspace.split(quantization, offload))
-    assert difference(one_device(quantization, None), workspace.answers(model)) == 0.0
+    assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
     assert dtypes(model) == dtypes(prepare(workspace.load(quantization)))
     meta = [name for name, weight in model.named_parameters() if weight.device.type == "meta"]
     assert meta
@@ -74,9 +74,11 @@ def test_experts_keep_their_dtype(workspace: Any) -> None:
     from transformers.models.gemma4 import modeling_gemma4 as gemma4
 
     torch.manual_seed(0)
-    shape = {**tiny.text_shape(3), "num_kv_shared_layers": 0, "enable_moe_block": True, "num_experts": 4}
+    shape = {**tiny_configs.text_shape(3), "num_kv_shared_layers": 0, "enable_moe_block": True, "num_experts": 4}
     shape |= {"top_k_experts": 2, "moe_intermediate_size": 64, "hidden_size_per_layer_input": 0}
-    model = tiny._randomized(gemma4.Gemma4ForCausalLM(gemma4.Gemma4TextConfig(**shape))).eval().to(workspace.main)
+    model = (
+        tiny_models.randomized(gemma4.Gemma4ForCausalLM(gemma4.Gemma4TextConfig(**shape))).eval().to(workspace.main)
+    )
     batch = tiny.inputs(workspace.main, text_only=True)
     model.is_loaded_in_4bit = True  # what bitsandbytes leaves unquantized is the same: these are no linears
     with torch.no_grad():

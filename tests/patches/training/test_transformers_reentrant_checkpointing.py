@@ -16,7 +16,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatWarning
 from gemma4_compat._engine import versions
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat.patches.training.transformers_reentrant_checkpointing import PATCH
 from tests.patches.promise import Promise
 
@@ -151,7 +151,7 @@ def test_the_trainer(workspace: Any, tmp_path: Path, asked: Any) -> None:
 
 def test_the_unified_models(workspace: Any) -> None:
     try:
-        models = [tiny.unified_text_model() for _ in range(2)]
+        models = [tiny_models.unified_text_model() for _ in range(2)]
     except ImportError:
         pytest.skip("this transformers has no gemma4_unified")
     enable(models[1], **REENTRANT)
@@ -173,11 +173,13 @@ def unshared(workspace: Any) -> Any:
     from transformers.models.gemma4 import modeling_gemma4 as gemma4
 
     torch.manual_seed(0)
-    shape = {**tiny.text_shape(), "num_kv_shared_layers": 0}
+    shape = {**tiny_configs.text_shape(), "num_kv_shared_layers": 0}
     model = gemma4.Gemma4ForCausalLM(
-        gemma4.Gemma4TextConfig(**shape, vocab_size_per_layer_input=tiny.VOCABULARY, hidden_size_per_layer_input=64)
+        gemma4.Gemma4TextConfig(
+            **shape, vocab_size_per_layer_input=tiny_configs.VOCABULARY, hidden_size_per_layer_input=64
+        )
     )
-    return tiny._randomized(model).to(workspace.main)
+    return tiny_models.randomized(model).to(workspace.main)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["one-device", "paged"])

@@ -1,0 +1,44 @@
+"""Match the settings of PEFT configurations with names of modules, by PEFT's own functions where it has one."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+def targeted(config: Any, names: Iterable[str]) -> set[str]:
+    """The names that PEFT would put an adapter on."""
+    check = _function("peft.tuners.tuners_utils", "check_target_module_exists")
+    return {name for name in names if check(config, name)}
+
+
+def is_excluded(config: Any, name: str) -> bool:
+    """Whether ``exclude_modules`` keeps PEFT from adapting the module."""
+    check = _function("peft.tuners.tuners_utils", "check_target_module_exists")
+    return type(check(config, name)).__name__ == "_ExcludedModule"
+
+
+def pattern_for(patterns: Mapping[str, Any], name: str) -> str | None:
+    """The key of a ``rank_pattern`` or ``alpha_pattern`` that PEFT uses for the module; None if none matches."""
+    found = _function("peft.utils.other", "get_pattern_key")(patterns.keys(), name)
+    return found if found in patterns else None
+
+
+def value_for(patterns: Mapping[str, Any], name: str) -> Any:
+    """The value that PEFT finds in a ``rank_pattern`` or ``alpha_pattern`` for the module; None if none matches."""
+    pattern = pattern_for(patterns, name)
+    return None if pattern is None else patterns[pattern]
+
+
+def names_module(names: Any, path: str) -> bool:
+    """Whether ``names``, a regular expression or the ends of names, includes the module."""
+    if isinstance(names, str):
+        return re.fullmatch(names, path) is not None
+    return any(f".{path}".endswith(f".{name}") for name in names)
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = vars(sys.modules[module])[name]
+    return function

@@ -1,0 +1,54 @@
+"""Tiny LoRA adapters for the tiny models, saved the way PEFT saves them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._reproduction import tiny
+
+#: Adapter targets by what they cover. In the towers they match clipped linears, a wrapper that PEFT does not know.
+TARGETS: dict[str, str] = {
+    "language": r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
+    "towers": r".*(vision_tower|audio_tower)\..*\.(q_proj|k_proj|v_proj|gate_proj|down_proj|ffw_layer_1)",
+    "all": r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|ffw_layer_1)",
+}
+#: The same for the 12B, which has multimodal embedders instead of towers.
+_UNIFIED_TARGETS = {
+    **TARGETS,
+    "towers": r".*\.(patch_dense|embedding_projection)",
+    "all": r".*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj|patch_dense|embedding_projection)",
+}
+
+
+def build_adapter(checkpoint: Path, folder: Path, targets: str = "language", *, rank: int = 4, seed: int = 1) -> Path:
+    """Write a LoRA adapter with non-zero weights for ``TARGETS[targets]`` into ``folder`` and return it.
+
+    Wrapper targets are written the way published adapters have them, on the inner ``.linear``; that needs no patch.
+    """
+    model = tiny.load(checkpoint)
+    wrapped = {name for name, module in model.named_modules() if type(module).__name__ == "Gemma4ClippableLinear"}
+    pattern = (_UNIFIED_TARGETS if type(model).__name__.startswith("Gemma4Unified") else TARGETS)[targets]
+    matched = [name for name, _ in model.named_modules() if re.fullmatch(pattern, name)]
+    return write_adapter(
+        model, [f"{name}.linear" if name in wrapped else name for name in matched], folder, rank, seed
+    )
+
+
+def write_adapter(model: Any, targets: Any, folder: Path, rank: int = 4, seed: int = 1, **options: Any) -> Path:
+    """Write a LoRA adapter with non-zero weights for ``target_modules=targets`` of ``model``; ``options`` go to its
+    config.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, **options)
+    peft_model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    peft_model.save_pretrained(folder)
+    return folder

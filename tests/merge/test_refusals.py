@@ -1,0 +1,156 @@
+"""What cannot be merged is one clear error, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
+from tests.merge.adapters import assert_same, broken, tensors
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("truncated", r"is truncated: it has \d+ bytes and its header describes \d+"),
+        ("no header", r"is not a safetensors file"),
+        ("pickle", r"is a pickle .* --allow-pickle"),
+        ("rank", r"the adapter does not fit .*down_proj.* size mismatch"),
+        ("shape", r"the adapter does not fit .* size mismatch"),
+        ("type", r"type 'NEWTUNER', which peft .* does not know"),
+        ("prompt", r"PROMPT_TUNING changes the prompt, not the weights"),
+        ("shared", r"VERA are not merged module by module"),
+        ("other model", r"not one of the \d+ keys of the adapter"),
+        ("some keys", r"1 keys of the adapter .* belong to no module"),
+        ("half a module", r"the file lacks .*lora_B"),
+        ("nan", r"PEFT cannot merge the adapter of .*NaN"),
+        ("no config", r"there is no adapter_config.json"),
+        ("no JSON", r"adapter_config.json' cannot be read"),
+        ("empty", r"has no weights"),
+    ],
+)
+def test_a_bad_adapter_is_one_clear_error(
+    workspace: Any, tmp_path: Path, how: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(workspace.adapter("language"), adapter)
+    broken(adapter, how)
+    with pytest.raises(Gemma4CompatError, match=f"(?s){message}"):
+        gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "out", check=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def test_a_pickle_is_read_when_allowed_and_never_runs_code(workspace: Any, tmp_path: Path) -> None:
+    import torch
+
+    adapter = tmp_path / "adapter"
+    shutil.copytree(workspace.adapter("language"), adapter)
+    broken(adapter, "pickle")
+    for name, folder, options in (
+        ("out", adapter, {"allow_pickle": True}),
+        ("same", workspace.adapter("language"), {}),
+    ):
+        gemma4_compat.merge_adapter(workspace.checkpoint, folder, tmp_path / name, check=0, **options)
+    assert_same(tensors(tmp_path / "out"), tensors(tmp_path / "same"))
+    torch.save({"weight": Trap(tmp_path / "ran")}, adapter / "adapter_model.bin")
+    with pytest.raises(Gemma4CompatError, match="cannot be read as tensors alone"):
+        gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "new", check=0, allow_pickle=True)
+    assert not (tmp_path / "ran").exists()
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def test_targets_without_weights_are_said(workspace: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = tmp_path / "adapter"
+    shutil.copytree(workspace.adapter("language"), adapter)
+    file = adapter / "adapter_model.safetensors"
+    save_file({key: value for key, value in load_file(file).items() if "layers.2.mlp.up_proj" not in key}, file)
+    with pytest.warns(
+        Gemma4CompatWarning, match=r"targets 1 modules that its file has no weights for, .*2.mlp.up_proj"
+    ):
+        report = gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "out", check=0)
+    assert report.absent == ("model.language_model.layers.2.mlp.up_proj",)
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("truncated", r"is truncated"),
+        ("missing shard", r"names the shard .*, which is not in"),
+        ("llama", r"is a llama model"),
+        ("no weights", r"there are no weights in safetensors"),
+        ("no config", r"there is no config.json"),
+        ("smaller", r"is \[64, 128\] in the weights and \[64, 96\] by config.json"),
+    ],
+)
+def test_a_bad_base_is_one_clear_error(workspace: Any, base: Path, tmp_path: Path, how: str, message: str) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    shard = sorted(folder.glob("model-*.safetensors"))[0]
+    if how == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-10])
+    elif how == "missing shard":
+        shard.unlink()
+    elif how == "llama":
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    elif how == "no weights":
+        for file in folder.glob("model*"):
+            file.unlink()
+    elif how == "no config":
+        (folder / "config.json").unlink()
+    elif how == "smaller":
+        data = json.loads((folder / "config.json").read_text())
+        data["text_config"]["intermediate_size"] = 96
+        (folder / "config.json").write_text(json.dumps(data))
+    with pytest.raises(Gemma4CompatError, match=message):
+        gemma4_compat.merge_adapter(folder, workspace.adapter("language"), tmp_path / "out", check=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"start": "other"}, "base 'other' is unknown"),
+        ({"dtype": "int8"}, "dtype 'int8' is unknown"),
+        ({"check": -1}, "check is a number of prompts"),
+        ({"tolerance": -1.0}, "tolerance is a difference of logits"),
+        ({"max_shard_size": "much"}, "'much' is no size"),
+        ({"max_shard_size": 0}, "max_shard_size must be more than 0"),
+        ({"quantize": "4bit"}, "are for --base dequantized"),
+        ({"quantize": "2bit", "start": "dequantized"}, "quantize '2bit' is unknown"),
+    ],
+)
+def test_bad_options_are_one_clear_error(workspace: Any, tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(Gemma4CompatError, match=message):
+        gemma4_compat.merge_adapter(workspace.checkpoint, workspace.adapter("language"), tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_is_not_overwritten(workspace: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("kept")
+    for target in (out, out / "mine.txt"):
+        with pytest.raises(Gemma4CompatError, match="exists; nothing is overwritten"):
+            gemma4_compat.merge_adapter(workspace.checkpoint, workspace.adapter("language"), target)
+    assert (out / "mine.txt").read_text() == "kept"
+    with pytest.raises(Gemma4CompatError, match="neither a folder nor in the cache"):
+        gemma4_compat.merge_adapter("nobody/nothing", workspace.adapter("language"), tmp_path / "new")
+    (out / "mine.txt").unlink()
+    gemma4_compat.merge_adapter(workspace.checkpoint, workspace.adapter("language"), out, check=0)
+    assert (out / "model.safetensors").is_file()
