@@ -1,1 +1,1 @@
-"""Offloaded modules: streaming of layers, host memory, row lookup, PEFT on offloaded layers."""
+"""Offloaded modules: streaming of layers, host memory, row lookup, idle hooks, PEFT on offloaded layers."""

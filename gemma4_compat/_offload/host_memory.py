@@ -1,8 +1,8 @@
-"""Host memory that an accelerator reads: where an offloaded weight lies, pinned in place, seen from the device.
+"""Host memory that an accelerator reads: where an offloaded weight is stored, pinned in place, viewed from the device.
 
 Nothing is copied here. ``cudaHostRegister`` pins memory that exists already (``Tensor.pin_memory`` would copy it and
 round its size up to a power of two), and pinned memory has the same address on the device (unified virtual
-addressing, CUDA C++ Programming Guide, "Mapped memory"), so a kernel can read single rows of a table on the host.
+addressing, CUDA C++ Programming Guide, "Mapped memory"), so a kernel can read single rows of a weight on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Stored:
 
     Attributes:
         raw: as it is stored; backed by the file, memory-mapped, when ``on_disk``.
-        dtype: what its user reads it as. Another one than that of ``raw`` where a checkpoint is loaded in another
+        dtype: that of the model's parameter. It differs from that of ``raw`` where a checkpoint is loaded in another
             dtype and stays on disk.
         on_disk: whether reading it reads a file.
         holder: the dict that holds it under ``key``, where host memory does; else None.
@@ -53,7 +53,7 @@ def stored(weights_map: Any, name: str) -> Stored:
 
     if isinstance(weights_map, collections.ChainMap):
         for part in weights_map.maps:
-            # To ask whether it is there would load it: accelerate's mappings have no ``in`` of their own.
+            # ``in`` would load it: accelerate's mappings do not implement it.
             with contextlib.suppress(KeyError):
                 return stored(part, name)
         raise KeyError(name)
@@ -103,14 +103,14 @@ class Pinned:
         flat = self.tensor.view(-1).view(torch.uint8)
         interface = _ArrayInterface(self, flat.data_ptr(), flat.numel())
         with torch.cuda.device(device):
-            seen = torch.as_tensor(interface, device=device)
-        if seen.data_ptr() != flat.data_ptr():  # it was copied
+            view = torch.as_tensor(interface, device=device)
+        if view.data_ptr() != flat.data_ptr():  # it was copied
             return None
-        return seen.view(self.tensor.dtype).view(self.tensor.shape)
+        return view.view(self.tensor.dtype).view(self.tensor.shape)
 
 
 class _ArrayInterface:
-    """What ``torch.as_tensor`` makes a tensor of without a copy; the tensor keeps it, and so the memory, alive."""
+    """``torch.as_tensor`` makes a tensor of it without a copy; the tensor keeps it, and so the memory, alive."""
 
     def __init__(self, memory: Pinned, address: int, size: int) -> None:
         self.memory = memory
@@ -126,7 +126,7 @@ class _ArrayInterface:
 def pin(tensor: Any, device: Any) -> Pinned | None:
     """Pin the memory of a contiguous CPU tensor for ``device``; None, with one warning, where that cannot be done.
 
-    Costs about 0.04 s a GiB and no memory. None without a warning where the device is no CUDA (or ROCm) device.
+    Costs about 0.04 s a GiB and no memory. None without a warning where the device is not a CUDA (or ROCm) device.
     """
     import torch
 
@@ -151,9 +151,9 @@ def pin(tensor: Any, device: Any) -> Pinned | None:
 
 
 def staging(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An empty CPU tensor for copies to a device: pinned, or pageable with one warning where that cannot be had.
+    """An empty CPU tensor for copies to a device: pinned, or pageable with one warning where pinning fails.
 
-    torch gives its pinned memory to nobody else before the copies out of it have finished.
+    torch does not reuse its pinned memory before the copies out of it have finished.
     """
     import torch
 
@@ -170,7 +170,7 @@ _registered: weakref.WeakValueDictionary[tuple[int, int], Pinned] = weakref.Weak
 
 
 def _forget_error() -> None:
-    """CUDA keeps the error of a call, and torch takes it for that of the next kernel: launch that one here."""
+    """Launch a kernel that consumes the error: CUDA keeps it, and torch would blame the next kernel."""
     import torch
 
     try:

@@ -1,11 +1,11 @@
-"""accelerate's hooks that have nothing to do are out of the way while a dispatched model runs.
+"""Idle hooks: accelerate's hooks that have nothing to do are bypassed while a dispatched model runs.
 
 ``dispatch_model`` puts a hook on every module, also on those that stay on the accelerator: it moves inputs that are
 there already, 18 times a layer, and costs a tenth or more of the decoding speed. When everything computes on one
-device, the hook of the model itself has moved the inputs, and the others find nothing to move: as little as with the
-whole model on that device, where there are none.
+device, the hook of the model itself has moved the inputs, and the others find nothing to move. A model that is on that
+device as a whole has no such hooks.
 
-They are taken off for the forward of the model and put back after it. Whoever calls a module by itself finds its hook.
+They are bypassed for the forward of the model and put back after it. A module that is called by itself has its hook.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDicti
 
 
 def install(model: Any) -> bool:
-    """Do so for a dispatched model; False, and nothing is done, where it computes on several devices."""
+    """Bypass the idle hooks of a dispatched model; False, and nothing is done, where several devices compute."""
     import torch
 
     uninstall(model)
@@ -39,13 +39,13 @@ def install(model: Any) -> bool:
     found = False
     for root in (model, *towers):
         own = [part for part in hooked if part is not model and inside.get(id(part), model) is root]
-        quiet = Quiet(root, [Forward(part) for part in own if _only_moves_inputs(part)])
-        if quiet.wrapped:
+        bypass = Bypass(root, [HookedForward(part) for part in own if _only_moves_inputs(part)])
+        if bypass.forwards:
             # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
-            enter, leave = torch.compiler.disable(quiet.enter), torch.compiler.disable(quiet.leave)
+            before, after = torch.compiler.disable(bypass.pre_forward), torch.compiler.disable(bypass.post_forward)
             _handles[root] = (
-                root.register_forward_pre_hook(enter, prepend=True),
-                root.register_forward_hook(leave, always_call=True),
+                root.register_forward_pre_hook(before, prepend=True),
+                root.register_forward_hook(after, always_call=True),
             )
             found = True
     return found
@@ -64,60 +64,60 @@ def _only_moves_inputs(module: Any) -> bool:
         type(hook).__name__ == "AlignDevicesHook"
         and not hook.offload
         and not hook.io_same_device
-        and is_hooks_own(module)
+        and is_accelerates_forward(module)
     )
 
 
-def is_hooks_own(module: Any) -> bool:
+def is_accelerates_forward(module: Any) -> bool:
     """Whether the ``forward`` of a module with a hook is the one that accelerate put there."""
     forward = vars(module).get("forward")
     return isinstance(forward, functools.partial) and forward.func.__module__ == "accelerate.hooks"
 
 
-class Quiet:
+class Bypass:
     """The way around the hooks inside a module, for its forward.
 
     Args:
         root: the module.
-        wrapped: the forwards inside whose hooks only move inputs.
+        forwards: those of modules inside it with hooks that only move inputs.
     """
 
-    def __init__(self, root: Any, wrapped: list[Forward]) -> None:
-        self.wrapped = wrapped
-        self._model = weakref.ref(root)
+    def __init__(self, root: Any, forwards: list[HookedForward]) -> None:
+        self.forwards = forwards
+        self._root = weakref.ref(root)
         self._inside: set[int] = set()  # threads; one that was interrupted (Ctrl-C) has not left
 
-    def enter(self, model: Any, _inputs: Any) -> None:
-        """The hook before the model's forward."""
-        if model is not self._model():  # a deep copy
+    def pre_forward(self, module: Any, _inputs: Any) -> None:
+        """The hook before the module's forward."""
+        if module is not self._root():  # a deep copy
             return
         if not self._inside:
-            for forward in self.wrapped:
+            for forward in self.forwards:
                 forward.unwrap()
         self._inside.add(threading.get_ident())
 
-    def leave(self, model: Any, _inputs: Any, _output: Any) -> None:
-        """The hook after the model's forward, also after one that failed."""
-        if model is not self._model() or not self._inside:
+    def post_forward(self, module: Any, _inputs: Any, _output: Any) -> None:
+        """The hook after the module's forward, also after one that failed."""
+        if module is not self._root() or not self._inside:
             return
         self._inside.discard(threading.get_ident())
         if not self._inside:
-            for forward in self.wrapped:
+            for forward in self.forwards:
                 forward.wrap()
 
 
-class Forward:
+class HookedForward:
     """The ``forward`` that accelerate put on a module with its hook, and the module's own.
 
     Attributes:
-        module: of which it is.
+        module: the module with the hook.
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self._attributes = vars(module)
         self._hook = self._attributes["_hf_hook"]
-        self._hooked = self._attributes["forward"] if is_hooks_own(module) else None
+        self._hooked = self._attributes["forward"] if is_accelerates_forward(module) else None
         self._outer: Any = None
         self._watched: Any = None
 
@@ -135,14 +135,14 @@ class Forward:
     def unwrap(self, *, watched: bool = False) -> None:
         """Let the module run without its hook. Does nothing where the hook has been replaced or removed since.
 
-        Neither does it where somebody has put a ``forward`` of his own around the hook's: a profiler, a spy.
+        Nor does it where somebody has put a ``forward`` around the hook's: a profiler, a spy.
         """
         attributes = self._attributes
         if attributes.get("_hf_hook") is not self._hook or "_old_forward" not in attributes:
             return
         inner, current = attributes["_old_forward"], attributes.get("forward")
         own = self._watched if watched and self._watched is not None else inner
-        # It is the inner one where another of these has unwrapped the module.
+        # It is the inner one where another HookedForward has unwrapped the module.
         if current is not own and (current is self._hooked or current is inner):
             self._outer, attributes["forward"] = current, own
 

@@ -1,11 +1,11 @@
-"""PEFT on layers whose weights are offloaded: on meta between two forwards, brought in by accelerate for each.
+"""PEFT on offloaded layers, which have their weights on meta between two forwards; accelerate onloads them for each.
 
-Replacements for the patch peft-keep-dispatch, which without them would be worse than the defect: a base that stays
-where it is meets code that reads ``base_layer.weight`` when it likes.
+Replacements for the patch peft-keep-dispatch. It keeps the base model dispatched, and PEFT reads ``base_layer.weight``
+at any time:
 
-* Code that only asks where the weight is (where to put an adapter) is shown the execution device.
-* Code that reads, copies or changes it while an adapter is made, finds it there, and what it changed is kept.
-* Layers that read it in their own forward, outside their base layer's, have it for the whole forward.
+* Code that only reads the weight's device (to put an adapter there) finds the execution device.
+* Code that reads, copies or changes the weight while it creates an adapter finds the weight, and its changes are kept.
+* Layers that read the weight in their own forward, outside their base layer's, have it for the whole forward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement, walk
 
-#: Fields of a LoRA config under which a layer only adds to what its base layer answers. Any other field that is set to
-#: something else than its default may make it read the base weight.
-_ADDING_FIELDS = frozenset(
+#: Fields of a LoRA config under which a layer only adds to the output of its base layer. Any other field with another
+#: value than its default may make the layer read the base weight.
+_ADDITIVE_FIELDS = frozenset(
     {
         "alpha_pattern",
         "auto_mapping",
@@ -47,8 +47,8 @@ _ADDING_FIELDS = frozenset(
         "use_rslora",
     }
 )
-_ADDING_INITS = (True, False, "gaussian", "orthogonal")
-_BROUGHT_IN = "_gemma4_compat_brought_in"  # on a layer, during its forward: its base layer's hook
+_ADDITIVE_INITS = (True, False, "gaussian", "orthogonal")
+_ONLOADED = "_gemma4_compat_onloaded"  # on a layer, during its forward: its base layer's hook
 _REGISTERED = "_gemma4_compat_registered"  # on a layer that has the two forward hooks below
 
 
@@ -71,8 +71,8 @@ def modules_to_save_update(
     if not offloaded or adapter_name in self.modules_to_save:
         original(self, adapter_name, *args, **kwargs)
         return
-    # The copy must hold real values and must not be offloaded itself: it is there to be trained. So upstream copies a
-    # module that has its weights and no hooks; the copy gets one that only moves inputs.
+    # The copy must hold real values and must not be offloaded itself: it will be trained. So upstream copies a module
+    # with its weights and without hooks; the copy gets a hook that only moves inputs.
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     devices = {module: placement.execution_device(module) for module in offloaded}
@@ -92,23 +92,23 @@ def inject_adapter(
 ) -> Any:
     config = self.peft_config[adapter_name]
     _refuse_offloaded_biases(config, model)
-    # Not `is_offloaded`: accelerate leaves one of two tied weights in until its module's first forward.
-    if _only_adds(config) or not any(placement.offload_hook(module) for module in walk.modules(model)):
+    # Not `is_offloaded`: accelerate leaves one of two tied weights on the device until its module's first forward.
+    if _is_additive(config) or not any(placement.offload_hook(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
-    # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, when it is made and later.
+    # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, on creation and later.
     create = self._create_and_replace
 
     def create_with_weights(config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
         base = _base(target)
         hook = placement.offload_hook(base)
-        if hook is not None and not placement.is_offloaded(base):  # tied: take it out, as its first forward does
+        if hook is not None and not placement.is_offloaded(base):  # tied: offload it, as its first forward does
             hook.pre_forward(base)
             hook.post_forward(base, None)
         offloaded = hook is not None
         with placement.weights_brought_in(base):
             create(config, name, target, target_name, parent, *rest, **kw)
         if offloaded:
-            _keep_weights_in_for_the_whole_forward(getattr(parent, target_name))
+            _keep_onloaded_for_whole_forward(getattr(parent, target_name))
 
     vars(self)["_create_and_replace"] = create_with_weights
     try:
@@ -117,37 +117,37 @@ def inject_adapter(
         del vars(self)["_create_and_replace"]
 
 
-def _only_adds(config: Any) -> bool:
-    """Whether this adapter neither reads nor changes base weights (then nothing has to be brought in for it)."""
-    if type(config).__name__ != "LoraConfig" or config.init_lora_weights not in _ADDING_INITS:
+def _is_additive(config: Any) -> bool:
+    """Whether this adapter neither reads nor changes base weights (then nothing has to be onloaded for it)."""
+    if type(config).__name__ != "LoraConfig" or config.init_lora_weights not in _ADDITIVE_INITS:
         return False
     for field in dataclasses.fields(config):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         value = getattr(config, field.name)
-        if field.name not in _ADDING_FIELDS and field.name != "init_lora_weights" and value and value != default:
+        if field.name not in _ADDITIVE_FIELDS and field.name != "init_lora_weights" and value and value != default:
             return False
     return True
 
 
-def _keep_weights_in_for_the_whole_forward(layer: Any) -> None:
+def _keep_onloaded_for_whole_forward(layer: Any) -> None:
     if not vars(layer).get(_REGISTERED):
-        layer.register_forward_pre_hook(_bring_in)
-        layer.register_forward_hook(_take_out, always_call=True)
+        layer.register_forward_pre_hook(_onload)
+        layer.register_forward_hook(_offload, always_call=True)
         vars(layer)[_REGISTERED] = True
 
 
-def _bring_in(layer: Any, _inputs: Any) -> None:
+def _onload(layer: Any, _inputs: Any) -> None:
     base = _base(layer)
     hook = placement.offload_hook(base)
-    # Not so: not offloaded any more, or a layer around this one has done it, or a page it is in.
+    # Else it is not offloaded any more, or a layer around this one, or its module group, has onloaded it.
     if hook is not None and placement.is_offloaded(base):
         hook.pre_forward(base)
         hook.offload = False  # the base layer's own forward leaves the weights alone
-        vars(layer)[_BROUGHT_IN] = hook
+        vars(layer)[_ONLOADED] = hook
 
 
-def _take_out(layer: Any, _inputs: Any, _output: Any) -> None:
-    hook = vars(layer).pop(_BROUGHT_IN, None)
+def _offload(layer: Any, _inputs: Any, _output: Any) -> None:
+    hook = vars(layer).pop(_ONLOADED, None)
     if hook is not None:
         hook.offload = True
         hook.post_forward(_base(layer), None)

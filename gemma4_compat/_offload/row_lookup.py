@@ -1,12 +1,12 @@
-"""Looking up the rows of an offloaded embedding where its table lives, instead of bringing the table in.
+"""Row lookup: an offloaded embedding reads its rows where its weight is stored, instead of onloading the weight.
 
-Two ways, both bit-exact, for the embedding's own forward computes on its device either way:
+Two ways, both bit-exact, because the embedding's own forward computes on its device in both:
 
-* *in place*: for the forward the module's weight is the table itself, seen from where the module computes. On a GPU
-  that is the pinned host memory under its device address, and the lookup's kernel reads the rows over PCIe: no copy,
-  no synchronization. On the CPU it is the memory-mapped file.
-* *rows*: where the memory cannot be pinned, a table on disk serves a GPU, or a file holds it in another dtype, the
-  tokens come to the host, their distinct rows are gathered into a small table that goes to the device, and the tokens
+* *in place*: for the forward the module's weight is the stored one, addressed from the module's device. On a GPU that
+  is the pinned host memory under its device address, and the lookup's kernel reads the rows over PCIe: no copy, no
+  synchronization. On the CPU it is the memory-mapped file.
+* *rows*: where the memory cannot be pinned, a weight on disk serves a GPU, or a file holds it in another dtype, the
+  tokens come to the host, their distinct rows are gathered into a small weight that goes to the device, and the tokens
   are renumbered to match. Only where the embedding is known to use its weight for nothing else.
 """
 
@@ -19,7 +19,7 @@ from gemma4_compat._models import placement
 from gemma4_compat._offload import host_memory
 
 _STATE = "_gemma4_compat_lookup"  # on the hook of an offloaded embedding
-_TOLD = "_gemma4_compat_told"  # on such a hook, after a message
+_WARNED = "_gemma4_compat_warned"  # on such a hook, after its warning
 _log = logging.getLogger("gemma4_compat")
 
 
@@ -39,7 +39,7 @@ class Lookup:
         self.meta: Any = None  # the parameter between forwards, while a forward runs
         self._padding: Any = None
         self._in_place: Any = None
-        # A tensor made in inference mode could not take part in a later training.
+        # A tensor created in inference mode could not take part in a later training.
         with torch.inference_mode(False):
             stored = self._stored = host_memory.stored(hook.weights_map, "weight")
             if stored.raw.device.type != "cpu":
@@ -51,17 +51,17 @@ class Lookup:
                 return
             if self.device.type == "cpu":
                 self._in_place = _parameter(stored.raw)
-            elif not stored.on_disk:  # pinning a file's pages would take the memory that "disk" is there to save
+            elif not stored.on_disk:  # pinning a mapped file would take the memory that "disk" saves
                 memory = host_memory.pin(stored.raw, self.device)
-                seen = None if memory is None else memory.view_on(self.device)
-                self._in_place = None if seen is None else _parameter(seen)
+                view = None if memory is None else memory.view_on(self.device)
+                self._in_place = None if view is None else _parameter(view)
 
     @property
     def in_place(self) -> bool:
         return self._in_place is not None
 
-    def fits(self, hook: Any, module: Any) -> bool:
-        """Whether the weight and where it is wanted are still what they were."""
+    def is_current(self, hook: Any, module: Any) -> bool:
+        """Whether the stored weight and the execution device are still the same."""
         return self.weights_map is hook.weights_map and self.device == placement.execution_device(module)
 
     def enter(self, module: Any, tokens: Any) -> Any:
@@ -75,59 +75,59 @@ class Lookup:
 
         self.leave(module)
         meta = module._parameters["weight"]
-        # Whoever asks for gradients of the embeddings gets them; those of the table itself go with the graph.
+        # Gradients of the embeddings are available; those of the weight itself go with the graph.
         learns = meta.requires_grad and torch.is_grad_enabled()
         if self.in_place:
             weight = _parameter(self._in_place, learns=True) if learns else self._in_place
         else:
             rows, tokens = gather(self._stored.raw, tokens, self.device)
             weight = _parameter(rows.to(self._stored.dtype), learns=learns)
-            # A small table has no row of that number, which only matters to the gradients of the table.
+            # The small weight has no row of that number, which only matters to gradients of the weight.
             self._padding, module.padding_idx = module.padding_idx, None
         self.meta, module._parameters["weight"] = meta, weight
         return tokens
 
     def leave(self, module: Any) -> None:
-        """Take the weight out again. Does nothing outside a forward."""
+        """Put the parameter on meta back. Does nothing outside a forward."""
         if self.meta is not None:
             if self._padding is not None:
                 module.padding_idx, self._padding = self._padding, None
             module._parameters["weight"], self.meta = self.meta, None
 
     def __deepcopy__(self, _memo: Any) -> None:
-        return None  # a copied module makes its own
+        return None  # a copied module creates its own
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
 
-def gather(table: Any, tokens: Any, device: Any) -> tuple[Any, Any]:
-    """The rows of a table on the host that some tokens need, on ``device``, and the tokens renumbered to them.
+def gather(weight: Any, tokens: Any, device: Any) -> tuple[Any, Any]:
+    """The rows of a weight on the host that ``tokens`` need, on ``device``, and the tokens renumbered to them.
 
     Args:
-        table: [rows, width], on the CPU.
+        weight: [rows, width], on the CPU.
         tokens: integers of any shape, on any device.
         device: where both results go.
 
     Returns:
-        [distinct tokens, width] of the table's dtype, and the tokens' row numbers, of their shape and dtype.
+        [distinct tokens, width] of the weight's dtype, and the tokens' row numbers, of their shape and dtype.
     """
     import torch
 
     distinct, renumbered = torch.unique(tokens.cpu(), return_inverse=True)
     with torch.no_grad():
         if torch.device(device).type != "cuda":
-            return table.index_select(0, distinct.long()).to(device), renumbered.to(device, tokens.dtype)
-        rows = host_memory.staging((distinct.numel(), table.shape[1]), table.dtype)
-        torch.index_select(table, 0, distinct.long(), out=rows)
+            return weight.index_select(0, distinct.long()).to(device), renumbered.to(device, tokens.dtype)
+        rows = host_memory.staging((distinct.numel(), weight.shape[1]), weight.dtype)
+        torch.index_select(weight, 0, distinct.long(), out=rows)
         return rows.to(device, non_blocking=True), renumbered.to(device, tokens.dtype)
 
 
 def lookup_for(hook: Any, module: Any) -> Lookup | None:
-    """The lookup of an embedding that this hook offloads; None where the module has to have its whole table.
+    """The lookup of an embedding that this hook offloads; None where the module needs its whole weight.
 
-    That is: a table that learns, one whose rows a forward renormalizes, one of a class of its own (quantized, say),
-    one of a module that has more to bring in, and one that is tied to a weight which is on the device anyhow.
+    It does where the weight is trained, is renormalized in a forward, is of a class of its own (quantized, for
+    example) or is tied to a weight on the device, and where the module has other tensors to onload.
     """
     import torch
 
@@ -139,9 +139,9 @@ def lookup_for(hook: Any, module: Any) -> Lookup | None:
         return None
     if module.max_norm is not None or placement.offload_hook(module) is not hook:
         return None
-    if found is not None and found.fits(hook, module):
+    if found is not None and found.is_current(hook, module):
         return found
-    if type(weight) is not torch.nn.Parameter or weight.device.type != "meta" or _device_has_it(hook, weight):
+    if type(weight) is not torch.nn.Parameter or weight.device.type != "meta" or _is_tied_on_device(hook, weight):
         return None
     others = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor is not weight]
     if any(tensor.device.type == "meta" for tensor in others):
@@ -157,9 +157,9 @@ def current(hook: Any) -> Lookup | None:
 
 
 def reads_rows_only(module: Any) -> bool:
-    """Whether the forward of a hooked embedding looks its first argument up in its weight and that is all.
+    """Whether the forward of a hooked embedding only looks up its first argument in its weight.
 
-    Not so, for instance, of learned positions, which look up what they compute from an attention mask.
+    Learned positions, for example, look up what they compute from an attention mask.
     """
     import torch
 
@@ -170,16 +170,16 @@ def reads_rows_only(module: Any) -> bool:
     return name.startswith("transformers.models.gemma4") and name.endswith("TextScaledWordEmbedding.forward")
 
 
-def _device_has_it(hook: Any, weight: Any) -> bool:
-    """Whether the table is tied to a weight that stays on the hook's device: accelerate then takes that one."""
+def _is_tied_on_device(hook: Any, weight: Any) -> bool:
+    """Whether the weight is tied to one that stays on the hook's device: accelerate then takes that one."""
     if not hook.tied_params_map or "weight" not in hook.tied_params_names:
         return False
     where = host_memory.stored(hook.weights_map, "weight")
     copies = {} if where.on_disk else hook.tied_params_map.get(where.raw.data_ptr(), {})
     if not any(str(key) == str(hook.execution_device) for key in copies):
         return False
-    if not vars(hook).get(_TOLD):
-        vars(hook)[_TOLD] = True
+    if not vars(hook).get(_WARNED):
+        vars(hook)[_WARNED] = True
         size = weight.numel() * weight.element_size() / 2**30
         _log.warning(
             "gemma4_compat: an embedding of %s rows is off the accelerator, but the head tied to it computes on %s "

@@ -1,4 +1,4 @@
-"""Pages on a GPU: copies and kernels delayed at random, memory that shall not grow, memory that cannot be pinned."""
+"""Streaming on a GPU: random delays of copies and kernels, memory that must not grow or cannot be pinned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatWarning
-from gemma4_compat._offload import host_memory, streaming
+from gemma4_compat._offload import host_memory, module_groups, streaming
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 
@@ -20,7 +20,7 @@ LONGEST = 400_000  # cycles; about 0.2 ms, longer than any kernel or copy of the
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 
 
-def paged(workspace: Any, quantization: str | None, offloaded: str = "cpu") -> Any:
+def streamed(workspace: Any, quantization: str | None, offloaded: str = "cpu") -> Any:
     """Every layer of the language model and of the towers off the GPU."""
     model = workspace.load(quantization)
     placement = tiny.device_map(model, "both", main=workspace.main, offloaded=offloaded)
@@ -35,11 +35,11 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     chance = random.Random(0)
     counted = {"copies": 0, "computation": 0}
-    fill, enter, leave, begins = (
-        streaming.Page.fill,
-        streaming.Pager.enter,
-        streaming.Pager.leave,
-        streaming.Pager._backward_begins,
+    copy_from_host, pre_forward, post_forward, begins = (
+        module_groups.ModuleGroup.copy_from_host,
+        streaming.LayerStreamer.pre_forward,
+        streaming.LayerStreamer.post_forward,
+        streaming.LayerStreamer._backward_begins,
     )
 
     def sleep(where: str) -> None:
@@ -47,19 +47,19 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
             counted[where] += 1
             torch.cuda._sleep(chance.randrange(LONGEST))
 
-    def slow_fill(self: Any) -> None:
+    def slow_copy(self: Any) -> None:
         sleep("copies")  # the current stream is that of the copies
-        fill(self)
+        copy_from_host(self)
         sleep("copies")
 
-    def slow_enter(self: Any, *args: Any) -> None:
+    def slow_pre_forward(self: Any, *args: Any) -> None:
         sleep("computation")
-        enter(self, *args)
+        pre_forward(self, *args)
         sleep("computation")
 
-    def slow_leave(self: Any, *args: Any) -> None:
+    def slow_post_forward(self: Any, *args: Any) -> None:
         sleep("computation")
-        leave(self, *args)
+        post_forward(self, *args)
         sleep("computation")
 
     def slow_begins(self: Any, *args: Any) -> None:
@@ -67,10 +67,10 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         begins(self, *args)
         sleep("computation")
 
-    monkeypatch.setattr(streaming.Page, "fill", slow_fill)
-    monkeypatch.setattr(streaming.Pager, "enter", slow_enter)
-    monkeypatch.setattr(streaming.Pager, "leave", slow_leave)
-    monkeypatch.setattr(streaming.Pager, "_backward_begins", slow_begins)
+    monkeypatch.setattr(module_groups.ModuleGroup, "copy_from_host", slow_copy)
+    monkeypatch.setattr(streaming.LayerStreamer, "pre_forward", slow_pre_forward)
+    monkeypatch.setattr(streaming.LayerStreamer, "post_forward", slow_post_forward)
+    monkeypatch.setattr(streaming.LayerStreamer, "_backward_begins", slow_begins)
     return counted
 
 
@@ -89,7 +89,7 @@ def test_a_thousand_forwards_with_random_delays(
 ) -> None:
     import torch
 
-    whole, model = workspace.load("4bit-double"), paged(workspace, "4bit-double", offloaded)
+    whole, model = workspace.load("4bit-double"), streamed(workspace, "4bit-double", offloaded)
     prompts = [
         {"input_ids": torch.randint(3, 240, (1, 16), device=workspace.main)},
         {"input_ids": torch.randint(3, 240, (4, 40), device=workspace.main)},
@@ -114,7 +114,7 @@ def test_a_thousand_forwards_with_random_delays(
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_generate_with_random_delays(workspace: Any, delays: dict[str, int], quantization: str | None) -> None:
     reference = workspace.outputs(workspace.load(quantization))
-    model = paged(workspace, quantization)
+    model = streamed(workspace, quantization)
     for _ in range(20):
         assert difference(reference, workspace.outputs(model)) == 0.0
     assert min(delays.values()) > 0
@@ -130,7 +130,7 @@ def test_gradients_with_random_delays(
 
     batch = tiny.inputs(workspace.main)
     results = []
-    for base in (workspace.load(quantization), paged(workspace, quantization)):
+    for base in (workspace.load(quantization), streamed(workspace, quantization)):
         model = PeftModel.from_pretrained(base, workspace.adapter("language"), is_trainable=True).train()
         if checkpointing:
             model.enable_input_require_grads()
@@ -154,11 +154,11 @@ def test_gradients_with_random_delays(
     assert min(delays.values()) > 0
 
 
-def test_answers_are_right_while_another_stream_computes(workspace: Any, delays: dict[str, int]) -> None:
+def test_outputs_are_right_while_another_stream_computes(workspace: Any, delays: dict[str, int]) -> None:
     import torch
 
     batch = tiny.inputs(workspace.main, text_only=True)
-    whole, model = workspace.load("4bit"), paged(workspace, "4bit")
+    whole, model = workspace.load("4bit"), streamed(workspace, "4bit")
     with torch.no_grad():
         expected = whole(**batch).logits
         streams = [torch.cuda.Stream() for _ in range(3)]
@@ -173,36 +173,36 @@ def test_answers_are_right_while_another_stream_computes(workspace: Any, delays:
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_at_most_two_pages_take_memory(workspace: Any, quantization: str | None) -> None:
+def test_at_most_two_groups_take_memory(workspace: Any, quantization: str | None) -> None:
     import torch
 
-    model = paged(workspace, quantization)
+    model = streamed(workspace, quantization)
     batch = tiny.inputs(workspace.main, text_only=True)
     most = 0
-    pages: set[Any] = set()
-    load = streaming._Device.load
+    groups: set[Any] = set()
+    start_copy = streaming.CopyStream.start_copy
 
-    def counted(self: Any, page: Any, size: int) -> None:
+    def counted(self: Any, group: Any, size: int) -> None:
         nonlocal most
-        load(self, page, size)
-        pages.add(page)
-        found = [one._buffer.untyped_storage().nbytes() for one in pages]
+        start_copy(self, group, size)
+        groups.add(group)
+        found = [one._buffer.untyped_storage().nbytes() for one in groups]
         assert {taken for taken in found if taken} == {size}
         most = max(most, sum(found))
         assert sum(found) <= 2 * size
 
     with pytest.MonkeyPatch.context() as patched, torch.no_grad():
-        patched.setattr(streaming._Device, "load", counted)
+        patched.setattr(streaming.CopyStream, "start_copy", counted)
         for _ in range(5):
             model(**batch)
-    assert len(pages) == 6
+    assert len(groups) == 6
     assert most > 0
 
 
 def test_host_memory_is_pinned(workspace: Any) -> None:
     import torch
 
-    model = paged(workspace, "4bit")
+    model = streamed(workspace, "4bit")
     with torch.no_grad():
         model(**tiny.inputs(workspace.main))
     layer = model.model.language_model.layers[3]
@@ -210,7 +210,7 @@ def test_host_memory_is_pinned(workspace: Any) -> None:
     assert kept.is_pinned()
 
 
-def test_where_memory_cannot_be_pinned_there_is_one_warning_and_the_same_answer(
+def test_where_memory_cannot_be_pinned_there_is_one_warning_and_the_same_output(
     workspace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -231,10 +231,10 @@ def test_where_memory_cannot_be_pinned_there_is_one_warning_and_the_same_answer(
     host_memory._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = paged(workspace, "4bit")
+        model = streamed(workspace, "4bit")
         for _ in range(3):
             assert difference(reference, workspace.outputs(model)) == 0.0
-    told = [str(item.message) for item in caught if item.category is Gemma4CompatWarning]
-    assert len([text for text in told if "cannot be pinned" in text]) == 1, told
+    warned = [str(item.message) for item in caught if item.category is Gemma4CompatWarning]
+    assert len([text for text in warned if "cannot be pinned" in text]) == 1, warned
     kept = model.model.language_model.layers[3].mlp.up_proj._hf_hook.weights_map["weight"]
     assert not kept.is_pinned()

@@ -160,7 +160,7 @@ def test_of_a_chain_the_first_that_has_it_and_nothing_is_loaded_for_it(
     assert host_memory.stored(again, "bias").on_disk
 
 
-def test_somebody_elses_mapping_is_asked() -> None:
+def test_a_mapping_of_another_class_is_read() -> None:
     import types
 
     weight = values("float32", 4, 3)
@@ -195,7 +195,7 @@ def test_an_index_file_of_accelerate_names_a_dtype_as_torch_does(tmp_path: Path,
     assert getattr(torch, index["weight"]["dtype"]) is getattr(torch, dtype)
 
 
-def test_nothing_is_pinned_for_the_cpu_and_nothing_said() -> None:
+def test_nothing_is_pinned_for_the_cpu_and_nothing_warned() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert host_memory.pin(values("float32", 4, 3), "cpu") is None

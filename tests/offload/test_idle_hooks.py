@@ -1,4 +1,4 @@
-"""accelerate's hooks that have nothing to do are out of the way in a forward, and in their place after it."""
+"""accelerate's hooks that have nothing to do are bypassed in a forward, and in their place after it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def model(tmp_path: Path) -> Any:
     return dispatch_model(module, {"0": "cpu", "1": "cpu", "2": "disk"}, offload_dir=str(tmp_path))
 
 
-def quiet(module: Any) -> bool:
+def is_bypassed(module: Any) -> bool:
     return vars(module)["forward"] is vars(module)["_old_forward"]
 
 
 def states(model: Any) -> list[bool]:
-    return [quiet(module) for module in model]
+    return [is_bypassed(module) for module in model]
 
 
 def watch(model: Any) -> list[list[bool]]:
@@ -46,7 +46,7 @@ def x() -> Any:
     return torch.ones(1, 4)
 
 
-def test_hooks_that_only_move_inputs_are_quiet_in_a_forward(model: Any) -> None:
+def test_hooks_that_only_move_inputs_are_bypassed_in_a_forward(model: Any) -> None:
     import torch
 
     seen = watch(model)
@@ -54,7 +54,7 @@ def test_hooks_that_only_move_inputs_are_quiet_in_a_forward(model: Any) -> None:
     assert seen == [[False] * 3]
     assert idle_hooks.install(model)
     assert torch.equal(model(x()), expected)
-    assert seen[1:] == [[True, True, False]], "the third brings weights in"
+    assert seen[1:] == [[True, True, False]], "the third onloads weights"
     assert states(model) == [False] * 3
     assert torch.equal(model[0](x()), model[0]._old_forward(x()))
     idle_hooks.uninstall(model)
@@ -71,7 +71,7 @@ def test_installed_twice_there_is_one(model: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["device", "user hook", "no hook"])
-def test_nothing_is_done_where_modules_compute_elsewhere_or_somebody_else_hooks_them(model: Any, what: str) -> None:
+def test_nothing_is_done_where_modules_compute_elsewhere_or_have_a_hook_of_the_user(model: Any, what: str) -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 
     if what == "device":
@@ -118,7 +118,7 @@ def test_a_hook_put_on_in_the_middle_of_a_forward_stays(model: Any) -> None:
     model(x())
     handle.remove()
     assert model[0]._hf_hook is hook
-    assert not quiet(model[0])
+    assert not is_bypassed(model[0])
     model(x())
     assert states(model) == [False] * 3
 
@@ -181,15 +181,15 @@ def test_a_watched_forward() -> None:
     module = torch.nn.Linear(4, 4)
     add_hook_to_module(module, ModelHook())
     outer, outputs = module.forward, []
-    forward = idle_hooks.Forward(module)
+    forward = idle_hooks.HookedForward(module)
     forward.watch(outputs.append)
     for watched in (False, True):
         forward.unwrap(watched=watched)
-        assert quiet(module) is not watched
-        answer = module(x())
+        assert is_bypassed(module) is not watched
+        output = module(x())
         forward.wrap()
         assert module.forward is outer
-    assert outputs == [answer]
+    assert outputs == [output]
 
 
 def test_unwrapped_by_two_each_puts_back_what_it_took() -> None:
@@ -199,7 +199,7 @@ def test_unwrapped_by_two_each_puts_back_what_it_took() -> None:
     module = torch.nn.Linear(4, 4)
     add_hook_to_module(module, ModelHook())
     outer = module.forward
-    first, second = idle_hooks.Forward(module), idle_hooks.Forward(module)
+    first, second = idle_hooks.HookedForward(module), idle_hooks.HookedForward(module)
     first.unwrap()
     second.unwrap()
     first.wrap()

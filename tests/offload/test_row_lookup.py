@@ -1,4 +1,4 @@
-"""Gathering the rows of a table, and the lookup of one embedding in both ways."""
+"""Gathering the rows of a weight, and the lookup of one embedding in both ways."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WAYS = ["in place", "rows"]
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """On the CPU a table is looked up in place; *rows* is forced."""
+    """On the CPU an embedding is looked up in place; *rows* is forced."""
     if request.param == "rows":
         monkeypatch.setattr(Lookup, "in_place", False)
     return str(request.param)
@@ -48,14 +48,14 @@ def embedding(rows: int = 50, width: int = 4, **options: Any) -> Any:
     ids=str,
 )
 def test_gathered_rows_and_numbers_give_the_rows_of_the_tokens(tokens: Any, dtype: Any) -> None:
-    table = torch.randn(50, 4, dtype=torch.bfloat16)
+    weight = torch.randn(50, 4, dtype=torch.bfloat16)
     ids = torch.tensor(tokens, dtype=dtype)
-    rows, renumbered = row_lookup.gather(table, ids, torch.device("cpu"))
+    rows, renumbered = row_lookup.gather(weight, ids, torch.device("cpu"))
     assert renumbered.dtype == ids.dtype
     assert renumbered.shape == ids.shape
-    assert rows.dtype == table.dtype
+    assert rows.dtype == weight.dtype
     assert rows.shape == (len(set(ids.flatten().tolist())), 4)
-    assert torch.equal(torch.nn.functional.embedding(renumbered, rows), torch.nn.functional.embedding(ids, table))
+    assert torch.equal(torch.nn.functional.embedding(renumbered, rows), torch.nn.functional.embedding(ids, weight))
 
 
 @pytest.mark.parametrize("wrong", [50, -1])
@@ -84,7 +84,7 @@ def test_an_offloaded_embedding_gives_its_rows(way: str, dtype: Any, padding: in
     assert module(ids[:, :0]).shape == (2, 0, 4)
 
 
-def test_nothing_larger_than_the_rows_is_made(way: str) -> None:
+def test_nothing_larger_than_the_rows_is_created(way: str) -> None:
     module, _ = offloaded(embedding(1000))
     assert largest_tensor(lambda: module(torch.tensor([[3, 3, 5, 999]]))) <= 16
 
@@ -107,7 +107,7 @@ def test_a_failed_forward_leaves_the_next_one_right(way: str) -> None:
     assert module.weight.device.type == "meta"
 
 
-def test_after_a_failed_forward_the_whole_table_can_be_had(way: str) -> None:
+def test_after_a_failed_forward_the_whole_weight_can_be_onloaded(way: str) -> None:
     from accelerate.utils import align_module_device
 
     module, hook = offloaded(embedding(padding_idx=49))
@@ -143,7 +143,7 @@ def test_an_embedding_that_renormalizes_its_rows(way: str) -> None:
     assert row_lookup.lookup_for(hook, module) is None
 
 
-def test_a_table_that_learns_is_brought_in_also_after_it_was_looked_up(way: str) -> None:
+def test_a_trained_weight_is_onloaded_also_after_it_was_looked_up(way: str) -> None:
     ids = torch.tensor([[3, 49, 3, 0]])
     module, hook = offloaded(embedding())
     reference = module(ids)
@@ -180,7 +180,7 @@ def test_gradients_of_the_embeddings_in_eval_mode(way: str) -> None:
     assert torch.equal(*found)
 
 
-def test_made_in_inference_mode_it_serves_a_training(way: str) -> None:
+def test_created_in_inference_mode_it_serves_a_training(way: str) -> None:
     ids = torch.tensor([[3, 49, 3, 0]])
     module, _ = offloaded(embedding())
     with torch.inference_mode():
@@ -201,7 +201,7 @@ def test_a_weight_of_another_class_is_left_to_upstream() -> None:
     assert row_lookup.lookup_for(hook, module) is None
 
 
-def test_a_module_with_more_to_bring_in_is_left_to_upstream() -> None:
+def test_a_module_with_more_to_onload_is_left_to_upstream() -> None:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     class Normed(torch.nn.Embedding):  # type: ignore[misc]
@@ -264,14 +264,14 @@ def test_hooks_in_a_sequence(way: str) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-def test_a_copy_makes_its_own(copied: Callable[[Any], Any]) -> None:
+def test_a_copy_creates_its_own(copied: Callable[[Any], Any]) -> None:
     module, hook = offloaded(embedding())
     lookup = row_lookup.lookup_for(hook, module)
     assert lookup is not None
     assert copied({"lookup": lookup}) == {"lookup": None}
 
 
-def test_a_table_that_a_file_holds_in_another_dtype_is_not_converted_as_a_whole(tmp_path: Any) -> None:
+def test_a_weight_that_a_file_holds_in_another_dtype_is_not_converted_as_a_whole(tmp_path: Any) -> None:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
     from accelerate.utils import OffloadedWeightsLoader
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""Paging on plain layers with accelerate's hooks: which page is on the device when, and what happens without room."""
+"""Streaming of plain layers with accelerate's hooks: which group is on the device when, and without memory for it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import streaming
+from gemma4_compat._offload import module_groups, streaming
 
 pytest.importorskip("accelerate", reason="needs accelerate")
 
@@ -61,42 +61,46 @@ def dispatched(tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What went to the device and away from it, by the page's position in its list."""
+    """Copies to the device and memory freed there, by the group's position in its list."""
     found: list[tuple[str, int]] = []
     positions: dict[int, int] = {}
     kept: list[Any] = []
-    load, free, new_page = streaming._Device.load, streaming._Device.free, streaming.Pager._new_page
+    start_copy, free, new_group = (
+        streaming.CopyStream.start_copy,
+        streaming.CopyStream.free,
+        streaming.LayerStreamer._new_group,
+    )
 
-    def noted_page(self: Any, position: int, layer: Any) -> Any:
-        page = new_page(self, position, layer)
-        kept.append(page)  # no id is used twice
-        positions[id(page)] = position
-        return page
+    def noted_group(self: Any, position: int, layer: Any) -> Any:
+        group = new_group(self, position, layer)
+        kept.append(group)  # no id is used twice
+        positions[id(group)] = position
+        return group
 
-    def noted_load(self: Any, page: Any, size: int) -> None:
-        load(self, page, size)
-        found.append(("load", positions[id(page)]))
+    def noted_copy(self: Any, group: Any, size: int) -> None:
+        start_copy(self, group, size)
+        found.append(("copy", positions[id(group)]))
 
-    def noted_free(self: Any, page: Any) -> None:
-        if page.loaded:
-            found.append(("free", positions[id(page)]))
-        free(self, page)
+    def noted_free(self: Any, group: Any) -> None:
+        if group.on_device:
+            found.append(("free", positions[id(group)]))
+        free(self, group)
 
-    monkeypatch.setattr(streaming.Pager, "_new_page", noted_page)
-    monkeypatch.setattr(streaming._Device, "load", noted_load)
-    monkeypatch.setattr(streaming._Device, "free", noted_free)
+    monkeypatch.setattr(streaming.LayerStreamer, "_new_group", noted_group)
+    monkeypatch.setattr(streaming.CopyStream, "start_copy", noted_copy)
+    monkeypatch.setattr(streaming.CopyStream, "free", noted_free)
     return found
 
 
-def pager_of(model: Any, *, again: bool = False) -> streaming.Pager:
-    """Like ``install``, with a hand on the pager."""
+def streamer_of(model: Any, *, cyclic: bool = False) -> streaming.LayerStreamer:
+    """Like ``install``, but returns the streamer."""
     streaming.uninstall(model)
     layers = [layer for layer in model.layers if any(p.device.type == "meta" for p in layer.parameters())]
-    pager = streaming.Pager(layers, again=again)
+    streamer = streaming.LayerStreamer(layers, cyclic=cyclic)
     for layer in layers:
-        layer.register_forward_pre_hook(pager.enter, prepend=True)
-        layer.register_forward_hook(pager.leave, always_call=True)
-    return pager
+        layer.register_forward_pre_hook(streamer.pre_forward, prepend=True)
+        layer.register_forward_hook(streamer.post_forward, always_call=True)
+    return streamer
 
 
 def x() -> Any:
@@ -105,28 +109,28 @@ def x() -> Any:
     return torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
 
 
-def loaded(pager: streaming.Pager) -> list[int]:
-    return [index for index, page in enumerate(pager._pages) if page is not None and page.loaded]
+def on_device(streamer: streaming.LayerStreamer) -> list[int]:
+    return [index for index, group in enumerate(streamer._groups) if group is not None and group.on_device]
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("again", [False, True])
-def test_the_next_page_is_fetched_before_the_layer_runs(
-    dispatched: Callable[..., Any], events: list[tuple[str, int]], again: bool, on_disk: bool
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_the_next_group_is_prefetched_before_the_layer_runs(
+    dispatched: Callable[..., Any], events: list[tuple[str, int]], cyclic: bool, on_disk: bool
 ) -> None:
     import torch
 
     with torch.no_grad():
         expected = toy(3)(x())
         model = dispatched(toy(3), on_disk=on_disk)
-        pager = pager_of(model, again=again)
+        streamer = streamer_of(model, cyclic=cyclic)
         assert torch.equal(model(x()), expected)
-        first = [("load", 0), ("load", 1), ("free", 0), ("load", 2), ("free", 1)]
-        assert events == [*first, *([("load", 0)] if again else []), ("free", 2)]
-        assert loaded(pager) == ([0] if again else [])
+        first = [("copy", 0), ("copy", 1), ("free", 0), ("copy", 2), ("free", 1)]
+        assert events == [*first, *([("copy", 0)] if cyclic else []), ("free", 2)]
+        assert on_device(streamer) == ([0] if cyclic else [])
         events.clear()
         assert torch.equal(model(x()), expected)
-        assert events == [*(first[1:] if again else first), *([("load", 0)] if again else []), ("free", 2)]
+        assert events == [*(first[1:] if cyclic else first), *([("copy", 0)] if cyclic else []), ("free", 2)]
 
 
 def test_layers_between_that_are_not_offloaded(dispatched: Callable[..., Any], events: list[tuple[str, int]]) -> None:
@@ -135,44 +139,44 @@ def test_layers_between_that_are_not_offloaded(dispatched: Callable[..., Any], e
     with torch.no_grad():
         expected = toy(6)(x())
         model = dispatched(toy(6), (1, 4))
-        pager = pager_of(model)
+        streamer = streamer_of(model)
         assert torch.equal(model(x()), expected)
-    assert events == [("load", 0), ("load", 1), ("free", 0), ("free", 1)], "positions among the offloaded ones"
+    assert events == [("copy", 0), ("copy", 1), ("free", 0), ("free", 1)], "positions among the offloaded ones"
     assert [weight.device.type for weight in model.layers[0].parameters()] == ["cpu"] * 3
-    assert loaded(pager) == []
+    assert on_device(streamer) == []
 
 
 def test_neighbours_pass_over_layers_that_are_left_to_accelerate() -> None:
-    a, b, c = (streaming.Page.__new__(streaming.Page) for _ in range(3))
-    pager = streaming.Pager([])
-    pager._pages = [None, a, None, b, None, c, None]
-    assert [pager._neighbour(index, 1) for index in (0, 1, 3, 5)] == [a, b, c, None]
-    assert [pager._neighbour(index, -1) for index in (6, 5, 3, 1)] == [c, b, a, None]
-    pager._again = True
-    assert [pager._neighbour(index, 1) for index in (1, 3, 5)] == [b, c, a]
-    assert pager._neighbour(1, -1) is None, "a backward pass is over after the first layer"
-    pager._pages = [None, a]
-    assert pager._neighbour(1, 1) is a
+    a, b, c = (module_groups.ModuleGroup.__new__(module_groups.ModuleGroup) for _ in range(3))
+    streamer = streaming.LayerStreamer([])
+    streamer._groups = [None, a, None, b, None, c, None]
+    assert [streamer._neighbour(index, 1) for index in (0, 1, 3, 5)] == [a, b, c, None]
+    assert [streamer._neighbour(index, -1) for index in (6, 5, 3, 1)] == [c, b, a, None]
+    streamer._cyclic = True
+    assert [streamer._neighbour(index, 1) for index in (1, 3, 5)] == [b, c, a]
+    assert streamer._neighbour(1, -1) is None, "a backward pass is over after the first layer"
+    streamer._groups = [None, a]
+    assert streamer._neighbour(1, 1) is a
 
 
-def test_a_page_fetched_in_vain_is_given_back(dispatched: Callable[..., Any], events: list[tuple[str, int]]) -> None:
+def test_a_group_prefetched_in_vain_is_freed(dispatched: Callable[..., Any], events: list[tuple[str, int]]) -> None:
     import torch
 
     order = [3, 0, 0, 2, 4, 1]
     with torch.no_grad():
         expected = toy(order=order)(x())
         model = dispatched(toy(order=order))
-        pager = pager_of(model)
+        streamer = streamer_of(model)
         assert torch.equal(model(x()), expected)
     inside = 0
     for what, _ in events:
-        inside += 1 if what == "load" else -1
+        inside += 1 if what == "copy" else -1
         assert inside <= 2
-    assert events[:5] == [("load", 3), ("load", 4), ("free", 3), ("free", 4), ("load", 0)]
-    assert loaded(pager) == [2], "layer 2 would have been the next"
+    assert events[:5] == [("copy", 3), ("copy", 4), ("free", 3), ("free", 4), ("copy", 0)]
+    assert on_device(streamer) == [2], "layer 2 would have been the next"
 
 
-def test_without_memory_for_the_next_page_it_is_fetched_when_it_is_needed(
+def test_without_memory_for_the_next_group_it_is_copied_when_it_is_needed(
     dispatched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -180,26 +184,26 @@ def test_without_memory_for_the_next_page_it_is_fetched_when_it_is_needed(
     with torch.no_grad():
         expected = toy()(x())
         model = dispatched(toy())
-        pager = pager_of(model, again=True)
-        allocate, refused = streaming.Page.allocate, []
+        streamer = streamer_of(model, cyclic=True)
+        allocate, refused = module_groups.ModuleGroup.allocate, []
 
         def scarce(self: Any, size: int) -> None:
-            if loaded(pager):
+            if on_device(streamer):
                 refused.append(self)
-                raise torch.OutOfMemoryError("a second page")
+                raise torch.OutOfMemoryError("a second group")
             allocate(self, size)
 
-        monkeypatch.setattr(streaming.Page, "allocate", scarce)
+        monkeypatch.setattr(module_groups.ModuleGroup, "allocate", scarce)
         for _ in range(3):
             assert torch.equal(model(x()), expected)
         assert len(refused) == 15
-        assert loaded(pager) == []
-        monkeypatch.setattr(streaming.Page, "allocate", allocate)
+        assert on_device(streamer) == []
+        monkeypatch.setattr(module_groups.ModuleGroup, "allocate", allocate)
         assert torch.equal(model(x()), expected)
-        assert loaded(pager) == [0]
+        assert on_device(streamer) == [0]
 
 
-def test_without_memory_for_the_page_itself_the_error_is_the_users_and_the_next_forward_is_right(
+def test_without_memory_for_the_group_itself_the_error_is_the_users_and_the_next_forward_is_right(
     dispatched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -207,14 +211,14 @@ def test_without_memory_for_the_page_itself_the_error_is_the_users_and_the_next_
     with torch.no_grad():
         expected = toy()(x())
         model = dispatched(toy())
-        pager_of(model)
+        streamer_of(model)
 
         def never(*_: Any) -> None:
-            raise torch.OutOfMemoryError("no page")
+            raise torch.OutOfMemoryError("no group")
 
         with monkeypatch.context() as patched:
-            patched.setattr(streaming.Page, "allocate", never)
-            with pytest.raises(torch.OutOfMemoryError, match="no page"):
+            patched.setattr(module_groups.ModuleGroup, "allocate", never)
+            with pytest.raises(torch.OutOfMemoryError, match="no group"):
                 model(x())
         assert torch.equal(model(x()), expected)
 
@@ -225,36 +229,36 @@ def test_the_backward_pass_goes_the_other_way(dispatched: Callable[..., Any], ev
     gradients = []
     for offloaded in (False, True):
         model = dispatched(toy(4)) if offloaded else toy(4)
-        pager = pager_of(model)
+        streamer = streamer_of(model)
         given = x().requires_grad_()
         out = model(given)
         events.clear()
         out.square().sum().backward()
         gradients.append(given.grad)
     assert torch.equal(*gradients)
-    begins = [("load", 3), ("load", 2), ("load", 1), ("free", 3), ("load", 0), ("free", 2)]
+    begins = [("copy", 3), ("copy", 2), ("copy", 1), ("free", 3), ("copy", 0), ("free", 2)]
     assert events == [*begins, ("free", 0), ("free", 1)]
-    assert loaded(pager) == []
+    assert on_device(streamer) == []
 
 
-def test_pages_keep_their_tensors_and_lose_their_memory(dispatched: Callable[..., Any]) -> None:
+def test_groups_keep_their_tensors_and_lose_their_memory(dispatched: Callable[..., Any]) -> None:
     import torch
 
     model = dispatched(toy(2))
-    pager = pager_of(model)
+    streamer = streamer_of(model)
     with torch.no_grad():
         model(x())
-        page = pager._pages[0]
-        assert page is not None
-        views, buffer = page._views, page._buffer
+        group = streamer._groups[0]
+        assert group is not None
+        views, buffer = group._views, group._buffer
         assert buffer.untyped_storage().nbytes() == 0
         assert {view.untyped_storage().data_ptr() for view in views} == {0}
         model(x())
-    assert page._views is views
-    assert page._buffer is buffer
-    for offset in page._offsets:
-        assert offset % streaming._ALIGNMENT == 0
-    assert page.size == sum(-(-t.numel() * t.element_size() // 512) * 512 for t in page._sources)
+    assert group._views is views
+    assert group._buffer is buffer
+    for offset in group._offsets:
+        assert offset % module_groups.ALIGNMENT == 0
+    assert group.size == sum(-(-t.numel() * t.element_size() // 512) * 512 for t in group._sources)
 
 
 def test_packed_host_memory_is_what_accelerate_gives_from_then_on(dispatched: Callable[..., Any]) -> None:
@@ -262,14 +266,14 @@ def test_packed_host_memory_is_what_accelerate_gives_from_then_on(dispatched: Ca
 
     expected = {name: value.clone() for name, value in toy(3).state_dict().items()}
     model = dispatched(toy(3))
-    pager = pager_of(model)
+    streamer = streamer_of(model)
     with torch.no_grad():
         model(x())
-    for index, page in enumerate(pager._pages):
-        assert page is not None
+    for index, group in enumerate(streamer._groups):
+        assert group is not None
         module = model.layers[index].up
         kept = module._hf_hook.weights_map["weight"]
-        assert kept.untyped_storage().data_ptr() == page._host.untyped_storage().data_ptr()
+        assert kept.untyped_storage().data_ptr() == group._host_buffer.untyped_storage().data_ptr()
         assert torch.equal(kept, expected[f"layers.{index}.up.weight"])
         kept.mul_(2)  # one memory: the next forward sees it
     changed = toy(3)
@@ -301,12 +305,12 @@ def test_layers_that_are_left_to_accelerate(dispatched: Callable[..., Any], chan
             from accelerate.hooks import remove_hook_from_module
 
             remove_hook_from_module(model.layers[1])
-        pager = pager_of(model)
+        streamer = streamer_of(model)
         if change == "other device":
-            assert streaming.Page.of(model.layers[1]) is None
+            assert module_groups.ModuleGroup.from_layer(model.layers[1]) is None
             return
         assert torch.equal(model(x()), expected)
-    assert [page is None for page in pager._pages] == [False, True, False]
+    assert [group is None for group in streamer._groups] == [False, True, False]
 
 
 @pytest.mark.parametrize("when", ["before the first forward", "between two"])
@@ -318,7 +322,7 @@ def test_a_forward_that_somebody_put_around_accelerates_runs_and_its_layer_is_le
     with torch.no_grad():
         expected = toy(3)(x())
         model = dispatched(toy(3))
-        pager = pager_of(model)
+        streamer = streamer_of(model)
         if when == "between two":
             assert torch.equal(model(x()), expected)
         seen = []
@@ -334,7 +338,7 @@ def test_a_forward_that_somebody_put_around_accelerates_runs_and_its_layer_is_le
         for _ in range(2):
             assert torch.equal(model(x()), expected)
     assert seen == [parts[0], parts[2], parts[1]] * 2
-    assert [page is None for page in pager._pages] == [False, True, False]
+    assert [group is None for group in streamer._groups] == [False, True, False]
 
 
 def test_install_says_how_many_and_uninstall_leaves_no_hooks(dispatched: Callable[..., Any]) -> None:
@@ -348,7 +352,7 @@ def test_install_says_how_many_and_uninstall_leaves_no_hooks(dispatched: Callabl
     assert streaming.install(toy(2)) == 0
 
 
-def test_a_list_inside_a_paged_layer_has_no_pages_of_its_own(dispatched: Callable[..., Any]) -> None:
+def test_a_list_inside_a_streamed_layer_has_no_groups_of_its_own(dispatched: Callable[..., Any]) -> None:
     import torch
     from torch import nn
 

@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 def pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     if not self.offload or not _is_embedding(module):
         return original(self, module, *args, **kwargs)
-    return _outside_graphs(_enter)(original, self, module, *args, **kwargs)
+    return _outside_graphs(_pre_forward)(original, self, module, *args, **kwargs)
 
 
 def post_forward(original: Callable[..., Any], self: Any, module: Any, output: Any) -> Any:
     if not self.offload or not _is_embedding(module):
         return original(self, module, output)
-    return _outside_graphs(_leave)(original, self, module, output)
+    return _outside_graphs(_post_forward)(original, self, module, output)
 
 
-def _enter(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     lookup = row_lookup.lookup_for(self, module)
     given = bool(args) or "input" in kwargs
-    by_rows = given and row_lookup.reads_rows_only(module)  # without tokens somebody wants the whole table
+    by_rows = given and row_lookup.reads_rows_only(module)  # without tokens the caller wants the whole weight
     if lookup is None or not (lookup.in_place or by_rows):
         return original(self, module, *args, **kwargs)
-    # Upstream's part is to move the inputs.
+    # Upstream only moves the inputs.
     self.offload = False
     try:
         args, kwargs = original(self, module, *args, **kwargs)
@@ -62,10 +62,11 @@ def _enter(original: Callable[..., Any], self: Any, module: Any, *args: Any, **k
     return args, {**kwargs, "input": tokens} if given else kwargs
 
 
-def _leave(original: Callable[..., Any], self: Any, module: Any, output: Any) -> Any:
+def _post_forward(original: Callable[..., Any], self: Any, module: Any, output: Any) -> Any:
     lookup = row_lookup.current(self)
     if lookup is None:
-        vars(self).setdefault("tied_pointers_to_remove", set())  # of an original before it, within one of ours
+        # Unset where, in nested calls, only our pre_forward ran.
+        vars(self).setdefault("tied_pointers_to_remove", set())
         return original(self, module, output)
     lookup.leave(module)
     self.offload = False
@@ -76,7 +77,7 @@ def _leave(original: Callable[..., Any], self: Any, module: Any, output: Any) ->
 
 
 def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As upstream's hooks are: torch.compile runs it as it is, between its graphs."""
+    """torch.compile runs it as it is between its graphs, as it runs upstream's hooks."""
     import torch
 
     if function not in _disabled:

@@ -29,13 +29,13 @@ branch checks the dtype instead of using GPU 0; no release does so far.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement
+from gemma4_compat._offload import int8_state
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -59,16 +59,16 @@ def set_module_tensor_to_device(
     owner = module.get_submodule(path) if path else module
     weight = owner._parameters.get(name)
     if type(weight).__name__ == "Int8Params" and weight.dtype == torch.int8:
-        bringing_in = value is not None and value.dtype == torch.int8
+        onloading = value is not None and value.dtype == torch.int8
         hooked = placement.offload_hook(owner) is not None
-        if torch.device(device).type == "meta" or (bringing_in and hooked):
-            # Coming in as well: checkpointing leaves a recomputed forward early, before anything was taken out again.
-            _start_over(owner, weight)
-        if bringing_in:
+        if torch.device(device).type == "meta" or (onloading and hooked):
+            # On an onload as well: checkpointing leaves a recomputed forward early, before its weights are offloaded.
+            _take_back(owner, weight)
+        if onloading:
             if hooked:
                 fp16_statistics = _scales(weight, fp16_statistics)
             if device == "cpu":
-                # Upstream takes the string, and only the string, for a wish to quantize on GPU 0. Its caches know
+                # Upstream takes the string, and only the string, for a request to quantize on GPU 0. Its caches know
                 # the string too: there is nothing in them for a weight that is not shared.
                 device, tied_params_map, clear_cache = torch.device("cpu"), None, False
     original(
@@ -84,30 +84,28 @@ def set_module_tensor_to_device(
     )
 
 
-def _start_over(layer: Any, weight: Any) -> None:
-    """Give back to the parameter what the layer's forward took from it; leave that forward's state to its graph."""
+def _take_back(layer: Any, weight: Any) -> None:
+    """Give the parameter back what the layer's forward took from it; leave that forward's state to its graph."""
     state = vars(layer).get("state")
     if state is None or (state.CB is None and state.SCB is None):
         return
     if weight.CB is None:
         weight.CB, weight.SCB = state.CB, state.SCB
-    layer.state = copy.copy(state)
-    layer.state.reset_grads()
-    layer.state.idx = None
+    int8_state.reset(layer)
 
 
-def _scales(weight: Any, from_the_map: Any) -> Any:
-    """The scales that upstream shall set on an offloaded weight that comes in; None: its parameter has them."""
+def _scales(weight: Any, mapped: Any) -> Any:
+    """The scales for upstream to set on a weight that is onloaded; None: its parameter has them."""
     own = vars(weight).get("SCB")
     if own is not None and own.device.type != "meta":
         return None
-    if from_the_map is None:
+    if mapped is None:
         raise Gemma4CompatError(
             f"the scales of an 8-bit weight of shape {tuple(weight.shape)} were destroyed by an earlier move to meta, "
             "before the patch bitsandbytes-int8-meta-scales was active. Import gemma4_compat first and load the model "
             "again."
         )
-    return from_the_map
+    return mapped
 
 
 def reproduce(workspace: Workspace) -> Outcome:

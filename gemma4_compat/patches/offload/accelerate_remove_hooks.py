@@ -68,9 +68,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
     reference = workspace.outputs(workspace.load())
-    asked = tiny.device_map(workspace.load(), "both", main=workspace.main, offloaded="disk")
+    device_map = tiny.device_map(workspace.load(), "both", main=workspace.main, offloaded="disk")
     folder = tempfile.mkdtemp(dir=workspace.folder)
-    model = tiny.load(workspace.checkpoint, device_map=asked, offload_folder=folder)
+    model = tiny.load(workspace.checkpoint, device_map=device_map, offload_folder=folder)
     remove_hook_from_submodules(model)
     left = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if left:

@@ -29,13 +29,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._quantization import quant_states
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# Both are attributes of a tensor of scales.
-PRISTINE = "_gemma4_compat_pristine"  # True on the host copy that belongs to an offloaded weight
-ORIGIN = "_gemma4_compat_origin"  # on a copy on a device: its pristine host copy
+# A tensor of scales has the attributes that a 4-bit weight's quantization state has.
+PRISTINE, ORIGIN = quant_states.PRISTINE, quant_states.ORIGIN
 
 
 def int8params_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     config = self.config.text_config
     if _placement.offload_hook(embedding) is None or not config.hidden_size_per_layer_input:
         return original(self, *args, **kwargs)
-    with _padding_row_shown(self.language_model.embed_tokens, embedding, config.pad_token_id):
+    with _padding_row_between_forwards(self.language_model.embed_tokens, embedding, config.pad_token_id):
         return original(self, *args, **kwargs)
 
 
@@ -44,7 +44,7 @@ def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any
     embedding = _base_layer(self.embed_tokens)
     if input_ids is not None or _placement.offload_hook(embedding) is None:
         return original(self, input_ids, *args, **kwargs)
-    with _whole_table(embedding):
+    with _onloaded(embedding):
         return original(self, input_ids, *args, **kwargs)
 
 
@@ -56,42 +56,45 @@ def _base_layer(module: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _padding_row_shown(outermost: Any, embedding: Any, token: int) -> Iterator[None]:
+def _padding_row_between_forwards(outermost: Any, embedding: Any, token: int) -> Iterator[None]:
     """Inside, whenever the embedding's weight would be on meta, each of its rows reads as that of ``token``.
 
-    Not so in the forward of the ``outermost`` layer around it: that of an adapter may need the real weight (DoRA).
+    The forward of the ``outermost`` layer around it is an exception: an adapter may need the real weight (DoRA).
     """
     import torch
 
     hook = _placement.offload_hook(embedding)
-    stored = host_memory.stored(hook.weights_map, "weight")  # asked for by name, the map reads a whole table
+    stored = host_memory.stored(hook.weights_map, "weight")  # the map itself would read the whole weight
     row = stored.raw[token].to(_placement.execution_device(embedding), stored.dtype)
     between_forwards = embedding.weight
     stand_in = torch.nn.Parameter(row.expand(between_forwards.shape), requires_grad=False)
 
-    def show(*_: Any) -> None:
+    def put_stand_in(*_: Any) -> None:
         nonlocal between_forwards
         if embedding.weight is not stand_in:
             between_forwards = embedding.weight
         embedding._parameters["weight"] = stand_in
 
-    def hide(*_: Any) -> None:
+    def remove_stand_in(*_: Any) -> None:
         embedding._parameters["weight"] = between_forwards
 
-    show()
+    put_stand_in()
     # Around accelerate's hook, which is inside `forward` and must not see the stand-in: it remembers addresses.
-    handles = outermost.register_forward_pre_hook(hide, prepend=True), outermost.register_forward_hook(show)
+    handles = (
+        outermost.register_forward_pre_hook(remove_stand_in, prepend=True),
+        outermost.register_forward_hook(put_stand_in),
+    )
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
         if embedding.weight is stand_in:
-            hide()
+            remove_stand_in()
 
 
 @contextlib.contextmanager
-def _whole_table(embedding: Any) -> Iterator[None]:
+def _onloaded(embedding: Any) -> Iterator[None]:
     hook = _placement.offload_hook(embedding)
     before = embedding.weight
     hook.pre_forward(embedding)

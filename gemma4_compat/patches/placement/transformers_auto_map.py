@@ -85,8 +85,9 @@ def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
 
 @contextlib.contextmanager
 def _maps_not_refused(hf_quantizer: Any) -> Iterator[None]:
-    """Inside, a map with offloaded modules is no reason for the quantizer of this one load to raise: it is an answer
-    that nothing fits, and will not be used.
+    """Inside, the quantizer of this load does not refuse a map with offloaded modules.
+
+    Such a map only says that not everything fits on the accelerator; it is not used.
     """
     if hf_quantizer is None:
         yield
@@ -123,7 +124,7 @@ def _plan(model: Any, strategy: str, budgets: dict[Any, int], host: int, disk: i
                 blueprint, budgets, load, cpu=host, disk=disk, balanced=strategy in ("auto", "balanced")
             )
             break
-        except Gemma4CompatError as error:  # the last one asks for the least, so it is the one to tell
+        except Gemma4CompatError as error:  # the last load needs the least, so its error is the one to raise
             problem = error
     else:
         raise problem
@@ -147,7 +148,7 @@ def _left(placed: Any) -> list[str]:
 
 
 def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
-    """What the model shall be able to do, the most first: a long context, and everything it was made for."""
+    """What to plan for, the most first: the longest context, with every modality of the model."""
     attention = "eager" if getattr(model.config, "_attn_implementation", None) == "eager" else "sdpa"
     modalities = {name: getattr(blueprint, name) is not None for name in _MODALITIES.values()}
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXTS[0]

@@ -43,7 +43,7 @@ def accelerate_disk_offload(
     index = original(model, disk_offload_folder, checkpoint_files, device_map, *args, **kwargs)
     unknown = [names for names in _tied(model) if _on_disk(names, device_map) and not index.keys() & set(names)]
     if unknown:
-        # Upstream looks up what the map puts on disk; asked as if all were, it finds the name in the checkpoint.
+        # Upstream looks up what the map puts on disk; with everything there, it finds the name in the checkpoint.
         everything = original(model, disk_offload_folder, checkpoint_files, {"": "disk"}, *args, **kwargs)
         for names in unknown:
             entry = next((everything[name] for name in names if name in everything), None)
@@ -70,7 +70,7 @@ def accelerate_dispatch(
 def tie_weights(
     original: Callable[..., Any], self: Any, missing_keys: set[str] | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    # A checkpoint in torch's own format holds both names. Upstream compares their values, which meta has not.
+    # A checkpoint in torch's own format holds both names. Upstream compares their values, which meta does not have.
     if missing_keys is None:
         return original(self, missing_keys, *args, **kwargs)
     pairs = self.all_tied_weights_keys

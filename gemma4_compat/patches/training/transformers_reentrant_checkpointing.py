@@ -66,8 +66,8 @@ def _is_reentrant(function: Any) -> bool:
     inner = function.func if isinstance(function, functools.partial) else function
     if getattr(inner, "__module__", None) not in ("torch.utils.checkpoint", "transformers.modeling_utils"):
         return False  # somebody's own, with arguments of its own
-    asked = getattr(function, "keywords", {}).get(_KEYWORD)
-    return asked is None or bool(asked)
+    requested = getattr(function, "keywords", {}).get(_KEYWORD)
+    return requested is None or bool(requested)
 
 
 def _shares_keys_and_values(model: Any) -> bool:
