@@ -7,6 +7,7 @@ import functools
 import pytest
 
 import gemma4_compat
+from gemma4_compat.patches import registry
 from tests.helpers import child
 
 UPSTREAM = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "safetensors", "huggingface_hub")
@@ -46,7 +47,8 @@ def test_it_does_not_import_what_wrapt_does_not(package: str) -> None:
 
 
 def test_every_patch_file_is_imported_all_the_same() -> None:
-    names = {f"gemma4_compat.patches.{patch.id.replace('-', '_')}" for patch in gemma4_compat.patches()}
+    names = {f"gemma4_compat.patches.{name}" for name in registry.PATCHES}
+    assert len(names) == len(gemma4_compat.patches())
     assert names <= imported_by("import gemma4_compat")
 
 
@@ -59,10 +61,18 @@ def test_the_public_names_are_those_that_are_documented() -> None:
     assert sorted(gemma4_compat.__all__) == [
         "Gemma4CompatError",
         "Gemma4CompatWarning",
+        "MergeParityError",
+        "MergeReport",
         "MetaTensor",
+        "Parity",
         "Patch",
         "PatchState",
         "PatchStatus",
+        "Plan",
+        "Problem",
+        "Scan",
+        "Severity",
+        "SkipModule",
         "__version__",
         "find_meta_tensors",
         "input_device",
