@@ -12,10 +12,11 @@ Importing it imports none of them. ``GEMMA4_COMPAT_DISABLE=id,id`` (or ``all``) 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
+from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus, Severity
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._models.inspection import MetaTensor, find_meta_tensors, input_device
 from gemma4_compat._quantization import experts, offloaded
@@ -23,22 +24,34 @@ from gemma4_compat._shim import engine as _engine
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from gemma4_compat._merge.result import MergeReport
-    from gemma4_compat._planner.plan import Plan
-    from gemma4_compat._planner.skip_modules import SkipModule
-    from gemma4_compat._scan.result import Scan
+    from gemma4_compat._merge.check import Parity as Parity
+    from gemma4_compat._merge.result import MergeParityError as MergeParityError
+    from gemma4_compat._merge.result import MergeReport as MergeReport
+    from gemma4_compat._planner.plan import Plan as Plan
+    from gemma4_compat._planner.skip_modules import SkipModule as SkipModule
+    from gemma4_compat._scan.result import Problem as Problem
+    from gemma4_compat._scan.result import Scan as Scan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Gemma4CompatError",
     "Gemma4CompatWarning",
+    "MergeParityError",
+    "MergeReport",
     "MetaTensor",
+    "Parity",
     "Patch",
     "PatchState",
     "PatchStatus",
+    "Plan",
+    "Problem",
+    "Scan",
+    "Severity",
+    "SkipModule",
     "__version__",
     "find_meta_tensors",
     "input_device",
@@ -55,6 +68,29 @@ __all__ = [
 ]
 
 _ON = (PatchState.APPLIED, PatchState.PENDING)
+
+#: What functions return or raise, and where it is: imported on first use, as the functions import their rooms.
+_LAZY = {
+    "MergeParityError": "gemma4_compat._merge.result",
+    "MergeReport": "gemma4_compat._merge.result",
+    "Parity": "gemma4_compat._merge.check",
+    "Plan": "gemma4_compat._planner.plan",
+    "Problem": "gemma4_compat._scan.job",
+    "Scan": "gemma4_compat._scan.job",
+    "SkipModule": "gemma4_compat._planner.skip_modules",
+}
+
+if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 def install() -> None:
@@ -83,7 +119,23 @@ def revert(id: str | None = None) -> dict[str, PatchStatus]:
     return _engine.revert(id)
 
 
-def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
+def plan_device_map(
+    model: Any,
+    vram: int | str | Sequence[int | str] | Mapping[int | str, int | str],
+    *,
+    context: int = 8192,
+    batch: int = 1,
+    prompt: int | None = None,
+    quantize: str | None = "4bit",
+    quantize_experts: bool = False,
+    adapter: str | Path | None = None,
+    vision: bool = False,
+    audio: bool = False,
+    cpu: int | str | None = None,
+    disk: int | str | None = None,
+    attention: str = "sdpa",
+    balanced: bool = False,
+) -> Plan:
     """A device map for ``model`` that stays inside ``vram`` while loading, in the prefill and while decoding.
 
     >>> plan = gemma4_compat.plan_device_map("E4B", "4GiB", context=2048)
@@ -91,16 +143,25 @@ def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
     'cpu'
 
     Needs torch and transformers, no weights and no accelerator. What leaves the accelerator first costs the
-    least: the per-layer embedding table, the towers, then as many decoder layers as must, which are paged.
+    least: the per-layer embeddings, the towers, then as many decoder layers as must, which are streamed.
 
     Args:
         model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
             "31B"), a Gemma 4 configuration, or a model (on meta is enough).
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
             mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
-        options: ``context``, ``batch``, ``prompt``, ``quantize``
-            ("4bit", "4bit-double", "8bit", None), ``quantize_experts``, ``adapter``, ``vision``, ``audio``, ``cpu``,
-            ``disk``, ``attention``, ``balanced``.
+        context: tokens of a sequence, prompt and answer together.
+        batch: sequences at a time.
+        prompt: tokens of the prompt; default: all of the context, the worst case.
+        quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
+        quantize_experts: experts are quantized to 4 bits, too; otherwise they stay in bf16, as upstream keeps them.
+        adapter: the folder of a PEFT adapter that will be loaded onto the model.
+        vision: inputs contain images, one a sequence.
+        audio: inputs contain audio, 30 s a sequence.
+        cpu: host memory for what is offloaded; default: as much as it takes.
+        disk: disk space for what is offloaded; default: as much as it takes.
+        attention: "sdpa" or "eager".
+        balanced: over several accelerators, about the same on each; otherwise the first are filled.
 
     Returns:
         The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
@@ -110,7 +171,22 @@ def plan_device_map(model: Any, vram: Any, **options: Any) -> Plan:
     """
     from gemma4_compat._planner import plan
 
-    return plan.plan_device_map(model, vram, **options)
+    return plan.plan_device_map(
+        model,
+        vram,
+        context=context,
+        batch=batch,
+        prompt=prompt,
+        quantize=quantize,
+        quantize_experts=quantize_experts,
+        adapter=adapter,
+        vision=vision,
+        audio=audio,
+        cpu=cpu,
+        disk=disk,
+        attention=attention,
+        balanced=balanced,
+    )
 
 
 def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str, SkipModule]:
@@ -133,7 +209,7 @@ def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str
         By name: the reason, how many such modules and weights there are, and the bytes that bf16 takes more.
 
     Raises:
-        Gemma4CompatError: it is no Gemma 4, or the quantization is unknown.
+        Gemma4CompatError: it is not a Gemma 4 model, or the quantization is unknown.
     """
     from gemma4_compat._planner import skip_modules
 
@@ -170,8 +246,23 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     return job.scan_adapter(adapter, base, quantize=quantize, renames=renames)
 
 
-def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, **options: Any) -> MergeReport:
-    """Merge a LoRA, or what else PEFT can merge, into its base, and measure that the answers are the adapter's.
+def merge_adapter(
+    base: str | Path,
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    start: str = "original",
+    quantize: Any = None,
+    skip_modules: Sequence[str] | None = None,
+    dtype: str | None = None,
+    device_map: Any = None,
+    max_shard_size: int | str = "5GB",
+    check: int = 4,
+    tolerance: float | None = None,
+    allow_pickle: bool = False,
+    progress: bool | None = None,
+) -> MergeReport:
+    """Merge a LoRA, or what else PEFT can merge, into its base, and compare outputs with those of the adapter.
 
     >>> report = gemma4_compat.merge_adapter("gemma-4-E4B-it", "my-adapter", "merged")
     >>> report.parity.ok
@@ -186,24 +277,44 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, **opti
         base: the folder of a Gemma 4 checkpoint in safetensors, or the id of a cached one.
         adapter: the folder of an adapter, or the id of a cached one; keys of another Gemma 4 class are understood.
         out: a folder that does not exist, or is empty.
-        options: ``start``, "original" (default: the weights as they are on disk) or "dequantized" (what the 4-bit or
-            8-bit base computes with, as the adapter saw it); for the latter ``quantize`` ("4bit", "4bit-double",
-            "8bit" or a ``BitsAndBytesConfig``; default: what the base says, else "4bit-double") and ``skip_modules``
-            (``llm_int8_skip_modules``); ``dtype``, "bf16", "fp16" or "fp32" (default: the base's); ``device_map``,
-            where the check runs (default: the first GPU, else the CPU); ``max_shard_size`` ("5GB"); ``check``, how
-            many prompts (4; 0: no check); ``tolerance``, a largest difference of logits for the measured bound;
-            ``allow_pickle``; ``progress`` (default: on a terminal).
+        start: "original" (the weights as they are on disk) or "dequantized" (what the 4-bit or 8-bit base computes
+            with, as the adapter saw it).
+        quantize: for "dequantized": "4bit", "4bit-double", "8bit" or a ``BitsAndBytesConfig``; default: what the base
+            says, else "4bit-double".
+        skip_modules: for "dequantized": ``llm_int8_skip_modules``; default: those of ``quantize`` where it is a
+            configuration, else the head and the routers.
+        dtype: "bf16", "fp16" or "fp32"; default: the base's.
+        device_map: where the check runs; default: the first GPU, else the CPU.
+        max_shard_size: of a file with weights.
+        check: how many prompts to compare outputs on; 0: no check.
+        tolerance: the largest difference of logits; default: a bound measured on this model.
+        allow_pickle: read an ``adapter_model.bin`` (tensors and nothing else).
+        progress: show a progress bar; default: on a terminal.
 
     Returns:
         What was merged, and the measured parity: logits, KL divergence, greedy tokens.
 
     Raises:
-        Gemma4CompatError: it cannot be done; the message says why and nothing is left behind. When parity is out of
-            bounds it is a ``MergeParityError``, whose ``report`` has what was measured.
+        MergeParityError: parity is out of bounds; its ``report`` has what was measured, and nothing is left behind.
+        Gemma4CompatError: it cannot be done; the message says why, and nothing is left behind.
     """
     from gemma4_compat._merge import job
 
-    return job.merge_adapter(base, adapter, out, **options)
+    return job.merge_adapter(
+        base,
+        adapter,
+        out,
+        start=start,
+        quantize=quantize,
+        skip_modules=skip_modules,
+        dtype=dtype,
+        device_map=device_map,
+        max_shard_size=max_shard_size,
+        check=check,
+        tolerance=tolerance,
+        allow_pickle=allow_pickle,
+        progress=progress,
+    )
 
 
 def patches() -> tuple[Patch, ...]:
@@ -219,9 +330,9 @@ def quantize_offloaded() -> Iterator[None]:
     ...     model = AutoModelForImageTextToText.from_pretrained(..., device_map={...}, quantization_config=four_bit)
 
     For Gemma 4 and bitsandbytes, 4-bit and 8-bit. Upstream keeps what a dict ``device_map`` puts on ``"cpu"`` or
-    ``"disk"`` unquantized, wants ``llm_int8_enable_fp32_cpu_offload=True`` for that, and answers accordingly; inside,
-    answers are those of the same quantization on one device, and the flag is not needed. It concerns this thread
-    alone; ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded`` does the same for the whole process.
+    ``"disk"`` unquantized, wants ``llm_int8_enable_fp32_cpu_offload=True`` for that, and outputs differ accordingly;
+    inside, outputs are those of the same quantization on one device, and the flag is not needed. It applies to this
+    thread alone; ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded`` does the same for the whole process.
 
     Raises:
         Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
@@ -238,9 +349,9 @@ def quantize_experts() -> Iterator[None]:
     >>> with gemma4_compat.quantize_experts():
     ...     model = AutoModelForImageTextToText.from_pretrained(..., quantization_config=four_bit)
 
-    For Gemma 4 and bitsandbytes. Upstream keeps experts in bf16, for they are parameters and no linear layers; inside,
-    each expert's matrix is quantized by itself. ``llm_int8_skip_modules`` counts for them, too ("experts", or one
-    layer's). A model that was saved so is loaded so anywhere. It concerns this thread alone;
+    For Gemma 4 and bitsandbytes. Upstream keeps experts in bf16, for they are parameters, not linear layers; inside,
+    each expert's matrix is quantized by itself. ``llm_int8_skip_modules`` applies to them, too ("experts", or one
+    layer's). A model saved that way loads that way anywhere. It applies to this thread alone;
     ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts`` does the same for the whole process. Goes together with
     :func:`quantize_offloaded`: ``with quantize_experts(), quantize_offloaded(): ...``.
 

@@ -16,6 +16,7 @@ from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
 from gemma4_compat._needed import files, judge
 from gemma4_compat._needed import report as _needed_report
+from gemma4_compat.patches import registry
 
 app = typer.Typer(
     add_completion=False,
@@ -27,6 +28,38 @@ app = typer.Typer(
 )
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+# Options of `merge`.
+_Start = Annotated[
+    str,
+    typer.Option(
+        "--base",
+        metavar="original|dequantized",
+        help="The weights to merge into. original: as they are on disk; right when the merged model is used in bf16, "
+        "or is quantized again by another tool. dequantized: each weight that bitsandbytes would quantize goes to "
+        "4 bits and back first; right when the adapter was trained and evaluated on the quantized base and the merged "
+        "model must give the same outputs. The first has better weights that the adapter never saw; the second keeps "
+        "the quantization errors that the adapter learned to compensate.",
+    ),
+]
+_QuantizeBase = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize", help="For dequantized: 4bit, 4bit-double or 8bit; default: what the base says, or 4bit-double."
+    ),
+]
+_SkipModules = Annotated[
+    list[str] | None,
+    typer.Option("--skip-module", help="For dequantized: an entry of llm_int8_skip_modules; may be repeated."),
+]
+_CheckDevice = Annotated[
+    str | None,
+    typer.Option("--device-map", help="Where the check runs: auto, cpu, cuda:0 or JSON; default: a GPU, or the CPU."),
+]
+_Tolerance = Annotated[
+    float | None,
+    typer.Option("--tolerance", help="Largest difference of logits; default: a bound measured on this model."),
+]
 
 
 def main() -> None:
@@ -87,28 +120,38 @@ def status(as_json: _Json = False) -> None:
 
 @app.command(name="list")
 def list_patches(as_json: _Json = False) -> None:
-    """Every patch this package knows, with the releases it is for."""
+    """Every patch this package knows, with its area and the releases it is for."""
+    areas = _areas()
     if as_json:
-        _print_json([_report.patch_data(patch) for patch in gemma4_compat.patches()])
+        _print_json([_report.patch_data(patch, areas[patch.id]) for patch in gemma4_compat.patches()])
     else:
-        typer.echo(_report.patches_text(gemma4_compat.patches()))
+        typer.echo(_report.patches_text(gemma4_compat.patches(), areas))
 
 
 @app.command()
 def explain(
-    patch_id: Annotated[str, typer.Argument(metavar="ID", help="A patch id, or a row of the map (F2).")],
+    name: Annotated[
+        str, typer.Argument(metavar="ID|AREA", help="A patch, or an area, such as offload; `list` shows both.")
+    ],
     as_json: _Json = False,
 ) -> None:
-    """What one patch repairs, why upstream breaks, what it changes, and when it goes."""
-    patches = [patch for patch in gemma4_compat.patches() if patch_id.upper() in patch.failure_points] or _chosen(
-        [patch_id]
-    )
-    statuses = gemma4_compat.status()
+    """What a patch, or each patch of an area, repairs, why upstream breaks, what it changes, and when it goes."""
+    areas, statuses = _areas(), gemma4_compat.status()
+    patches = [patch for patch in gemma4_compat.patches() if name in (patch.id, areas[patch.id])]
+    if not patches:
+        close = settings.nearest(name, {*areas, *areas.values()})
+        known = f"areas are {', '.join(sorted(set(areas.values())))}, and `gemma4-compat list` shows every id."
+        _fail(f"no patch and no area is called {name!r}; " + (f"did you mean {close!r}?" if close else known))
     if as_json:
-        data = [_report.patch_data(patch) | {"status": _report.status_data(statuses[patch.id])} for patch in patches]
-        _print_json(data)
+        _print_json(
+            [
+                _report.patch_data(patch, areas[patch.id]) | {"status": _report.status_data(statuses[patch.id])}
+                for patch in patches
+            ]
+        )
     else:
-        typer.echo("\n\n".join(_report.explanation_text(patch, statuses[patch.id]) for patch in patches))
+        explained = (_report.explanation_text(patch, areas[patch.id], statuses[patch.id]) for patch in patches)
+        typer.echo("\n\n".join(explained))
 
 
 @app.command()
@@ -153,8 +196,8 @@ def plan(
         bool, typer.Option("--quantize-experts", help="Experts to 4 bits, too; otherwise they stay in bf16.")
     ] = False,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of a PEFT adapter to be loaded.")] = None,
-    vision: Annotated[bool, typer.Option("--vision", help="Images will be given.")] = False,
-    audio: Annotated[bool, typer.Option("--audio", help="Sound will be given.")] = False,
+    vision: Annotated[bool, typer.Option("--vision", help="Inputs contain images.")] = False,
+    audio: Annotated[bool, typer.Option("--audio", help="Inputs contain audio.")] = False,
     cpu: Annotated[str | None, typer.Option("--cpu", help="Host memory for what is offloaded.")] = None,
     disk: Annotated[str | None, typer.Option("--disk", help="Disk space for what is offloaded.")] = None,
     as_json: _Json = False,
@@ -166,7 +209,7 @@ def plan(
     from gemma4_compat._planner import text as _plan_text
 
     try:
-        made = gemma4_compat.plan_device_map(
+        planned = gemma4_compat.plan_device_map(
             model,
             vram,
             context=context,
@@ -185,9 +228,9 @@ def plan(
     except ModuleNotFoundError as error:
         _fail(f"{error.name} is not installed; a plan needs it: pip install 'gemma4-compat[stack]'")
     if as_json:
-        _print_json({"gemma4_compat": gemma4_compat.__version__, **made.as_data()})
+        _print_json({"gemma4_compat": gemma4_compat.__version__, **planned.as_data()})
     else:
-        typer.echo(_plan_text.plan_text(made, blocks=_plan_text.can_show_blocks(sys.stdout.encoding)))
+        typer.echo(_plan_text.plan_text(planned, blocks=_plan_text.can_show_blocks(sys.stdout.encoding)))
 
 
 @app.command()
@@ -233,48 +276,20 @@ def merge(
     out: Annotated[
         Path, typer.Argument(metavar="OUT", help="Folder of the merged model; must not exist, or be empty.")
     ],
-    start: Annotated[
-        str,
-        typer.Option(
-            "--base",
-            metavar="original|dequantized",
-            help="The weights to merge into. original: as they are on disk; right when the merged model is used in "
-            "bf16, or is quantized again by another tool. dequantized: each weight that bitsandbytes would quantize "
-            "goes to 4 bits and back first; right when the adapter was trained and judged on the quantized base and "
-            "the merged model shall answer as that did. The first has better weights that the adapter never saw; the "
-            "second has the errors the adapter learned to live with, and keeps them.",
-        ),
-    ] = "original",
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            "--quantize",
-            help="For dequantized: 4bit, 4bit-double or 8bit; default: what the base says, or 4bit-double.",
-        ),
-    ] = None,
-    skip: Annotated[
-        list[str] | None,
-        typer.Option("--skip-module", help="For dequantized: an entry of llm_int8_skip_modules; may be repeated."),
-    ] = None,
+    start: _Start = "original",
+    quantize: _QuantizeBase = None,
+    skip: _SkipModules = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="bf16, fp16 or fp32; default: the base's.")] = None,
-    device_map: Annotated[
-        str | None,
-        typer.Option(
-            "--device-map", help="Where the check runs: auto, cpu, cuda:0 or JSON; default: a GPU, or the CPU."
-        ),
-    ] = None,
+    device_map: _CheckDevice = None,
     max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file with weights.")] = "5GB",
-    check: Annotated[int, typer.Option("--check", help="Prompts to compare answers on; 0: no check.")] = 4,
-    tolerance: Annotated[
-        float | None,
-        typer.Option("--tolerance", help="Largest difference of logits; default: a bound measured on this model."),
-    ] = None,
+    check: Annotated[int, typer.Option("--check", help="Prompts to compare outputs on; 0: no check.")] = 4,
+    tolerance: _Tolerance = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read an adapter_model.bin (tensors and nothing else).")
     ] = False,
     as_json: _Json = False,
 ) -> None:
-    """Merge an adapter into its base with little memory, and measure that the answers are those of the adapter.
+    """Merge an adapter into its base with little memory, and compare outputs with those of the adapter.
 
     Exit 0 when OUT is there and parity is within bounds, 1 when it is not (then there is no OUT), 2 on bad input.
     """
@@ -324,6 +339,10 @@ def _version(show: Annotated[bool, typer.Option("--version", help="Print the ver
     if show:
         typer.echo(gemma4_compat.__version__)
         raise typer.Exit(0)
+
+
+def _areas() -> dict[str, str]:
+    return {patch.id: registry.area(patch.id) for patch in gemma4_compat.patches()}
 
 
 def _chosen(ids: list[str]) -> list[gemma4_compat.Patch]:

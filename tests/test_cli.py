@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat.patches import registry
 from tests.adapters.adapter_files import lora, write_adapter
 from tests.engine.test_import_cost import UPSTREAM, imported_by
 from tests.helpers import Finished, child
@@ -67,7 +68,7 @@ def test_list_has_a_line_for_each_patch() -> None:
     lines = cli_says("list").stdout.splitlines()
     for line, patch in zip(lines, PATCHES, strict=True):
         assert line.split()[0] == patch.id
-        assert "+".join(patch.failure_points) in line
+        assert line.split()[1] == registry.area(patch.id)
         assert f"{patch.distribution} {patch.affected}" in line
         assert line.endswith(patch.summary)
 
@@ -75,6 +76,8 @@ def test_list_has_a_line_for_each_patch() -> None:
 def test_list_as_json() -> None:
     for item, patch in zip(json.loads(cli_says("list", "--json").stdout), PATCHES, strict=True):
         assert item["id"] == patch.id
+        assert item["area"] == registry.area(patch.id)
+        assert item["failure_points"] == list(patch.failure_points)
         assert item["targets"] == [str(target) for target in patch.targets]
         assert item["severity"] == patch.severity
         assert item["documentation"]
@@ -85,25 +88,44 @@ def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> N
     text = cli_says("explain", patch.id).stdout
     for part in (patch.summary, patch.affected, patch.measured, patch.retire_when, *map(str, patch.targets)):
         assert part in text
+    assert text.startswith(f"{patch.id} ({registry.area(patch.id)})\n")
     assert f"GEMMA4_COMPAT_DISABLE={patch.id}" in text
     assert str(gemma4_compat.status()[patch.id].state) in text
 
 
-@pytest.mark.parametrize("row", ["F2", "f2"])
-def test_explain_takes_a_row_of_the_map(row: str) -> None:
-    expected = [patch.id for patch in PATCHES if "F2" in patch.failure_points]
-    assert expected
-    data = json.loads(cli_says("explain", row, "--json").stdout)
+@pytest.mark.parametrize("area", sorted({registry.area(patch_id) for patch_id in IDS}))
+def test_explain_tells_everything_about_the_patches_of_an_area(area: str) -> None:
+    expected = [patch_id for patch_id in IDS if registry.area(patch_id) == area]
+    data = json.loads(cli_says("explain", area, "--json").stdout)
     assert [item["id"] for item in data] == expected
+    assert {item["area"] for item in data} == {area}
     assert [item["status"]["id"] for item in data] == expected
+    text = cli_says("explain", area).stdout
+    assert text == "\n".join(cli_says("explain", patch_id).stdout for patch_id in expected)
 
 
-@pytest.mark.parametrize("command", ["explain", "doctor"])
-def test_an_unknown_id_is_bad_usage_and_the_nearest_is_named(command: str) -> None:
-    result = cli_says(command, "peft-keep-dispach", code=2)
-    assert result.stderr == (
-        "gemma4-compat: no patch has the id 'peft-keep-dispach'; did you mean 'peft-keep-dispatch'?\n"
-    )
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["doctor", "peft-keep-dispach"],
+            "no patch has the id 'peft-keep-dispach'; did you mean 'peft-keep-dispatch'?",
+        ),
+        (
+            ["explain", "peft-keep-dispach"],
+            "no patch and no area is called 'peft-keep-dispach'; did you mean 'peft-keep-dispatch'?",
+        ),
+        (["explain", "quantisation"], "no patch and no area is called 'quantisation'; did you mean 'quantization'?"),
+        (
+            ["explain", "F2"],
+            "no patch and no area is called 'F2'; areas are adapters, checkpoints, generation, multimodal, offload, "
+            "placement, quantization, training, and `gemma4-compat list` shows every id.",
+        ),
+    ],
+)
+def test_an_unknown_name_is_bad_usage_and_the_error_names_what_is_known(arguments: list[str], message: str) -> None:
+    result = cli_says(*arguments, code=2)
+    assert result.stderr == f"gemma4-compat: {message}\n"
     assert result.stdout == ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from gemma4_compat._engine.patch import Patch, PatchStatus
@@ -21,10 +22,11 @@ def status_data(status: PatchStatus) -> dict[str, Any]:
     }
 
 
-def patch_data(patch: Patch) -> dict[str, Any]:
+def patch_data(patch: Patch, area: str) -> dict[str, Any]:
     """One patch's metadata as plain data, its file's documentation included."""
     return {
         "id": patch.id,
+        "area": area,
         "summary": patch.summary,
         "symptom": patch.symptom,
         "severity": str(patch.severity),
@@ -55,17 +57,14 @@ def status_text(statuses: dict[str, PatchStatus]) -> str:
     return "\n".join(lines)
 
 
-def patches_text(patches: tuple[Patch, ...]) -> str:
-    """One line a patch: id, rows of the map, affected releases, summary."""
-    rows = [
-        (patch.id, "+".join(patch.failure_points), f"{patch.distribution} {patch.affected}", patch.summary)
-        for patch in patches
-    ]
+def patches_text(patches: tuple[Patch, ...], areas: Mapping[str, str]) -> str:
+    """One line a patch: id, area (``areas`` has it by id), affected releases, summary."""
+    rows = [(patch.id, areas[patch.id], f"{patch.distribution} {patch.affected}", patch.summary) for patch in patches]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in rows)
 
 
-def explanation_text(patch: Patch, status: PatchStatus) -> str:
+def explanation_text(patch: Patch, area: str, status: PatchStatus) -> str:
     """Everything known about one patch, for a reader."""
     rows = [
         ("affected", f"{patch.distribution} {patch.affected}" + "".join(f", {text}" for text in patch.requires)),
@@ -79,6 +78,4 @@ def explanation_text(patch: Patch, status: PatchStatus) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     fields = [f"{name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 2)) for name, value in rows]
-    return f"{patch.id} ({'+'.join(patch.failure_points)})\n{patch.summary}\n\n{documentation(patch)}\n\n" + "\n".join(
-        fields
-    )
+    return f"{patch.id} ({area})\n{patch.summary}\n\n{documentation(patch)}\n\n" + "\n".join(fields)

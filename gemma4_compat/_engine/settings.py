@@ -40,11 +40,16 @@ def is_enabled(patch_id: str, environ: Mapping[str, str] | None = None) -> bool:
 
 def unknown_id(patch_id: str, known: Collection[str]) -> str:
     """One sentence about an id that no patch has, with the nearest that one has."""
+    close = nearest(patch_id, known)
+    hint = f"did you mean {close!r}?" if close else f"known ids: {', '.join(sorted(known))}."
+    return f"no patch has the id {patch_id!r}; {hint}"
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that a misspelt one is closest to; None where none is close."""
     import difflib
 
-    nearest = difflib.get_close_matches(patch_id, sorted(known), n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known ids: {', '.join(sorted(known))}."
-    return f"no patch has the id {patch_id!r}; {hint}"
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.4)), None)
 
 
 def _ids(variable: str, environ: Mapping[str, str], known: Collection[str], *, wildcard: bool) -> frozenset[str]:

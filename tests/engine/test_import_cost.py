@@ -7,6 +7,7 @@ import functools
 import pytest
 
 import gemma4_compat
+from gemma4_compat.patches import registry
 from tests.helpers import child
 
 UPSTREAM = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "safetensors", "huggingface_hub")
@@ -60,10 +61,18 @@ def test_the_public_names_are_those_that_are_documented() -> None:
     assert sorted(gemma4_compat.__all__) == [
         "Gemma4CompatError",
         "Gemma4CompatWarning",
+        "MergeParityError",
+        "MergeReport",
         "MetaTensor",
+        "Parity",
         "Patch",
         "PatchState",
         "PatchStatus",
+        "Plan",
+        "Problem",
+        "Scan",
+        "Severity",
+        "SkipModule",
         "__version__",
         "find_meta_tensors",
         "input_device",

@@ -1,0 +1,158 @@
+"""What users write, for mypy --strict and pyright: it is checked, never run.
+
+An ignored line is one that must be an error: both checkers report an ignore that is not needed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import assert_type
+
+import gemma4_compat
+from gemma4_compat import (
+    Gemma4CompatError,
+    Gemma4CompatWarning,
+    MergeParityError,
+    MergeReport,
+    MetaTensor,
+    Parity,
+    Patch,
+    PatchState,
+    PatchStatus,
+    Plan,
+    Problem,
+    Scan,
+    Severity,
+    SkipModule,
+)
+
+
+def engine() -> None:
+    assert_type(gemma4_compat.__version__, str)
+    assert_type(gemma4_compat.status(), dict[str, PatchStatus])
+    assert_type(gemma4_compat.revert("peft-keep-dispatch"), dict[str, PatchStatus])
+    assert_type(gemma4_compat.patches(), tuple[Patch, ...])
+    gemma4_compat.revert(id=None)
+    gemma4_compat.install()
+
+
+def failed(statuses: dict[str, PatchStatus]) -> list[str]:
+    return [f"{item.id}: {item.reason}" for item in statuses.values() if item.state is PatchState.FAILED]
+
+
+def silent(patches: tuple[Patch, ...]) -> list[str]:
+    return [patch.summary for patch in patches if patch.severity is Severity.WRONG_RESULT]
+
+
+def plan() -> dict[str, int | str]:
+    made = gemma4_compat.plan_device_map(
+        "E4B",
+        "4GiB",
+        context=2048,
+        batch=1,
+        prompt=None,
+        quantize="4bit",
+        quantize_experts=False,
+        adapter=Path("adapter"),
+        vision=True,
+        audio=False,
+        cpu="16GiB",
+        disk=1 << 40,
+        attention="sdpa",
+        balanced=False,
+    )
+    assert_type(made, Plan)
+    assert_type(made.longest_context, int)
+    assert_type(made.use[0].peak, int)
+    gemma4_compat.plan_device_map("31B", 8 << 30, quantize=None)
+    gemma4_compat.plan_device_map("31B", ["8GiB", 6 << 30], balanced=True)
+    gemma4_compat.plan_device_map("31B", {0: "8GiB", "cuda:1": 6 << 30})
+    return made.device_map
+
+
+def bad_plans() -> None:
+    gemma4_compat.plan_device_map("E2B")  # type: ignore[call-arg]
+    gemma4_compat.plan_device_map("E2B", 8.0)  # type: ignore[arg-type]
+    gemma4_compat.plan_device_map("E2B", "8GiB", 2048)  # type: ignore[call-arg]
+    gemma4_compat.plan_device_map("E2B", "8GiB", contxt=2048)  # type: ignore[call-arg]
+    gemma4_compat.plan_device_map("E2B", "8GiB", context="2048")  # type: ignore[arg-type]
+    gemma4_compat.plan_device_map("E2B", "8GiB", quantize=4)  # type: ignore[arg-type]
+
+
+def skipped() -> list[str]:
+    keep = gemma4_compat.quantization_skip_modules("26B-A4B", quantize="8bit")
+    assert_type(keep, dict[str, SkipModule])
+    return [name for name, module in keep.items() if module.cost < 1 << 20]
+
+
+def scan(folder: Path) -> list[Problem]:
+    found = gemma4_compat.scan_adapter(folder, "E2B", quantize="4bit")
+    assert_type(found, Scan)
+    assert_type(found.ok, bool)
+    return [problem for problem in found.problems if problem.id != "renamed"]
+
+
+def bad_scans() -> None:
+    gemma4_compat.scan_adapter()  # type: ignore[call-arg]
+    gemma4_compat.scan_adapter("adapter", renames=False)  # type: ignore[call-arg]
+
+
+def merge() -> MergeReport:
+    try:
+        return gemma4_compat.merge_adapter(
+            "base",
+            Path("adapter"),
+            "out",
+            start="dequantized",
+            quantize="4bit",
+            skip_modules=["lm_head"],
+            dtype="bf16",
+            device_map={"": 0},
+            max_shard_size="5GB",
+            check=2,
+            tolerance=0.5,
+            allow_pickle=False,
+            progress=False,
+        )
+    except gemma4_compat.MergeParityError as error:
+        assert_type(error.report, MergeReport)
+        return error.report
+
+
+def difference(report: MergeReport) -> float | None:
+    measured: Parity | None = report.parity
+    return None if measured is None else measured.difference
+
+
+def bad_merges() -> None:
+    gemma4_compat.merge_adapter("base", "adapter")  # type: ignore[call-arg]
+    gemma4_compat.merge_adapter("base", "adapter", "out", "original")  # type: ignore[call-arg]
+    gemma4_compat.merge_adapter("base", "adapter", "out", shard_size="5GB")  # type: ignore[call-arg]
+    gemma4_compat.merge_adapter("base", "adapter", "out", check="all")  # type: ignore[arg-type]
+
+
+def load(model_class: Any) -> Any:
+    with gemma4_compat.quantize_experts(), gemma4_compat.quantize_offloaded():
+        model = model_class.from_pretrained("checkpoint")
+    lost = [tensor.path for tensor in gemma4_compat.find_meta_tensors(model) if not tensor.offloaded]
+    if lost:
+        raise Gemma4CompatError(f"no values: {lost}")
+    return model, gemma4_compat.input_device(model)
+
+
+def described(tensor: MetaTensor) -> str:
+    return f"{tensor.path}: {tensor.kind}, {tensor.shape}"
+
+
+def errors() -> None:
+    kinds: tuple[type[Gemma4CompatError], ...] = (Gemma4CompatError, MergeParityError)
+    warning: type[Warning] = Gemma4CompatWarning
+    print(kinds, warning)
+
+
+def bad_names() -> None:
+    print(gemma4_compat.merge_adapters)  # type: ignore[attr-defined]
+    print(gemma4_compat.PatchState.BROKEN)  # type: ignore[attr-defined]
+    gemma4_compat.patches()[0].id = "other"  # type: ignore[misc]
