@@ -6,7 +6,8 @@ repaired as those libraries are imported.
 <PatchState.PENDING: 'pending'>
 
 Importing it imports none of them. ``GEMMA4_COMPAT_DISABLE=id,id`` (or ``all``) leaves patches out,
-``GEMMA4_COMPAT_ENABLE=id`` adds opt-in ones, ``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply into an error.
+``GEMMA4_COMPAT_ENABLE=id`` does for the whole process what :func:`quantize_offloaded` or :func:`quantize_experts` does
+inside its ``with``, ``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply into an error.
 """
 
 from __future__ import annotations

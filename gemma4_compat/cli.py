@@ -16,7 +16,6 @@ from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
 from gemma4_compat._needed import files, judge
 from gemma4_compat._needed import report as _needed_report
-from gemma4_compat.patches import registry
 
 app = typer.Typer(
     add_completion=False,
@@ -121,11 +120,10 @@ def status(as_json: _Json = False) -> None:
 @app.command(name="list")
 def list_patches(as_json: _Json = False) -> None:
     """Every patch this package knows, with its area and the releases it is for."""
-    areas = _areas()
     if as_json:
-        _print_json([_report.patch_data(patch, areas[patch.id]) for patch in gemma4_compat.patches()])
+        _print_json([_report.patch_data(patch) for patch in gemma4_compat.patches()])
     else:
-        typer.echo(_report.patches_text(gemma4_compat.patches(), areas))
+        typer.echo(_report.patches_text(gemma4_compat.patches()))
 
 
 @app.command()
@@ -136,7 +134,8 @@ def explain(
     as_json: _Json = False,
 ) -> None:
     """What a patch, or each patch of an area, repairs, why upstream breaks, what it changes, and when it goes."""
-    areas, statuses = _areas(), gemma4_compat.status()
+    statuses = gemma4_compat.status()
+    areas = {patch.id: patch.area for patch in gemma4_compat.patches()}
     patches = [patch for patch in gemma4_compat.patches() if name in (patch.id, areas[patch.id])]
     if not patches:
         close = settings.nearest(name, {*areas, *areas.values()})
@@ -144,13 +143,10 @@ def explain(
         _fail(f"no patch and no area is called {name!r}; " + (f"did you mean {close!r}?" if close else known))
     if as_json:
         _print_json(
-            [
-                _report.patch_data(patch, areas[patch.id]) | {"status": _report.status_data(statuses[patch.id])}
-                for patch in patches
-            ]
+            [_report.patch_data(patch) | {"status": _report.status_data(statuses[patch.id])} for patch in patches]
         )
     else:
-        explained = (_report.explanation_text(patch, areas[patch.id], statuses[patch.id]) for patch in patches)
+        explained = (_report.explanation_text(patch, statuses[patch.id]) for patch in patches)
         typer.echo("\n\n".join(explained))
 
 
@@ -339,10 +335,6 @@ def _version(show: Annotated[bool, typer.Option("--version", help="Print the ver
     if show:
         typer.echo(gemma4_compat.__version__)
         raise typer.Exit(0)
-
-
-def _areas() -> dict[str, str]:
-    return {patch.id: registry.area(patch.id) for patch in gemma4_compat.patches()}
 
 
 def _chosen(ids: list[str]) -> list[gemma4_compat.Patch]:

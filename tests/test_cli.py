@@ -86,7 +86,7 @@ def test_list_as_json() -> None:
 @pytest.mark.parametrize("patch", PATCHES, ids=IDS)
 def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> None:
     text = cli_says("explain", patch.id).stdout
-    for part in (patch.summary, patch.affected, patch.measured, patch.retire_when, *map(str, patch.targets)):
+    for part in (patch.summary, patch.affected, patch.measured, patch.documentation, *map(str, patch.targets)):
         assert part in text
     assert text.startswith(f"{patch.id} ({registry.area(patch.id)})\n")
     assert f"GEMMA4_COMPAT_DISABLE={patch.id}" in text

@@ -1,7 +1,7 @@
 """The measured data of the patches: gemma4_compat/patches/measured.py, which this writes and nobody edits.
 
 python tools/fingerprints.py                 the fingerprints of all targets in this environment's libraries, as JSON
-python tools/fingerprints.py --write [FILE]  into the data: this environment's, or those in such files; new releases too
+python tools/fingerprints.py --write [FILE]  into the data: this environment's, or those in such files
 python tools/fingerprints.py --check         exit 1 when the data is not what this environment's libraries say
 
 After a patch was added or removed, `--write` brings the data up to date with the patch files. What the data lacks then
@@ -34,8 +34,8 @@ from gemma4_compat.patches import measured  # noqa: E402
 DATA = ROOT / "gemma4_compat" / "patches" / "measured.py"
 HEAD = '''"""Releases that were measured, and the fingerprints of the code that patches replace in them.
 
-Written by ``python tools/fingerprints.py --write``; do not edit. ``RELEASES`` is ordered. ``MODULES`` has the modules of
-each patch's targets, so that its file is imported only when one of them is. ``KNOWN`` is target -> fingerprint ->
+Written by ``python tools/fingerprints.py --write``; do not edit. ``RELEASES`` is ordered. ``MODULES`` has the modules
+of each patch's targets, so that its file is imported only when one of them is. ``KNOWN`` is target -> fingerprint ->
 releases.
 """
 

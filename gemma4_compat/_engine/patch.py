@@ -116,8 +116,8 @@ class Target:
 class Patch:
     """One defect and its repair. The vocabulary is that of DEP-3, OSV and PyPA version specifiers.
 
-    What a patch file says elsewhere is not repeated in its ``PATCH``: ``summary``, ``symptom`` and ``retire_when`` come
-    from the file's docstring, ``area`` from its folder, ``measured`` and ``known`` from the measured data.
+    What a patch file says elsewhere is not repeated in its ``PATCH``: ``summary``, ``symptom`` and ``retire_when``
+    come from the file's docstring, ``area`` from its folder, ``measured`` and ``known`` from the measured data.
 
     Attributes:
         id: ``<distribution>-<slug>``, for ever.

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Mapping
 from typing import Any
 
 from gemma4_compat._engine.patch import Patch, PatchStatus
@@ -19,14 +16,15 @@ def status_data(status: PatchStatus) -> dict[str, Any]:
         "versions": dict(status.versions),
         "late": status.late,
         "overridden": list(status.overridden),
+        "unmet": list(status.unmet),
     }
 
 
-def patch_data(patch: Patch, area: str) -> dict[str, Any]:
+def patch_data(patch: Patch) -> dict[str, Any]:
     """One patch's metadata as plain data, its file's documentation included."""
     return {
         "id": patch.id,
-        "area": area,
+        "area": patch.area,
         "summary": patch.summary,
         "symptom": patch.symptom,
         "severity": str(patch.severity),
@@ -40,14 +38,9 @@ def patch_data(patch: Patch, area: str) -> dict[str, Any]:
         "applied_upstream": patch.applied_upstream,
         "fixed": patch.fixed,
         "retire_when": patch.retire_when,
-        "opt_in": patch.opt_in,
-        "documentation": documentation(patch),
+        "needs": list(patch.needs),
+        "documentation": patch.documentation,
     }
-
-
-def documentation(patch: Patch) -> str:
-    """The docstring of the patch's file: what breaks, why, what changes, when it goes."""
-    return inspect.cleandoc(sys.modules[patch.reproduce.__module__].__doc__ or "")
 
 
 def status_text(statuses: dict[str, PatchStatus]) -> str:
@@ -57,14 +50,14 @@ def status_text(statuses: dict[str, PatchStatus]) -> str:
     return "\n".join(lines)
 
 
-def patches_text(patches: tuple[Patch, ...], areas: Mapping[str, str]) -> str:
-    """One line a patch: id, area (``areas`` has it by id), affected releases, summary."""
-    rows = [(patch.id, areas[patch.id], f"{patch.distribution} {patch.affected}", patch.summary) for patch in patches]
+def patches_text(patches: tuple[Patch, ...]) -> str:
+    """One line a patch: id, area, affected releases, summary."""
+    rows = [(patch.id, patch.area, f"{patch.distribution} {patch.affected}", patch.summary) for patch in patches]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in rows)
 
 
-def explanation_text(patch: Patch, area: str, status: PatchStatus) -> str:
+def explanation_text(patch: Patch, status: PatchStatus) -> str:
     """Everything known about one patch, for a reader."""
     rows = [
         ("affected", f"{patch.distribution} {patch.affected}" + "".join(f", {text}" for text in patch.requires)),
@@ -72,10 +65,9 @@ def explanation_text(patch: Patch, area: str, status: PatchStatus) -> str:
         ("fixed in", patch.fixed or "no release so far"),
         ("upstream", "\n".join(filter(None, (*patch.bug, patch.applied_upstream))) or "not reported"),
         ("replaces", "\n".join(str(target) for target in patch.targets)),
-        ("goes when", patch.retire_when),
         ("here", f"{status.state}: {status.reason}"),
         ("opt out", f"GEMMA4_COMPAT_DISABLE={patch.id}"),
     ]
     width = max(len(name) for name, _ in rows)
     fields = [f"{name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 2)) for name, value in rows]
-    return f"{patch.id} ({area})\n{patch.summary}\n\n{documentation(patch)}\n\n" + "\n".join(fields)
+    return f"{patch.id} ({patch.area})\n{patch.documentation}\n\n" + "\n".join(fields)

@@ -66,8 +66,8 @@ class Assessment:
 
     @property
     def droppable(self) -> bool:
-        """Whether nothing needs the package any more. Opt-in patches do not hold it back."""
-        return self.judged and all(item.verdict is Verdict.NOT_NEEDED or item.patch.opt_in for item in self.needs)
+        """Whether nothing needs the package any more."""
+        return self.judged and all(item.verdict is Verdict.NOT_NEEDED for item in self.needs)
 
 
 def assess(path: Path | None, patches: tuple[Patch, ...]) -> Assessment:

@@ -31,7 +31,6 @@ def assessment_data(assessment: Assessment) -> dict[str, Any]:
                 "fixed": need.patch.fixed,
                 "measured": need.patch.measured,
                 "unmeasured": need.unmeasured,
-                "opt_in": need.patch.opt_in,
             }
             for need in assessment.needs
         ],
@@ -45,7 +44,7 @@ def assessment_text(assessment: Assessment) -> str:
     for verdict in reversed(Verdict):
         for need in assessment.needs:
             if need.verdict is verdict:
-                shown = verdict.replace("_", " ") + "*" * need.unmeasured + " (opt-in)" * need.patch.opt_in
+                shown = verdict.replace("_", " ") + "*" * need.unmeasured
                 ways = " or ".join(need.unnecessary_with) or "no release so far"
                 way = "" if verdict is Verdict.NOT_NEEDED else ways
                 rows.append((need.patch.id, shown, way, need.because))
@@ -86,8 +85,5 @@ def _sum(assessment: Assessment) -> str:
         Verdict.NOT_NEEDED: "not needed",
     }
     total = ", ".join(f"{counts[verdict]} {text}" for verdict, text in meanings.items() if counts[verdict])
-    opt_in = [need.patch.id for need in assessment.needs if need.patch.opt_in and need.verdict != Verdict.NOT_NEEDED]
-    if assessment.droppable:
-        unless = f", unless you enable {', '.join(opt_in)}" if opt_in else ""
-        return f"{len(assessment.needs)} patches: {total}. gemma4_compat can be dropped{unless}."
-    return f"{len(assessment.needs)} patches: {total}."
+    droppable = " gemma4_compat can be dropped." if assessment.droppable else ""
+    return f"{len(assessment.needs)} patches: {total}.{droppable}"

@@ -1,7 +1,7 @@
 """Releases that were measured, and the fingerprints of the code that patches replace in them.
 
-Written by ``python tools/fingerprints.py --write``; do not edit. ``RELEASES`` is ordered. ``MODULES`` has the modules of
-each patch's targets, so that its file is imported only when one of them is. ``KNOWN`` is target -> fingerprint ->
+Written by ``python tools/fingerprints.py --write``; do not edit. ``RELEASES`` is ordered. ``MODULES`` has the modules
+of each patch's targets, so that its file is imported only when one of them is. ``KNOWN`` is target -> fingerprint ->
 releases.
 """
 

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import LatePatch, Patch
@@ -120,6 +121,7 @@ def _complete(patch_id: str) -> Patch:
     documentation = inspect.cleandoc(module.__doc__ or "")
     ordered = RELEASES[patch.distribution]
     inside = [release for release in ordered if versions.admits(patch.affected, release)]
+    said: dict[str, Any] = _sections(documentation) if documentation else {}  # none under ``python -OO``
     return dataclasses.replace(
         patch,
         area=_AREAS[patch_id],
@@ -128,7 +130,7 @@ def _complete(patch_id: str) -> Patch:
         targets=tuple(
             dataclasses.replace(target, known=_known(str(target), inside, ordered)) for target in patch.targets
         ),
-        **(_sections(documentation) if documentation else {}),  # there is none under ``python -OO``
+        **said,
     )
 
 
@@ -146,7 +148,9 @@ def _sections(documentation: str) -> dict[str, str]:
     parts = re.split(r"\n\n(Symptom|Cause|Fix|Remove when): ", "\n\n" + documentation)
     named = dict(zip(parts[1::2], parts[2::2]))
     if list(named) != ["Symptom", "Cause", "Fix", "Remove when"]:
-        raise ValueError(f"the docstring has the sections {list(named)}; it must have Symptom, Cause, Fix, Remove when")
+        raise ValueError(
+            f"the docstring has the sections {list(named)}; it must have Symptom, Cause, Fix and Remove when"
+        )
     return {
         "summary": _line(parts[0]),
         "symptom": _line(named["Symptom"]),

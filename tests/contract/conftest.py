@@ -60,7 +60,7 @@ def predicted(patch: Patch, detected: str | None = None, **versions: str | None)
 
     requirements = [Requirement(text) for text in patch.requires]
     releases = {name: found(name) for name in (patch.distribution, *(item.name for item in requirements))}
-    if patch.opt_in or None in releases.values():
+    if None in releases.values():
         return "skipped"
     if any(Version(str(release)) < Version(_versions.OLDEST[name]) for name, release in releases.items()):
         return "skipped"

@@ -7,7 +7,6 @@ import functools
 import pytest
 
 import gemma4_compat
-from gemma4_compat.patches import registry
 from tests.helpers import child
 
 UPSTREAM = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "safetensors", "huggingface_hub")

@@ -86,7 +86,6 @@ def test_as_json_everything_is_on_stdout_and_in_the_registrys_order() -> None:
             "fixed": need.patch.fixed,
             "measured": need.patch.measured,
             "unmeasured": need.unmeasured,
-            "opt_in": need.patch.opt_in,
         }
 
 
@@ -98,7 +97,6 @@ def test_as_json_everything_is_on_stdout_and_in_the_registrys_order() -> None:
         ("accelerate>=1.13", patch_on(">=1.12,<1.14.0"), False),
         ("accelerate==1.13.0", patch_on(">=1.12,<1.14.0"), False),
         ("accelerate==1.11.0", patch_on(">=1.12,<1.14.0"), False),
-        ("accelerate==1.13.0", patch_on(">=1.12", opt_in=True), True),
         ("peft", patch_on(">=1.12,<1.14.0"), False),
         ("torch", patch_on(">=1.12,<1.14.0"), False),
     ],
@@ -111,8 +109,6 @@ def test_ci_can_be_told_when_the_package_can_be_dropped(
     file = str(tmp_path / "requirements.txt")
     last = run(file).splitlines()[-1]
     assert ("gemma4_compat can be dropped" in last) is droppable
-    assert ("unless you enable the-patch" in last) is patch.opt_in
-    assert ("(opt-in)" in run(file)) is patch.opt_in
     assert json.loads(run(file, "--json"))["droppable"] is droppable
     run(file, "--fail-if-droppable", code=1 if droppable else 0)
 

@@ -242,7 +242,7 @@ def _model_class(case: Case) -> Any:
 
 
 def _config(case: Case) -> Any:
-    """The shape of :func:`tiny_configs.config` (see there for what its numbers are good for), with the case's choices."""
+    """The shape of :func:`tiny_configs.config` with the case's choices."""
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
     base = tiny_configs.config()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
 import gemma4_compat
-from gemma4_compat._engine import report
 from tools.pages import matrix
 
 
@@ -26,7 +27,7 @@ def patches_page() -> str:
         parts += [
             f"## {patch.id}",
             "",
-            report.documentation(patch),
+            patch.documentation,
             "",
             f"- **Failure points:** {', '.join(patch.failure_points)}",
             f"- **Severity:** {patch.severity}",
@@ -35,7 +36,6 @@ def patches_page() -> str:
             *(f"- **Measured, {verdict}:** {text}" for verdict, text in matrix.measured(patch).items()),
             f"- **Fixed in:** {patch.fixed or 'no release so far'}",
             f"- **Upstream:** {', '.join(f'<{url}>' for url in upstream) or 'not reported'}",
-            f"- **Retire when:** {patch.retire_when}",
             "- **Replaces:**",
             *(
                 f"  - `{target}` (code of {', '.join(target.known.values())}"
@@ -53,7 +53,7 @@ def table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for patch in gemma4_compat.patches():
-        symptom = patch.symptom.replace("|", "\\|")
+        symptom = first_sentence(patch.symptom).replace("|", "\\|")
         found = matrix.verdicts(patch)
         counts = ", ".join(f"{name}: {len(stacks)}" for name, stacks in found.items())
         rows.append(
@@ -61,6 +61,12 @@ def table() -> str:
             f"| {patch.fixed or 'no'} | {counts} |"
         )
     return "\n".join(rows)
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop that is not in code."""
+    found = re.match(r"(?:``.*?``|[^`])*?\.(?= |$)", text)
+    return found.group().rstrip(".") if found else text
 
 
 def affected(patch: gemma4_compat.Patch) -> str:
