@@ -76,8 +76,8 @@ _LAZY = {
     "MergeReport": "gemma4_compat._merge.result",
     "Parity": "gemma4_compat._merge.check",
     "Plan": "gemma4_compat._planner.plan",
-    "Problem": "gemma4_compat._scan.job",
-    "Scan": "gemma4_compat._scan.job",
+    "Problem": "gemma4_compat._scan.result",
+    "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._planner.skip_modules",
 }
 

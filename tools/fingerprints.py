@@ -47,10 +47,15 @@ from __future__ import annotations
 Found = dict[str, dict[str, str]]  # release of a distribution ("peft 0.21.2") -> target -> fingerprint
 
 
+def patches() -> tuple[Patch, ...]:
+    """Every patch."""
+    return gemma4_compat.patches()
+
+
 def here() -> Found:
     """What the libraries of this environment hold."""
     found: Found = {}
-    for patch in gemma4_compat.patches():
+    for patch in patches():
         release = f"{patch.distribution} {versions.installed(patch.distribution)}"
         for target in patch.targets:
             try:
@@ -101,11 +106,11 @@ def merged(data: Found, found: Iterable[Found]) -> Found:
     return result
 
 
-def text(data: Found, patches: Iterable[Patch]) -> str:
+def text(data: Found, known_patches: Iterable[Patch]) -> str:
     """The data file."""
-    patches = tuple(patches)
-    names = sorted({patch.distribution for patch in patches})
-    targets = {str(target) for patch in patches for target in patch.targets}
+    known_patches = tuple(known_patches)
+    names = sorted({patch.distribution for patch in known_patches})
+    targets = {str(target) for patch in known_patches for target in patch.targets}
     releases: dict[str, list[str]] = {name: list(measured.RELEASES.get(name, ())) for name in names}
     for release in data:
         name, number = release.split()
@@ -121,7 +126,7 @@ def text(data: Found, patches: Iterable[Patch]) -> str:
     lines = [HEAD + "RELEASES: dict[str, tuple[str, ...]] = {"]
     lines += [f"    {_quoted(name)}: {_tuple(numbers)}," for name, numbers in ordered.items()]
     lines += ["}", "", "MODULES: dict[str, tuple[str, ...]] = {"]
-    for patch in sorted(patches, key=lambda patch: patch.id):
+    for patch in sorted(known_patches, key=lambda patch: patch.id):
         modules = dict.fromkeys(target.module for target in patch.targets)
         lines += [f"    {_quoted(patch.id)}: {_tuple(modules)},"]
     lines += ["}", "", "KNOWN: dict[str, dict[str, str]] = {"]
@@ -146,7 +151,7 @@ def _tuple(values: Iterable[str]) -> str:
 def write(found: Iterable[Found]) -> list[str]:
     """Bring the data file up to date. Returns what is new, a line each."""
     before, data = known(), merged(known(), found)
-    DATA.write_text(text(data, gemma4_compat.patches()), encoding="utf-8")
+    DATA.write_text(text(data, patches()), encoding="utf-8")
     return differences(data, before)
 
 

@@ -22,7 +22,7 @@ def test_requirements_that_uv_exported_with_hashes() -> None:
     }
     assert assessment.notes == ()
     assert verdicts(assessment)["accelerate-hf-initialized"] == "needed"
-    assert verdicts(assessment)["transformers-shared-kv-unified"] == "not_needed"
+    assert verdicts(assessment)["transformers-assistant-sharing"] == "not_needed"
 
 
 def test_a_requirements_file_as_people_write_it(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

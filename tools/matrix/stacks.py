@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions
+from gemma4_compat.patches import measured
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "matrix.toml"
@@ -73,10 +74,9 @@ def read(file: Path = TABLE) -> dict[str, Stack]:
     return found
 
 
-def releases(file: Path = TABLE) -> dict[str, list[str]]:
-    """Every release of the four libraries from the supported floor up, oldest first, as matrix.toml lists them."""
-    listed: dict[str, list[str]] = tomllib.loads(file.read_text(encoding="utf-8"))["releases"]
-    return listed
+def releases() -> dict[str, list[str]]:
+    """Every measured release of the four libraries, from the supported floor up, oldest first."""
+    return {library: list(measured.RELEASES[library]) for library in LIBRARIES}
 
 
 def conditions(patch: Patch) -> dict[str, str]:
