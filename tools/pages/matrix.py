@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import gemma4_compat
+from gemma4_compat._engine import versions
 from tools.matrix import measure, stacks
 
 
@@ -32,21 +33,9 @@ def measured(patch: gemma4_compat.Patch) -> dict[str, str]:
         for library in stacks.conditions(patch):
             if library in listed:
                 seen = {known[name].pins[library] for name in names}
-                parts.append(f"{library} {spans(listed[library], seen)}")
+                parts.append(f"{library} {versions.span_text(seen, listed[library])}")
         found[verdict] = f"{'; '.join(parts)} ({len(names)} {'cell' if len(names) == 1 else 'cells'})"
     return found
-
-
-def spans(listed: list[str], seen: set[str]) -> str:
-    """Neighbouring releases as "first - last"."""
-    groups: list[list[str]] = []
-    for before, release in zip(["", *listed], listed):
-        if release in seen:
-            if before in seen:
-                groups[-1].append(release)
-            else:
-                groups.append([release])
-    return ", ".join(group[0] if len(group) == 1 else f"{group[0]} - {group[-1]}" for group in groups)
 
 
 def page_section() -> list[str]:
