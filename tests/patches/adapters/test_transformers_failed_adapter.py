@@ -9,8 +9,8 @@ import pytest
 
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat.patches.adapters.transformers_failed_adapter import PATCH
+from tests.patches.adapters.test_peft_failed_load import shape
 from tests.patches.promise import Promise
-from tests.patches.test_peft_failed_load import shape
 
 
 class TestPromise(Promise):
