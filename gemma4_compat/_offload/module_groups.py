@@ -92,25 +92,12 @@ class ModuleGroup:
 
     def is_stale(self) -> bool:
         """Whether a weight, a hook or the place of a weight on the host has changed since this group was created."""
-        for (
-            parameters,
-            name,
-            meta,
-            state,
-            attributes,
-            forward,
-            hooks,
-            hook,
-            places,
-            held,
-            key,
-            value,
-        ) in self._snapshot:
+        for parameters, name, meta, state, attributes, forward, hooks, hook, place, held, key, value in self._snapshot:
             if (
                 parameters.get(name) is not meta
                 or attributes.get("_hf_hook") is not hooks
                 or attributes.get("forward") is not forward
-                or hook.weights_map is not places
+                or hook.weights_map is not place
                 or not hook.offload
                 or (held is not None and held.get(key) is not value)
                 or (state is not None and meta.quant_state is not state)

@@ -99,17 +99,17 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
     workspace.needs("per_layer_embeddings")
-    table = "model.language_model.embed_tokens_per_layer"
+    name = "model.language_model.embed_tokens_per_layer"
     reference = workspace.outputs(workspace.load())
     placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded=workspace.offloaded)
-    model = workspace.dispatch_map(workspace.load(), {**placement, table: workspace.offloaded})
+    model = workspace.dispatch_map(workspace.load(), {**placement, name: workspace.offloaded})
     found = difference(reference, workspace.outputs(model))
-    embedding = model.get_submodule(table)
+    embedding = model.get_submodule(name)
     tokens = workspace.inputs(text_only=True)["input_ids"]
     largest = largest_tensor(lambda: embedding(tokens))
     if largest >= embedding.weight.numel():
         return Outcome(
-            True, f"to look up {tokens.numel()} rows, a tensor of {largest} values was made: the whole table"
+            True, f"to look up {tokens.numel()} rows, a tensor of {largest} values was created: the whole weight"
         )
     return Outcome.of_parity(found, "per-layer embedding offloaded")
 

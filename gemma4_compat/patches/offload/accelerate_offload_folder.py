@@ -84,7 +84,7 @@ def offload_state_dict(original: Callable[..., None], save_dir: Any, *args: Any,
     except OSError as error:
         raise Gemma4CompatError(
             f"the offload folder {str(save_dir)!r} cannot be written: {error}. Nothing was moved. Give a folder that "
-            "can be made or written, on a disk with room for the weights."
+            "can be created or written, on a disk with room for the weights."
         ) from error
     index = Path(save_dir, "index.json")
     if not index.exists():  # not one weight: an entry of the map that matches nothing, or has only buffers

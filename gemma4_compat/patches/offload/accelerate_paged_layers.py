@@ -60,7 +60,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(
                 True,
                 f"in the middle of an offloaded layer {len(missing)} of its weights are not there yet, "
-                "or not any more: each travels by itself",
+                "or not any more: accelerate copies each by itself",
             )
     return Outcome.of_parity(max(found), "offloaded layers, bf16 and 4-bit")
 

@@ -45,8 +45,8 @@ def attach_align_device_hook_on_blocks(original: Callable[..., None], *args: Any
 
 def _addresses(model: Any, on_host: Mapping[str, Any]) -> set[int]:
     """Where the data of the model's parameters, and of the host's copies of them, lie."""
-    held = [*model.parameters(), *on_host.values()]
-    return {tensor.data_ptr() for tensor in held if tensor.device.type != "meta"}
+    tensors = [*model.parameters(), *on_host.values()]
+    return {tensor.data_ptr() for tensor in tensors if tensor.device.type != "meta"}
 
 
 def reproduce(workspace: Workspace) -> Outcome:

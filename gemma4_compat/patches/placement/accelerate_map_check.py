@@ -55,10 +55,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))
-    said = [str(warning.message) for warning in caught if "multi_modal_projector" in str(warning.message)]
-    if any("model.embed_vision" in text for text in said):
-        return Outcome(False, f"one warning: {said[0]}")
-    return Outcome(True, f"the entry is ignored; {said[0] if said else 'nothing is said'}")
+    warned = [str(warning.message) for warning in caught if "multi_modal_projector" in str(warning.message)]
+    if any("model.embed_vision" in text for text in warned):
+        return Outcome(False, f"one warning: {warned[0]}")
+    return Outcome(True, f"the entry is ignored; {warned[0] if warned else 'no warning'}")
 
 
 PATCH = Patch(

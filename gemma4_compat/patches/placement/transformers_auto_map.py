@@ -45,7 +45,7 @@ _CONTEXTS = (4096, 2048, 1024, 512, 256)  # the longest that fits is planned for
 _MODALITIES = {"images": "vision", "sound": "audio"}
 #: Of free memory nobody has set a limit for. Upstream leaves as much, for the same reason: fragments.
 _SHARE = 0.9
-#: For the reproduction: its model has a table of 48 MiB, and needs that much to run without it.
+#: For the reproduction: its model has per-layer embeddings of 48 MiB, and needs this much to run without them.
 _BUDGET = 44 << 20
 
 
@@ -184,7 +184,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         if layers != {str(workspace.main)}:
             where = ", ".join(sorted(layers))
             return Outcome(True, f"decoder layers are on {where}; all fit on {workspace.main}")
-    return Outcome.of_parity(max(found), "device_map='auto' with room for all but the per-layer table")
+    return Outcome.of_parity(max(found), "device_map='auto' with room for all but the per-layer embeddings")
 
 
 PATCH = Patch(

@@ -63,7 +63,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
 
     placement = {"": workspace.main, "model.multi_modal_projector": workspace.offloaded}
-    said = []
+    warned = []
     for quantization, device_map, skip in ((None, placement, []), ("4bit", None, ["model.multi_modal_projector"])):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -76,9 +76,9 @@ def reproduce(workspace: Workspace) -> Outcome:
                 offload_folder=tempfile.mkdtemp(dir=workspace.folder),
             )
         texts = [str(warning.message) for warning in caught if "multi_modal_projector" in str(warning.message)]
-        said += [text for text in texts if "model.embed_vision" in text][:1]
-    if len(said) == 2:
-        return Outcome(False, f"one warning for each: {said[0]}")
+        warned += [text for text in texts if "model.embed_vision" in text][:1]
+    if len(warned) == 2:
+        return Outcome(False, f"one warning for each: {warned[0]}")
     return Outcome(True, "entries that match nothing are ignored; what was meant is not named")
 
 

@@ -100,13 +100,17 @@ def reproduce(workspace: Workspace) -> Outcome:
     for model in (workspace.load("4bit"), workspace.split("4bit")):
         inner = model.model.language_model
         per_layer = getattr(inner, _PER_LAYER, None)  # None: of a variant without one
-        kind, table = ("embedding", inner.embed_tokens) if per_layer is None else ("per-layer embedding", per_layer)
+        kind, embedding = (
+            ("embedding", inner.embed_tokens) if per_layer is None else ("per-layer embedding", per_layer)
+        )
         before = sum(weight.nbytes for weight in model.parameters())
         reference = workspace.outputs(model)
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         after = sum(weight.nbytes for weight in model.parameters())
-        if table.weight.dtype != torch.bfloat16:
-            return Outcome(True, f"the {kind} is {table.weight.dtype}; the model has {after / before:.1f} its bytes")
+        if embedding.weight.dtype != torch.bfloat16:
+            return Outcome(
+                True, f"the {kind} is {embedding.weight.dtype}; the model has {after / before:.1f} its bytes"
+            )
         found.append(difference(reference, workspace.outputs(model)))
     return Outcome.of_parity(max(found), "prepared 4-bit models, one of them split")
 

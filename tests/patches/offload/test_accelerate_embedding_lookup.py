@@ -30,7 +30,7 @@ from tests.patches.promise import Promise
 
 class TestPromise(Promise):
     patch_id = PATCH.id
-    original = "the whole table"
+    original = "the whole weight"
 
 
 @pytest.mark.parametrize("offloaded", WEIGHTS)

@@ -26,7 +26,7 @@ from tests.patches.promise import Promise
 
 class TestPromise(Promise):
     patch_id = PATCH.id
-    original = "each travels by itself"
+    original = "accelerate copies each by itself"
 
 
 @pytest.mark.parametrize("offload", ["layers", "towers", "both", "all layers"])
