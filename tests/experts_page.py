@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gemma4_compat._planner import memory, plan
-from gemma4_compat._planner.memory import Blueprint
+from gemma4_compat._models import build
+from gemma4_compat._planner.blueprint import Blueprint, describe
+from gemma4_compat._quantization.config import default_skip_modules, linear_names
 from gemma4_compat._quantization.experts import gigabytes, is_experts
 
 PAGE = Path(__file__).parent.parent / "docs" / "QUANTIZATION.md"
@@ -15,9 +16,9 @@ _BEGIN, _END = (f"<!-- python -m tests.experts_page: {word} -->" for word in ("b
 
 
 def blueprint(quantization: str | None, *, experts: bool) -> Blueprint:
-    model = plan.on_meta(VARIANT)[0]
-    names = memory.linear_names(model, plan.skip_modules(model)) if quantization else None
-    return memory.describe(model, quantization, names, experts=experts)
+    model = build.on_meta(VARIANT)[0]
+    names = linear_names(model, default_skip_modules(model)) if quantization else None
+    return describe(model, quantization, names, experts=experts)
 
 
 def bytes_of(found: Blueprint) -> int:
@@ -25,7 +26,7 @@ def bytes_of(found: Blueprint) -> int:
 
 
 def table() -> str:
-    model = plan.on_meta(VARIANT)[0]
+    model = build.on_meta(VARIANT)[0]
     plain = sum(
         weight.numel() * weight.element_size()
         for module in model.modules()

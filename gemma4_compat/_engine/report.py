@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Patch, PatchStatus
+from gemma4_compat._engine.text import table_text
 
 if TYPE_CHECKING:
     from gemma4_compat._needed.judge import Answer
@@ -53,9 +54,7 @@ def documentation(patch: Patch) -> str:
 
 def status_text(statuses: dict[str, PatchStatus]) -> str:
     """One line a patch: id, state, reason."""
-    width = max(map(len, statuses))
-    lines = [f"{status.id:<{width}}  {status.state!s:<10}  {status.reason}" for status in statuses.values()]
-    return "\n".join(lines)
+    return table_text([(status.id, f"{status.state!s:<10}", status.reason) for status in statuses.values()])
 
 
 def patches_text(patches: tuple[Patch, ...]) -> str:
@@ -64,8 +63,7 @@ def patches_text(patches: tuple[Patch, ...]) -> str:
         (patch.id, "+".join(patch.failure_points), f"{patch.distribution} {patch.affected}", patch.summary)
         for patch in patches
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in rows)
+    return table_text(rows)
 
 
 def explanation_text(patch: Patch, status: PatchStatus) -> str:
@@ -80,11 +78,10 @@ def explanation_text(patch: Patch, status: PatchStatus) -> str:
         ("here", f"{status.state}: {status.reason}"),
         ("opt out", f"GEMMA4_COMPAT_DISABLE={patch.id}"),
     ]
-    width = max(len(name) for name, _ in rows)
-    fields = [f"{name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 2)) for name, value in rows]
-    return f"{patch.id} ({'+'.join(patch.failure_points)})\n{patch.summary}\n\n{documentation(patch)}\n\n" + "\n".join(
-        fields
-    )
+    # A value of several lines is several rows, the first with the name.
+    fields = [(name * (index == 0), line) for name, value in rows for index, line in enumerate(value.split("\n"))]
+    heading = f"{patch.id} ({'+'.join(patch.failure_points)})\n{patch.summary}"
+    return f"{heading}\n\n{documentation(patch)}\n\n{table_text(fields)}"
 
 
 def needed_data(answer: Answer) -> dict[str, Any]:
@@ -129,11 +126,10 @@ def needed_text(answer: Answer) -> str:
                 )
                 way = "" if verdict == "not_needed" else " or ".join(need.unnecessary_with) or "no release so far"
                 rows.append((need.patch.id, shown, way, need.because))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in [*widths, len(rows[0][3])]))
     head = [f"{answer.source}: {', '.join(map(str, answer.stands))}", *(f"note: {note}" for note in answer.notes)]
-    return "\n".join([*head, "", *lines, "", *_unmeasured(answer), *_open(answer), _sum(answer)])
+    return "\n".join(
+        [*head, "", table_text(rows, header=True), "", *_unmeasured(answer), *_open(answer), _sum(answer)]
+    )
 
 
 def _unmeasured(answer: Answer) -> list[str]:

@@ -27,6 +27,7 @@ from typing import Any
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Output
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import adapter as _merge_adapter
 from gemma4_compat._merge import check as _merge_check
@@ -35,7 +36,8 @@ from gemma4_compat._merge.adapter import Adapter
 from gemma4_compat._merge.check import Parity
 from gemma4_compat._merge.result import MergeParityError, MergeReport
 from gemma4_compat._merge.weights import Base
-from gemma4_compat._planner import memory, plan
+from gemma4_compat._models import build
+from gemma4_compat._quantization import config as quantization_config
 
 BASES = ("original", "dequantized")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -86,7 +88,7 @@ def merge_adapter(
         raise Gemma4CompatError(f"check is a number of prompts, 0 for none, not {check}")
     if tolerance is not None and not tolerance >= 0:
         raise Gemma4CompatError(f"tolerance is a difference of logits, 0 or more, not {tolerance}")
-    largest = plan.parse_size(max_shard_size)
+    largest = parse_size(max_shard_size)
     if not largest:
         raise Gemma4CompatError("max_shard_size must be more than 0; write it as 5GB")
     out = Path(out)
@@ -149,7 +151,7 @@ def merge_adapter(
 
 def _on_meta(folder: Path) -> Any:
     try:
-        return plan.on_meta(str(folder))[0]
+        return build.on_meta(str(folder))[0]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         line = " ".join(str(error).split())
         raise Gemma4CompatError(f"no model can be built from config.json in {str(folder)!r}: {line}") from error
@@ -279,8 +281,8 @@ def _write_config(base: Path, staging: Path, dtype: str, untied: bool) -> None:
 
 def _start_of(model: Any, start: str, quantize: Any, skip_modules: Sequence[str] | None) -> _Start:
     given = quantize if quantize is None or isinstance(quantize, str) else quantize.to_dict()
-    if isinstance(given, str) and given not in weights.QUANTIZATIONS:
-        raise Gemma4CompatError(f"quantize {given!r} is unknown; it is one of {', '.join(weights.QUANTIZATIONS)}")
+    if isinstance(given, str):
+        quantization_config.check(given)
     stored = getattr(model.config, "quantization_config", None)
     if start == "original":
         if stored is not None:
@@ -304,15 +306,13 @@ def _start_of(model: Any, start: str, quantize: Any, skip_modules: Sequence[str]
         settings, kind = given, _kind_of(given)
     else:
         skip, settings, kind = skip_modules, {"bnb_4bit_quant_type": "nf4"}, given or ASSUMED
-    chosen = plan.skip_modules(model) if skip is None else list(skip)
+    chosen = quantization_config.default_skip_modules(model) if skip is None else list(skip)
     return _Start(start, kind, given is None, False, settings, tuple(chosen))
 
 
 def _kind_of(settings: Mapping[str, Any]) -> str:
-    if settings.get("load_in_8bit"):
-        return "8bit"
-    if settings.get("load_in_4bit"):
-        return "4bit-double" if settings.get("bnb_4bit_use_double_quant") else "4bit"
+    if (name := quantization_config.name_of(settings)) is not None:
+        return name
     raise Gemma4CompatError(
         f"the quantization {settings.get('quant_method')!r} is not bitsandbytes' 4-bit or 8-bit; give the checkpoint "
         "the base was made from, with --base original"
@@ -350,7 +350,7 @@ def _dequantize(base: Base, model: Any, how: _Start, kind: str) -> None:
             raise Gemma4CompatError("config.json says that the base is quantized, but none of its weights are")
         return
     assert how.quantize is not None
-    names = memory.linear_names(model, how.skip)
+    names = quantization_config.linear_names(model, how.skip)
     base.quantized = frozenset(f"{name}.weight" for name in names if f"{name}.weight" in base.disk)
     base.round_trip = weights.quantizer(how.quantize, how.settings, getattr(torch, DTYPES[kind]))
 
@@ -542,7 +542,7 @@ def _check(
     def load_base() -> Any:
         from peft import PeftModel
 
-        from gemma4_compat._quantization import offloaded
+        from gemma4_compat._quantization import opt_in
 
         if exact:
             values = {job.base.keys[name]: job.base.read(name).to(dtype) for name in job.base.disk}
@@ -551,7 +551,7 @@ def _check(
             config.get_text_config().tie_word_embeddings = bool(job.sources)
             model = wanted.from_pretrained(None, config=config, state_dict=values, **arguments)
         else:
-            with offloaded.asked():
+            with opt_in.OFFLOADED.enabled():
                 model = wanted.from_pretrained(str(base), **arguments)
         loaded = PeftModel.from_pretrained(model, str(job.adapter.folder)).eval()
         for module in loaded.modules():

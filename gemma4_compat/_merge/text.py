@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def report_text(report: MergeReport) -> str:
     """Everything a report says, a fact a line."""
-    from gemma4_compat._planner.layout import size_text
+    from gemma4_compat._engine.text import size_text
 
     start = report.start
     if report.quantization is not None:

@@ -18,7 +18,6 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import adapter as _merge_adapter
 from gemma4_compat._merge.adapter import Adapter
 
-QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
 #: What bitsandbytes keeps beside a quantized weight on disk.
 _STATE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.")
 
@@ -144,7 +143,7 @@ def quantizer(quantize: str, settings: Mapping[str, Any], dtype: Any) -> Callabl
     """A function that takes a weight to what bitsandbytes makes of it and back.
 
     Args:
-        quantize: one of :data:`QUANTIZATIONS`.
+        quantize: "4bit", "4bit-double" or "8bit".
         settings: of a ``BitsAndBytesConfig``; ``bnb_4bit_quant_type`` counts.
         dtype: the weight's when it is quantized; a 16-bit one is what ``from_pretrained`` was told.
     """

@@ -26,11 +26,6 @@ _FAMILY = {
 _LISTED = 5  # names in one message
 
 
-def is_gemma4(model: Any) -> bool:
-    """Whether this is one of the Gemma 4 family (its configuration's ``model_type`` says so)."""
-    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith("gemma4")
-
-
 def entry_for(name: str, placement: Mapping[str, Any]) -> str | None:
     """The most specific key of a device map that holds the module or tensor ``name``; None where no key does."""
     while name not in placement:

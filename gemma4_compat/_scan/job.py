@@ -53,7 +53,7 @@ _SETTINGS: dict[str, Any] = {
     "lora_bias": False,
     "fan_in_fan_out": False,
 }
-_QUANTIZATIONS = {"4bit": "4-bit ", "4bit-double": "4-bit ", "8bit": "8-bit "}
+_BITS = {"4bit": "4-bit ", "4bit-double": "4-bit ", "8bit": "8-bit "}
 _HALF = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")
 
 
@@ -216,9 +216,9 @@ class _Scanner:
         return self._scan(keys=_count(map(tower_of, places.values())))
 
     def against(self, base: Any, quantize: str | None) -> Scan:
-        from gemma4_compat._planner import plan
+        from gemma4_compat._models import build
 
-        model, name, assumed = plan.on_meta(getattr(base, "config", base))
+        model, name, assumed = build.on_meta(getattr(base, "config", base))
         if assumed:
             self.notes.append(assumed)
         modules = dict(model.named_modules())
@@ -233,7 +233,7 @@ class _Scanner:
         found = _as_they_are(found, expected or {}, modules)
         hits: dict[str, str] = {}
         for key, (_, path) in found.modules.items():
-            kind = _kind(path, modules, quantized, _QUANTIZATIONS.get(quantization or "", ""))
+            kind = _kind(path, modules, quantized, _BITS.get(quantization or "", ""))
             if found.names[key] not in (f"{translation.PREFIX}{path}.weight", f"{translation.PREFIX}{path}.bias"):
                 hits[path] = kind
             else:
@@ -360,22 +360,21 @@ class _Scanner:
 
     def _quantization(self, model: Any, asked: str | None) -> tuple[str | None, frozenset[str]]:
         """How the base's linears are stored, and which."""
-        from gemma4_compat._planner import memory, plan
+        from gemma4_compat._quantization import config
 
-        stored = getattr(model.config, "quantization_config", None)
-        if stored is None:
-            if asked is not None and asked not in _QUANTIZATIONS:
-                raise Gemma4CompatError(
-                    f"quantization {asked!r} is unknown; use one of {', '.join(_QUANTIZATIONS)}, or none"
-                )
-            return asked, memory.linear_names(model, plan.skip_modules(model)) if asked else frozenset()
-        settings = stored if isinstance(stored, dict) else stored.to_dict()
-        if not (settings.get("load_in_8bit") or settings.get("load_in_4bit")):
+        settings = config.stored_settings(model.config)
+        if settings is None:
+            if asked is None:
+                return None, frozenset()
+            config.check(asked, or_none=True)
+            return asked, config.linear_names(model, config.default_skip_modules(model))
+        quantization = config.name_of(settings)
+        if quantization is None:
             method = str(settings.get("quant_method"))
             self.notes.append(f"the base is quantized with {method}, of which this knows no details")
             return method, frozenset()
         skip = settings.get("llm_int8_skip_modules") or ["lm_head"]
-        return plan.prequantized(model.config, None), memory.linear_names(model, skip)
+        return quantization, config.linear_names(model, skip)
 
     def _expected(self, model: Any) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]] | None]:
         """The wrappers that the targets name, and the shapes PEFT wants by key; None where it refuses.

@@ -21,7 +21,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._adapters import saved as _saved_adapter
 from gemma4_compat._checkpoint import header
-from gemma4_compat._planner import plan
+from gemma4_compat._models import build
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._scan import job
 from tests.adapters.adapter_files import PREFIX, as_in_the_forum_thread, write_adapter
@@ -187,7 +187,7 @@ def json_of(config: Any) -> dict[str, Any]:
 
 def test_the_adapter_of_the_forum_thread_on_e2b_by_name(tmp_path: Path) -> None:
     """786 keys; those of the 20 KV-shared layers' keys and values have no use where transformers builds none."""
-    model, *_ = plan.on_meta("E2B")
+    model, *_ = build.on_meta("E2B")
     built = {name for name, _ in model.named_modules()}
     names = {key.removeprefix(PREFIX).partition(".lora_")[0] for key in as_in_the_forum_thread()}
     here = sorted(names & built)
@@ -249,7 +249,7 @@ def test_targets_in_the_words_of_another_class_are_fitted(bare: Path, tmp_path: 
 
 
 def test_keys_of_layers_that_share_keys_and_values_have_no_use(changed: Any, workspace: Any, bare: Path) -> None:
-    model, *_ = plan.on_meta(str(bare))
+    model, *_ = build.on_meta(str(bare))
     if OWN_KV in dict(model.named_modules()):
         pytest.skip("this transformers builds keys and values for KV-shared layers")
     saved = _saved_adapter.read(workspace.adapter("language"))
@@ -397,7 +397,7 @@ def test_a_model_as_base_is_not_changed(workspace: Any) -> None:
 
 @pytest.mark.skipif(not HAS_UNIFIED, reason="this transformers has no gemma4_unified")
 def test_the_12b(tmp_path: Path) -> None:
-    model, *_ = plan.on_meta("12B")
+    model, *_ = build.on_meta("12B")
     config = peft.LoraConfig(r=8, target_modules=NAMES)
     data = json_of(config)
     found = scan(write_adapter(tmp_path, expected_shapes(config, model), data), "12B")
@@ -409,7 +409,7 @@ def test_the_12b(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"model_type": "llama"}', "is a llama model, and no Gemma 4"),
+        ('{"model_type": "llama"}', "is a llama model, not a Gemma 4"),
         ("{", "cannot be read"),
         (None, "there is no config.json"),
     ],
@@ -424,7 +424,7 @@ def test_a_base_that_is_none(workspace: Any, tmp_path: Path, text: str | None, m
 
 
 def test_an_unknown_base_and_an_unknown_quantization(workspace: Any, bare: Path) -> None:
-    with pytest.raises(Gemma4CompatError, match="'E3B' is no folder, no variant"):
+    with pytest.raises(Gemma4CompatError, match="'E3B' is not a folder, not a variant"):
         scan(workspace.adapter("language"), "E3B")
     with pytest.raises(Gemma4CompatError, match="quantization '3bit' is unknown"):
         scan(workspace.adapter("language"), bare, quantize="3bit")

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._models import device_maps, placement
+from gemma4_compat._models import family, placement
 from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, twin_over
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def unload_and_optionally_merge(
 @contextlib.contextmanager
 def _measured(tuner: Any) -> Iterator[None]:
     """Inside, adapter layers over quantized weights measure what their merges lose; afterwards it is said."""
-    layers = _quantized_layers(tuner.model) if device_maps.is_gemma4(tuner.model) else {}
+    layers = _quantized_layers(tuner.model) if family.is_gemma4(tuner.model) else {}
     if not layers:
         yield
         return

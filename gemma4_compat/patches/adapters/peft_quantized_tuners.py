@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._adapters import rollback
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps, walk
+from gemma4_compat._models import family, walk
 from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, twin_over
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _TOLERANCE = 0.5
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
-    if not device_maps.is_gemma4(model) or not any(is_quantized(module) for module in walk.modules(model)):
+    if not family.is_gemma4(model) or not any(is_quantized(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
     _refuse_quantized_copies(config, model)

@@ -12,7 +12,8 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._planner import layout
-from gemma4_compat._planner import memory as _memory
+from gemma4_compat._planner.blueprint import describe
+from gemma4_compat._planner.cost import Load
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.transformers_auto_map import PATCH
@@ -84,7 +85,7 @@ def test_the_smallest_budget_loads_and_answers_like_one_device(
     strategy: str,
 ) -> None:
     reference = tiny.load(checkpoint, quantization, device=workspace.main)
-    budget = layout.smallest_budget(_memory.describe(reference), _memory.Load(context=CONTEXT))
+    budget = layout.smallest_budget(describe(reference), Load(context=CONTEXT))
     with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
         model = load(checkpoint, quantization, tmp_path, device_map=strategy, max_memory={workspace.main: budget})
     placement = model.hf_device_map
