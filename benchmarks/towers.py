@@ -174,15 +174,15 @@ def sounds() -> list[dict[str, Any]]:
 
 
 def features(model: Any, batch: dict[str, Any], sense: str) -> Any:
-    from gemma4_compat._reproduction import workspace
+    from gemma4_compat._reproduction import scenarios
 
-    return workspace.features(model, batch, sense)
+    return scenarios.features(model, batch, sense)
 
 
 def relative(found: Any, reference: Any) -> float:
-    from gemma4_compat._reproduction import workspace
+    from gemma4_compat._reproduction import scenarios
 
-    return round(workspace.relative(found, reference), 6)
+    return round(scenarios.relative(found, reference), 6)
 
 
 def tower(model: Any, sense: str) -> Any:

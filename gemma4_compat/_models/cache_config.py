@@ -1,4 +1,4 @@
-"""What a cache asks of a configuration, for the patches that correct what it is told."""
+"""What a cache reads from a configuration, for the patches that correct it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SHARED = "num_kv_shared_layers"
 
 
 def shares_nothing(config: Any) -> bool:
-    """Whether the text model's configuration says, in so many words, that no layer is KV-shared."""
+    """Whether the text model's configuration explicitly says that no layer is KV-shared."""
     return getattr(config.get_text_config(decoder=True), _SHARED, None) == 0
 
 

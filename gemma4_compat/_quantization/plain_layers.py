@@ -19,7 +19,7 @@ def is_quantized(module: Any) -> bool:
 
 def plain_class(layer: Any) -> Any:
     """The class PEFT uses in place of this adapter layer's where the base is an ``nn.Linear``; None for a layer that
-    is no variant for bitsandbytes.
+    is not a variant for bitsandbytes.
     """
     kind = type(layer)
     package, _, module = kind.__module__.rpartition(".")
@@ -30,7 +30,7 @@ def plain_class(layer: Any) -> Any:
 
 
 def make_plain(layer: Any) -> None:
-    """Turn an adapter layer whose base layer was quantized, and is an ``nn.Linear`` now, into the plain one."""
+    """Turn an adapter layer over a base that was quantized, and is an ``nn.Linear`` now, into the plain one."""
     attributes = vars(layer)
     if "quantization_backend" in attributes:  # a tuner with one class for all kinds of base layers
         attributes["quantization_backend"] = None
@@ -75,18 +75,18 @@ def over_plain_weight(layer: Any, weight: Any = None) -> Any:
     base.weight = torch.nn.Parameter(weight, requires_grad=False)
     if quantized.bias is not None:
         base.bias = torch.nn.Parameter(quantized.bias.detach().float(), requires_grad=False)
-    twin = twin_over(layer, base)
-    make_plain(twin)
-    return twin
+    plain = with_base(layer, base)
+    make_plain(plain)
+    return plain
 
 
-def twin_over(layer: Any, base: Any) -> Any:
+def with_base(layer: Any, base: Any) -> Any:
     """Another layer with the same adapters over ``base``. Merging it leaves ``layer`` as it is."""
-    twin = copy.copy(layer)
-    attributes = vars(twin)
+    copied = copy.copy(layer)
+    attributes = vars(copied)
     attributes.pop("merge", None)
     for name, value in attributes.items():
         if isinstance(value, (dict, list)):
             attributes[name] = value.copy()
     attributes["_modules"]["base_layer"] = base
-    return twin
+    return copied

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._models import family, placement
-from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, twin_over
+from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, with_base
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -112,7 +112,7 @@ def _refuse_tuners_that_cannot_merge(layers: dict[str, Any]) -> None:
         if type(layer) in tried or layer.base_layer is not base or placement.is_offloaded(base):
             continue
         tried.add(type(layer))
-        twin, plain = twin_over(layer, copy.deepcopy(base)), over_plain_weight(layer)
+        twin, plain = with_base(layer, copy.deepcopy(base)), over_plain_weight(layer)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
