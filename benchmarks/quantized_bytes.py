@@ -3,7 +3,7 @@
 python benchmarks/quantized_bytes.py [--json FILE]
 
 Arithmetic over the parameters of each variant on meta, no weights: what bitsandbytes stores for a linear is known to
-the byte (``gemma4_compat._planner.memory.quantized_tensors``; tests compare it with loaded models).
+the byte (``gemma4_compat._quantization.bytes.linear_tensors``; tests compare it with loaded models).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
 
 
 def main() -> int:
@@ -44,15 +42,16 @@ def measured() -> dict[str, Any]:
 
 def variant(name: str) -> dict[str, Any]:
     import gemma4_compat
-    from gemma4_compat._planner import memory, plan
+    from gemma4_compat._models import build
+    from gemma4_compat._quantization import config
 
-    model, _, _ = plan.on_meta(name)
-    linears = memory.linear_names(model, ["lm_head"])
+    model, _, _ = build.on_meta(name)
+    linears = config.linear_names(model, ["lm_head"])
     towers = {}
     for path in ("model.vision_tower", "model.audio_tower"):
         if any(linear.startswith(f"{path}.") for linear in linears):
             towers[path] = {"bf16": stored(model, path, frozenset(), "4bit")} | {
-                quantization: stored(model, path, linears, quantization) for quantization in QUANTIZATIONS
+                quantization: stored(model, path, linears, quantization) for quantization in config.QUANTIZATIONS
             }
     keep = gemma4_compat.quantization_skip_modules(name)
     return {
@@ -66,13 +65,13 @@ def variant(name: str) -> dict[str, Any]:
 
 def stored(model: Any, path: str, linears: frozenset[str], quantization: str) -> int:
     """Bytes of the parameters below ``path`` when these linears are quantized and the rest is bf16."""
-    from gemma4_compat._planner import memory
+    from gemma4_compat._quantization.bytes import linear_tensors
 
     total = 0
     for name, module in model.get_submodule(path).named_modules():
         for own, parameter in module.named_parameters(recurse=False):
             if own == "weight" and f"{path}.{name}" in linears:
-                total += sum(memory.quantized_tensors(*parameter.shape, quantization))
+                total += sum(linear_tensors(*parameter.shape, quantization))
             else:
                 total += 2 * parameter.numel()
     return total

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus, Severity
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._models.inspection import MetaTensor, find_meta_tensors, input_device
-from gemma4_compat._quantization import experts, offloaded
+from gemma4_compat._quantization import opt_in
 from gemma4_compat._shim import engine as _engine
 
 if TYPE_CHECKING:
@@ -338,8 +338,8 @@ def quantize_offloaded() -> Iterator[None]:
     Raises:
         Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
     """
-    _check_is_on(offloaded.ID, "quantize_offloaded()")
-    with offloaded.asked():
+    _check_is_on(opt_in.OFFLOADED.id, "quantize_offloaded()")
+    with opt_in.OFFLOADED.enabled():
         yield
 
 
@@ -359,8 +359,8 @@ def quantize_experts() -> Iterator[None]:
     Raises:
         Gemma4CompatError: the patch ``transformers-quantized-experts`` is off, so nothing could be done.
     """
-    _check_is_on(experts.ID, "quantize_experts()")
-    with experts.asked():
+    _check_is_on(opt_in.EXPERTS.id, "quantize_experts()")
+    with opt_in.EXPERTS.enabled():
         yield
 
 

@@ -380,10 +380,7 @@ def _table(findings: list[_doctor.Finding]) -> str:
         parity = finding.with_shim["parity"]
         shown = "-" if parity is None else "bit-exact" if parity == 0 else f"{parity:.3g}"
         rows.append((finding.id, shown, finding.verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return table_text(rows, header=True)
 
 
 def _shorten(text: str, limit: int = 160) -> str:

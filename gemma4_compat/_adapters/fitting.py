@@ -52,11 +52,6 @@ def being_loaded() -> Loading | None:
     return _loading.get()
 
 
-def is_gemma4(model: Any) -> bool:
-    """Whether the model, or the one inside a PEFT model, is a Gemma 4 of any class."""
-    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith("gemma4")
-
-
 def base_of(model: Any) -> Any:
     """The model inside a PEFT model, or ``model``. PEFT's own way needs the active adapter, which may be deleted."""
     if not hasattr(model, "get_base_model"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._engine.patch import Patch, PatchStatus
+from gemma4_compat._engine.text import table_text
 
 
 def status_data(status: PatchStatus) -> dict[str, Any]:
@@ -45,9 +46,7 @@ def patch_data(patch: Patch) -> dict[str, Any]:
 
 def status_text(statuses: dict[str, PatchStatus]) -> str:
     """One line a patch: id, state, reason."""
-    width = max(map(len, statuses))
-    lines = [f"{status.id:<{width}}  {status.state!s:<10}  {status.reason}" for status in statuses.values()]
-    return "\n".join(lines)
+    return table_text([(status.id, f"{status.state!s:<10}", status.reason) for status in statuses.values()])
 
 
 def patches_text(patches: tuple[Patch, ...]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import adapter as adapters
 from gemma4_compat._merge import folders, text, weights
@@ -112,7 +113,7 @@ def _refuse_bad_options(start: str, dtype: str | None, check: int, tolerance: fl
 
 def _on_meta(folder: Path) -> Any:
     try:
-        return plan.on_meta(str(folder))[0]
+        return build.on_meta(str(folder))[0]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         line = " ".join(str(error).split())
         raise Gemma4CompatError(f"no model can be built from config.json in {str(folder)!r}: {line}") from error

@@ -1,4 +1,4 @@
-"""What a cache asks of a configuration, for the patches that correct what it is told."""
+"""What a cache reads from a configuration, for the patches that correct it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from typing import Any
 _SHARED = "num_kv_shared_layers"
 
 
-def is_gemma4(config: Any) -> bool:
-    """Whether this is a configuration of any Gemma 4 model, or of the text model of one."""
-    return str(getattr(config, "model_type", "")).startswith("gemma4")
-
-
 def shares_nothing(config: Any) -> bool:
-    """Whether the text model's configuration says, in so many words, that no layer is KV-shared."""
+    """Whether the text model's configuration explicitly says that no layer is KV-shared."""
     return getattr(config.get_text_config(decoder=True), _SHARED, None) == 0
 
 

@@ -1,4 +1,4 @@
-"""Device maps: which entry holds a tensor, what a map misses, what it names in vain. Imports nothing upstream."""
+"""Device maps: which entry holds a tensor, what a map misses, what matches nothing. Imports nothing upstream."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ _OTHER_NAMES = {
     "text_model": ("language_model",),
     "wte": ("embed_tokens",),
 }
-#: Modules that some members of the family have and others do not: naming one in vain is no mistake.
+#: Modules that some members of the family have and others do not: an entry that matches nothing is not a mistake.
 _FAMILY = {
     *("vision_tower", "audio_tower", "embed_vision", "embed_audio", "lm_head", "router", "experts"),
     *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
 }
 _LISTED = 5  # names in one message
-
-
-def is_gemma4(model: Any) -> bool:
-    """Whether this is one of the Gemma 4 family (its configuration's ``model_type`` says so)."""
-    return str(getattr(getattr(model, "config", None), "model_type", "")).startswith("gemma4")
 
 
 def entry_for(name: str, placement: Mapping[str, Any]) -> str | None:

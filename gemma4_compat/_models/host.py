@@ -1,4 +1,4 @@
-"""What some patches ask of the host before they apply."""
+"""What some patches require of the host before they apply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gemma4_compat._engine.patch import Detection
 
 
 def has_cuda() -> Detection:
-    """For defects that need a CUDA device; the libraries in question have asked torch the same by then."""
+    """For defects that need a CUDA device; the libraries concerned have queried torch by then."""
     import torch
 
     return Detection.AFFECTED if torch.cuda.is_available() else Detection.NOT_AFFECTED

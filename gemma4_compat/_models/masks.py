@@ -1,7 +1,7 @@
 """Masks for prompts with images, of a cache whose layers do not all hold the same tokens.
 
-transformers 5.13.0 to 5.16.1 make the mask of the sliding layers in the shape of a layer of full attention. Seen
-through :class:`OneKind`, all layers of the cache are of the kind whose mask is made.
+transformers 5.13.0 to 5.16.1 make the mask of the sliding layers in the shape of a layer of full attention. With
+:class:`OneKind`, all layers of the cache appear to be of one kind, and its mask gets the right shape.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _CACHE = "past_key_values"
 
 
 class OneKind:
-    """A cache that answers every question about a layer with what holds for the first one of a kind."""
+    """A cache that reports, for every layer, the sizes of the first layer of one kind."""
 
     def __init__(self, cache: Any, sliding: bool) -> None:
         self._cache = cache

@@ -71,7 +71,7 @@ def map_owner(model: Any) -> Any:
 def seen_on_execution_device(module: Any) -> Iterator[None]:
     """Inside, an offloaded module's own parameters *look* as if they were on its execution device.
 
-    For code that only asks ``weight.device`` and ``weight.dtype``: what it finds are empty stand-ins, nothing is
+    For code that only reads ``weight.device`` and ``weight.dtype``: it finds empty parameters, nothing is
     moved. Does nothing for a module that is not offloaded.
     """
     import torch
@@ -83,8 +83,8 @@ def seen_on_execution_device(module: Any) -> Iterator[None]:
     parameters = dict(module._parameters)
     for name, parameter in parameters.items():
         if parameter is not None and parameter.device.type == "meta":
-            stand_in = torch.empty(0, dtype=parameter.dtype, device=device)
-            module._parameters[name] = torch.nn.Parameter(stand_in, requires_grad=False)
+            empty = torch.empty(0, dtype=parameter.dtype, device=device)
+            module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """The container in which Gemma 4's decoder layers leave keys and values for one another, kept one container.
 
-Whoever stands between the text model and a layer may rebuild the arguments: accelerate's hooks rebuild every mapping
-that no skip key names, FSDP and FSDP2 every plain dict. A layer then writes into a copy that nobody reads.
+Code between the text model and a layer may rebuild the arguments: accelerate's hooks rebuild every mapping
+that no skip key names, FSDP and FSDP2 every plain dict. A layer then writes into a copy that nothing reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAME = "shared_kv_states"
 
 
 class SharedStates(UserDict[Any, Any]):
-    """The caller's container in a type that everybody passes on as it is: writes reach it, reads come from it.
+    """The caller's container in a type that is passed on unchanged: writes reach it, reads come from it.
 
     accelerate's ``send_to_device`` lets whatever has a ``to`` move itself; FSDP rebuilds plain dicts only. The values
     stay on the device that computed them: the layer that reads them brings them to its own.
@@ -30,7 +30,7 @@ class SharedStates(UserDict[Any, Any]):
 def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """A layer's ``__call__``, before its hooks run. What it passes on is also what a checkpoint keeps."""
     if _may_rebuild(self):
-        args, kwargs = _kept(self, args, kwargs)
+        args, kwargs = _protected(self, args, kwargs)
     return original(self, *args, **kwargs)
 
 
@@ -40,7 +40,8 @@ def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     FSDP's class, and FSDP2 around a checkpoint wrapper, rebuild it before the layer is called.
     """
     handles = [
-        wrapper.register_forward_pre_hook(_kept, prepend=True, with_kwargs=True) for wrapper in _wrappers(self.layers)
+        wrapper.register_forward_pre_hook(_protected, prepend=True, with_kwargs=True)
+        for wrapper in _wrappers(self.layers)
     ]
     try:
         return original(self, *args, **kwargs)
@@ -67,7 +68,7 @@ def _wrappers(layers: Any) -> list[Any]:
     ]
 
 
-def _kept(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _protected(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with the container in its safe type. 5.5.2 passes it by position, the only mapping there."""
     args = tuple(_safe(value) for value in args)
     return args, {name: _safe(value) if name == _NAME else value for name, value in kwargs.items()}

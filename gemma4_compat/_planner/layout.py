@@ -1,8 +1,9 @@
 """Which block of a Gemma 4 goes where, so that everything a load needs stays inside the memory there is.
 
 Eviction is an ordered list of choices, each needing less of the accelerator than the one before: everything on it; the
-per-layer table in host memory (rows are looked up there, which costs nothing); the towers too, unused ones first; then
-decoder layers paged, as few as needed. The first choice that fits is taken, so more memory never pages more layers.
+per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers too, unused ones first;
+then as few streamed decoder layers as needed. The first choice that fits is taken, so more memory never streams more
+layers. Streamed layers are called ``paged`` in plans: copied to the accelerator while the ones before them compute.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._planner import memory
-from gemma4_compat._planner.memory import COSTS, Block, Blueprint, Load, Size
+from gemma4_compat._planner import cost
+from gemma4_compat._planner.blueprint import Block, Blueprint, Size
+from gemma4_compat._planner.cost import COSTS, Load
 
-#: Fewer paged layers than this free nothing: the buffers of a list take the room of :attr:`Costs.slots` of them.
+#: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Costs.slots` of them.
 _FEWEST_PAGED = COSTS.slots + 1
 
 
@@ -25,8 +28,8 @@ class Use:
 
     Attributes:
         weights: what stays there.
-        pages: buffers for the paged layers.
-        adapter: LoRA weights, those of paged layers included.
+        pages: buffers for the streamed layers.
+        adapter: LoRA weights, those of streamed layers included.
         kv: KV cache at the end of the context.
         loading: peak in ``from_pretrained``.
         prefill: peak of the first forward, towers included.
@@ -57,9 +60,9 @@ class Layout:
         device_map: for ``from_pretrained``; keys cover every tensor once. The first accelerator in it executes what is
             offloaded.
         use: by accelerator.
-        cpu: bytes in host memory, pages padded.
+        cpu: bytes in host memory, streamed layers padded.
         disk: bytes on disk.
-        paged: names of the decoder layers that are paged.
+        paged: names of the decoder layers that are streamed.
     """
 
     device_map: dict[str, int | str]
@@ -68,10 +71,15 @@ class Layout:
     disk: int
     paged: tuple[str, ...]
 
+    @property
+    def offloads(self) -> bool:
+        """Whether anything leaves the accelerators."""
+        return any(device not in self.use for device in self.device_map.values())
+
 
 @dataclass(frozen=True)
 class _Choice:
-    """Blocks that leave the accelerator as a whole, and how many decoder layers are paged."""
+    """Blocks that leave the accelerator as a whole, and how many decoder layers are streamed."""
 
     evicted: frozenset[str]
     paged: int
@@ -90,8 +98,8 @@ def layout(
     """Place a model.
 
     Args:
-        blueprint: from :func:`gemma4_compat._planner.memory.describe`.
-        budgets: bytes that may be allocated on each accelerator, by the value the map shall have for it (0, "cuda:0").
+        blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
+        budgets: bytes that may be allocated on each accelerator, by the value the map will have for it (0, "cuda:0").
         load: context, batch, modalities; default: :class:`Load`'s.
         cpu: bytes of host memory for what leaves the accelerators; None: as much as it takes.
         disk: the same for the disk.
@@ -133,7 +141,7 @@ def longest_context(
     """The longest context that fits, up to ``limit``; 0 where none does.
 
     Args:
-        blueprint: from :func:`gemma4_compat._planner.memory.describe`.
+        blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
         budgets: as for :func:`layout`.
         load: everything but its context.
         limit: what the model was made for.
@@ -145,8 +153,8 @@ def longest_context(
         wanted = replace(load, context=context, prompt=None)
         if placed is None:
             return _first_that_fits(blueprint, budgets, wanted, quantize_offloaded) is not None
-        kept = _Kept(blueprint, placed, wanted, quantize_offloaded)
-        return all(use.peak <= budgets[device] for device, use in kept.use.items())  # type: ignore[index]
+        used = placed_use(blueprint, placed, wanted, quantize_offloaded)
+        return all(use.peak <= budgets[device] for device, use in used.items())  # type: ignore[index]
 
     low, high = 0, limit
     while low < high:
@@ -165,9 +173,9 @@ def _choices(blueprint: Blueprint, load: Load, quantize_offloaded: bool) -> Iter
     evicted: list[str] = []
     yield _Choice(frozenset(), 0)
     tied = {block.tied for block in blueprint.blocks}
-    # An input embedding that no head shares is looked up where it lives, as the table is.
+    # An input embedding that no head shares is looked up where it is, like the per-layer embeddings.
     for block in blueprint.blocks:
-        if block.kind == "table" or (block.kind == "embedding" and block.name not in tied):
+        if block.kind == "per_layer_embedding" or (block.kind == "embedding" and block.name not in tied):
             evicted.append(block.name)
             yield _Choice(frozenset(evicted), 0)
     used = {name for name in ("vision", "audio") if getattr(load, name)}
@@ -240,7 +248,7 @@ class _Placement:
                     self.on[device].append(layers.pop(0))
             self.on[(self.main, *others)[-1]] += layers
             return
-        # Paged layers are computed by the main accelerator: the others take the end of the model, as much as they can.
+        # The main accelerator computes streamed layers: the others take as much of the end of the model as they can.
         for device in reversed(others):
             while layers and self._holds(device, [layers[-1], *self.on[device]]):
                 self.on[device].insert(0, layers.pop())
@@ -264,25 +272,23 @@ class _Placement:
         )
 
 
-class _Kept:
-    """What a placement that is already made uses for another load."""
-
-    def __init__(self, blueprint: Blueprint, placed: Layout, load: Load, quantize_offloaded: bool) -> None:
-        main = next(iter(placed.use))
-        self.use = {}
-        for device, use in placed.use.items():
-            resident = [block for block in blueprint.blocks if placed.device_map[block.name] == device]
-            away = [block for block in blueprint.blocks if placed.device_map[block.name] not in placed.use]
-            self.use[device] = use_of(
-                blueprint,
-                resident,
-                [block for block in away if block.kind == "layer"] if device == main else (),
-                [block for block in away if block.kind != "layer"] if device == main else (),
-                load,
-                budget=use.budget,
-                main=device == main,
-                quantize_offloaded=quantize_offloaded,
-            )
+def placed_use(blueprint: Blueprint, placed: Layout, load: Load, quantize_offloaded: bool) -> dict[int | str, Use]:
+    """What a layout uses for another load than the one it was made for."""
+    main = next(iter(placed.use))
+    away = [block for block in blueprint.blocks if placed.device_map[block.name] not in placed.use]
+    found = {}
+    for device, use in placed.use.items():
+        found[device] = use_of(
+            blueprint,
+            [block for block in blueprint.blocks if placed.device_map[block.name] == device],
+            [block for block in away if block.kind == "layer"] if device == main else (),
+            [block for block in away if block.kind != "layer"] if device == main else (),
+            load,
+            budget=use.budget,
+            main=device == main,
+            quantize_offloaded=quantize_offloaded,
+        )
+    return found
 
 
 def use_of(
@@ -304,14 +310,14 @@ def use_of(
     layers = [block for block in (*resident, *paged) if block.kind == "layer"]
     if paged and not quantize_offloaded:  # computed as they are: no dequantized copy
         layers = [replace(block, workspace=0, experts=0) if block in paged else block for block in layers]
-    kv = sum(memory.kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
+    kv = sum(cost.kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
     held = weights + pages + adapter + COSTS.blas_workspace
-    prefill = memory.activations(blueprint, layers, load, prefill=True, head=main)
-    decode = memory.activations(blueprint, layers, load, prefill=False, head=main)
+    prefill = cost.activations(blueprint, layers, load, prefill=True, head=main)
+    decode = cost.activations(blueprint, layers, load, prefill=False, head=main)
     if main:
         towers = [block for block in evicted if block.kind == "tower" and getattr(load, block.modality or "")]
         brought_in = max((2 * _size(block, quantize_offloaded).leaf for block in towers), default=0)
-        prefill = max(prefill, brought_in + memory.tower_activations(blueprint, load))
+        prefill = max(prefill, brought_in + cost.tower_activations(blueprint, load))
     return Use(
         weights=weights,
         pages=pages,
@@ -358,9 +364,9 @@ def _balance(
 
 
 def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
-    """Host memory for what left the accelerators; where that is short, the disk, the table first: rows are enough."""
+    """Host memory for what left the accelerators; where that is short, the disk, per-layer embeddings first."""
     largest = max((_size(block, found.quantize_offloaded).allocated for block in found.paged), default=0)
-    away = sorted(found.evicted, key=lambda block: ("table", "embedding", "tower").index(block.kind))
+    away = sorted(found.evicted, key=lambda block: ("per_layer_embedding", "embedding", "tower").index(block.kind))
     needs = {block.name: _size(block, found.quantize_offloaded).nbytes for block in away}
     needs |= {block.name: largest for block in reversed(found.paged)}
     on_disk: list[str] = []
@@ -430,11 +436,3 @@ def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quant
         f"{blueprint.model_class} with a context of {load.context} and a batch of {load.batch} does not fit into "
         f"{given}, even with everything offloaded that can be. What would fit: {', or '.join(remedies)}.{experts}"
     )
-
-
-def size_text(nbytes: int, *, up: bool = False) -> str:
-    """``nbytes`` in GiB or MiB; ``up``: never less than it is, so that the text can be used as a budget."""
-    unit, name = (1 << 30, "GiB") if nbytes >= 1 << 30 else (1 << 20, "MiB")
-    digits = 100 if name == "GiB" else 1
-    scaled = -(-nbytes * digits // unit) if up else round(nbytes * digits / unit)
-    return f"{scaled / digits:.{2 if digits == 100 else 0}f} {name}"

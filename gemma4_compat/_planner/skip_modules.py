@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._planner import memory, plan
+from gemma4_compat._models import build
+from gemma4_compat._quantization import config
+from gemma4_compat._quantization.bytes import linear_tensors
 
 #: End of a module's path -> why it is worth keeping; in this order.
 _REASONS = {
@@ -16,7 +17,7 @@ _REASONS = {
     "embed_vision.embedding_projection": "the one way from the vision tower into the language model",
     "embed_vision.multimodal_embedder.embedding_projection": "the one way of an image into the language model",
     "embed_vision.patch_dense": "sees the pixels: there is no tower behind it that could make up for an error",
-    "embed_audio.embedding_projection": "the one way of sound into the language model",
+    "embed_audio.embedding_projection": "the one way of audio into the language model",
     "per_layer_model_projection": "makes every layer's per-layer input, from the token's embedding",
     "per_layer_input_gate": "lets the per-layer input into a layer; narrow, so cheap",
     "per_layer_projection": "brings the per-layer input back into the residual stream; narrow, so cheap",
@@ -48,12 +49,11 @@ def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str
         quantize: "4bit", "4bit-double" or "8bit"; decides the cost.
 
     Raises:
-        Gemma4CompatError: it is no Gemma 4, or the quantization is unknown.
+        Gemma4CompatError: it is not a Gemma 4, or the quantization is unknown.
     """
-    if quantize not in memory.QUANTIZATIONS:
-        raise Gemma4CompatError(f"quantization {quantize!r} is unknown; use one of {', '.join(memory.QUANTIZATIONS)}")
-    built, _, _ = plan.on_meta(getattr(model, "config", model))
-    linears = memory.linear_names(built, ())
+    config.check(quantize)
+    built, _, _ = build.on_meta(getattr(model, "config", model))
+    linears = config.linear_names(built, ())
     kept = {id(module.weight) for name, module in built.named_modules() if name.endswith("embed_tokens")}
     found = {}
     for name, reason in _REASONS.items():
@@ -66,4 +66,4 @@ def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str
 
 def _saved(shape: Any, quantize: str) -> int:
     rows, columns = (int(side) for side in shape)
-    return 2 * rows * columns - sum(memory.quantized_tensors(rows, columns, quantize))
+    return 2 * rows * columns - sum(linear_tensors(rows, columns, quantize))

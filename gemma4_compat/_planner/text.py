@@ -7,14 +7,15 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gemma4_compat._planner.layout import Use, size_text
-from gemma4_compat._planner.plan import grouped, runs
+from gemma4_compat._engine.text import runs_text, size_text
+from gemma4_compat._planner.code import grouped
+from gemma4_compat._planner.layout import Use
 
 if TYPE_CHECKING:
     from gemma4_compat._planner.plan import Plan
 
-#: What a bar's cells mean, and how they look where the output can show blocks and where it can not.
-_PARTS = ("weights", "paging buffers", "KV cache", "temporaries", "free")
+#: What a bar's cells mean, and how they look with block characters and in ASCII.
+_PARTS = ("weights", "streaming buffers", "KV cache", "temporaries", "free")
 _BLOCKS = "█▓▒░·"
 _ASCII = "#=+-."
 
@@ -85,20 +86,15 @@ def _bar(use: Use, room: int, cells: str) -> str:
 def _map(plan: Plan, width: int) -> Iterator[str]:
     by_device: dict[int | str, list[str]] = {}
     for prefix, numbers, device in grouped(plan.device_map):
-        by_device.setdefault(device, []).append(prefix if numbers is None else f"{prefix} {_ranges(numbers)}")
+        by_device.setdefault(device, []).append(prefix if numbers is None else f"{prefix} {runs_text(numbers)}")
     for device, entries in by_device.items():
         label = f"{device}: "
         yield from textwrap.wrap(
             ", ".join(entries), width, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False
         )
     if plan.paged:
-        paged = f"{len(plan.paged)} decoder layers are paged: copied to the accelerator while others compute."
-        yield from textwrap.wrap(paged, width)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
+        streamed = f"{len(plan.paged)} decoder layers are streamed: copied to the accelerator while others compute."
+        yield from textwrap.wrap(streamed, width)
 
 
 def _peaks(plan: Plan, width: int) -> Iterator[str]:

@@ -1,8 +1,7 @@
-"""A module as upstream code sees it whose quantized linears tell the dtype they compute with, not the one they are
-stored in.
+"""Views of modules in which quantized linears report the dtype they compute with, not the one they are stored in.
 
-Upstream asks ``linear.weight.dtype`` what to cast to; a quantized weight says ``uint8`` or ``int8``. A stand-in is
-handed to upstream's own function in place of the module: everything else of it is the module's.
+Upstream casts to ``linear.weight.dtype``, and a quantized weight has ``uint8`` or ``int8``. Upstream's own function
+gets a view in place of the module; all its other attributes are the module's.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from typing import Any
 
 
 def for_quantized(module: Any, dtype: Any, *names: str) -> Any:
-    """``module`` itself, or a stand-in if one of its linears (or clipped linears) ``names`` has a quantized weight.
+    """``module`` itself, or a view if one of its linears (or clipped linears) ``names`` has a quantized weight.
 
     Args:
-        module: whose method is about to be called.
-        dtype: what the weights of these linears shall say.
+        module: the one with the method about to be called.
+        dtype: what the weights of these linears will report.
         names: attributes of ``module``.
     """
     for name in names:

@@ -1,43 +1,25 @@
-"""Whether quantized modules that a device map puts on the CPU or on disk shall stay quantized; what such a load did.
+"""What a device map offloads of a quantized model, and a report of the precision these parts are in.
 
 Imports nothing upstream.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gemma4_compat._engine import settings
+from gemma4_compat._engine.text import runs_text, scaled_text
 from gemma4_compat._models import device_maps
+from gemma4_compat._quantization.bytes import stored_bytes
 
-ID = "transformers-quantize-offloaded"
 #: Entries of a device map that offload: these strings alone, to accelerate; ``torch.device("cpu")`` is a main device.
 OFFLOADED = frozenset({"cpu", "disk"})
 _LOGGER = logging.getLogger("gemma4_compat")
-_asked: contextvars.ContextVar[bool] = contextvars.ContextVar("gemma4_compat_quantize_offloaded", default=False)
 
 _QUANTIZED = {"Params4bit": "4-bit", "Int8Params": "8-bit"}
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
-@contextlib.contextmanager
-def asked() -> Iterator[None]:
-    """Inside, in this thread (and task) alone, offloaded modules are quantized like the others. Nests."""
-    token = _asked.set(True)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
-
-
-def is_asked() -> bool:
-    """Whether somebody asked for it: here, with :func:`asked`, or with ``GEMMA4_COMPAT_ENABLE`` for the process."""
-    return _asked.get() or settings.is_enabled(ID)
 
 
 def main_accelerator(placement: Mapping[str, Any]) -> Any:
@@ -58,26 +40,11 @@ def precision(parameter: Any) -> str:
     return _QUANTIZED.get(type(parameter).__name__) or _SHORT.get(name, name)
 
 
-def size(parameter: Any) -> int:
-    """Bytes of a parameter and of the scales that belong to it, wherever they are."""
-    import torch
-
-    total: int = parameter.numel() * parameter.element_size()
-    state = vars(parameter).get("quant_state")
-    states = [state, None if state is None else state.state2]
-    scales = [tensor for item in states if item is not None for tensor in (item.absmax, item.code)]
-    scales.append(vars(parameter).get("SCB"))
-    for item in scales:
-        if isinstance(item, torch.Tensor):
-            total += item.numel() * item.element_size()
-    return total
-
-
 def report(model: Any, placement: Mapping[str, Any], skipped: Iterable[str]) -> None:
     """One line for a quantized model with offloaded parts: which of them are quantized and which are not.
 
-    A warning, because that is what can be seen without configuring ``logging``, and because a model that is bigger
-    than expected, and answers differently, looks like a defect.
+    A warning, because it shows without configuring ``logging``, and because a model that is bigger than expected and
+    gives different outputs looks like a defect.
 
     Args:
         model: it, with its weights.
@@ -93,14 +60,16 @@ def report(model: Any, placement: Mapping[str, Any], skipped: Iterable[str]) -> 
         device = device_of(name, placement)
         if device in away:
             block = found.setdefault(_block(name, placement), {})
-            block[precision(parameter)] = block.get(precision(parameter), 0) + size(parameter)
+            block[precision(parameter)] = block.get(precision(parameter), 0) + stored_bytes(parameter)
     if not found:
         return
     parts = []
     for kind in sorted({kind for block in found.values() for kind in block}):
         names = [name for name, block in found.items() if max(block, key=lambda item: block[item]) == kind]
         total = sum(block.get(kind, 0) for block in found.values())
-        parts.append(f"{kind} {_readable(total)}" + (f" ({', '.join(compact(names))})" if names else ""))
+        parts.append(
+            f"{kind} {scaled_text(total, base=1024, digits=2)}" + (f" ({', '.join(compact(names))})" if names else "")
+        )
     where = "off the accelerator" if main is not None else "on disk"
     hint = ""
     if any(
@@ -132,17 +101,7 @@ def compact(names: Iterable[str]) -> list[str]:
             numbers.setdefault(stem, []).append(int(last))
         else:
             others.append(name)
-    joined = []
-    for stem, found in numbers.items():
-        runs: list[list[int]] = []
-        for number in sorted(found):
-            if runs and runs[-1][1] == number - 1:
-                runs[-1][1] = number
-            else:
-                runs.append([number, number])
-        text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-        joined.append(f"{stem}.{text}")
-    return joined + others
+    return [f"{stem}.{runs_text(sorted(found), ',')}" for stem, found in numbers.items()] + others
 
 
 def _readable(total: int) -> str:

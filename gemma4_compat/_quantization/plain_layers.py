@@ -19,7 +19,7 @@ def is_quantized(module: Any) -> bool:
 
 def plain_class(layer: Any) -> Any:
     """The class PEFT uses in place of this adapter layer's where the base is an ``nn.Linear``; None for a layer that
-    is no variant for bitsandbytes.
+    is not a variant for bitsandbytes.
     """
     kind = type(layer)
     package, _, module = kind.__module__.rpartition(".")
@@ -30,7 +30,7 @@ def plain_class(layer: Any) -> Any:
 
 
 def make_plain(layer: Any) -> None:
-    """Turn an adapter layer whose base layer was quantized, and is an ``nn.Linear`` now, into the plain one."""
+    """Turn an adapter layer over a base that was quantized, and is an ``nn.Linear`` now, into the plain one."""
     attributes = vars(layer)
     if "quantization_backend" in attributes:  # a tuner with one class for all kinds of base layers
         attributes["quantization_backend"] = None

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._planner.layout import size_text
+from gemma4_compat._engine.text import size_text
 
 if TYPE_CHECKING:
     from gemma4_compat._scan.result import Scan

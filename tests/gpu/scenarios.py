@@ -5,6 +5,8 @@ Each prints one line of JSON. ``build`` comes first; ``all_gpu`` writes the answ
 
 from __future__ import annotations
 
+from gemma4_compat._quantization import opt_in
+
 import gemma4_compat  # isort: skip  (first, as a user would; GEMMA4_COMPAT_DISABLE=all gives the unpatched stack)
 
 import json
@@ -15,8 +17,6 @@ from typing import Any
 
 from gemma4_compat._models import placement as _placement
 from gemma4_compat._models import variants
-from gemma4_compat._quantization import experts as _quantized_experts
-from gemma4_compat._quantization import offloaded
 from gemma4_compat._reproduction import tiny as _tiny
 from gemma4_compat._reproduction import tiny_models
 from gemma4_compat._reproduction.workspace import Outputs, difference
@@ -213,13 +213,15 @@ def max_memory(folder: Path) -> dict[str, Any]:
     """
     from peft import PeftModel
 
-    from gemma4_compat._planner import layout, memory
+    from gemma4_compat._planner import layout
+    from gemma4_compat._planner.blueprint import describe
+    from gemma4_compat._planner.cost import Load
     from gemma4_compat._reproduction.workspace import Workspace
 
     workspace = Workspace.build(folder / "tiny")
     checkpoint = tiny_models.build_checkpoint(folder / "large-table", per_layer_vocabulary=1 << 16)
     whole = _tiny.load(checkpoint, "4bit-double", device=0)
-    budget = layout.smallest_budget(memory.describe(whole), memory.Load(context=256))
+    budget = layout.smallest_budget(describe(whole), Load(context=256))
     model = _tiny.load(checkpoint, "4bit-double", device_map="auto", max_memory={0: budget, "cpu": "8GiB"})
     placement = dict(getattr(model, "hf_device_map", {}))
     names = offloaded_4bit(model)
@@ -245,7 +247,7 @@ def quantized_layers(folder: Path) -> dict[str, Any]:
     """E2B with every other layer, the towers and the per-layer table on the CPU, layers in 4 bits."""
     away = [*TOWERS, PER_LAYER, *(f"model.language_model.layers.{index}" for index in range(0, 35, 2))]
     # Without the shim the layers are in bf16, so the answers are others.
-    with offloaded.asked():
+    with opt_in.OFFLOADED.enabled():
         return measured(folder, {"": 0, **dict.fromkeys(away, "cpu")})
 
 
@@ -283,7 +285,7 @@ def experts(folder: Path) -> dict[str, Any]:
         torch.set_default_dtype(torch.float32)
 
     def load(placement: Any) -> Any:
-        with _quantized_experts.asked(), offloaded.asked():
+        with opt_in.EXPERTS.enabled(), opt_in.OFFLOADED.enabled():
             return base(folder / "experts", placement)
 
     def logits(model: Any) -> Outputs:

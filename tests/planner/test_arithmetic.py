@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._planner import layout, memory
+from gemma4_compat._engine.text import parse_size, runs, size_text
+from gemma4_compat._planner import code, layout
 from gemma4_compat._planner import plan as _plan
 from gemma4_compat._planner import text as _plan_text
-from gemma4_compat._planner.memory import Attention, Block, Blueprint, Load, Size
+from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, Size, rounded
+from gemma4_compat._planner.cost import Load
 from tests.engine.test_import_cost import UPSTREAM, imported_by
 
 MIB = 1 << 20
@@ -20,7 +22,7 @@ LOAD = Load(context=256)
 
 
 def size(nbytes: int) -> Size:
-    return Size(nbytes=nbytes, allocated=memory.rounded(nbytes), leaf=nbytes // 4)
+    return Size(nbytes=nbytes, allocated=rounded(nbytes), leaf=nbytes // 4)
 
 
 def block(name: str, kind: Any, nbytes: int, **options: Any) -> Block:
@@ -52,7 +54,7 @@ def blueprint(layers: int = 12, *, tied: bool = True, adapter: int = 0) -> Bluep
         blocks.append(block(name, "layer", mib * MIB, attention=attention, intermediate=2048, adapter=adapter))
     blocks += [
         block("model.language_model.norm", "rest", 4096),
-        block("model.language_model.embed_tokens_per_layer", "table", 400 * MIB),
+        block("model.language_model.embed_tokens_per_layer", "per_layer_embedding", 400 * MIB),
         block("lm_head", "head", 0 if tied else 60 * MIB, tied="model.language_model.embed_tokens" if tied else None),
     ]
     return Blueprint(
@@ -77,7 +79,7 @@ def away(placed: layout.Layout, kind: str, model: Blueprint = MODEL) -> set[str]
     return {name for name in names if placed.device_map[name] not in placed.use}
 
 
-@pytest.mark.parametrize("kind", ["table", "tower", "layer"])
+@pytest.mark.parametrize("kind", ["per_layer_embedding", "tower", "layer"])
 def test_everything_stays_on_the_accelerator_where_it_fits(kind: str) -> None:
     placed = layout.layout(MODEL, {0: 1 << 40}, LOAD)
     assert away(placed, kind) == set()
@@ -104,14 +106,14 @@ def test_a_placement_stays_inside_its_budget_and_covers_every_block_once(budget:
 def test_more_memory_never_offloads_more_and_the_cheapest_leaves_first(load: Load) -> None:
     budgets = range(layout.smallest_budget(MODEL, load), 900 * MIB, 7 * MIB)
     placed = [layout.layout(MODEL, {0: budget}, load) for budget in budgets]
-    for kind in ("table", "tower", "layer"):
+    for kind in ("per_layer_embedding", "tower", "layer"):
         counts = [len(away(item, kind)) for item in placed]
         assert counts == sorted(counts, reverse=True)
         assert counts[0] > 0
         assert counts[-1] == 0
     for item in placed:
         if away(item, "tower"):
-            assert away(item, "table")
+            assert away(item, "per_layer_embedding")
         if away(item, "layer"):
             assert len(away(item, "tower")) == 2
             assert set(item.paged) == away(item, "layer")
@@ -134,8 +136,8 @@ def test_as_few_layers_as_needed_are_paged(budget: int) -> None:
     if len(placed.paged) <= 3:
         assert len(placed.paged) in (0, 3)  # two buffers: the first two layers would free nothing
         return
-    evicted = [block for block in MODEL.blocks if block.kind in ("table", "tower")]
-    rest = [block for block in MODEL.blocks if block.kind not in ("table", "tower", "layer")]
+    evicted = [block for block in MODEL.blocks if block.kind in ("per_layer_embedding", "tower")]
+    rest = [block for block in MODEL.blocks if block.kind not in ("per_layer_embedding", "tower", "layer")]
     for paged in itertools.combinations(MODEL.layers, len(placed.paged) - 1):
         resident = [*rest, *(layer for layer in MODEL.layers if layer not in paged)]
         use = layout.use_of(MODEL, resident, paged, evicted, LOAD, budget=budget, main=True, quantize_offloaded=True)
@@ -215,7 +217,9 @@ def test_balanced_fills_both_about_equally() -> None:
     budgets = {0: 1 << 30, 1: 1 << 30}
     filled = layout.layout(MODEL, budgets, LOAD)
     assert set(filled.device_map.values()) == {0}
-    model = replace(MODEL, blocks=tuple(block for block in MODEL.blocks if block.kind not in ("table", "tower")))
+    model = replace(
+        MODEL, blocks=tuple(block for block in MODEL.blocks if block.kind not in ("per_layer_embedding", "tower"))
+    )
     even = layout.layout(model, budgets, LOAD, balanced=True)
     peaks = [use.peak for use in even.use.values()]
     assert len(peaks) == 2
@@ -241,7 +245,7 @@ def test_the_refusal_names_a_budget_that_fits() -> None:
     with pytest.raises(Gemma4CompatError) as caught:
         layout.layout(MODEL, {0: 1 * MIB}, LOAD)
     text = str(caught.value).split("What would fit: ")[1].split(" on one accelerator")[0]
-    layout.layout(MODEL, {0: _plan.parse_size(text)}, LOAD)
+    layout.layout(MODEL, {0: parse_size(text)}, LOAD)
 
 
 def test_the_refusal_names_a_smaller_batch() -> None:
@@ -273,8 +277,8 @@ def test_the_longest_context_of_a_placement_fits_it_exactly(budget: int) -> None
     if longest == 1 << 20:
         return
     for context, fits in ((longest, True), (longest + 1, False)):
-        kept = layout._Kept(MODEL, placed, replace(LOAD, context=context), True)
-        assert (kept.use[0].peak <= budget) is fits
+        use = layout.placed_use(MODEL, placed, replace(LOAD, context=context), True)
+        assert (use[0].peak <= budget) is fits
 
 
 # --------------------------------------------------------------------------------------------------------------- sizes
@@ -295,18 +299,18 @@ def test_the_longest_context_of_a_placement_fits_it_exactly(budget: int) -> None
     ],
 )
 def test_sizes(text: int | str, expected: int) -> None:
-    assert _plan.parse_size(text) == expected
+    assert parse_size(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "8 G", "-8GiB", "8GiBs", "1e9", "1.5", "eight", -1, True, "8,5GiB"])
 def test_what_is_no_size_is_refused_with_examples(text: int | str) -> None:
-    with pytest.raises(Gemma4CompatError, match="is no size; write it as 8GiB"):
-        _plan.parse_size(text)
+    with pytest.raises(Gemma4CompatError, match="is not a size; write it as 8GiB"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize("nbytes", [1, MIB + 1, (1 << 30) - 1, (1 << 30) + 1, 12345678901])
 def test_a_size_written_up_is_enough(nbytes: int) -> None:
-    assert _plan.parse_size(layout.size_text(nbytes, up=True)) >= nbytes
+    assert parse_size(size_text(nbytes, up=True)) >= nbytes
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -314,7 +318,7 @@ def test_a_size_written_up_is_enough(nbytes: int) -> None:
 
 def a_plan(budget: int = LEAST + 30 * MIB) -> _plan.Plan:
     placed = layout.layout(MODEL, {0: budget}, LOAD)
-    return _plan.Plan(
+    found = _plan.Plan(
         model="folder",
         model_class=MODEL.model_class,
         device_map=placed.device_map,
@@ -331,8 +335,10 @@ def a_plan(budget: int = LEAST + 30 * MIB) -> _plan.Plan:
         audio=False,
         longest_context=300,
         assumed="something",
-        code=_plan._code("folder", MODEL, placed, "4bit", ["lm_head"], None, True, ["quantize_offloaded"], "sdpa"),
+        code="",
     )
+    text = code.loading_code(found, skip=["lm_head"], adapter=None, quantize_experts=False, attention="sdpa")
+    return replace(found, code=text)
 
 
 @pytest.mark.parametrize("width", [50, 72, 100])
@@ -365,7 +371,7 @@ def test_the_map_in_the_code_is_the_map(budget: int) -> None:
 
 
 def test_runs() -> None:
-    assert _plan.runs([0, 1, 2, 5, 7, 8]) == [(0, 2), (5, 5), (7, 8)]
+    assert runs([0, 1, 2, 5, 7, 8]) == [(0, 2), (5, 5), (7, 8)]
 
 
 @pytest.mark.parametrize("name", ["E4B", "e4b", "gemma-4-E4B-it", "google/gemma-4-e4b"])
@@ -377,6 +383,6 @@ def test_variants_are_found_by_their_names(name: str) -> None:
 
 
 def test_arithmetic_on_a_blueprint_imports_no_library() -> None:
-    loaded = imported_by("from gemma4_compat._planner import layout, memory, plan, text")
+    loaded = imported_by("from gemma4_compat._planner import blueprint, code, cost, layout, plan, text")
     assert "gemma4_compat._planner.layout" in loaded
     assert not {name.partition(".")[0] for name in loaded} & set(UPSTREAM)

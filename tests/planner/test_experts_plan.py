@@ -25,8 +25,8 @@ def checkpoint(workspace: Any) -> str:
     return str(workspace.cached(tiny_models.build_moe_checkpoint))
 
 
-def described(model: Any, quantization: str, *, experts: bool = True) -> memory.Blueprint:
-    return memory.describe(model, quantization, memory.linear_names(model, _plan.skip_modules(model)), experts=experts)
+def described(model: Any, quantization: str, *, experts: bool = True) -> Blueprint:
+    return describe(model, quantization, linear_names(model, default_skip_modules(model)), experts=experts)
 
 
 def loaded(workspace: Any, checkpoint: str, quantization: str) -> Any:
@@ -36,15 +36,15 @@ def loaded(workspace: Any, checkpoint: str, quantization: str) -> Any:
 
 @pytest.mark.parametrize("quantization", FOUR_BIT)
 def test_a_loaded_model_has_the_planned_bytes(workspace: Any, checkpoint: str, quantization: str) -> None:
-    blueprint = described(_plan.on_meta(checkpoint)[0], quantization)
+    blueprint = described(build.on_meta(checkpoint)[0], quantization)
     model = loaded(workspace, checkpoint, quantization)
     assert stored(blueprint) == held(model)
-    seen = memory.describe(model)
+    seen = describe(model)
     assert seen.quantization == quantization
     assert [block.stored for block in seen.blocks] == [block.stored for block in blueprint.blocks]
     assert [block.experts for block in seen.blocks] == [block.experts for block in blueprint.blocks]
     assert {layer.experts for layer in seen.layers} == {32 * 3 * 64 * 64 * 2}
-    plain = described(_plan.on_meta(checkpoint)[0], quantization, experts=False)
+    plain = described(build.on_meta(checkpoint)[0], quantization, experts=False)
     assert {layer.experts for layer in plain.layers} == {0}
     assert stored(plain) > 2 * stored(blueprint)
 
@@ -54,17 +54,15 @@ def test_a_loaded_model_has_the_planned_bytes(workspace: Any, checkpoint: str, q
 def test_experts_take_what_is_made_of_them(shape: tuple[int, int, int], quantization: str) -> None:
     import torch
 
-    from gemma4_compat._quantization import experts as _quantized_experts
-
     values = torch.randn(shape, dtype=torch.bfloat16)
-    like = _quantized_experts._empty(values, tiny.quantization_config(quantization))
+    like = expert_storage._empty(values, tiny.quantization_config(quantization))
     module = torch.nn.Module()
-    module.weight = _quantized_experts.quantized(values, like)
-    assert sum(memory.quantized_experts(*shape, quantization)) == held(module)
+    module.weight = expert_storage.quantized(values, like)
+    assert sum(expert_tensors(*shape, quantization)) == held(module)
 
 
 def test_a_prompt_dequantizes_all_experts_of_a_layer_and_a_token_those_it_hits() -> None:
-    model = _plan.on_meta("26B-A4B")[0]
+    model = build.on_meta("26B-A4B")[0]
     before, after = described(model, "4bit", experts=False), described(model, "4bit")
     layers = [blueprint.layers[:1] for blueprint in (before, after)]
     whole = 128 * 3 * 2816 * 704 * 2
@@ -72,7 +70,7 @@ def test_a_prompt_dequantizes_all_experts_of_a_layer_and_a_token_those_it_hits()
     load = Load(context=64)
     prefill, decode = (
         [
-            memory.activations(blueprint, layer, load, prefill=phase, head=False)
+            cost.activations(blueprint, layer, load, prefill=phase, head=False)
             for blueprint, layer in zip((before, after), layers)
         ]
         for phase in (True, False)
@@ -88,7 +86,7 @@ def test_the_code_loads_what_was_planned(
     workspace: Any, checkpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quantization: str, split: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    blueprint = described(_plan.on_meta(checkpoint)[0], quantization)
+    blueprint = described(build.on_meta(checkpoint)[0], quantization)
     budget = layout.smallest_budget(blueprint, Load(context=64)) if split else 1 << 40
     plan = gemma4_compat.plan_device_map(
         checkpoint, {"cpu": budget}, context=64, quantize=quantization, quantize_experts=True, cpu=0

@@ -1,13 +1,8 @@
-"""What a plan says against real models: bytes, cache, temporaries, names, and its own code run."""
+"""What a plan says against real models: bytes, names, and its own code run."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
 import json
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,45 +18,7 @@ from gemma4_compat._planner import plan as _plan
 from gemma4_compat._planner.memory import Load
 from gemma4_compat._reproduction import tiny, tiny_configs
 from gemma4_compat._reproduction.workspace import difference
-
-QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
-HAS_UNIFIED = versions.admits(">=5.10", versions.installed("transformers") or "0")
-VARIANTS = [name for name in variants.NAMES if name != "12B" or HAS_UNIFIED]
-
-
-@functools.cache
-def on_meta(variant: str) -> Any:
-    return _plan.on_meta(variant)[0]
-
-
-def planned(model: Any, quantization: str | None) -> memory.Blueprint:
-    names = memory.linear_names(model, _plan.skip_modules(model)) if quantization else None
-    return memory.describe(model, quantization, names)
-
-
-def stored(blueprint: memory.Blueprint) -> int:
-    return sum(block.stored.nbytes for block in blueprint.blocks)
-
-
-def held(model: Any) -> int:
-    """Bytes of every tensor of a model, members of quantization states included, each once."""
-    import torch
-
-    found: dict[int, int] = {}
-
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[id(value)] = value.numel() * value.element_size()
-
-    for tensor in (*model.parameters(), *model.buffers()):
-        add(tensor)
-        add(getattr(tensor, "SCB", None))
-        state = getattr(tensor, "quant_state", None)
-        for part in (state, getattr(state, "state2", None)):
-            for value in vars(part).values() if part is not None else ():
-                add(value)
-    return sum(found.values())
-
+from tests.planner.models import HAS_UNIFIED, QUANTIZATIONS, VARIANTS, held, on_meta, planned, run, stored
 
 # ------------------------------------------------------------------------------------------------------------ weights
 
@@ -76,16 +33,16 @@ def test_4_bit_weights_take_what_bitsandbytes_says(shape: tuple[int, int], doubl
     tensors = [packed, state.absmax, state.code]
     tensors += [state.state2.absmax, state.state2.code, state.offset] if double else []
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    assert memory.quantized_tensors(*shape, "4bit-double" if double else "4bit") == sizes
+    assert linear_tensors(*shape, "4bit-double" if double else "4bit") == sizes
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_loaded_model_has_the_planned_bytes(workspace: Any, quantization: str | None) -> None:
-    model, *_ = _plan.on_meta(str(workspace.checkpoint))
+    model, *_ = build.on_meta(str(workspace.checkpoint))
     blueprint = planned(model, quantization)
     loaded = workspace.load(quantization)
     assert stored(blueprint) == held(loaded)
-    seen = memory.describe(loaded)
+    seen = describe(loaded)
     assert seen.quantization == quantization
     assert [block.stored for block in seen.blocks] == [block.stored for block in blueprint.blocks]
 
@@ -104,20 +61,20 @@ def test_what_transformers_replaces_is_what_is_planned(variant: str, quantizatio
     import torch
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-    model = _plan.on_meta(variant)[0]
+    model = build.on_meta(variant)[0]
     expected = planned(model, quantization)
-    skip = _plan.skip_modules(model)
+    skip = default_skip_modules(model)
     torch.set_default_dtype(torch.bfloat16)  # as while transformers builds a model: new biases have it
     try:
         replace_with_bnb_linear(model, skip, tiny.quantization_config(quantization))
     finally:
         torch.set_default_dtype(torch.float32)
-    seen = memory.describe(model)
+    seen = describe(model)
     assert [block.stored for block in seen.blocks] == [block.stored for block in expected.blocks]
     assert seen.quantization == quantization
     kinds = ("Linear4bit", "Linear8bitLt")
     total = sum(
-        sum(memory.quantized_tensors(module.out_features, module.in_features, quantization))
+        sum(linear_tensors(module.out_features, module.in_features, quantization))
         for module in model.modules()
         if type(module).__name__ in kinds
     )
@@ -370,8 +327,8 @@ def test_the_code_loads_the_model_and_it_answers_as_on_one_device(
 ) -> None:
     """A CPU host: the main device is the cpu, and what leaves goes to the disk."""
     monkeypatch.chdir(tmp_path)
-    built = _plan.on_meta(str(workspace.checkpoint))[0]
-    blueprint = memory.describe(built)
+    built = build.on_meta(str(workspace.checkpoint))[0]
+    blueprint = describe(built)
     budget = layout.smallest_budget(blueprint, Load(context=64)) if tower else 1 << 40
     plan = gemma4_compat.plan_device_map(str(workspace.checkpoint), {"cpu": budget}, context=64, quantize=None, cpu=0)
     assert ("disk" in plan.device_map.values()) is tower
@@ -402,7 +359,7 @@ def test_the_code_loads_offloaded_layers_quantized(
     workspace: Any, one_device: Any, quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    names = _plan.on_meta(str(workspace.checkpoint))[0]
+    names = build.on_meta(str(workspace.checkpoint))[0]
     budget = layout.smallest_budget(planned(names, quantization), Load(context=64))
     plan = gemma4_compat.plan_device_map(
         str(workspace.checkpoint), {"cpu": budget}, context=64, quantize=quantization, cpu=0
@@ -454,8 +411,8 @@ def test_a_checkpoint_that_is_quantized_already_stays_as_it_is(workspace: Any, t
 @pytest.mark.parametrize(
     "model, message",
     [
-        ("E3B", r"'E3B' is no folder, no variant \(E2B, .* hf download E3B"),
-        ("nobody/nothing", "no model in the cache of the hub"),
+        ("E3B", r"'E3B' is not a folder, not a variant \(E2B, .* hf download E3B"),
+        ("nobody/nothing", "not a model in the cache of the hub"),
     ],
 )
 def test_an_unknown_model_is_refused_with_the_remedy(model: str, message: str) -> None:
@@ -494,7 +451,7 @@ def says(*arguments: str, code: int = 0) -> Any:
 
 def test_the_command_prints_the_report() -> None:
     text = says("E2B", "--vram", "1.4GiB", "--context", "1024").stdout
-    for part in ("gpu 0  [", "of 1.40 GiB", "Expected peaks:", "Longest context", "Assumed: ", "layers are paged"):
+    for part in ("gpu 0  [", "of 1.40 GiB", "Expected peaks:", "Longest context", "Assumed: ", "layers are streamed"):
         assert part in text
     assert text.count("import gemma4_compat") == 1
 
@@ -510,11 +467,11 @@ def test_the_command_as_json() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["E2B", "--vram", "8 apples"], "'8 apples' is no size"),
+        (["E2B", "--vram", "8 apples"], "'8 apples' is not a size"),
         (["E2B", "--vram", "100MB"], "does not fit into 95 MiB"),
         (["E2B", "--vram", "8GiB", "--quantize", "3bit"], "quantization '3bit' is unknown"),
         (["E2B", "--vram", "8GiB", "--context", "0"], "context is 0"),
-        (["nowhere", "--vram", "8GiB"], "'nowhere' is no folder"),
+        (["nowhere", "--vram", "8GiB"], "'nowhere' is not a folder"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_2(arguments: list[str], message: str) -> None:

@@ -51,8 +51,8 @@ def test_names_are_those_of_the_variant(variant: str) -> None:
 
 def test_upstream_keeps_these_and_no_other(variant: str) -> None:
     keep = gemma4_compat.quantization_skip_modules(variant)
-    model, _, _ = plan.on_meta(variant)
-    kept = memory.linear_names(model, ()) - memory.linear_names(model, list(keep))
+    model, _, _ = build.on_meta(variant)
+    kept = linear_names(model, ()) - linear_names(model, list(keep))
     assert all(any(path.endswith(name) for name in keep) for path in kept)
     assert len(kept) == sum(module.modules for module in keep.values())
 
@@ -80,7 +80,7 @@ def test_the_cost_is_what_a_load_shows(workspace: Any, quantization: str) -> Non
     for path, module in recommended.named_modules():
         if any(path.endswith(name) for name in keep):
             assert module.weight.dtype.is_floating_point, path
-    costs = _repro.stored_bytes(recommended) - _repro.stored_bytes(everything)
+    costs = stored_bytes_of(recommended) - stored_bytes_of(everything)
     assert costs == sum(module.cost for module in keep.values())
 
 
@@ -96,5 +96,5 @@ def test_a_configuration_and_a_loaded_model_will_do(workspace: Any) -> None:
 def test_bad_input_is_one_error() -> None:
     with pytest.raises(Gemma4CompatError, match="'5bit' is unknown; use one of 4bit, 4bit-double, 8bit"):
         gemma4_compat.quantization_skip_modules("E2B", quantize="5bit")
-    with pytest.raises(Gemma4CompatError, match="'E9B' is no folder, no variant"):
+    with pytest.raises(Gemma4CompatError, match="'E9B' is not a folder, not a variant"):
         gemma4_compat.quantization_skip_modules("E9B")

@@ -122,7 +122,7 @@ def test_expert_parameters(tmp_path: Path) -> None:
 
 def test_the_adapter_of_the_forum_thread_on_e2b_by_name(tmp_path: Path) -> None:
     """786 keys; those of the 20 KV-shared layers' keys and values have no use where transformers builds none."""
-    model, *_ = plan.on_meta("E2B")
+    model, *_ = build.on_meta("E2B")
     built = {name for name, _ in model.named_modules()}
     names = {key.removeprefix(PREFIX).partition(".lora_")[0] for key in as_in_the_forum_thread()}
     here = sorted(names & built)
@@ -186,7 +186,7 @@ def test_targets_in_the_words_of_another_class_are_fitted(bare: Path, tmp_path: 
 
 
 def test_keys_of_layers_that_share_keys_and_values_have_no_use(changed: Any, workspace: Any, bare: Path) -> None:
-    model, *_ = plan.on_meta(str(bare))
+    model, *_ = build.on_meta(str(bare))
     if OWN_KV in dict(model.named_modules()):
         pytest.skip("this transformers builds keys and values for KV-shared layers")
     saved = read(workspace.adapter("language"))

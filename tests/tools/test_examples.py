@@ -50,10 +50,10 @@ def test_the_chat_looks_at_an_image_and_offloads_to_stay_inside_the_budget(tmp_p
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--vram", "tiny"], "'tiny' is no size"),
+        (["--vram", "tiny"], "'tiny' is not a size"),
         (["--vram", "1MiB"], "does not fit into 1 MiB"),
         (["--adapter", "/no/such/adapter"], "is no folder with an adapter_config.json"),
-        (["--model", "/no/such/model"], "'/no/such/model' is no folder"),
+        (["--model", "/no/such/model"], "'/no/such/model' is not a folder"),
         (["--max-new-tokens", "0"], "must be 1 or more"),
         (["--prompt", " "], "--prompt is empty"),
     ],

@@ -13,9 +13,9 @@ _BEGIN, _END = (f"<!-- python -m tools.pages.experts: {word} -->" for word in ("
 
 
 def blueprint(quantization: str | None, *, experts: bool) -> Blueprint:
-    model = plan.on_meta(VARIANT)[0]
-    names = memory.linear_names(model, plan.skip_modules(model)) if quantization else None
-    return memory.describe(model, quantization, names, experts=experts)
+    model = build.on_meta(VARIANT)[0]
+    names = linear_names(model, default_skip_modules(model)) if quantization else None
+    return describe(model, quantization, names, experts=experts)
 
 
 def bytes_of(found: Blueprint) -> int:
@@ -23,7 +23,7 @@ def bytes_of(found: Blueprint) -> int:
 
 
 def table() -> str:
-    model = plan.on_meta(VARIANT)[0]
+    model = build.on_meta(VARIANT)[0]
     plain = sum(
         weight.numel() * weight.element_size()
         for module in model.modules()

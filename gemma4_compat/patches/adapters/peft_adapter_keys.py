@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._adapters import fitting
 from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -48,7 +49,7 @@ def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: 
 
 def _load(original: Callable[..., Any], model: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     known = fitting.being_loaded()
-    if not fitting.is_gemma4(model) or (known is not None and known.source == str(source)):
+    if not family.is_gemma4(model) or (known is not None and known.source == str(source)):
         return original(*args, **kwargs)
     keys = _keys(source, kwargs)
     with fitting.loading(source, keys):
@@ -85,7 +86,7 @@ def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: A
     # The last step before the matching, for every tuner: "all-linear" and default targets are resolved by then.
     peft_config = original(peft_config, model)
     adapter = fitting.being_loaded()
-    if adapter is not None and fitting.is_gemma4(model):
+    if adapter is not None and family.is_gemma4(model):
         fitting.fit(peft_config, model, adapter.keys)
     return peft_config
 
@@ -99,7 +100,7 @@ def set_peft_model_state_dict(
     **kwargs: Any,
 ) -> Any:
     config = getattr(model, "peft_config", {}).get(adapter_name)
-    if not fitting.is_gemma4(model) or config is None or not hasattr(config, "target_modules"):
+    if not family.is_gemma4(model) or config is None or not hasattr(config, "target_modules"):
         return original(model, peft_model_state_dict, adapter_name, *args, **kwargs)
     adapter = fitting.being_loaded()
     source = adapter.source if adapter is not None else "given as a state dict"

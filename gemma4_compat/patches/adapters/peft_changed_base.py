@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatWarning
-from gemma4_compat._models import device_maps
+from gemma4_compat._models import family
 from gemma4_compat._quantization.plain_layers import is_quantized
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def inject_adapter(
 ) -> Any:
     result = original(self, model, adapter_name, *args, **kwargs)
     init = getattr(self.peft_config[adapter_name], "init_lora_weights", None)
-    if isinstance(init, str) and device_maps.is_gemma4(model):
+    if isinstance(init, str) and family.is_gemma4(model):
         text = _warning(init.lower(), model, adapter_name)
         if text is not None:
             warnings.warn(text, Gemma4CompatWarning, stacklevel=4)

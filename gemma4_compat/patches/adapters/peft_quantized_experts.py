@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._quantization import experts
+from gemma4_compat._quantization import expert_forward, expert_storage, experts
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -32,7 +32,7 @@ def get_param(original: Callable[..., Any], self: Any) -> Any:
     module = self.get_base_layer()
     if experts.quantized_parameter(module, self.parameter_name) is None:
         return original(self)
-    return experts.logical(module, self.parameter_name)
+    return expert_forward.logical(module, self.parameter_name)
 
 
 def activate_lora(original: Callable[..., Any], self: Any, active_adapters: list[str]) -> Any:
@@ -48,7 +48,7 @@ def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list
 
     module, name = wrapper.get_base_layer(), wrapper.parameter_name
     holder: Any = torch.nn.Module()
-    values = experts.logical(module, name)
+    values = expert_forward.logical(module, name)
     holder.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
     vars(wrapper)["get_base_layer"] = lambda *_args, **_kwargs: holder
     try:
@@ -56,7 +56,7 @@ def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list
             stack.enter_context(original(wrapper, active_adapters))
             if torch.nn.utils.parametrize.is_parametrized(holder, name):  # else no adapter is active
                 for add in holder.parametrizations[name]:
-                    stack.enter_context(experts.adding(module, name, add))
+                    stack.enter_context(expert_forward.adding(module, name, add))
             yield
     finally:
         del vars(wrapper)["get_base_layer"]
@@ -92,9 +92,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     for dequantize in (True, False):
         model = tiny.load(checkpoint, device=workspace.main)
         for module in experts.all_experts(model).values():
-            experts.quantize_module(module, config)
+            expert_storage.quantize_module(module, config)
             if dequantize:
-                experts.dequantize_module(module)
+                expert_storage.dequantize_module(module)
         torch.manual_seed(0)
         lora = LoraConfig(
             r=2,
@@ -119,7 +119,7 @@ def _values(wrapper: Any) -> Any:
 
     module, name = wrapper.get_base_layer(), wrapper.parameter_name
     with torch.no_grad(), wrapper._activate_lora(["default"]):
-        return experts.current(module, name)
+        return expert_forward.current(module, name)
 
 
 PATCH = Patch(

@@ -47,7 +47,7 @@ _TOLERANCE = 0.5
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
-    if not device_maps.is_gemma4(model) or not any(is_quantized(module) for module in walk.modules(model)):
+    if not family.is_gemma4(model) or not any(is_quantized(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
     _refuse_quantized_copies(config, model)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import fitting
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -40,7 +41,7 @@ def load_adapter(
     arguments = (self, peft_model_id, adapter_name, *args)
     # positional beyond the name: peft_config, then adapter_state_dict
     given = args[1] if len(args) > 1 else kwargs.get("adapter_state_dict")
-    if not fitting.is_gemma4(self) or (given is None and peft_model_id is None):
+    if not family.is_gemma4(self) or (given is None and peft_model_id is None):
         return original(*arguments, **kwargs)
     source = peft_model_id if given is None else "given as a state dict"
     read = _reader(peft_model_id, given, kwargs)

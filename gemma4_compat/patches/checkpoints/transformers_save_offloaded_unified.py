@@ -20,14 +20,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
 def load_offloaded_parameter(original: Callable[..., Any], model: Any, param_name: str) -> Any:
-    if device_maps.is_gemma4(model) and not _has_module(model, param_name.rpartition(".")[0]):
+    if family.is_gemma4(model) and not _has_module(model, param_name.rpartition(".")[0]):
         param_name = _own_name(model, param_name)
     return original(model, param_name)
 

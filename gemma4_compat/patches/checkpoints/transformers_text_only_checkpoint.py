@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -50,7 +51,7 @@ def load_pretrained_model(
 ) -> Any:
     arguments = (model, state_dict, checkpoint_files, load_config, expected_keys)
     # expected_keys are given where an adapter is loaded
-    if expected_keys is not None or not str(getattr(model.config, "model_type", "")).startswith("gemma4"):
+    if expected_keys is not None or not family.is_gemma4(model):
         return original(*arguments)
     keys = _keys(state_dict, checkpoint_files, load_config.sharded_metadata)
     rename = _rename(keys, [name for name, _ in model.named_parameters()], model.base_model_prefix)

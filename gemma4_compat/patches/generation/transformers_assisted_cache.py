@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models.cache_config import is_gemma4
+from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -41,7 +41,7 @@ def prepare_cache(
 ) -> Any:
     result = original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
     cropped = generation_mode == "assisted_generation" or generation_config.cache_implementation == "dynamic_full"
-    if cropped and is_gemma4(self.config) and model_kwargs.get(_NAME) is not None:
+    if cropped and is_gemma4_config(self.config) and model_kwargs.get(_NAME) is not None:
         keep_everything(model_kwargs[_NAME])
     return result
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models.cache_config import is_gemma4
+from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -43,7 +43,7 @@ def prefill(
         isinstance(size, int)
         and size > 0  # what is not a size is for transformers to refuse
         and kinds is not None
-        and is_gemma4(self.config)
+        and is_gemma4_config(self.config)
         and getattr(self.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
     ):
         length = _new_tokens(input_ids, generation_config, model_kwargs)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models.cache_config import is_gemma4
+from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -53,7 +53,7 @@ def prefill(
 ) -> Any:
     size = generation_config.prefill_chunk_size
     media = _media(model_kwargs)
-    if size is not None and media and is_gemma4(self.config):
+    if size is not None and media and is_gemma4_config(self.config):
         if input_ids.shape[-1] > size:
             raise Gemma4CompatError(
                 f"a prompt of {input_ids.shape[-1]} tokens with {' and '.join(media)} cannot be read in chunks of "

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models.cache_config import Unshared, is_gemma4, shares_nothing
+from gemma4_compat._models.cache_config import Unshared, shares_nothing
+from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -35,7 +36,7 @@ _CONTEXT = 200
 def dynamic_cache(
     original: Callable[..., Any], self: Any, ddp_cache_data: Any = None, config: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    if config is not None and is_gemma4(config) and shares_nothing(config):
+    if config is not None and is_gemma4_config(config) and shares_nothing(config):
         config = Unshared(config)
     return original(self, ddp_cache_data, config, *args, **kwargs)
 

@@ -20,14 +20,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models.cache_config import is_gemma4
+from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
 def init_shape(original: Callable[..., Any], self: Any) -> Any:
-    return None if is_gemma4(self.config) else original(self)
+    return None if is_gemma4_config(self.config) else original(self)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models.cache_config import is_gemma4
+from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -35,7 +35,7 @@ def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *arg
         kwargs.get("is_first_iteration")
         and kwargs.get("mm_token_type_ids") is not None
         and isinstance(inputs.get("attention_mask"), dict)
-        and is_gemma4(self.config)
+        and is_gemma4_config(self.config)
         and getattr(self.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
     ):
         inputs["attention_mask"] = kwargs.get("attention_mask")

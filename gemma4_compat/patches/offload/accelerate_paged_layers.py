@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
+from gemma4_compat._models import family
 from gemma4_compat._offload import idle_hooks, streaming
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     dispatched = original(model, *args, **kwargs)
-    if device_maps.is_gemma4(dispatched):
+    if family.is_gemma4(dispatched):
         streaming.install(dispatched)
         idle_hooks.install(dispatched)
     return dispatched

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
+from gemma4_compat._models import device_maps, family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -36,7 +36,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         kwargs.setdefault("offload_dir", folder)
     call = inspect.signature(original).bind(*args, **kwargs)
     model, placement = call.arguments["model"], call.arguments["device_map"]
-    if device_maps.is_gemma4(model):
+    if family.is_gemma4(model):
         device_maps.check(model, placement)
     return original(*call.args, **call.kwargs)
 

@@ -31,9 +31,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps
-from gemma4_compat._planner import layout, memory
+from gemma4_compat._models import family
+from gemma4_compat._planner import blueprint as _blueprint
+from gemma4_compat._planner import cost, layout
 from gemma4_compat._quantization import offloaded
 
 if TYPE_CHECKING:
@@ -77,7 +79,7 @@ def _offloaded(placement: dict[str, Any]) -> set[str]:
 def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
     """Whether the layout knows the model and its quantization; a tower alone is not planned for."""
     return (
-        device_maps.is_gemma4(model)
+        family.is_gemma4(model)
         and not str(model.config.model_type).endswith(("_vision", "_audio"))
         and (hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer"))
     )
@@ -117,7 +119,7 @@ def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
 
 
 def _plan(model: Any, strategy: str, budgets: dict[Any, int], host: int, disk: int | None) -> dict[str, Any]:
-    blueprint = memory.describe(model)
+    blueprint = _blueprint.describe(model)
     for load in _loads(model, blueprint):
         try:
             placed = layout.layout(
@@ -128,7 +130,7 @@ def _plan(model: Any, strategy: str, budgets: dict[Any, int], host: int, disk: i
             problem = error
     else:
         raise problem
-    given = " and ".join(f"{layout.size_text(size)} on {device}" for device, size in budgets.items())
+    given = " and ".join(f"{size_text(size)} on {device}" for device, size in budgets.items())
     kinds = ["text", *(name for name, attribute in _MODALITIES.items() if getattr(load, attribute))]
     _LOGGER.warning(
         "gemma4_compat: device_map=%r: %s is less than the model needs; kept elsewhere: %s; room for %d tokens of "
@@ -154,10 +156,10 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXTS[0]
     contexts = dict.fromkeys(min(context, longest) for context in _CONTEXTS)
     for context in contexts:
-        yield memory.Load(context=context, attention=attention, **modalities)
+        yield cost.Load(context=context, attention=attention, **modalities)
     if any(modalities.values()):
         for context in contexts:
-            yield memory.Load(context=context, attention=attention)
+            yield cost.Load(context=context, attention=attention)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps
+from gemma4_compat._models import device_maps, family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def get_device_map(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     # Upstream checks a map's completeness only when it has several devices; the model then stays where it was loaded.
-    if isinstance(device_map, dict) and device_maps.is_gemma4(model):
+    if isinstance(device_map, dict) and family.is_gemma4(model):
         device_maps.check(model, device_map)
         _refuse_whole_model_on_disk(device_map)
     return original(model, device_map, *args, **kwargs)
@@ -50,7 +50,7 @@ def _refuse_whole_model_on_disk(device_map: dict[str, Any]) -> None:
 def get_modules_to_not_convert(
     original: Callable[..., Any], model: Any, skip_modules: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    if skip_modules and device_maps.is_gemma4(model):
+    if skip_modules and family.is_gemma4(model):
         should_convert = vars(sys.modules["transformers.quantizers.quantizers_utils"])["should_convert_module"]
         device_maps.warn_unmatched_skips(model, skip_modules, lambda name, entry: not should_convert(name, [entry]))
     return original(model, skip_modules, *args, **kwargs)

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps
-from gemma4_compat._quantization import offloaded
+from gemma4_compat._models import family
+from gemma4_compat._quantization import offloaded, opt_in
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -50,7 +50,7 @@ _BITSANDBYTES = ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
 def validate_environment(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     # Upstream refuses maps with offloaded modules unless the flag allows these to stay unquantized.
     gemma4 = vars(self).get(_GEMMA4)
-    if gemma4 is False or not offloaded.is_asked() or not isinstance(kwargs.get("device_map"), dict):
+    if gemma4 is False or not opt_in.OFFLOADED.is_enabled() or not isinstance(kwargs.get("device_map"), dict):
         original(self, *args, **kwargs)
         return
     original(self, *args, **{**kwargs, "device_map": None})
@@ -61,13 +61,13 @@ def validate_environment(original: Callable[..., None], self: Any, *args: Any, *
 def process_model_before_weight_loading(
     original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    gemma4 = vars(self)[_GEMMA4] = device_maps.is_gemma4(model)
+    gemma4 = vars(self)[_GEMMA4] = family.is_gemma4(model)
     again = vars(self).pop(_REFUSED, None)
     if not gemma4:
         if again is not None:
             self.validate_environment(*again[0], **again[1])
         return original(self, model, *args, **kwargs)
-    if not offloaded.is_asked():
+    if not opt_in.OFFLOADED.is_enabled():
         return original(self, model, *args, **kwargs)
     if args:
         return original(self, model, None, *args[1:], **kwargs)
@@ -87,7 +87,7 @@ def get_device_map(
     if (
         type(hf_quantizer).__name__ in _BITSANDBYTES
         and isinstance(placement, dict)
-        and device_maps.is_gemma4(model)
+        and family.is_gemma4(model)
         and any(device in offloaded.OFFLOADED for device in placement.values())
     ):
         vars(hf_quantizer)[_PLACEMENT] = placement
@@ -185,7 +185,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     for quantization in ("4bit-double", "8bit"):
         reference = workspace.load(quantization)
         placement = tiny.device_map(reference, "layers", main=workspace.main, offloaded=workspace.offloaded)
-        with offloaded.asked():
+        with opt_in.OFFLOADED.enabled():
             folder = tempfile.mkdtemp(dir=workspace.folder)
             model = tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
         found.append(difference(workspace.outputs(reference), workspace.outputs(model)))

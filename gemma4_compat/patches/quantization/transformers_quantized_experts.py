@@ -26,8 +26,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
+from gemma4_compat._models import family
+from gemma4_compat._quantization import config as quantization_config
+from gemma4_compat._quantization import expert_forward, expert_storage, opt_in
 from gemma4_compat._quantization import experts as _quantized_experts
+from gemma4_compat._quantization.bytes import stored_bytes_of
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -43,14 +46,14 @@ def process_model_before_weight_loading(
         return result
     config = self.quantization_config
     if self.pre_quantized:
-        stored = _quantized_experts.in_checkpoint(kwargs.get("checkpoint_files") or ())
+        stored = expert_storage.in_checkpoint(kwargs.get("checkpoint_files") or ())
         vars(self)[_STORED] = stored
-        _quantized_experts.prepare(
+        expert_storage.prepare(
             model, config, lambda name: _quantized_experts.tail_of(name) in stored, prequantized=True
         )
-    elif _quantized_experts.is_asked():
-        chosen = _quantized_experts.chosen_by(self.modules_to_not_convert)
-        _quantized_experts.prepare(model, config, chosen, prequantized=False)
+    elif opt_in.EXPERTS.is_enabled():
+        chosen = quantization_config.converts(self.modules_to_not_convert)
+        expert_storage.prepare(model, config, chosen, prequantized=False)
     return result
 
 
@@ -74,7 +77,7 @@ def quantize(
     value = value[0] if isinstance(value, list) else value
     like = _quantized_experts.quantized_parameter(module, name.rpartition(".")[2])
     module._is_hf_initialized = True
-    return {name: _quantized_experts.quantized(value, like)}
+    return {name: expert_storage.quantized(value, like)}
 
 
 def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> list[Any]:
@@ -88,7 +91,7 @@ def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> lis
     for name in _quantized_experts.NAMES:
         if any(tail.endswith(f".{name}") for tail in stored):
             target = f"experts.{name}"
-            beside = [f"{target}.{key}" for key in (*_quantized_experts.STORED, *_quantized_experts.STORED_STATES)]
+            beside = [f"{target}.{key}" for key in (*expert_storage.STORED, *expert_storage.STORED_STATES)]
             # The longest first: older releases take the first that matches the beginning of a key.
             sources = [*sorted(beside, key=len, reverse=True), target]
             conversions.append(WeightConverter(sources, target, operations=[Bnb4bitDeserialize(self)]))
@@ -108,13 +111,13 @@ def deserialize(
         for key, value in input_dict.items()
     }
     module._is_hf_initialized = True
-    return {target: _quantized_experts.from_checkpoint(tensors)}
+    return {target: expert_storage.from_checkpoint(tensors)}
 
 
 def process_model_after_weight_loading(
     original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if device_maps.is_gemma4(model):
+    if family.is_gemma4(model):
         _quantized_experts.report(model, 4 if type(self).__name__ == "Bnb4BitHfQuantizer" else 8)
     return original(self, model, *args, **kwargs)
 
@@ -122,12 +125,12 @@ def process_model_after_weight_loading(
 def dequantize(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     model = original(self, model, *args, **kwargs)
     for module in _quantized_experts.all_experts(model).values():
-        _quantized_experts.dequantize_module(module, kwargs.get("dtype"))
+        expert_storage.dequantize_module(module, kwargs.get("dtype"))
     return model
 
 
 def experts_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    return _quantized_experts.forward(original, self, *args, **kwargs)
+    return expert_forward.forward(original, self, *args, **kwargs)
 
 
 def by_hand(model: Any, quantization: str) -> Any:
@@ -154,14 +157,14 @@ def reproduce(workspace: Workspace) -> Outcome:
     checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
     found = []
     for quantization in ("4bit-double", "4bit"):
-        with _quantized_experts.asked():
+        with opt_in.EXPERTS.enabled():
             model = tiny.load(checkpoint, quantization, device=workspace.main, skip_modules=["router.proj"])
         experts = [
             weight for module in _quantized_experts.all_experts(model).values() for weight in module.parameters()
         ]
         plain = sum(weight.nbytes for weight in experts if weight.is_floating_point())
         if plain:
-            total = sum(map(offloaded.size, model.parameters()))
+            total = stored_bytes_of(model)
             return Outcome(True, f"experts: {plain} of the {total} bytes of a 4-bit model are in bf16")
         reference = tiny.load(checkpoint, quantization, device=workspace.main, skip_modules=["router.proj"])
         outputs = [workspace.outputs(one, text_only=True) for one in (by_hand(reference, quantization), model)]

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
-from gemma4_compat._quantization import experts
+from gemma4_compat._models import family
+from gemma4_compat._quantization import config
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -32,10 +32,10 @@ _ROUTER = "router.proj"
 def process_model_before_weight_loading(
     original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if not self.pre_quantized and device_maps.is_gemma4(model):
+    if not self.pre_quantized and family.is_gemma4(model):
         routers = [name for name, _ in model.named_modules() if name.endswith(f".{_ROUTER}")]
         skip = self.quantization_config.llm_int8_skip_modules
-        if any(map(experts.chosen_by(skip or ()), routers)):
+        if any(map(config.converts(skip or ()), routers)):
             if skip is None:  # then upstream has a list of its own, which an explicit one takes the place of
                 skip = self.get_modules_to_not_convert(model)
             self.quantization_config = copy.copy(self.quantization_config)

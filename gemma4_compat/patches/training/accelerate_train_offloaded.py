@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import FORWARDS, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps, placement
+from gemma4_compat._models import family, placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -40,7 +40,7 @@ def prepare_model(
     evaluation_mode: bool = False,
 ) -> Any:
     owner = placement.map_owner(model)
-    if owner is None or not device_maps.is_gemma4(model):
+    if owner is None or not family.is_gemma4(model):
         return original(self, model, device_placement, evaluation_mode)
     if not evaluation_mode:
         _refuse_trained_and_offloaded(model)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps, placement
+from gemma4_compat._models import family, placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -38,7 +38,7 @@ _PER_LAYER = "embed_tokens_per_layer"
 
 
 def prepare_model_for_kbit_training(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if not device_maps.is_gemma4(model) or not _is_quantized(model):
+    if not family.is_gemma4(model) or not _is_quantized(model):
         return original(model, *args, **kwargs)
     with _uncast_hidden(model):
         prepared = original(model, *args, **kwargs)

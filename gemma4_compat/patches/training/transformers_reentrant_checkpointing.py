@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -71,11 +72,9 @@ def _is_reentrant(function: Any) -> bool:
 
 
 def _shares_keys_and_values(model: Any) -> bool:
-    return any(getattr(module, "is_kv_shared_layer", False) and _is_gemma4(module) for module in model.modules())
-
-
-def _is_gemma4(module: Any) -> bool:
-    return any(kind.__name__.startswith("Gemma4") for kind in type(module).__mro__)
+    return any(
+        getattr(module, "is_kv_shared_layer", False) and family.is_gemma4_module(module) for module in model.modules()
+    )
 
 
 def reproduce(workspace: Workspace) -> Outcome:

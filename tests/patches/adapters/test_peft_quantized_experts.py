@@ -36,7 +36,7 @@ def load(workspace: Any) -> Callable[..., Any]:
             model = tiny.load(checkpoint, "4bit-double", device=workspace.main, **options)
         if plain:
             for module in experts.all_experts(model).values():
-                experts.dequantize_module(module)
+                expert_storage.dequantize_module(module)
         return model
 
     return load
@@ -215,7 +215,7 @@ def wrappers(model: Any, index: int) -> list[Any]:
 
 def values_of(wrapper: Any) -> Any:
     """As PEFT merges them."""
-    values = experts.dequantized(wrapper.get_base_layer()._parameters[wrapper.parameter_name])
+    values = expert_storage.dequantized(wrapper.get_base_layer()._parameters[wrapper.parameter_name])
     values += wrapper.get_delta_weight("default")
     return values
 

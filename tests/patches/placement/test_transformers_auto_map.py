@@ -84,7 +84,7 @@ def test_the_smallest_budget_loads_and_answers_like_one_device(
     strategy: str,
 ) -> None:
     reference = tiny.load(checkpoint, quantization, device=workspace.main)
-    budget = layout.smallest_budget(_memory.describe(reference), _memory.Load(context=CONTEXT))
+    budget = layout.smallest_budget(describe(reference), Load(context=CONTEXT))
     with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
         model = load(checkpoint, quantization, tmp_path, device_map=strategy, max_memory={workspace.main: budget})
     placement = model.hf_device_map

@@ -150,12 +150,12 @@ def test_contexts_nest_and_belong_to_their_thread() -> None:
     with gemma4_compat.quantize_offloaded():
         with contextlib.suppress(KeyError), gemma4_compat.quantize_offloaded():
             raise KeyError
-        assert offloaded.is_asked()
-        thread = threading.Thread(target=lambda: seen.append(offloaded.is_asked()))
+        assert opt_in.OFFLOADED.is_enabled()
+        thread = threading.Thread(target=lambda: seen.append(opt_in.OFFLOADED.is_enabled()))
         thread.start()
         thread.join()
     assert seen == [False]
-    assert not offloaded.is_asked()
+    assert not opt_in.OFFLOADED.is_enabled()
 
 
 def test_undone_it_says_so_and_changes_nothing(workspace: Any, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_undone_it_says_so_and_changes_nothing(workspace: Any, tmp_path: Path) -
     try:
         with pytest.raises(Gemma4CompatError, match="which is reverted"), gemma4_compat.quantize_offloaded():
             pass
-        with offloaded.asked():
+        with opt_in.OFFLOADED.enabled():
             model = load(workspace, a_map(workspace), tmp_path)
         assert kind(model, f"{LAYERS}.2.mlp.up_proj") == "Linear"
     finally:
@@ -300,12 +300,12 @@ def test_one_line_says_what_is_quantized(
     assert "quantize_offloaded()" not in line, "nothing more can be quantized"
     layers = [model.get_submodule(f"{LAYERS}.{index}") for index in (0, 2, 5)]
     total = sum(
-        offloaded.size(weight)
+        stored_bytes(weight)
         for layer in layers
         for weight in layer.parameters()
         if offloaded.precision(weight) == precision
     )
-    assert f"{precision} {offloaded._readable(total)} " in line
+    assert f"{precision} {scaled_text(total, base=1024, digits=2)} " in line
     load(workspace, placement, tmp_path, quantization)
     (line,) = lines()
     assert precision not in line

@@ -14,6 +14,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import placement as _placement
+from gemma4_compat._quantization import expert_forward, expert_storage
 from gemma4_compat._quantization import experts as _quantized_experts
 from gemma4_compat._quantization import offloaded
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
@@ -89,7 +90,7 @@ def is_exact(workspace: Any, expected: Any, model: Any) -> bool:
 
 
 def nbytes(model: Any) -> int:
-    return sum(map(offloaded.size, model.parameters()))
+    return stored_bytes_of(model)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -114,8 +115,8 @@ def test_each_matrix_is_bitsandbytes_own(load: Callable[..., Any], quantization:
             parameter = module.get_parameter(name)
             matrices = plain[path].get_parameter(name)
             chosen = torch.tensor([3, 17, 30], device=matrices.device)
-            values = _quantized_experts.dequantized(parameter)
-            assert torch.equal(_quantized_experts.dequantized(parameter, chosen), values[chosen])
+            values = expert_storage.dequantized(parameter)
+            assert torch.equal(expert_storage.dequantized(parameter, chosen), values[chosen])
             assert values.dtype == torch.bfloat16
             assert values.shape == matrices.shape
             for index in (0, 31):
@@ -148,7 +149,7 @@ def test_other_kinds_of_4_bit(workspace: Any, checkpoint: Path, tmp_path: Path) 
     for one in (model, again):
         parameter = one.get_submodule(f"{LAYERS}.1.experts").gate_up_proj
         assert parameter.dtype == torch.bfloat16
-        values = _quantized_experts.dequantized(parameter)
+        values = expert_storage.dequantized(parameter)
         for index in (0, 31):
             matrix = plain.gate_up_proj.data[index].contiguous()
             packed = functional.quantize_4bit(matrix, quant_type="fp4")
@@ -159,14 +160,14 @@ def test_few_tokens_dequantize_few_experts(workspace: Any, load: Callable[..., A
     import torch
 
     seen: list[int] = []
-    dequantized = _quantized_experts.dequantized
+    dequantized = expert_storage.dequantized
 
     def counted(parameter: Any, chosen: Any = None) -> Any:
         seen.append(32 if chosen is None else len(chosen))
         return dequantized(parameter, chosen)
 
     model = load()
-    monkeypatch.setattr(_quantized_experts, "dequantized", counted)
+    monkeypatch.setattr(expert_forward, "dequantized", counted)
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"]
     with torch.no_grad():
         model(input_ids=ids[:, :1])
@@ -185,7 +186,7 @@ def test_bytes_before_and_after(load: Callable[..., Any]) -> None:
     plain = sum(weight.nbytes for weight in experts)
     values = plain // 2
     packed = sum(
-        offloaded.size(weight)
+        stored_bytes(weight)
         for module in _quantized_experts.all_experts(after).values()
         for weight in module.parameters()
     )
@@ -202,7 +203,7 @@ def test_loading_holds_one_parameter_of_one_layer_at_a_time(
     import torch
 
     alive: list[int] = []
-    quantized = _quantized_experts.quantized
+    quantized = expert_storage.quantized
 
     def watched(values: Any, like: Any) -> Any:
         storages = {
@@ -213,7 +214,7 @@ def test_loading_holds_one_parameter_of_one_layer_at_a_time(
         alive.append(sum(storages.values()) // (values.numel() * 2))
         return quantized(values, like)
 
-    monkeypatch.setattr(_quantized_experts, "quantized", watched)
+    monkeypatch.setattr(expert_storage, "quantized", watched)
     gc.collect()
     load()
     assert alive == [1] * 6
@@ -371,7 +372,7 @@ def test_dequantized_they_are_what_they_computed_with(workspace: Any, load: Call
 
     model = load("4bit-double")
     values = {
-        path: _quantized_experts.dequantized(module.gate_up_proj)
+        path: expert_storage.dequantized(module.gate_up_proj)
         for path, module in _quantized_experts.all_experts(model).items()
     }
     if split:
@@ -394,7 +395,7 @@ def test_skipped_experts_stay_and_the_line_says_so(load: Callable[..., Any], lin
     (line,) = lines()
     assert "of" in line
     assert line.endswith(
-        "stay bf16; they are skipped (llm_int8_skip_modules, offloaded), or are no multiple of a block"
+        "stay bf16; they are skipped (llm_int8_skip_modules, offloaded), or are not a multiple of a block"
     )
 
 
@@ -458,6 +459,6 @@ def test_experts_that_are_no_multiple_of_a_block_stay(
     model = tiny_models.randomized(Gemma4ForConditionalGeneration(config))
     module = next(iter(_quantized_experts.all_experts(model).values()))
     before = [weight.clone() for weight in module.parameters()]
-    with pytest.raises(Gemma4CompatError, match=r"96 x 33 values are no multiple of a block of 64.*skip_modules"):
-        _quantized_experts.quantize_module(module, tiny.quantization_config("4bit"))
+    with pytest.raises(Gemma4CompatError, match=r"96 x 33 values are not a multiple of a block of 64.*skip_modules"):
+        expert_storage.quantize_module(module, tiny.quantization_config("4bit"))
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters()))

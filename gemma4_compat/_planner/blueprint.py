@@ -1,10 +1,9 @@
-"""How many bytes a Gemma 4 needs and where: arithmetic over a model on the meta device, no weights, no accelerator.
+"""What a model consists of, for a planner: its blocks and what they store, read from a model on the meta device.
 
-:func:`describe` cuts a model into :class:`Block` pieces that a device map can place one by one. :func:`weights`,
-:func:`kv_cache` and :func:`activations` say what they cost; :mod:`gemma4_compat._planner.layout` places them.
-
-Everything is counted as PyTorch's allocator counts it (``torch.cuda.memory_allocated``: each tensor rounded up to 512
-bytes). :data:`COSTS` holds the few numbers that are measured, not derived.
+:func:`describe` cuts a model into :class:`Block` pieces that a device map can place one by one; no weights and no
+accelerator are needed. :mod:`gemma4_compat._planner.cost` says what computing them takes,
+:mod:`gemma4_compat._planner.layout` places them. Bytes are counted as PyTorch's allocator counts them
+(``torch.cuda.memory_allocated``: each tensor rounded up to 512 bytes).
 """
 
 from __future__ import annotations
@@ -17,47 +16,14 @@ from typing import Any, Literal
 
 from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._quantization import experts as _quantized_experts
+from gemma4_compat._quantization import bytes as quantized_bytes
+from gemma4_compat._quantization import config, experts
 
-#: How weights are stored; the names of the command line's ``--quantize`` (its "none" is None here).
-QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
-
-#: What a block is, in the order in which layouts evict them: "table" (the per-layer embedding), "tower" (vision, audio
-#: and their bridges), "layer" (decoder layers), and what stays: "embedding", "head", "rest".
-Kind = Literal["table", "tower", "layer", "embedding", "head", "rest"]
+#: What a block is, in the order in which layouts evict them: "per_layer_embedding", "tower" (vision, audio and their
+#: multimodal embedders), "layer" (decoder layers), and what stays: "embedding", "head", "rest".
+Kind = Literal["per_layer_embedding", "tower", "layer", "embedding", "head", "rest"]
 
 _ALIGNMENT = 512
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Numbers of the model of :func:`activations` that come from measurements, in one place.
-
-    Attributes:
-        blas_workspace: what cuBLAS keeps (32 MiB on Hopper, 8 MiB before it).
-        slots: buffers a list of paged layers has on the accelerator in a forward.
-        norm: bytes an element while an RMSNorm runs: its fp32 copy and one more.
-        per_layer_inputs: bytes an element of the per-layer inputs while they are projected, normalized and added:
-            the looked-up rows and the projection in bf16, two fp32 copies.
-        eager_scores: bytes an element of attention scores with eager attention: bf16, masked, fp32, bf16 again.
-        logits: bytes an element of the last position's logits: bf16, its soft-capped copies, ``generate``'s fp32 one.
-        image_tokens: soft tokens of one image.
-        audio_frames: mel frames of one sound (30 s).
-        slack: share of everything else that fragmentation and small temporaries take.
-    """
-
-    blas_workspace: int = 32 << 20
-    slots: int = 2
-    norm: int = 8
-    per_layer_inputs: int = 12
-    eager_scores: int = 10
-    logits: int = 14
-    image_tokens: int = 280
-    audio_frames: int = 3000
-    slack: float = 0.01
-
-
-COSTS = Costs()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,17 +93,17 @@ class Blueprint:
     Attributes:
         blocks: cover every parameter and buffer once, in the model's order.
         model_class: name of its class in ``transformers``.
-        quantization: see :data:`QUANTIZATIONS`; None where nothing is quantized.
+        quantization: see ``config.QUANTIZATIONS``; None where nothing is quantized.
         item: bytes of an activation's element (2 for bf16).
         hidden: width of the residual stream.
         vocabulary: rows of the head.
         per_layer_width: width of the per-layer inputs of all layers together; 0 without them.
         experts: (number, used for a token, width) of a mixture of experts, or None.
         patches: patches a soft token of an image has in the vision tower; 0 without a tower.
-        vision: (width, width of the MLP, heads, rows of the position table) of the vision tower, or None.
+        vision: (width, width of the MLP, heads, rows of the position embedding) of the vision tower, or None.
         audio: (width, channels of the first convolution) of the audio tower, or None.
         math_attention: whether this transformers sends heads wider than 256 to SDPA's fp32 "math" kernel, which holds
-            all scores; decided by asking its own function.
+            all scores; decided by its own function.
         one_hot_positions: whether this transformers looks image positions up with a one-hot matrix.
         one_query: whether this transformers takes only the last position through the KV-shared layers of a prefill.
     """
@@ -163,66 +129,9 @@ class Blueprint:
         return tuple(block for block in self.blocks if block.kind == "layer")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What the model is asked to do.
-
-    Attributes:
-        context: tokens of a sequence, prompt and answer together.
-        batch: sequences at a time.
-        prompt: tokens of the prompt, which one forward takes in; None is the worst case, all of the context.
-        vision: whether images are given (one a sequence).
-        audio: whether sound is given (30 s a sequence).
-        attention: "sdpa" or "eager".
-    """
-
-    context: int = 4096
-    batch: int = 1
-    prompt: int | None = None
-    vision: bool = False
-    audio: bool = False
-    attention: str = "sdpa"
-
-    @property
-    def prefill(self) -> int:
-        """Tokens of a sequence in the first forward."""
-        return self.context if self.prompt is None else min(self.prompt, self.context)
-
-
-# ------------------------------------------------------------------------------------------------------------- weights
-
-
 def rounded(nbytes: int) -> int:
     """``nbytes`` as an allocator and a page hand them out."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def quantized_tensors(rows: int, columns: int, quantization: str) -> list[int]:
-    """Bytes of each tensor that bitsandbytes keeps for one ``rows`` x ``columns`` weight.
-
-    4-bit: two values a byte, one fp32 ``absmax`` for 64 values, a code book of 16. Double quantization: ``absmax`` in
-    one byte, one fp32 nested ``absmax`` for 256 of them, its code book of 256 and an offset. 8-bit: one byte a value
-    and one fp32 ``SCB`` a row.
-    """
-    count = rows * columns
-    if quantization == "8bit":
-        return [count, 4 * rows]
-    scales = -(-count // 64)
-    packed = [-(-count // 2)]
-    if quantization == "4bit":
-        return [*packed, 4 * scales, 4 * 16]
-    return [*packed, scales, 4 * 16, 4 * -(-scales // 256), 4 * 256, 4]
-
-
-def quantized_experts(count: int, rows: int, columns: int, quantization: str) -> list[int]:
-    """Bytes of each tensor of ``count`` experts' ``rows`` x ``columns`` weights in 4 bits: what bitsandbytes keeps for
-    one, with shared code books and, under double quantization, an offset for each.
-    """
-    if quantization == "4bit":
-        packed, scales, book = quantized_tensors(rows, columns, quantization)
-        return [count * packed, count * scales, book]
-    packed, scales, book, nested, nested_book, offset = quantized_tensors(rows, columns, quantization)
-    return [count * packed, count * scales, book, count * nested, nested_book, count * offset]
 
 
 def describe(
@@ -244,12 +153,10 @@ def describe(
         experts: experts will be quantized, too (``gemma4_compat.quantize_experts``); those that are count as such.
 
     Raises:
-        Gemma4CompatError: the model is no Gemma 4 language model, or the quantization is unknown.
+        Gemma4CompatError: the model is not a Gemma 4 language model, or the quantization is unknown.
     """
-    if quantization is not None and quantization not in QUANTIZATIONS:
-        raise Gemma4CompatError(
-            f"quantization {quantization!r} is unknown; use one of {', '.join(QUANTIZATIONS)}, or none"
-        )
+    if quantization is not None:
+        config.check(quantization, or_none=True)
     path, text = _text_model(model)
     chosen = quantized if callable(quantized) else frozenset(quantized or ()).__contains__
     sizes = _Sizes(model, quantization, chosen, experts)
@@ -260,7 +167,7 @@ def describe(
         blocks.append(_block(name, kind, module, sizes, sum(own.values())))
     if remaining:
         raise Gemma4CompatError(
-            f"the adapter has weights for {_first(remaining)}, which {type(model).__name__} does not have; "
+            f"the adapter has weights for {next(iter(remaining))!r}, which {type(model).__name__} does not have; "
             "it was made for another model, or for another of its classes"
         )
     return Blueprint(
@@ -268,18 +175,6 @@ def describe(
         model_class=type(model).__name__,
         quantization=quantization or sizes.found,
         **_shapes(model, text),
-    )
-
-
-def linear_names(model: Any, skip: Collection[str]) -> frozenset[str]:
-    """The modules that transformers quantizes with these ``llm_int8_skip_modules``: asks its own function."""
-    import torch
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
-    return frozenset(
-        name
-        for name, module in model.named_modules()
-        if type(module) is torch.nn.Linear and should_convert_module(name, list(skip))
     )
 
 
@@ -311,13 +206,13 @@ class _Sizes:
                 if self._ties.get(full, full) != full or self._owners.setdefault(id(tensor), full) != full:
                     continue
                 if (shape := self._expert_shape(leaf, tensor)) is not None:
-                    stored += quantized_experts(*shape, self.found or "4bit")
+                    stored += quantized_bytes.expert_tensors(*shape, self.found or "4bit")
                     plain.append(2 * math.prod(shape))
                     experts += plain[-1]
                     loading = max(loading, plain[-1])
                 elif way is not None and key == "weight":
                     rows, columns = leaf.out_features, leaf.in_features
-                    stored += quantized_tensors(rows, columns, way)
+                    stored += quantized_bytes.linear_tensors(rows, columns, way)
                     plain.append(2 * rows * columns)
                     workspace = 0 if way == "8bit" else 2 * rows * columns
                     loading = 2 * rows * columns
@@ -332,12 +227,12 @@ class _Sizes:
 
     def _expert_shape(self, module: Any, tensor: Any) -> tuple[int, int, int] | None:
         """(experts, rows, columns) of a parameter of experts that is quantized, or will be; else None."""
-        if not _quantized_experts.is_experts(module):
+        if not experts.is_experts(module):
             return None
         state = vars(tensor).get("quant_state")
         if state is not None:
             self.found = "4bit-double" if state.nested else "4bit"
-        elif not self.experts or tensor.ndim != 3 or tensor[0].numel() % 64:
+        elif not self.experts or tensor.ndim != 3 or tensor[0].numel() % quantized_bytes.BLOCK:
             return None
         else:
             self.found = self.quantization
@@ -416,7 +311,7 @@ def _text_model(model: Any) -> tuple[str, Any]:
 
 def _pieces(model: Any, path: str) -> Iterator[tuple[str, Kind, Any]]:
     """Paths, kinds and modules of the blocks: the parts of the text model, and what is beside the way down to it."""
-    inside: dict[str, Kind] = {"embed_tokens": "embedding", "embed_tokens_per_layer": "table"}
+    inside: dict[str, Kind] = {"embed_tokens": "embedding", "embed_tokens_per_layer": "per_layer_embedding"}
     first, _, rest = path.partition(".")
     children = dict(model.named_children())
     for name, child in children.items():
@@ -438,24 +333,23 @@ def _kind_beside(name: str, siblings: Collection[str]) -> Kind:
         return "head"
     if name in ("vision_tower", "audio_tower"):
         return "tower"
-    # The encoder-free models have only these; elsewhere they are small bridges behind a tower.
+    # The encoder-free models have only these; elsewhere they are small multimodal embedders behind a tower.
     if name in ("embed_vision", "embed_audio") and f"{name.removeprefix('embed_')}_tower" not in siblings:
         return "tower"
     return "rest"
 
 
 def _shapes(model: Any, text: Any) -> dict[str, Any]:
-    config = model.config
     text_config = text.config
-    vision, audio = (getattr(config, f"{name}_config", None) for name in ("vision", "audio"))
+    vision, audio = (getattr(model.config, f"{name}_config", None) for name in ("vision", "audio"))
     towers = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ("vision_tower", "audio_tower")}
     has_vision, has_audio = (any(name.endswith(tower) for name in towers) for tower in ("vision_tower", "audio_tower"))
-    table = getattr(text, "embed_tokens_per_layer", None)
+    per_layer = getattr(text, "embed_tokens_per_layer", None)
     shapes: dict[str, Any] = {
         "item": text.embed_tokens.weight.element_size(),
         "hidden": text.embed_tokens.embedding_dim,
         "vocabulary": text.embed_tokens.num_embeddings,
-        "per_layer_width": 0 if table is None else table.embedding_dim,
+        "per_layer_width": 0 if per_layer is None else per_layer.embedding_dim,
         "math_attention": _math_attention(),
         "one_hot_positions": _one_hot_positions(),
         "one_query": hasattr(type(text), "_maybe_slice_kv_shared_inputs"),
@@ -486,150 +380,6 @@ def _one_hot_positions() -> bool:
     return versions.admits("<5.10", transformers.__version__)
 
 
-# ------------------------------------------------------------------------------------------------------------ KV cache
-
-
-def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
-    """Bytes one decoder layer holds in transformers' ``DynamicCache``.
-
-    KV-shared layers hold none. A full layer holds all of the context. A sliding layer holds ``sliding_window`` tokens
-    while decoding; but what it keeps after a prompt is a *view* of the keys of the whole prompt, so in the prefill
-    every layer holds all of it, until its next update. Layers whose values are their keys (``attention_k_eq_v``)
-    still hold both.
-    """
-    attention = block.attention
-    if attention is None or attention.shared:
-        return 0
-    tokens = load.context
-    if prefill:
-        tokens = load.prefill
-    elif attention.window is not None:
-        tokens = min(tokens, attention.window)
-    return 2 * rounded(load.batch * tokens * attention.kv_width * item)
-
-
-# --------------------------------------------------------------------------------------------------------- activations
-
-
-def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool, head: bool) -> int:
-    """The largest sum of KV cache and temporaries while ``layers`` run on one accelerator, beside the weights.
-
-    With T tokens in the forward (batch x prompt, or batch while decoding), e bytes an element, W the width of the
-    per-layer inputs of all layers together:
-
-    - always alive: the embedded inputs and the residual stream (2 T hidden e), the per-layer inputs as looked up and
-      as projected (2 T W e), rotary tables, the attention mask (prompt x prompt bytes where a layer needs one);
-    - before the layers, and before a prefill has a cache: the per-layer inputs being projected
-      (``COSTS.per_layer_inputs`` T W);
-    - then the KV cache (:func:`kv_cache`) and one of, whichever is largest: a layer's attention; its MLP: gate,
-      activation, up (3 T intermediate e); its experts; the logits of the last position (``COSTS.logits`` batch
-      vocabulary: ``generate`` keeps no others);
-    - attention: queries with their norm in fp32, keys and values repeated for every head where the kernel has no
-      grouped heads, the output with its fp32 accumulator, and all scores twice where the kernel is "math" (in fp32)
-      or eager;
-    - the dequantized bf16 copy of a layer's largest 4-bit weight, where the forward has more than one token, of its
-      quantized experts (while decoding: of those that are hit), and 8-bit's quantized inputs and int32 products;
-    - LoRA: the layer's widest input and output in fp32.
-
-    Where transformers takes only the last position through the KV-shared layers of a prefill (5.23), they count as in
-    decoding.
-    """
-    tokens = load.batch * (load.prefill if prefill else 1)
-    item = blueprint.item
-    wide = blueprint.per_layer_width
-    alive = tokens * item * 2 * (blueprint.hidden + wide)
-    if prefill and layers:
-        alive += 2 * item * load.prefill * sum({block.attention.head_dim for block in layers if block.attention})
-        alive += _mask(layers, load)
-    cache = sum(kv_cache(block, load, item, prefill=prefill) for block in layers)
-    stages = [COSTS.norm * tokens * blueprint.hidden]
-    stages += [_layer(blueprint, block, load, prefill=prefill) for block in layers]
-    first = 0
-    if head:
-        stages.append(COSTS.logits * load.batch * blueprint.vocabulary)
-        first = (COSTS.per_layer_inputs - 2 * item) * tokens * wide + (0 if prefill else cache)
-    return alive + max(first, cache + max(stages))
-
-
-def _mask(layers: Collection[Block], load: Load) -> int:
-    """Masks of one byte a pair with SDPA (none while the prompt fits the window), bf16 with eager attention."""
-    eager = load.attention == "eager"
-    windows = {block.attention.window for block in layers if block.attention}
-    masks = sum(1 for window in windows if eager or (window is not None and load.prefill > window))
-    return int(masks * load.batch * load.prefill**2 * (2 if eager else 1))
-
-
-def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> int:
-    attention = block.attention
-    assert attention is not None  # a decoder layer
-    rows = load.prefill if prefill and not (attention.shared and blueprint.one_query) else 1
-    tokens = load.batch * rows
-    item, hidden = blueprint.item, blueprint.hidden
-    width = attention.heads * attention.head_dim
-    residual = 2 * tokens * hidden * item  # the stream, and what a norm made of it
-    seen = load.prefill if prefill else load.context
-    if attention.window is not None and not prefill:
-        seen = min(seen, attention.window)
-    keys = load.batch * seen * width  # of every head
-    scores = load.batch * attention.heads * rows * seen
-    kernel = tokens * width * item  # queries
-    repeated = 1 < attention.kv_heads < attention.heads  # one head is shown to all as a view
-    if load.attention == "eager":
-        kernel += (2 * keys * item if repeated else 0) + COSTS.eager_scores * scores
-    else:
-        kernel += tokens * width * (item + 4)  # output, accumulator
-        if attention.head_dim > 256 and blueprint.math_attention:
-            kernel += 2 * keys * (item + 4) + 2 * 4 * scores
-        elif repeated and rows > 1 and (attention.head_dim > 256 or seen > (attention.window or seen)):
-            kernel += 2 * keys * item
-    if not prefill:  # a layer's old and new cache are both there while it grows
-        kernel += kv_cache(block, load, item, prefill=False)
-    projected = tokens * width * (item + COSTS.norm)
-    mlp = 3 * tokens * block.intermediate * item
-    many = tokens > 1
-    workspace = block.workspace if many else 0
-    if blueprint.quantization == "8bit":
-        workspace = tokens * (3 * max(block.intermediate, width) + 6 * max(block.intermediate, width))
-    experts = 0
-    if blueprint.experts is not None:
-        number, used, inner = blueprint.experts
-        experts = tokens * used * (8 * (number + 1) + item * (2 * inner + hidden)) + 2 * residual
-        if block.experts and tokens * used < number:  # those that are hit, and their packed bytes
-            experts += block.experts * tokens * used // number * 5 // 4
-        else:
-            experts += block.experts
-    lora = tokens * 4 * (block.intermediate + hidden) if block.adapter else 0
-    return residual + workspace + lora + max(projected, kernel, mlp, experts, COSTS.norm * tokens * hidden)
-
-
-def tower_activations(blueprint: Blueprint, load: Load) -> int:
-    """The largest sum of temporaries while a tower runs, for one image and 30 s of sound a sequence.
-
-    Vision: patches x (the residual stream, its fp32 norm and three times the MLP), the mask, the one-hot position
-    matrix of transformers < 5.10 (int64 and bf16), and scores with eager attention. Audio: three copies of the first
-    convolution's output (a quarter of the mel frames x 128 bins x channels), which is larger than any layer.
-    """
-    item = blueprint.item
-    stages = [0]
-    if load.vision and blueprint.vision is not None:
-        hidden, inner, heads, positions = blueprint.vision
-        each = COSTS.image_tokens * blueprint.patches
-        patches = load.batch * each
-        scores = COSTS.eager_scores * load.batch * heads * each**2 if load.attention == "eager" else 0
-        layer = patches * hidden * (3 * item + COSTS.norm) + load.batch * each**2
-        layer += max(3 * patches * inner * item, scores)
-        stages += [layer, patches * 2 * positions * (8 + item) if blueprint.one_hot_positions else 0]
-    elif load.vision:  # one projection of raw patches
-        stages.append(load.batch * COSTS.image_tokens * 48 * 48 * 3 * (item + COSTS.norm))
-    if load.audio and blueprint.audio is not None:
-        _, channels = blueprint.audio
-        stages.append(3 * load.batch * (COSTS.audio_frames // 2) * 64 * channels * item)
-    return max(stages)
-
-
-# ------------------------------------------------------------------------------------------------------------- adapter
-
-
 def adapter_sizes(folder: Any) -> dict[str, int]:
     """Bytes of a saved adapter by path of the module they sit on, read from ``adapter_model.safetensors``' header.
 
@@ -645,7 +395,3 @@ def adapter_sizes(folder: Any) -> dict[str, int]:
         path = saved.module_of(key)
         sizes[path] = sizes.get(path, 0) + rounded(4 * math.prod(tensor.shape))
     return sizes
-
-
-def _first(names: Mapping[str, Any]) -> str:
-    return repr(next(iter(names)))

@@ -1,0 +1,72 @@
+"""Sizes, runs of numbers and tables as text, for every report the package prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from gemma4_compat._errors import Gemma4CompatError
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size: a number of bytes, or text such as "8GiB", "8GB", "500MB".
+
+    Raises:
+        Gemma4CompatError: it is not a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or (unit == 1 and "." in found[1]):
+        raise Gemma4CompatError(
+            f"{size!r} is not a size; write it as 8GiB (binary), 8GB (decimal), 500MB, or in bytes as 8589934592"
+        )
+    return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+
+
+def size_text(nbytes: int, *, up: bool = False) -> str:
+    """``nbytes`` in GiB or MiB; ``up``: never less than it is, so that the text can be used as a budget."""
+    unit, name = (1 << 30, "GiB") if nbytes >= 1 << 30 else (1 << 20, "MiB")
+    digits = 100 if name == "GiB" else 1
+    scaled = -(-nbytes * digits // unit) if up else round(nbytes * digits / unit)
+    return f"{scaled / digits:.{2 if digits == 100 else 0}f} {name}"
+
+
+def scaled_text(nbytes: int, *, base: int, digits: int) -> str:
+    """``nbytes`` in the largest fitting unit of ``base`` 1000 or 1024, for sizes from bytes to gigabytes."""
+    value, unit = float(nbytes), "B"
+    for unit in _NAMES[base]:
+        if value < base or unit == _NAMES[base][-1]:
+            break
+        value /= base
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{digits}f} {unit}"
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Sorted numbers as (first, last) of consecutive ones: [0, 1, 2, 5] gives [(0, 2), (5, 5)]."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and found[-1][1] == number - 1:
+            found[-1] = (found[-1][0], number)
+        else:
+            found.append((number, number))
+    return found
+
+
+def runs_text(numbers: Sequence[int], separator: str = ", ") -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
+
+
+def table_text(rows: Sequence[Sequence[str]], *, header: bool = False) -> str:
+    """Rows as lines of aligned columns; the last column is free text. ``header`` rules off the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows)][:-1]
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+    if header:
+        lines.insert(1, "  ".join("-" * width for width in [*widths, len(rows[0][-1])]))
+    return "\n".join(lines)

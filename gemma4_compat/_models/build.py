@@ -1,0 +1,72 @@
+"""Building a Gemma 4 on the meta device from a configuration: no weights, no accelerator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import variants
+
+_CLASSES = {
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+}
+
+
+def on_meta(model: Any) -> tuple[Any, str, str]:
+    """The model on meta, what ``from_pretrained`` takes for it, and what was assumed.
+
+    Args:
+        model: a folder with a ``config.json``, the id of a cached model, a variant, a configuration, or a model, which
+            is returned as it is.
+
+    Raises:
+        Gemma4CompatError: it is not a Gemma 4, or there is no configuration for it.
+    """
+    import torch
+    import transformers
+
+    if isinstance(model, torch.nn.Module):
+        return model, str(getattr(model, "name_or_path", "")) or "MODEL", ""
+    assumed = ""
+    if isinstance(model, transformers.PretrainedConfig):
+        config, name = model, str(model.name_or_path or "MODEL")
+    else:
+        config, name, assumed = _configuration(str(model))
+    wanted = _CLASSES.get(config.model_type)
+    if wanted is None:
+        raise Gemma4CompatError(
+            f"{str(model)!r} is a {config.model_type} model, not a Gemma 4; known are {', '.join(sorted(_CLASSES))}"
+        )
+    named = (config.architectures or [wanted])[0]
+    if named.startswith("Gemma4") and hasattr(transformers, named):
+        wanted = named
+    with torch.device("meta"):
+        return getattr(transformers, wanted)._from_config(config, dtype=torch.bfloat16), name, assumed
+
+
+def _configuration(model: str) -> tuple[Any, str, str]:
+    from transformers import AutoConfig
+
+    variant = variants.find(model)
+    local = Path(model).is_dir()
+    if variant is not None and not local and "/" not in model:
+        return variants.config(variant), f"google/gemma-4-{variant}-it", variants.ASSUMED
+    if local and not (Path(model) / "config.json").is_file():
+        raise Gemma4CompatError(f"there is no config.json in the folder {model!r}; give the folder of a checkpoint")
+    try:
+        # The cache is enough: nothing is downloaded.
+        return AutoConfig.from_pretrained(model, local_files_only=True), model, ""
+    except (OSError, ValueError) as error:
+        if variant is not None and not local:
+            return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"
+        if local:
+            line = str(error).strip().splitlines()[0]
+            raise Gemma4CompatError(f"the configuration in {model!r} cannot be read: {line}") from error
+        raise Gemma4CompatError(
+            f"{model!r} is not a folder, not a variant ({', '.join(variants.NAMES)}) and not a model in the cache of "
+            f"the hub; give one of these, or fetch its configuration with: hf download {model} config.json"
+        ) from error

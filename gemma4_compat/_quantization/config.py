@@ -1,0 +1,63 @@
+"""How weights are to be stored, or are: names for it, and the modules it concerns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+
+#: How bitsandbytes stores weights; the names of the command line's ``--quantize`` (its "none" is None here).
+QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
+
+
+def check(quantization: str, *, or_none: bool = False) -> None:
+    """Raise :class:`Gemma4CompatError` for a name that is not one of :data:`QUANTIZATIONS`.
+
+    ``or_none``: the caller also takes weights that are not quantized, and the message says so.
+    """
+    if quantization not in QUANTIZATIONS:
+        names = ", ".join(QUANTIZATIONS) + (", or none" if or_none else "")
+        raise Gemma4CompatError(f"quantization {quantization!r} is unknown; use one of {names}")
+
+
+def stored_settings(config: Any) -> dict[str, Any] | None:
+    """The quantization a model's configuration describes, as plain data; None where the weights are not quantized."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    return dict(stored if isinstance(stored, dict) else stored.to_dict())
+
+
+def name_of(settings: Mapping[str, Any]) -> str | None:
+    """Which of :data:`QUANTIZATIONS` the settings of a quantization describe; None for another library's."""
+    if settings.get("load_in_8bit"):
+        return "8bit"
+    if settings.get("load_in_4bit"):
+        return "4bit-double" if settings.get("bnb_4bit_use_double_quant") else "4bit"
+    return None
+
+
+def default_skip_modules(model: Any) -> list[str]:
+    """``llm_int8_skip_modules`` for this model: the head, which shares the embedding's weight, and routers, which
+    decide from small differences.
+    """
+    routed = any(path.endswith(".router.proj") for path, _ in model.named_modules())
+    return ["lm_head", "router.proj"] if routed else ["lm_head"]
+
+
+def converts(skip: Collection[str]) -> Callable[[str], bool]:
+    """Whether transformers quantizes a module or parameter with these ``llm_int8_skip_modules``: its own rule."""
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    return lambda name: bool(should_convert_module(name, list(skip)))
+
+
+def linear_names(model: Any, skip: Collection[str]) -> frozenset[str]:
+    """The linears that transformers quantizes with these ``llm_int8_skip_modules``."""
+    import torch
+
+    chosen = converts(skip)
+    return frozenset(
+        name for name, module in model.named_modules() if type(module) is torch.nn.Linear and chosen(name)
+    )

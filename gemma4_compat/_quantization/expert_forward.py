@@ -1,0 +1,136 @@
+"""Computing with experts in 4 bits, adapters on them included. Imports nothing upstream at module level."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from gemma4_compat._models import placement
+from gemma4_compat._quantization.expert_storage import dequantized
+from gemma4_compat._quantization.experts import NAMES, quantized_parameter
+
+_ADDED = "_gemma4_compat_added"  # on an experts module, in a forward of PEFT: what is added to its parameters
+
+
+def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    """``Gemma4TextExperts.forward`` by upstream's own code, over the dequantized weights of the experts that are hit.
+
+    For the backward pass the packed weights are kept, and dequantized again. ``torch.compile`` has to get through it
+    in one graph.
+    """
+    import torch
+
+    if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
+        return original(self, hidden_states, top_k_index, top_k_weights)
+    added = getattr(self, _ADDED, {})
+    # What PEFT adds is added to all experts, as it does to those in bf16.
+    chosen = None if added else _hit(self, top_k_index)
+    weights, make = {}, {}
+    for name in NAMES:
+        parameter = getattr(self, name)
+        if hasattr(parameter, "quant_state"):
+            make[name] = functools.partial(_values, parameter, chosen, added.get(name, ()))
+            weights[name] = make[name]()
+        else:
+            weights[name] = parameter if chosen is None else parameter[chosen]
+    number = self.num_experts if chosen is None else len(chosen)
+    substitute = _Experts(self, number, weights["gate_up_proj"], weights["down_proj"])
+    if chosen is not None:
+        top_k_index = torch.searchsorted(chosen, top_k_index)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return original(substitute, hidden_states, top_k_index, top_k_weights)
+    with _kept_packed(weights, make):
+        return original(substitute, hidden_states, top_k_index, top_k_weights)
+
+
+class _Experts:
+    """An experts module as its forward sees it, with other weights."""
+
+    def __init__(self, module: Any, num_experts: int, gate_up_proj: Any, down_proj: Any) -> None:
+        self._module = module
+        self.num_experts = num_experts
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _hit(module: Any, top_k_index: Any) -> Any:
+    """The numbers of the experts that tokens are sent to, ascending; None for all of them."""
+    import torch
+
+    if (
+        top_k_index.numel() >= module.num_experts
+        or torch.compiler.is_compiling()  # how many there are would depend on the data
+        or getattr(module, "_is_expert_parallel", False)  # then some numbers stand for no expert
+    ):
+        return None
+    if len(top_k_index) == 1:  # a token has no expert twice
+        return top_k_index.flatten().sort().values
+    return torch.unique(top_k_index)
+
+
+def _values(parameter: Any, chosen: Any, added: Iterable[Callable[[Any], Any]]) -> Any:
+    values = dequantized(parameter, chosen)
+    for add in added:
+        values = add(values)
+    return values
+
+
+def current(module: Any, name: str) -> Any:
+    """The values of all experts that a forward of ``module`` would compute with now, what PEFT adds included."""
+    if quantized_parameter(module, name) is None:
+        return getattr(module, name)
+    return _values(module._parameters[name], None, getattr(module, _ADDED, {}).get(name, ()))
+
+
+def logical(module: Any, name: str) -> Any:
+    """An expanded zero with the shape, dtype and compute device of a 4-bit parameter's values; it takes no memory."""
+    import torch
+
+    parameter = quantized_parameter(module, name)
+    state = parameter.quant_state
+    device = placement.execution_device(module) or parameter.device
+    return torch.zeros(1, dtype=state.dtype, device=device).expand(state.shape)
+
+
+@contextlib.contextmanager
+def _kept_packed(weights: Mapping[str, Any], make: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
+    """Inside, autograd keeps of ``weights`` how to ``make`` them again: in bf16 they would be the whole model."""
+    import torch
+
+    known = {weights[name].untyped_storage().data_ptr(): again for name, again in make.items()}
+
+    def pack(tensor: Any) -> Any:
+        again = known.get(tensor.untyped_storage().data_ptr())
+        return tensor if again is None else (again, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def unpack(kept: Any) -> Any:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        again, size, stride, offset = kept
+        with torch.no_grad():
+            return again().as_strided(size, stride, offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextlib.contextmanager
+def adding(module: Any, name: str, add: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, ``add`` is applied to the values of the 4-bit parameter ``name`` in forwards of ``module``."""
+    added = vars(module).setdefault(_ADDED, {})
+    added[name] = (*added.get(name, ()), add)
+    try:
+        yield
+    finally:
+        rest = added[name][:-1]
+        if rest:
+            added[name] = rest
+        else:
+            del added[name]
+        if not added:
+            del vars(module)[_ADDED]

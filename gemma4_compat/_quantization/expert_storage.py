@@ -1,0 +1,247 @@
+"""The experts of a mixture of experts in 4 bits: quantizing, dequantizing, saving and loading them.
+
+A parameter of all experts, (experts, rows, columns), becomes one ``Params4bit`` with the packed bytes of all and a
+``QuantState`` whose scales have a row an expert: each expert is quantized by itself, with its own scales, and its own
+offset under double quantization. So experts can be dequantized one by one, and their bits are those of
+``dequantize_4bit(quantize_4bit(matrix))``. Code that moves, offloads, copies or counts 4-bit weights handles it like
+any other.
+
+Imports nothing upstream at module level.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import placement
+from gemma4_compat._quantization.experts import NAMES, all_experts, quantized_parameter, tail_of
+
+#: Beside the packed bytes in a checkpoint, ``<parameter>.<name>``: bitsandbytes' own, and one offset for each expert.
+STORED = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nested_offset")
+STORED_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
+
+# --------------------------------------------------------------------------------------------------------- the modules
+
+
+def prepare(model: Any, config: Any, chosen: Callable[[str], bool], *, prequantized: bool) -> None:
+    """Mark experts on meta as weights that are to become 4-bit ones, of the kind ``config`` describes.
+
+    Args:
+        model: on meta.
+        config: a ``BitsAndBytesConfig``.
+        chosen: which parameters, by path.
+        prequantized: they come from the checkpoint as they are.
+    """
+    for path, module in all_experts(model).items():
+        for name in NAMES:
+            old = module._parameters.get(name)
+            if old is None or not chosen(f"{path}.{name}"):
+                continue
+            new = _empty(old.data, config)
+            if old[0].numel() % new.blocksize:
+                continue  # scales would cross experts; the report says that these stay
+            if prequantized:  # older releases cast what they read to the dtype of what is there
+                new.data = new.data.to(config.bnb_4bit_quant_storage)
+            module._parameters[name] = new
+            _remember_states(module)
+
+
+def _empty(data: Any, config: Any) -> Any:
+    from bitsandbytes.nn import Params4bit
+
+    return Params4bit(
+        data,
+        requires_grad=False,
+        compress_statistics=config.bnb_4bit_use_double_quant,
+        quant_type=config.bnb_4bit_quant_type,
+        quant_storage=config.bnb_4bit_quant_storage,
+    )
+
+
+def quantize_module(module: Any, config: Any) -> None:
+    """Quantize the experts of a loaded module where they are; what is quantized already stays.
+
+    Raises:
+        Gemma4CompatError: an expert's matrix is not a multiple of a block; nothing was changed.
+    """
+    plain = {name: module._parameters[name] for name in NAMES if quantized_parameter(module, name) is None}
+    module._parameters.update(
+        {name: quantized(parameter.data, _empty(parameter.data, config)) for name, parameter in plain.items()}
+    )
+    _remember_states(module)
+
+
+def dequantize_module(module: Any, dtype: Any = None) -> None:
+    """Give an experts module the bf16 (``dtype``) weights that its 4-bit ones stand for; offloaded ones too."""
+    import torch
+
+    with placement.weights_brought_in(module):
+        for name in NAMES:
+            parameter = quantized_parameter(module, name)
+            if parameter is not None:
+                values = dequantized(parameter)
+                plain = torch.nn.Parameter(values if dtype is None else values.to(dtype), requires_grad=False)
+                module._parameters[name] = plain
+
+
+# --------------------------------------------------------------------------------------------------------- the weights
+
+
+def quantized(values: Any, like: Any) -> Any:
+    """``values`` (experts, rows, columns), bf16, fp16 or fp32, as a ``Params4bit`` of the kind of ``like``, on the
+    device they are on.
+
+    Raises:
+        Gemma4CompatError: rows x columns is not a multiple of the block size.
+    """
+    import torch
+    from bitsandbytes import functional
+    from bitsandbytes.nn import Params4bit
+
+    if values[0].numel() % like.blocksize:
+        raise Gemma4CompatError(
+            f"experts of {values.shape[1]} x {values.shape[2]} values are not a multiple of a block of "
+            f"{like.blocksize}, so they cannot be quantized one by one. Leave them out: "
+            "llm_int8_skip_modules=[..., 'experts']."
+        )
+    packed: Any = None
+    states = []
+    for index, matrix in enumerate(values):
+        data, state = functional.quantize_4bit(
+            matrix.contiguous(),
+            blocksize=like.blocksize,
+            compress_statistics=like.compress_statistics,
+            quant_type=like.quant_type,
+            quant_storage=like.quant_storage,
+        )
+        if packed is None:
+            packed = torch.empty((len(values), data.numel()), dtype=data.dtype, device=data.device)
+        packed[index] = data.flatten()
+        states.append(state)
+    return Params4bit(
+        packed.view(-1, 1),
+        requires_grad=False,
+        quant_state=_joined(states, values.shape),
+        blocksize=like.blocksize,
+        compress_statistics=like.compress_statistics,
+        quant_type=like.quant_type,
+        quant_storage=like.quant_storage,
+        bnb_quantized=True,
+    )
+
+
+def _joined(states: list[Any], shape: Any) -> Any:
+    """One state for all experts: scales, nested scales and offsets have a row for each."""
+    import torch
+
+    joined = copy.copy(states[0])
+    joined.shape = torch.Size(shape)
+    joined.absmax = torch.stack([state.absmax for state in states])
+    if joined.nested:
+        joined.offset = torch.stack([state.offset for state in states]).view(-1, 1)
+        joined.state2 = copy.copy(states[0].state2)
+        joined.state2.absmax = torch.stack([state.state2.absmax for state in states])
+    return joined
+
+
+def dequantized(parameter: Any, chosen: Any = None) -> Any:
+    """The values of the experts with the numbers ``chosen`` (an int tensor; None: all), (experts, rows, columns), in
+    the dtype they were quantized from.
+    """
+    import torch
+    from bitsandbytes import functional
+
+    state = parameter.quant_state
+    count, rows, columns = state.shape
+    packed = parameter.data.view(torch.uint8).view(count, -1)
+    scales = _scales(state, chosen)
+    if chosen is not None:
+        packed = packed[chosen]
+    plain = functional.QuantState(
+        absmax=scales.reshape(-1),
+        shape=torch.Size((len(packed), rows, columns)),
+        code=state.code,
+        blocksize=state.blocksize,
+        quant_type=state.quant_type,
+        dtype=state.dtype,
+    )
+    return functional.dequantize_4bit(packed.view(-1, 1), plain)
+
+
+def _scales(state: Any, chosen: Any) -> Any:
+    """fp32, a row an expert. Under double quantization as bitsandbytes computes them, operation by operation."""
+
+    def rows(tensor: Any) -> Any:
+        return tensor if chosen is None else tensor[chosen]
+
+    scales = rows(state.absmax)
+    if not state.nested:
+        return scales
+    nested = rows(state.state2.absmax).repeat_interleave(state.state2.blocksize, dim=1)
+    return state.state2.code[scales.int()] * nested[:, : scales.shape[1]] + rows(state.offset)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _remember_states(module: Any) -> None:
+    """Have the scales of a module's experts in its state dict, beside the packed bytes."""
+    if add_states not in module._state_dict_hooks.values():
+        module._register_state_dict_hook(add_states)
+
+
+def add_states(module: Any, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """The hook of :func:`_remember_states`."""
+    for name in NAMES:
+        parameter = quantized_parameter(module, name)
+        if parameter is not None and parameter.quant_state is not None:
+            state_dict.update({f"{prefix}{name}.{key}": value for key, value in _as_dict(parameter).items()})
+
+
+def _as_dict(parameter: Any) -> dict[str, Any]:
+    state = parameter.quant_state
+    if not state.nested:
+        return dict(state.as_dict(packed=True))
+    one = copy.copy(state)
+    one.offset = state.offset.new_zeros(())  # bitsandbytes writes one number; there is one for each expert
+    return {**one.as_dict(packed=True), "nested_offset": state.offset}
+
+
+def from_checkpoint(tensors: dict[str, Any]) -> Any:
+    """The ``Params4bit`` of one checkpoint's tensors: ``""`` are the packed bytes, the others as in :data:`STORED`."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Params4bit
+
+    rest = dict(tensors)
+    data, offset = rest.pop(""), rest.pop("nested_offset", None)
+    state = QuantState.from_dict(rest, device=data.device)
+    if offset is not None:
+        state.offset = offset
+    return Params4bit(
+        data,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=data.dtype,
+        bnb_quantized=True,
+    )
+
+
+def in_checkpoint(files: Iterable[Any]) -> frozenset[str]:
+    """Which parameters of experts are quantized in these files, as ``layers.<number>.experts.<name>``."""
+    from gemma4_compat._checkpoint import header  # with json, which importing the package does not load
+
+    found = set()
+    for file in map(Path, files):
+        if file.suffix == ".safetensors":
+            for key in header.header(file):
+                stem, _, last = key.rpartition(".")
+                if last == "absmax" and (tail := tail_of(stem)) is not None:
+                    found.add(tail)
+    return frozenset(found)
