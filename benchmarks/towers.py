@@ -110,13 +110,13 @@ def measure(folder: Path) -> dict[str, Any]:
     for modality, (first, second) in reference.items():
         found["bf16"][modality] = {
             "contrast": relative(second, first),
-            "bytes": workspace.stored_bytes(tower(plain, modality)),
+            "bytes": stored_bytes_of(tower(plain, modality)),
         }
     del plain
     for quantization in QUANTIZATIONS:
         found[quantization] = {}
         model = tiny.load(folder, quantization, towers=True)
-        nbytes = {modality: workspace.stored_bytes(tower(model, modality)) for modality in inputs}
+        nbytes = {modality: stored_bytes_of(tower(model, modality)) for modality in inputs}
         own = {modality: outcome(model, batches, modality) for modality, batches in inputs.items()}
         del model
         model = tiny.dequantize(tiny.load(folder, quantization, towers=True))

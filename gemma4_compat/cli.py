@@ -14,6 +14,7 @@ import gemma4_compat
 from gemma4_compat._doctor import findings as _doctor
 from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
+from gemma4_compat._engine.text import table_text
 from gemma4_compat._needed import files, judge
 from gemma4_compat._needed import report as _needed_report
 

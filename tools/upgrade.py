@@ -65,7 +65,8 @@ def verdicts(library: str, release: str, patches: tuple[Patch, ...], entries: Ma
         file = f"gemma4_compat/patches/{patch.area}/{patch.id.replace('-', '_')}.py"
         if patch.distribution == library and entry["claimed"] and entry["verdict"] == measure.NOT_AFFECTED:
             found[file] = (
-                f'the defect is gone: affected="{patch.affected},<{release}", fixed="{release}", applied_upstream="..."'
+                f'the defect is gone. affected="{patch.affected},<{release}", fixed="{release}", '
+                "and the upstream change as applied_upstream"
             )
         elif entry["verdict"] not in measure.AS_CLAIMED or entry["failures"]:
             reasons = "; ".join(f"{test}: {message[:200]}" for test, message in entry["failures"].items())

@@ -51,9 +51,9 @@ def status_text(statuses: dict[str, PatchStatus]) -> str:
 
 def patches_text(patches: tuple[Patch, ...]) -> str:
     """One line a patch: id, area, affected releases, summary."""
-    rows = [(patch.id, patch.area, f"{patch.distribution} {patch.affected}", patch.summary) for patch in patches]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths)), row[3]]) for row in rows)
+    return table_text(
+        [(patch.id, patch.area, f"{patch.distribution} {patch.affected}", patch.summary) for patch in patches]
+    )
 
 
 def explanation_text(patch: Patch, status: PatchStatus) -> str:
@@ -64,9 +64,10 @@ def explanation_text(patch: Patch, status: PatchStatus) -> str:
         ("fixed in", patch.fixed or "no release so far"),
         ("upstream", "\n".join(filter(None, (*patch.bug, patch.applied_upstream))) or "not reported"),
         ("replaces", "\n".join(str(target) for target in patch.targets)),
+        ("needs", "\n".join(patch.needs) or "no other patch"),
         ("here", f"{status.state}: {status.reason}"),
         ("opt out", f"GEMMA4_COMPAT_DISABLE={patch.id}"),
     ]
-    width = max(len(name) for name, _ in rows)
-    fields = [f"{name:<{width}}  " + value.replace("\n", "\n" + " " * (width + 2)) for name, value in rows]
-    return f"{patch.id} ({patch.area})\n{patch.documentation}\n\n" + "\n".join(fields)
+    # A value of several lines is several rows, the first with the name.
+    fields = [(name * (index == 0), line) for name, value in rows for index, line in enumerate(value.split("\n"))]
+    return f"{patch.id} ({patch.area})\n{patch.documentation}\n\n{table_text(fields)}"

@@ -26,7 +26,7 @@ from gemma4_compat._merge import start as starts
 from gemma4_compat._merge.result import MergeParityError, MergeReport
 from gemma4_compat._merge.tensors import MergedTensors, tied_sources
 from gemma4_compat._merge.verification import verify
-from gemma4_compat._planner import plan
+from gemma4_compat._models import build
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
@@ -49,7 +49,7 @@ def merge_adapter(
 ) -> MergeReport:
     """Merge ``adapter`` into ``base`` and write the result to ``out``; see :func:`gemma4_compat.merge_adapter`."""
     _refuse_bad_options(start, dtype, check, tolerance)
-    largest = plan.parse_size(max_shard_size)
+    largest = parse_size(max_shard_size)
     if not largest:
         raise Gemma4CompatError("max_shard_size must be more than 0; write it as 5GB")
     out = Path(out)

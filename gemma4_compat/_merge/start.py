@@ -11,7 +11,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import weights
 from gemma4_compat._merge.weights import Base
-from gemma4_compat._planner import memory, plan
+from gemma4_compat._quantization import config
 
 BASES = ("original", "dequantized")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -47,8 +47,8 @@ def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | N
         Gemma4CompatError: the options contradict each other or the base.
     """
     given = quantize if quantize is None or isinstance(quantize, str) else quantize.to_dict()
-    if isinstance(given, str) and given not in weights.QUANTIZATIONS:
-        raise Gemma4CompatError(f"quantize {given!r} is unknown; it is one of {', '.join(weights.QUANTIZATIONS)}")
+    if isinstance(given, str):
+        config.check(given)
     stored = getattr(model.config, "quantization_config", None)
     if name == "original":
         if stored is not None:
@@ -73,15 +73,13 @@ def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | N
         settings, quantization = given, _quantization_of(given)
     else:
         skip, settings, quantization = skip_modules, {"bnb_4bit_quant_type": "nf4"}, given or ASSUMED
-    chosen = plan.skip_modules(model) if skip is None else list(skip)
+    chosen = config.default_skip_modules(model) if skip is None else list(skip)
     return Start(name, quantization, given is None, False, settings, tuple(chosen))
 
 
 def _quantization_of(settings: Mapping[str, Any]) -> str:
-    if settings.get("load_in_8bit"):
-        return "8bit"
-    if settings.get("load_in_4bit"):
-        return "4bit-double" if settings.get("bnb_4bit_use_double_quant") else "4bit"
+    if (name := config.name_of(settings)) is not None:
+        return name
     raise Gemma4CompatError(
         f"the quantization {settings.get('quant_method')!r} is not bitsandbytes' 4-bit or 8-bit; give the checkpoint "
         "the base was made from, with --base original"
@@ -129,7 +127,7 @@ def apply(start: Start, base: Base, model: Any, dtype: str) -> None:
             raise Gemma4CompatError("config.json says that the base is quantized, but none of its weights are")
         return
     assert start.quantize is not None
-    names = memory.linear_names(model, start.skip)
+    names = config.linear_names(model, start.skip)
     base.quantized = frozenset(f"{name}.weight" for name in names if f"{name}.weight" in base.disk)
     base.round_trip = weights.quantizer(start.quantize, start.settings, getattr(torch, DTYPES[dtype]))
 

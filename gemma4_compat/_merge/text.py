@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def report_text(report: MergeReport) -> str:
-    """Everything in a report, one fact per line."""
-    from gemma4_compat._planner.layout import size_text
+    """Everything a report says, a fact a line."""
+    from gemma4_compat._engine.text import size_text
 
     start = report.start
     if report.quantization is not None:

@@ -69,11 +69,11 @@ def _title(start: Start, dtype: str, is_dequantized: bool) -> str:
 
 def _stored_base(model_class: Any, base: Path, start: Start, options: dict[str, Any]) -> Any:
     """The base as ``from_pretrained`` loads it, quantized if the merge dequantized it."""
-    from gemma4_compat._quantization import offloaded
+    from gemma4_compat._quantization import opt_in
 
     if start.quantize is not None and not start.stored:
         options = options | {"quantization_config": starts.quantization_config(start, options["dtype"])}
-    with offloaded.asked():
+    with opt_in.OFFLOADED.enabled():
         return model_class.from_pretrained(str(base), **options)
 
 

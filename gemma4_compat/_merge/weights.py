@@ -19,8 +19,7 @@ from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge.adapter import Adapter, kind_of
 
-QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
-#: Suffixes of the tensors that bitsandbytes stores with a quantized weight.
+#: What bitsandbytes keeps beside a quantized weight on disk.
 _STATE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.")
 
 
@@ -145,9 +144,9 @@ def quantizer(quantize: str, settings: Mapping[str, Any], dtype: Any) -> Callabl
     """A function that quantizes a weight with bitsandbytes and dequantizes it again.
 
     Args:
-        quantize: one of :data:`QUANTIZATIONS`.
-        settings: of a ``BitsAndBytesConfig``; only ``bnb_4bit_quant_type`` is read.
-        dtype: of the weight when it is quantized: the ``dtype`` given to ``from_pretrained``.
+        quantize: "4bit", "4bit-double" or "8bit".
+        settings: of a ``BitsAndBytesConfig``; ``bnb_4bit_quant_type`` counts.
+        dtype: the weight's when it is quantized; a 16-bit one is what ``from_pretrained`` was told.
     """
     import torch
     from bitsandbytes import functional

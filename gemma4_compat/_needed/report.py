@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from gemma4_compat._engine.text import table_text
 from gemma4_compat._needed.judge import Assessment, Verdict
 
 
@@ -48,13 +49,10 @@ def assessment_text(assessment: Assessment) -> str:
                 ways = " or ".join(need.unnecessary_with) or "no release so far"
                 way = "" if verdict is Verdict.NOT_NEEDED else ways
                 rows.append((need.patch.id, shown, way, need.because))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]) for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in [*widths, len(rows[0][3])]))
     head = f"{assessment.source}: {', '.join(map(str, assessment.distributions))}"
     notes = [f"note: {note}" for note in assessment.notes]
     foot = [*_unmeasured(assessment), *_undecided(assessment), _sum(assessment)]
-    return "\n".join([head, *notes, "", *lines, "", *foot])
+    return "\n".join([head, *notes, "", table_text(rows, header=True), "", *foot])
 
 
 def _unmeasured(assessment: Assessment) -> list[str]:

@@ -75,12 +75,12 @@ def over_plain_weight(layer: Any, weight: Any = None) -> Any:
     base.weight = torch.nn.Parameter(weight, requires_grad=False)
     if quantized.bias is not None:
         base.bias = torch.nn.Parameter(quantized.bias.detach().float(), requires_grad=False)
-    copied = copy_over(layer, base)
-    make_plain(copied)
-    return copied
+    plain = with_base(layer, base)
+    make_plain(plain)
+    return plain
 
 
-def copy_over(layer: Any, base: Any) -> Any:
+def with_base(layer: Any, base: Any) -> Any:
     """Another layer with the same adapters over ``base``. Merging it leaves ``layer`` as it is."""
     copied = copy.copy(layer)
     attributes = vars(copied)

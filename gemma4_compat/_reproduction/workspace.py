@@ -223,18 +223,3 @@ def difference(reference: Outputs, other: Outputs) -> float:
     found = [(a - b).abs().max().item() for a, b in zip(reference.logits, other.logits)]
     # Check each value: `max` would skip a NaN that is not the first.
     return max(found) if all(math.isfinite(value) for value in found) else math.inf
-
-
-def stored_bytes(module: Any) -> int:
-    """Bytes of a module's parameters and, for quantized ones, of their scales, code books and offsets.
-
-    Call it before the first forward: there bitsandbytes repacks 4-bit weights for some CPUs and may move 8-bit scales.
-    """
-    total = 0
-    for parameter in module.parameters():
-        state = getattr(parameter, "quant_state", None)
-        parts = [parameter, getattr(parameter, "SCB", None), getattr(state, "offset", None)]
-        for part in filter(None, (state, getattr(state, "state2", None))):
-            parts += [part.absmax, part.code]
-        total += sum(part.numel() * part.element_size() for part in parts if part is not None)
-    return total

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._adapters import clipped
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import build as models
+from gemma4_compat._quantization import config
 from gemma4_compat._scan.result import Findings
 
 _QUANTIZATIONS = {"4bit": "4-bit ", "4bit-double": "4-bit ", "8bit": "8-bit "}
@@ -58,9 +59,7 @@ def build(base: Any, quantize: str | None, findings: Findings) -> Base:
     Raises:
         Gemma4CompatError: there is no such base, or no such quantization.
     """
-    from gemma4_compat._planner import plan
-
-    model, name, assumed = plan.on_meta(getattr(base, "config", base))
+    model, name, assumed = models.on_meta(getattr(base, "config", base))
     if assumed:
         findings.notes.append(assumed)
     modules = dict(model.named_modules())
@@ -70,19 +69,16 @@ def build(base: Any, quantize: str | None, findings: Findings) -> Base:
 
 def _quantization(model: Any, requested: str | None, findings: Findings) -> tuple[str | None, frozenset[str]]:
     """How the base's linears are stored, and which."""
-    from gemma4_compat._planner import memory, plan
-
     stored = getattr(model.config, "quantization_config", None)
     if stored is None:
-        if requested is not None and requested not in _QUANTIZATIONS:
-            raise Gemma4CompatError(
-                f"quantization {requested!r} is unknown; use one of {', '.join(_QUANTIZATIONS)}, or none"
-            )
-        return requested, memory.linear_names(model, plan.skip_modules(model)) if requested else frozenset()
+        if requested is None:
+            return None, frozenset()
+        config.check(requested, or_none=True)
+        return requested, config.linear_names(model, config.default_skip_modules(model))
     settings = stored if isinstance(stored, dict) else stored.to_dict()
-    if not (settings.get("load_in_8bit") or settings.get("load_in_4bit")):
+    if (name := config.name_of(settings)) is None:
         method = str(settings.get("quant_method"))
         findings.notes.append(f"the base is quantized with {method}, of which this knows no details")
         return method, frozenset()
     skip = settings.get("llm_int8_skip_modules") or ["lm_head"]
-    return plan.prequantized(model.config, None), memory.linear_names(model, skip)
+    return name, config.linear_names(model, skip)

@@ -17,7 +17,7 @@ from gemma4_compat._models import build, variants
 from gemma4_compat._planner import cost
 from gemma4_compat._planner.blueprint import Blueprint, adapter_sizes, describe, rounded
 from gemma4_compat._planner.cost import Load
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction import tiny_configs
 from tests.planner.models import VARIANTS, on_meta, planned
 
 # ----------------------------------------------------------------------------------------------------------- KV cache
@@ -42,9 +42,11 @@ def test_the_cache_holds_what_is_planned(context: int, batch: int, window: int) 
     from transformers import DynamicCache, Gemma4ForCausalLM
     from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
 
-    shape = {**tiny.text_shape(), "sliding_window": window, "head_dim": 128, "global_head_dim": 256}
+    shape = {**tiny_configs.text_shape(), "sliding_window": window, "head_dim": 128, "global_head_dim": 256}
     torch.manual_seed(0)
-    config = Gemma4TextConfig(**shape, vocab_size_per_layer_input=tiny.VOCABULARY, hidden_size_per_layer_input=64)
+    config = Gemma4TextConfig(
+        **shape, vocab_size_per_layer_input=tiny_configs.VOCABULARY, hidden_size_per_layer_input=64
+    )
     model = Gemma4ForCausalLM(config).to(torch.bfloat16).eval()
     blueprint = describe(model)
     cache = DynamicCache(config=model.config)
@@ -194,5 +196,5 @@ def test_an_adapter_of_another_model_is_refused(workspace: Any) -> None:
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Gemma4CompatError, match="is no saved adapter"):
+    with pytest.raises(Gemma4CompatError, match="is not a saved adapter"):
         gemma4_compat.plan_device_map("E2B", "8GiB", adapter=tmp_path)

@@ -9,13 +9,17 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._planner import layout, memory
-from gemma4_compat._planner import plan as _plan
-from gemma4_compat._planner.memory import Load
+from gemma4_compat._models import build
+from gemma4_compat._planner import cost, layout
+from gemma4_compat._planner.blueprint import Blueprint, describe
+from gemma4_compat._planner.cost import Load
+from gemma4_compat._quantization import expert_storage
+from gemma4_compat._quantization.bytes import expert_tensors
+from gemma4_compat._quantization.config import default_skip_modules, linear_names
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import difference
-from tests.planner.test_plan import held, run, stored
-from tools.pages import experts as experts_page
+from tests import experts_page
+from tests.planner.models import held, run, stored
 
 FOUR_BIT = ["4bit", "4bit-double"]
 

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
-from gemma4_compat._engine import versions
-from gemma4_compat._models import variants
-from gemma4_compat._planner import layout, memory
-from gemma4_compat._planner import plan as _plan
-from gemma4_compat._planner.memory import Load
+from gemma4_compat._models import build
+from gemma4_compat._planner import layout
+from gemma4_compat._planner.blueprint import describe
+from gemma4_compat._planner.cost import Load
+from gemma4_compat._quantization.bytes import linear_tensors
+from gemma4_compat._quantization.config import default_skip_modules
 from gemma4_compat._reproduction import tiny, tiny_configs
 from gemma4_compat._reproduction.workspace import difference
 from tests.planner.models import HAS_UNIFIED, QUANTIZATIONS, VARIANTS, held, on_meta, planned, run, stored
@@ -138,186 +139,6 @@ def test_the_12b_has_no_towers_and_no_table() -> None:
     assert not any("tower" in key or "per_layer" in key for key in plan.device_map)
 
 
-# ----------------------------------------------------------------------------------------------------------- KV cache
-
-
-def storages(cache: Any) -> int:
-    """Bytes of the distinct storages of a cache's keys and values."""
-    found = {}
-    for layer in cache.layers:
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            if tensor is not None and tensor.numel():
-                storage = tensor.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
-
-
-@pytest.mark.parametrize("context", [3, 7, 8, 9, 40])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("window", [8, 32])
-def test_the_cache_holds_what_is_planned(context: int, batch: int, window: int) -> None:
-    import torch
-    from transformers import DynamicCache, Gemma4ForCausalLM
-    from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
-
-    shape = {**tiny_configs.text_shape(), "sliding_window": window, "head_dim": 128, "global_head_dim": 256}
-    torch.manual_seed(0)
-    config = Gemma4TextConfig(
-        **shape, vocab_size_per_layer_input=tiny_configs.VOCABULARY, hidden_size_per_layer_input=64
-    )
-    model = Gemma4ForCausalLM(config).to(torch.bfloat16).eval()
-    blueprint = memory.describe(model)
-    cache = DynamicCache(config=model.config)
-    ids = torch.randint(3, 240, (batch, context))
-    load = Load(context=context, batch=batch)
-    with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
-        assert storages(cache) == cached(blueprint, load, prefill=True)
-        model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
-    assert storages(cache) == cached(blueprint, Load(context=context + 1, batch=batch), prefill=False)
-
-
-def cached(blueprint: memory.Blueprint, load: Load, *, prefill: bool) -> int:
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patched:
-        patched.setattr(memory, "rounded", lambda nbytes: nbytes)  # storages are not rounded on the CPU
-        return sum(memory.kv_cache(block, load, 2, prefill=prefill) for block in blueprint.layers)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_large_variants_hold_keys_and_values_both(variant: str) -> None:
-    """``attention_k_eq_v`` saves a projection, not cache."""
-    blueprint = planned(on_meta(variant), None)
-    full = [block.attention for block in blueprint.layers if block.attention and block.attention.window is None]
-    config = on_meta(variant).config.get_text_config()
-    if getattr(config, "attention_k_eq_v", False):
-        assert {attention.kv_width for attention in full} == {512 * {"12B": 1, "26B-A4B": 2, "31B": 4}[variant]}
-    assert all(attention.head_dim == 512 for attention in full)
-    assert sum(block.attention.shared for block in blueprint.layers if block.attention) == config.num_kv_shared_layers
-
-
-# -------------------------------------------------------------------------------------------------------- temporaries
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[dict[str, int]]:
-    """``peak``: the most bytes that storages made inside were alive at once. Counts on meta as well."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    counts = {"now": 0, "peak": 0}
-    alive: set[int] = set()
-
-    def gone(key: int, nbytes: int) -> None:
-        alive.discard(key)
-        counts["now"] -= nbytes
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            before = {
-                item.untyped_storage()._cdata
-                for item in torch.utils._pytree.tree_leaves((args, kwargs))
-                if isinstance(item, torch.Tensor)
-            }
-            out = func(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    storage = tensor.untyped_storage()
-                    key = storage._cdata
-                    if key not in alive and key not in before:
-                        alive.add(key)
-                        counts["now"] += storage.nbytes()
-                        weakref.finalize(storage, gone, key, storage.nbytes())
-            counts["peak"] = max(counts["peak"], counts["now"])
-            return out
-
-    gc.collect()
-    with Watch():
-        yield counts
-
-
-@pytest.mark.parametrize("tokens", [512, 2048])
-@pytest.mark.parametrize("variant", ["E2B", "E4B"])
-def test_temporaries_of_a_prefill_are_as_measured(variant: str, tokens: int) -> None:
-    """To 6 %. The real model in bf16 on meta, with eager attention, whose scores are tensors like others."""
-    import torch
-    from transformers import Gemma4ForCausalLM
-
-    config = variants.config(variant).text_config
-    with torch.device("meta"):
-        model = Gemma4ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-    blueprint = planned(model, None)
-    load = Load(context=tokens, attention="eager")
-    text = model.model
-    options = {"logits_to_keep": 1} if blueprint.one_query else {}
-    with torch.no_grad(), watched() as counts:
-        # As the whole model does it, which looks for image tokens first: meta cannot.
-        embedded = text.embed_tokens(ids)
-        rows = text.get_per_layer_inputs(ids, embedded)
-        text(inputs_embeds=embedded, per_layer_inputs=rows, use_cache=True, **options)
-    expected = memory.activations(blueprint, blueprint.layers, load, prefill=True, head=True)
-    assert expected == pytest.approx(counts["peak"], rel=0.06)
-
-
-@pytest.mark.parametrize("variant", ["E2B", "31B"])
-def test_temporaries_of_the_vision_tower_are_as_measured(variant: str) -> None:
-    """To 6 %, eager: its encoder on meta, with as many patches as an image has at most."""
-    import torch
-
-    model, *_ = _plan.on_meta(variant)
-    blueprint = planned(model, None)
-    tower = model.model.vision_tower
-    tower.config._attn_implementation = "eager"
-    count = memory.COSTS.image_tokens * blueprint.patches
-    hidden = torch.zeros(1, count, tower.config.hidden_size, dtype=torch.bfloat16, device="meta")
-    positions = torch.zeros(1, count, 2, dtype=torch.long, device="meta")
-    with torch.no_grad(), watched() as counts:
-        tower.encoder(inputs_embeds=hidden, attention_mask=None, pixel_position_ids=positions)
-    expected = memory.tower_activations(blueprint, Load(vision=True, attention="eager"))
-    assert expected == pytest.approx(counts["peak"], rel=0.06)
-
-
-def test_temporaries_of_the_audio_tower_are_as_measured() -> None:
-    import torch
-
-    model, *_ = _plan.on_meta("E2B")
-    frames = torch.zeros(1, memory.COSTS.audio_frames, 128, dtype=torch.bfloat16, device="meta")
-    mask = torch.ones(frames.shape[:2], dtype=torch.bool, device="meta")
-    with torch.no_grad(), watched() as counts:
-        model.model.audio_tower(frames, mask)
-    expected = memory.tower_activations(planned(model, None), Load(audio=True))
-    assert expected == pytest.approx(counts["peak"], rel=0.06)
-
-
-# ------------------------------------------------------------------------------------------------------------- adapter
-
-
-@pytest.mark.parametrize("targets", ["language", "towers", "all"])
-def test_an_adapter_takes_what_peft_loads(workspace: Any, targets: str) -> None:
-    from peft import PeftModel
-
-    model = PeftModel.from_pretrained(workspace.load(None), workspace.adapter(targets))
-    weights = [tensor for name, tensor in model.named_parameters() if "lora_" in name]
-    expected = sum(memory.rounded(tensor.numel() * tensor.element_size()) for tensor in weights)
-    sizes = memory.adapter_sizes(workspace.adapter(targets))
-    assert sum(sizes.values()) == expected
-    plan = gemma4_compat.plan_device_map(
-        str(workspace.checkpoint), "1GiB", quantize=None, adapter=workspace.adapter(targets), context=64
-    )
-    assert plan.use[0].adapter == expected
-
-
-def test_an_adapter_of_another_model_is_refused(workspace: Any) -> None:
-    with pytest.raises(Gemma4CompatError, match="was made for another model"):
-        memory.describe(on_meta("E2B"), adapter={"model.layers.77.mlp.up_proj": 8})
-
-
-def test_a_folder_without_an_adapter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Gemma4CompatError, match="is not a saved adapter"):
-        gemma4_compat.plan_device_map("E2B", "8GiB", adapter=tmp_path)
-
-
 # -------------------------------------------------------------------------------------------------------- its own code
 
 
@@ -378,12 +199,6 @@ def test_code_for_offloaded_4_bit_layers_says_so(workspace: Any) -> None:
     whole = gemma4_compat.plan_device_map("E2B", "80GiB", context=1024)
     assert "quantize_offloaded" not in whole.code
     assert "cpu_offload" not in whole.code
-
-
-def run(plan: _plan.Plan) -> dict[str, Any]:
-    names: dict[str, Any] = {}
-    exec(compile(plan.code, "plan", "exec"), names)
-    return names
 
 
 def assert_same(outputs: Any, expected: Any) -> None:

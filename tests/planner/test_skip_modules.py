@@ -8,10 +8,10 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._models import variants
-from gemma4_compat._planner import memory, plan
+from gemma4_compat._models import build, variants
+from gemma4_compat._quantization.bytes import linear_tensors, stored_bytes_of
+from gemma4_compat._quantization.config import linear_names
 from gemma4_compat._reproduction import tiny, tiny_configs
-from gemma4_compat._reproduction import workspace as _repro
 
 E = {
     "lm_head",
@@ -68,7 +68,7 @@ def test_a_head_of_its_own_costs_what_it_takes() -> None:
     config.tie_word_embeddings = config.text_config.tie_word_embeddings = False
     head = gemma4_compat.quantization_skip_modules(config)["lm_head"]
     assert (tied.cost, tied.parameters) == (0, head.parameters)
-    assert head.cost == 2 * head.parameters - sum(memory.quantized_tensors(tiny_configs.VOCABULARY, 64, "4bit"))
+    assert head.cost == 2 * head.parameters - sum(linear_tensors(tiny_configs.VOCABULARY, 64, "4bit"))
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double", "8bit"])

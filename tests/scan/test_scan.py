@@ -16,7 +16,7 @@ import transformers
 
 import gemma4_compat
 from gemma4_compat._adapters.saved import read
-from gemma4_compat._planner import plan
+from gemma4_compat._models import build
 from gemma4_compat._reproduction import tiny_adapters, tiny_configs
 from gemma4_compat._scan.result import tower_of
 from tests.adapters.adapter_files import PREFIX, as_in_the_forum_thread, write_adapter

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._models import device_maps, placement
-from gemma4_compat._quantization.plain_layers import copy_over, dequantized, is_quantized, over_plain_weight, scales
+from gemma4_compat._models import family, placement
+from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, with_base
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -57,8 +57,8 @@ def unload_and_optionally_merge(
 
 @contextlib.contextmanager
 def _measured(tuner: Any) -> Iterator[None]:
-    """Inside, adapter layers over quantized weights measure what their merges lose; then one warning reports it."""
-    layers = _quantized_layers(tuner.model) if device_maps.is_gemma4(tuner.model) else {}
+    """Inside, adapter layers over quantized weights measure what their merges lose; afterwards it is said."""
+    layers = _quantized_layers(tuner.model) if family.is_gemma4(tuner.model) else {}
     if not layers:
         yield
         return
@@ -115,7 +115,7 @@ def _refuse_tuners_that_cannot_merge(layers: dict[str, Any]) -> None:
         if type(layer) in tried or layer.base_layer is not base or placement.is_offloaded(base):
             continue
         tried.add(type(layer))
-        copied, plain = copy_over(layer, copy.deepcopy(base)), over_plain_weight(layer)
+        copied, plain = with_base(layer, copy.deepcopy(base)), over_plain_weight(layer)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

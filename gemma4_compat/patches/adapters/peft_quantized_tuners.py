@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._adapters import rollback
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps, walk
-from gemma4_compat._quantization.plain_layers import copy_over, is_quantized, over_plain_weight
+from gemma4_compat._models import family, walk
+from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, with_base
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -150,7 +150,7 @@ def _settled(layer: Any) -> Any:
 
     Until then VeRA's weights have mixed dtypes before PEFT 0.19, and no layer runs, over any weight.
     """
-    copied = copy_over(layer, layer.base_layer)
+    copied = with_base(layer, layer.base_layer)
     children = copied._modules
     for name, child in children.items():
         if name != "base_layer":

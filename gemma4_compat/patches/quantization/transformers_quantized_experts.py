@@ -150,7 +150,6 @@ def by_hand(model: Any, quantization: str) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._quantization import offloaded
     from gemma4_compat._reproduction import tiny, tiny_models
     from gemma4_compat._reproduction.workspace import difference
 

@@ -12,7 +12,8 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._planner import layout
-from gemma4_compat._planner import memory as _memory
+from gemma4_compat._planner.blueprint import describe
+from gemma4_compat._planner.cost import Load
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.transformers_auto_map import PATCH

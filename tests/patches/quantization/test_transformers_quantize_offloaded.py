@@ -14,7 +14,9 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._quantization import offloaded
+from gemma4_compat._engine.text import scaled_text
+from gemma4_compat._quantization import offloaded, opt_in
+from gemma4_compat._quantization.bytes import stored_bytes
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.quantization.transformers_quantize_offloaded import PATCH, quantize

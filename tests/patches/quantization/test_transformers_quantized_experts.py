@@ -16,7 +16,7 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import placement as _placement
 from gemma4_compat._quantization import expert_forward, expert_storage
 from gemma4_compat._quantization import experts as _quantized_experts
-from gemma4_compat._quantization import offloaded
+from gemma4_compat._quantization.bytes import stored_bytes, stored_bytes_of
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.quantization.transformers_quantized_experts import PATCH, by_hand
