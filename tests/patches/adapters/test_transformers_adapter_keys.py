@@ -14,8 +14,8 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.adapters.transformers_adapter_keys import PATCH
 from tests.dialects import DIALECTS, Cell, Dialect
+from tests.patches.adapters.test_peft_adapter_keys import layers, load, noted, output
 from tests.patches.promise import Promise
-from tests.patches.test_peft_adapter_keys import layers, load, noted, output
 
 TEXT, MULTIMODAL = "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"
 

@@ -13,8 +13,8 @@ from gemma4_compat._reproduction import tiny, tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_int8_offload import PATCH
 from tests.conftest import census
+from tests.patches.adapters.test_peft_keep_dispatch import assert_same_everywhere, placement
 from tests.patches.promise import Promise
-from tests.patches.test_peft_keep_dispatch import assert_same_everywhere, placement
 
 NAME = "model.language_model.layers.0.mlp.up_proj"
 
