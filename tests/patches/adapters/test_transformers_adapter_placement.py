@@ -9,8 +9,8 @@ import pytest
 from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.adapters.transformers_adapter_placement import PATCH
+from tests.patches.adapters.test_peft_keep_dispatch import lora_devices, placement
 from tests.patches.promise import Promise
-from tests.patches.test_peft_keep_dispatch import lora_devices, placement
 
 
 class TestPromise(Promise):
