@@ -78,16 +78,13 @@ def paired(model: Any, case: Case, shape: str, folder: Path) -> dict[str, Any]:
 
 def streamed_bytes(model: Any) -> int:
     """Bytes of offloaded decoder layers, scales included: what a token brings over the bus."""
-    total = 0
-    for name, parameter in model.named_parameters():
-        if ".layers." not in name or "language_model" not in name or parameter.device.type != "meta":
-            continue
-        total += parameter.numel() * parameter.element_size()
-        state = getattr(parameter, "quant_state", None)
-        while state is not None:
-            total += sum(item.nbytes for item in (state.absmax, state.code) if item is not None)
-            state = state.state2
-    return total
+    from gemma4_compat._quantization.bytes import stored_bytes
+
+    return sum(
+        stored_bytes(parameter)
+        for name, parameter in model.named_parameters()
+        if ".layers." in name and "language_model" in name and parameter.device.type == "meta"
+    )
 
 
 def predicted(shape: str, case: Case, folder: Path, placement: dict[str, Any]) -> dict[str, Any]:
@@ -95,17 +92,18 @@ def predicted(shape: str, case: Case, folder: Path, placement: dict[str, Any]) -
     import torch
     from transformers import AutoConfig, Gemma4ForConditionalGeneration
 
-    from gemma4_compat._planner import layout
-    from gemma4_compat._planner import memory as _memory
+    from gemma4_compat._planner import blueprint as blueprints
+    from gemma4_compat._planner import cost, layout
+    from gemma4_compat._quantization import config
 
     with torch.device("meta"):
         model = Gemma4ForConditionalGeneration(AutoConfig.from_pretrained(folder / "checkpoint")).to(torch.bfloat16)
     skip = quantization(shape, case).llm_int8_skip_modules
-    blueprint = _memory.describe(
+    blueprint = blueprints.describe(
         model,
         "4bit-double" if case.double else "4bit",
-        _memory.linear_names(model, skip),
-        adapter=_memory.adapter_sizes(folder / "adapter") if case.adapter else None,
+        config.linear_names(model, skip),
+        adapter=blueprints.adapter_sizes(folder / "adapter") if case.adapter else None,
     )
 
     def place(name: str) -> str:
@@ -124,7 +122,7 @@ def predicted(shape: str, case: Case, folder: Path, placement: dict[str, Any]) -
             resident,
             paged,
             [block for block in away if block.kind != "layer"],
-            _memory.Load(context=context, prompt=tokens),
+            cost.Load(context=context, prompt=tokens),
             budget=0,
             main=True,
             quantize_offloaded=case.quantize or case.budget is not None,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
     from gemma4_compat._merge.result import MergeReport as MergeReport
-    from gemma4_compat._planner.plan import Plan as Plan
+    from gemma4_compat._planner.result import Plan as Plan
     from gemma4_compat._planner.skip_modules import SkipModule as SkipModule
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
@@ -75,7 +75,7 @@ _LAZY = {
     "MergeParityError": "gemma4_compat._merge.result",
     "MergeReport": "gemma4_compat._merge.result",
     "Parity": "gemma4_compat._merge.check",
-    "Plan": "gemma4_compat._planner.plan",
+    "Plan": "gemma4_compat._planner.result",
     "Problem": "gemma4_compat._scan.result",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._planner.skip_modules",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gemma4_compat._engine.text import runs
 
 if TYPE_CHECKING:
-    from gemma4_compat._planner.plan import Plan
+    from gemma4_compat._planner.result import Plan
 
 
 def loading_code(

@@ -6,7 +6,7 @@ Needs a configuration, no weights and no accelerator: the model's own class is b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +16,9 @@ from gemma4_compat._models import build
 from gemma4_compat._planner import blueprint, code, layout
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.cost import Load
-from gemma4_compat._planner.layout import Layout, Use
+from gemma4_compat._planner.layout import Layout
+from gemma4_compat._planner.result import Plan
 from gemma4_compat._quantization import config, expert_storage
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A device map that fits, and what it will use.
-
-    Attributes:
-        model: what was asked for, as ``from_pretrained`` takes it.
-        model_class: the class in ``transformers`` whose modules the map names.
-        device_map: for ``from_pretrained``; the first accelerator in it computes what is offloaded.
-        quantization: "4bit", "4bit-double", "8bit", or None.
-        quantize_offloaded: whether offloaded modules must be loaded inside ``gemma4_compat.quantize_offloaded()``.
-        experts: how the experts are stored, as ``quantization`` says; None: in bf16, or there are none.
-        use: expected bytes by accelerator (peaks ``loading``, ``prefill``, ``decode``; what they hold).
-        cpu: bytes in host memory.
-        disk: bytes on disk.
-        paged: decoder layers that are streamed: copied to the accelerator while the ones before them compute.
-        context: tokens of a sequence it was made for; ``batch``, ``vision`` and ``audio`` likewise.
-        longest_context: the longest that fits this map, at most what the model was made for.
-        assumed: what was taken for granted; empty for a checkpoint.
-        code: Python that loads the model.
-    """
-
-    model: str
-    model_class: str
-    device_map: dict[str, int | str]
-    quantization: str | None
-    quantize_offloaded: bool
-    experts: str | None
-    use: dict[int | str, Use]
-    cpu: int
-    disk: int
-    paged: tuple[str, ...]
-    context: int
-    batch: int
-    vision: bool
-    audio: bool
-    longest_context: int
-    assumed: str
-    code: str = field(repr=False)
-
-    def as_data(self) -> dict[str, Any]:
-        """Everything, as plain data: bytes are integers, the map's keys in order."""
-        names = ("weights", "pages", "adapter", "kv", "loading", "prefill", "decode", "peak", "budget")
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "use"}
-        data["paged"] = list(self.paged)
-        data["use"] = {str(device): {name: getattr(use, name) for name in names} for device, use in self.use.items()}
-        return data
 
 
 def plan_device_map(
@@ -85,36 +38,7 @@ def plan_device_map(
     attention: str = "sdpa",
     balanced: bool = False,
 ) -> Plan:
-    """A device map for ``model`` that stays inside ``vram`` while loading, in the prefill and while decoding.
-
-    What leaves the accelerator first costs the least: the per-layer embeddings, the towers, then as many decoder
-    layers as must, which are streamed. Nothing is loaded and no accelerator is needed.
-
-    >>> plan = gemma4_compat.plan_device_map("E4B", "4GiB", context=2048)
-    >>> plan.device_map["model.language_model.embed_tokens_per_layer"]
-    'cpu'
-
-    Args:
-        model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
-            "31B"), a Gemma 4 configuration, or a model (on meta is enough).
-        vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
-            mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
-        context: tokens of a sequence, prompt and answer together.
-        batch: sequences at a time.
-        prompt: tokens of the prompt; default: all of the context, the worst case.
-        quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
-        quantize_experts: experts are quantized to 4 bits, too; otherwise they stay in bf16, as upstream keeps them.
-        adapter: folder of a PEFT adapter that will be loaded onto it.
-        vision: images will be given, one a sequence.
-        audio: audio will be given, 30 s a sequence.
-        cpu: host memory for what leaves the accelerators; default: as much as it takes.
-        disk: the same for the disk.
-        attention: "sdpa" or "eager".
-        balanced: over several accelerators, about the same on each; otherwise the first are filled.
-
-    Raises:
-        Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
-    """
+    """A device map for ``model`` that stays inside ``vram``; see :func:`gemma4_compat.plan_device_map`."""
     built, name, assumed = build.on_meta(model)
     quantization = _quantization(built, quantize, quantize_experts)
     stored = _stored_experts(built, name)

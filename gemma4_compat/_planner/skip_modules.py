@@ -42,15 +42,7 @@ class SkipModule:
 
 
 def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str, SkipModule]:
-    """The modules of ``model`` worth keeping in bf16 when the rest is quantized, by name.
-
-    Args:
-        model: as for :func:`gemma4_compat._planner.plan.plan_device_map`.
-        quantize: "4bit", "4bit-double" or "8bit"; decides the cost.
-
-    Raises:
-        Gemma4CompatError: it is not a Gemma 4, or the quantization is unknown.
-    """
+    """The modules worth keeping in bf16; see :func:`gemma4_compat.quantization_skip_modules`."""
     config.check(quantize)
     built, _, _ = build.on_meta(getattr(model, "config", model))
     linears = config.linear_names(built, ())

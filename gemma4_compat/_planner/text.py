@@ -12,7 +12,7 @@ from gemma4_compat._planner.code import grouped
 from gemma4_compat._planner.layout import Use
 
 if TYPE_CHECKING:
-    from gemma4_compat._planner.plan import Plan
+    from gemma4_compat._planner.result import Plan
 
 #: What a bar's cells mean, and how they look with block characters and in ASCII.
 _PARTS = ("weights", "streaming buffers", "KV cache", "temporaries", "free")

@@ -24,23 +24,10 @@ from gemma4_compat._scan.result import Findings, Scan, count_by_tower, tower_of
 def scan_adapter(
     adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None, renames: bool = True
 ) -> Scan:
-    """What a saved adapter is, and what it would do on ``base``.
+    """What a saved adapter is, and what it would do on ``base``; see :func:`gemma4_compat.scan_adapter`.
 
-    >>> gemma4_compat.scan_adapter("my-adapter", "E2B").keys
-    {'text': 490, 'vision': 224, 'audio': 72}
-
-    Args:
-        adapter: its folder, or the id of a cached one.
-        base: as ``plan_device_map`` takes a model: a folder with a ``config.json``, the id of a cached model, a
-            variant ("E2B", ...), or a configuration; of a model its configuration counts. None: tell what the files
-            say by themselves.
-        quantize: how the base will be quantized, where its own configuration does not say: "4bit", "4bit-double" or
-            "8bit".
-        renames: whether keys of another Gemma 4 class are renamed when the adapter is loaded here, which the patch
-            ``peft-adapter-keys`` does.
-
-    Raises:
-        Gemma4CompatError: there is no such adapter or base, a file is damaged or a pickle, or the PEFT type unknown.
+    ``renames``: whether keys of another Gemma 4 class are renamed when the adapter is loaded here, which the patch
+    ``peft-adapter-keys`` does.
     """
     saved = read(adapter)
     peft_type = configuration.peft_type(saved)

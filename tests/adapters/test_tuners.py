@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import gemma4_compat
+from gemma4_compat._adapters.clipped import is_wrapper
 from gemma4_compat._engine import versions
 from gemma4_compat._quantization.plain_layers import is_quantized
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
-from gemma4_compat.patches.adapters.peft_clippable_linear import is_wrapper
 from tools.pages import tuners
 from tools.pages.tuners import NEVER, TUNERS, Tuner
 

@@ -18,8 +18,8 @@ from gemma4_compat._quantization.bytes import expert_tensors
 from gemma4_compat._quantization.config import default_skip_modules, linear_names
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import difference
-from tests import experts_page
 from tests.planner.models import held, run, stored
+from tools.pages import experts as experts_page
 
 FOUR_BIT = ["4bit", "4bit-double"]
 

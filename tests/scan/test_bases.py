@@ -20,7 +20,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._adapters.saved import read
 from gemma4_compat._checkpoint import header
-from gemma4_compat._planner import plan
+from gemma4_compat._models import build
 from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat._scan.result import tower_of
 from tests.adapters.adapter_files import PREFIX, write_adapter
@@ -70,7 +70,7 @@ def test_a_model_as_base_is_not_changed(workspace: Any) -> None:
 
 @pytest.mark.skipif(not HAS_UNIFIED, reason="this transformers has no gemma4_unified")
 def test_the_12b(tmp_path: Path) -> None:
-    model, *_ = plan.on_meta("12B")
+    model, *_ = build.on_meta("12B")
     config = peft.LoraConfig(r=8, target_modules=NAMES)
     data = json_of(config)
     found = scan(write_adapter(tmp_path, expected_shapes(config, model), data), "12B")

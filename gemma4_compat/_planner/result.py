@@ -1,0 +1,56 @@
+"""What :func:`gemma4_compat.plan_device_map` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gemma4_compat._planner.layout import Use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A device map that fits, and what it will use.
+
+    Attributes:
+        model: what was asked for, as ``from_pretrained`` takes it.
+        model_class: the class in ``transformers`` whose modules the map names.
+        device_map: for ``from_pretrained``; the first accelerator in it computes what is offloaded.
+        quantization: "4bit", "4bit-double", "8bit", or None.
+        quantize_offloaded: whether offloaded modules must be loaded inside ``gemma4_compat.quantize_offloaded()``.
+        experts: how the experts are stored, as ``quantization`` says; None: in bf16, or there are none.
+        use: expected bytes by accelerator (peaks ``loading``, ``prefill``, ``decode``; what they hold).
+        cpu: bytes in host memory.
+        disk: bytes on disk.
+        paged: decoder layers that are streamed: copied to the accelerator while the ones before them compute.
+        context: tokens of a sequence it was made for; ``batch``, ``vision`` and ``audio`` likewise.
+        longest_context: the longest that fits this map, at most what the model was made for.
+        assumed: what was taken for granted; empty for a checkpoint.
+        code: Python that loads the model.
+    """
+
+    model: str
+    model_class: str
+    device_map: dict[str, int | str]
+    quantization: str | None
+    quantize_offloaded: bool
+    experts: str | None
+    use: dict[int | str, Use]
+    cpu: int
+    disk: int
+    paged: tuple[str, ...]
+    context: int
+    batch: int
+    vision: bool
+    audio: bool
+    longest_context: int
+    assumed: str
+    code: str = field(repr=False)
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything, as plain data: bytes are integers, the map's keys in order."""
+        names = ("weights", "pages", "adapter", "kv", "loading", "prefill", "decode", "peak", "budget")
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "use"}
+        data["paged"] = list(self.paged)
+        data["use"] = {str(device): {name: getattr(use, name) for name in names} for device, use in self.use.items()}
+        return data
