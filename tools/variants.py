@@ -137,8 +137,9 @@ def page() -> str:
             "",
             "## Failure points",
             "",
-            "Repaired where one of its patches repairs it on one of the stacks. F30, that patches of one module's",
-            "classes miss another's, is what these tables are about; its row is of the patches written for it.",
+            "[What each is](FAILURE_POINTS.md). Repaired where one of its patches repairs it on one of the stacks.",
+            "F30, that patches of one module's classes miss another's, is what these tables are about; its row is of",
+            "the patches written for it.",
             "",
             *head,
             *(

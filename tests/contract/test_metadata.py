@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -22,8 +24,26 @@ def file_of(patch: Patch) -> Path:
     return Path(inspect.getfile(patch.reproduce))
 
 
-def documentation(patch: Patch) -> str:
-    return inspect.cleandoc(importlib.import_module(patch.reproduce.__module__).__doc__ or "")
+@dataclass(frozen=True)
+class FailurePoint:
+    """A section of docs/FAILURE_POINTS.md: the area it is in, and the ids of the patches it lists."""
+
+    area: str
+    patches: list[str]
+
+
+def failure_points() -> dict[str, FailurePoint]:
+    found = {}
+    for area in re.split(r"^## ", FAILURE_POINTS.read_text(encoding="utf-8"), flags=re.M)[1:]:
+        for section in re.split(r"^### ", area, flags=re.M)[1:]:
+            listed = section.partition("**Repaired by:**")[2].partition("\n\n")[0]
+            ids = re.findall(r"\[`([a-z0-9-]+)`\]\(PATCHES\.md#\1\)", listed)
+            found[section.partition(":")[0]] = FailurePoint(area.partition("\n")[0].lower(), ids)
+    return found
+
+
+FAILURE_POINTS = ROOT / "docs" / "FAILURE_POINTS.md"
+MAP = failure_points()
 
 
 def test_there_are_patches_and_no_two_with_one_id() -> None:
@@ -38,12 +58,12 @@ def test_the_id_is_the_distribution_a_slug_and_the_name_of_the_file(patch: Patch
     assert file_of(patch).stem == patch.id.replace("-", "_")
 
 
-def test_severity_summary_and_rows_of_the_map_are_in_the_agreed_form(patch: Patch) -> None:
+def test_severity_summary_and_failure_points_are_in_the_agreed_form(patch: Patch) -> None:
     assert isinstance(patch.severity, Severity)
     assert patch.summary
     assert "\n" not in patch.summary + patch.symptom + patch.retire_when
     assert patch.failure_points
-    assert all(re.fullmatch(r"F\d+", row) for row in patch.failure_points)
+    assert all(re.fullmatch(r"F\d+", point) for point in patch.failure_points)
     assert patch.symptom.startswith("silent: ") is (patch.severity is not Severity.CRASH)
     assert all(address.startswith("https://") for address in (*patch.bug, patch.applied_upstream or "https://"))
 
@@ -107,17 +127,47 @@ def test_every_replacement_takes_the_original_first_and_lives_in_the_file_or_in_
     assert any(target.replacement.__module__ == patch.reproduce.__module__ for target in patch.targets)
 
 
-def test_the_documentation_begins_with_the_error_and_ends_with_when_it_goes(patch: Patch) -> None:
-    beginning, *_, end = documentation(patch).split("\n\n")
-    if patch.symptom.startswith("silent: "):
-        assert beginning.startswith("silent: ")
-    else:
-        assert beginning.startswith("``")
-        error = patch.symptom.partition(":")[0]
-        assert error in beginning, "the error is quoted"
-    assert re.match(r"Goes when \S", end)
-    assert re.search(r"^Why: ", documentation(patch), re.MULTILINE)
-    assert re.search(r"^Here: ", documentation(patch), re.MULTILINE)
+def test_the_documentation_is_the_docstring_of_the_file_and_the_summary_its_first_paragraph(patch: Patch) -> None:
+    docstring = inspect.cleandoc(sys.modules[patch.reproduce.__module__].__doc__ or "")
+    assert patch.documentation == docstring
+    assert patch.summary == " ".join(docstring.partition("\n\n")[0].split())
+    assert patch.summary.endswith("."), "one sentence"
+
+
+def test_the_documentation_has_four_sections_in_order_and_nothing_in_them_is_empty(patch: Patch) -> None:
+    parts = re.split(r"\n\n(Symptom|Cause|Fix|Remove when): ", patch.documentation)
+    assert parts[1::2] == ["Symptom", "Cause", "Fix", "Remove when"]
+    assert all(part.strip() for part in parts)
+
+
+def test_the_symptom_of_a_crash_quotes_the_class_of_the_exception(patch: Patch) -> None:
+    if patch.severity is Severity.CRASH:
+        assert re.match(r"``\w+Error\b", patch.symptom)
+
+
+def test_the_patches_it_needs_exist_and_are_others(patch: Patch) -> None:
+    assert set(patch.needs) <= {other.id for other in gemma4_compat.patches()} - {patch.id}
+    assert len(set(patch.needs)) == len(patch.needs)
+
+
+def test_docs_failure_points_md_lists_it_under_each_failure_point_it_names_and_no_other(patch: Patch) -> None:
+    assert {name for name, point in MAP.items() if patch.id in point.patches} == set(patch.failure_points)
+
+
+@pytest.mark.parametrize("name", MAP)
+def test_a_failure_point_lists_patches_that_exist_under_an_area_of_one_of_them(name: str) -> None:
+    areas = {patch.id: patch.area for patch in gemma4_compat.patches()}
+    point = MAP[name]
+    assert len(set(point.patches)) == len(point.patches)
+    assert set(point.patches) <= set(areas)
+    assert point.area in {areas[patch_id] for patch_id in point.patches} or not point.patches
+    assert point.area in set(areas.values())
+
+
+def test_failure_points_are_numbered_without_gaps_and_their_helpers_exist() -> None:
+    page = FAILURE_POINTS.read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^### F(\d+): \S", page, re.M), key=int) == [str(n + 1) for n in range(len(MAP))]
+    assert set(re.findall(r"gemma4_compat\.(\w+)", page)) <= set(gemma4_compat.__all__)
 
 
 def test_it_says_when_it_is_deleted(patch: Patch) -> None:
