@@ -24,6 +24,7 @@ from gemma4_compat._engine import detection, hooks, settings, versions
 from gemma4_compat._engine.changes import ChangeSet, restore
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
 from gemma4_compat._engine.record import Record
+from gemma4_compat._engine.text import first_sentence
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 
 _T = TypeVar("_T")
@@ -360,7 +361,9 @@ class Engine:
 
     def _is_off(self, patch_id: str) -> bool:
         """Whether a patch is off that could be on. One whose library is absent, or has no defect, is not missed."""
-        record = self._records[patch_id]
+        record = self._records.get(patch_id)
+        if record is None:  # an engine with some of the patches
+            return False
         skipped = record.status.state is PatchState.SKIPPED and record.id in self._settings.disabled
         return skipped or record.status.state in (PatchState.FAILED, PatchState.REVERTED)
 
@@ -383,7 +386,9 @@ class Engine:
         happened = "was not applied, nothing was changed"
         if status.state is PatchState.APPLIED:
             happened = "was applied in part"
-        without = f"Without it: {record.patch.symptom} " if record.is_loaded and record.patch.symptom else ""
+        without = (
+            f"Without it: {first_sentence(record.patch.symptom)} " if record.is_loaded and record.patch.symptom else ""
+        )
         seen = f" [{', '.join(f'{name} {version}' for name, version in status.versions.items())}]"
         message = (
             f"patch {record.id!r} {happened}: {status.reason}{seen if status.versions else ''}. {without}"

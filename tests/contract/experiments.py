@@ -9,7 +9,17 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.contract.observation import Snapshot, engine_module, function, instead, look, marks, slot, with_warnings
+from tests.contract.observation import (
+    Snapshot,
+    detection_module,
+    engine_module,
+    function,
+    instead,
+    look,
+    marks,
+    slot,
+    with_warnings,
+)
 
 UNKNOWN = "000000000000"
 
@@ -87,7 +97,7 @@ def raising(patch: Any, untouched: Snapshot) -> list[dict[str, Any]]:
 
 def changed(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
     """One experiment for each target: its code is said to be unknown."""
-    module, found = engine_module(), {}
+    module, found = detection_module(), {}
     for target in patch.targets:
         place = slot(target)
         if place is None:
@@ -99,10 +109,12 @@ def changed(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
         def fingerprint(function: Any, raw: Any = raw, real: Callable[[Any], str] = module.fingerprint) -> str:
             return UNKNOWN if function is raw else real(function)
 
-        engine = module.Engine([patch])
+        engine = engine_module().Engine([patch])
         with instead(module, "fingerprint", fingerprint):
             said = with_warnings(engine.install)
-        found[str(target)] = {"seen": look(engine)[patch.id], "said": said, "differences": untouched.differences()}
+        seen = look(engine)[patch.id]
+        engine.revert()  # another group of targets is applied all the same
+        found[str(target)] = {"seen": seen, "said": said, "differences": untouched.differences()}
     return found
 
 

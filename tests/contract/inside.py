@@ -24,7 +24,17 @@ from packaging.version import Version
 
 from tests.contract import experiments
 from tests.contract.experiments import UNKNOWN, raising_at
-from tests.contract.observation import LIBRARIES, Snapshot, engine_module, instead, look, ours, slot, with_warnings
+from tests.contract.observation import (
+    LIBRARIES,
+    Snapshot,
+    detection_module,
+    engine_module,
+    instead,
+    look,
+    ours,
+    slot,
+    with_warnings,
+)
 
 
 def import_libraries(modules: list[str]) -> None:
@@ -105,7 +115,7 @@ def raising_on_import(modules: list[str]) -> dict[str, Any]:
 def changed_on_import(modules: list[str]) -> dict[str, Any]:
     import gemma4_compat
 
-    with instead(engine_module(), "fingerprint", lambda _function: UNKNOWN):
+    with instead(detection_module(), "fingerprint", lambda _function: UNKNOWN):
         said = with_warnings(lambda: import_libraries(modules))
     return {"said": said, "seen": look(gemma4_compat), "ours": ours(), "imported": imported(modules)}
 
@@ -133,14 +143,17 @@ def thread() -> dict[str, str]:
 def as_of(patch: Any, releases: dict[str, str]) -> Any:
     """The patch as it would be if ``releases`` were the newest: no later code known, no fix. None: not written yet."""
     newest = Version(releases[patch.distribution])
-    targets = []
+    targets, unwritten = [], set()
     for target in patch.targets:
         first = {code: Version(span.partition(" - ")[0]) for code, span in target.known.items()}
         known = {code: span for code, span in target.known.items() if first[code] <= newest}
         if known:
             targets.append(dataclasses.replace(target, known=known))
         elif not target.optional:
-            return None
+            unwritten.add(target.group)
+    targets = [target for target in targets if target.group not in unwritten]
+    if not targets:
+        return None
     required = map(Requirement, patch.requires)
     return dataclasses.replace(
         patch,
@@ -171,7 +184,9 @@ def future(modules: list[str]) -> dict[str, Any]:
     early.revert()
     untouched = Snapshot()
     places = {str(target): slot(target) for patch in patches for target in patch.targets}
-    code = {name: engine_module().fingerprint(raw_slot(*place)) if place else None for name, place in places.items()}
+    code = {
+        name: detection_module().fingerprint(raw_slot(*place)) if place else None for name, place in places.items()
+    }
     detected = {patch.id: patch.detect and patch.detect() for patch in patches}
     said = with_warnings(late.install)
     found["late"] = {"seen": look(late), "said": said}

@@ -199,6 +199,12 @@ def engine_module() -> Any:
     return sys.modules["gemma4_compat._engine.engine"]
 
 
+def detection_module() -> Any:
+    """Where the engine looks at code: it takes fingerprints by this module's name for it."""
+    importlib.import_module("gemma4_compat")
+    return sys.modules["gemma4_compat._engine.detection"]
+
+
 @contextlib.contextmanager
 def instead(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)

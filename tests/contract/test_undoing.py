@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
+from gemma4_compat._engine.text import first_sentence
 from tests.contract.conftest import PATCHES, predicted, version
 from tests.contract.test_orderings import essence
 from tests.helpers import ON_A_GPU
@@ -96,12 +97,16 @@ def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Insi
     required = {str(target) for target in patch.targets if not target.optional}
     applicable = expected(inside, patch) == "applied"
     assert not applicable or set(experiments) >= required
+    groups = {str(target): target.group for target in patch.targets}
     for name, experiment in experiments.items():
-        assert untouched(experiment)
+        seen = experiment["seen"]
+        others = {target for target, group in groups.items() if group != groups[name]} & set(experiments)
+        assert experiment["differences"] == []
+        assert {target for target, ours in seen["replaced"].items() if ours} == (others if applicable else set())
         if applicable:
-            assert experiment["seen"]["state"] == "failed"
+            assert seen["state"] == ("applied" if others else "failed")
             (said,) = experiment["said"]
-            for part in (patch.id, name, patch.symptom, f"GEMMA4_COMPAT_DISABLE={patch.id}"):
+            for part in (patch.id, name, first_sentence(patch.symptom), f"GEMMA4_COMPAT_DISABLE={patch.id}"):
                 assert part in said
         else:
             assert (experiment["seen"]["state"], experiment["said"]) == (expected(inside, patch), [])
