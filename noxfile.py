@@ -29,14 +29,37 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
     session.run("pyright", env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})  # no look-up of a newer release
+    session.run("lint-imports")
 
 
 @nox.session
 @nox.parametrize("stack", ["newest", "thread"])
 def tests(session: nox.Session, stack: str) -> None:
-    """The whole suite in one stack."""
+    """The fast suite in one stack: every patch's promise, the engine, the oracle, the commands."""
     session.install("-c", f"constraints/{stack}.txt", ".[test]")
     session.run("python", "-m", "pytest", "-n", "2", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("stack", ["newest", "thread"])
+def full(session: nox.Session, stack: str) -> None:
+    """Every test in one stack."""
+    session.install("-c", f"constraints/{stack}.txt", ".[test]")
+    session.run("python", "-m", "pytest", "-n", "2", "--full", *session.posargs)
+
+
+@nox.session
+def upgrade(session: nox.Session) -> None:
+    """`-- LIBRARY RELEASE`: measures a new release, writes the data, says what a person has to look at."""
+    session.install(*NEWEST, *MATRIX, "matplotlib")
+    session.run("python", "-m", "tools.upgrade", *session.posargs)
+
+
+@nox.session
+def fingerprints(session: nox.Session) -> None:
+    """`-- LIBRARY ...`: the code that patches replace in every measured release of these libraries (default: all)."""
+    session.install(*NEWEST, *MATRIX)
+    session.run("python", "-m", "tools.upgrade", "--again", *session.posargs)
 
 
 @nox.session

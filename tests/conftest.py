@@ -24,6 +24,21 @@ from tests.helpers import Library
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="every test, not only those of the fast suite")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked ``full``, unless it was asked for: with ``--full``, or by naming files or folders."""
+    everything = {str(config.rootpath / path) for path in config.getini("testpaths")}
+    named = {str((config.invocation_params.dir / argument).resolve()) for argument in config.args}
+    if config.getoption("--full") or named != everything:
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_collection_finish() -> None:
     """No module of the tests may change what every later test and child process inherits."""
     now = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}

@@ -16,7 +16,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,13 +153,29 @@ def upgrade(library: str, release: str, work: Path, jobs: int) -> Look:
     return look
 
 
+def again(libraries: Sequence[str], work: Path) -> int:
+    """Fingerprint every measured release of these libraries, beside the newest stack, and write the data."""
+    newest, found = dict(stacks.read()["newest"].pins), []
+    for library in libraries or LIBRARIES:
+        for release in measured.RELEASES[library]:
+            found.append(fingerprinted(library, release, {**newest, library: release}, work))
+            print(f"{library} {release}", flush=True)
+    print("\n".join(fingerprints.write(found)) or "nothing new")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library", choices=LIBRARIES)
-    parser.add_argument("release")
+    parser.add_argument("library", choices=LIBRARIES, nargs="?")
+    parser.add_argument("release", nargs="?")
+    parser.add_argument("--again", nargs="*", choices=LIBRARIES, help="measured releases, their fingerprints alone")
     parser.add_argument("--work", type=Path, default=ROOT / ".nox" / "cells", help="where environments are built")
     parser.add_argument("--jobs", type=int, default=2, help="processes that run reproductions (default: 2)")
     options = parser.parse_args(argv)
+    if options.again is not None:
+        return again(options.again, options.work)
+    if options.release is None:
+        parser.error("a library and a release are needed, such as: peft 0.22.0")
     try:
         Version(options.release)
     except InvalidVersion:

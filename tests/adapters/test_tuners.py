@@ -20,6 +20,8 @@ from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from tools.pages import tuners
 from tools.pages.tuners import NEVER, TUNERS, Tuner
 
+pytestmark = pytest.mark.full
+
 CLASSES = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM")
 #: Half the distance between neighbours in bf16, of the larger one.
 HALF_STEP = 2.0**-9

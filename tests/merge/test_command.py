@@ -30,4 +30,4 @@ def test_the_help_says_when_each_base_is_right() -> None:
     done = CliRunner().invoke(cli.app, ["merge", "--help"], terminal_width=200)
     text = " ".join(done.output.replace("│", " ").split())
     assert "right when the merged model is used in bf16" in text
-    assert "right when the adapter was trained and judged on the quantized base" in text
+    assert "right when the adapter was trained and evaluated on the quantized base" in text

@@ -15,6 +15,8 @@ from gemma4_compat._merge import check, folders, result
 from gemma4_compat._reproduction import tiny
 from tests.merge.adapters import LANGUAGE, digests, make
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     "quantize, adapter",

@@ -129,10 +129,10 @@ def test_a_bad_base_is_one_clear_error(workspace: Any, base: Path, tmp_path: Pat
         ({"dtype": "int8"}, "dtype 'int8' is unknown"),
         ({"check": -1}, "check is a number of prompts"),
         ({"tolerance": -1.0}, "tolerance is a difference of logits"),
-        ({"max_shard_size": "much"}, "'much' is no size"),
+        ({"max_shard_size": "much"}, "'much' is not a size"),
         ({"max_shard_size": 0}, "max_shard_size must be more than 0"),
         ({"quantize": "4bit"}, "are for --base dequantized"),
-        ({"quantize": "2bit", "start": "dequantized"}, "quantize '2bit' is unknown"),
+        ({"quantize": "2bit", "start": "dequantized"}, "quantization '2bit' is unknown"),
     ],
 )
 def test_bad_options_are_one_clear_error(workspace: Any, tmp_path: Path, options: Any, message: str) -> None:

@@ -16,6 +16,8 @@ from gemma4_compat._merge.start import DTYPES
 from gemma4_compat._reproduction import tiny_configs, tiny_models
 from tests.merge.adapters import LANGUAGE, assert_same, make, merged_by_peft, randomized, tensors
 
+pytestmark = pytest.mark.full
+
 
 def configs() -> dict[str, Callable[[], Any]]:
     import peft

@@ -12,6 +12,8 @@ from gemma4_compat._engine import versions
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny_configs, tiny_models
 
+pytestmark = pytest.mark.full
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 

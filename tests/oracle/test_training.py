@@ -14,6 +14,8 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.full
+
 STEPS = 10
 LORA = {"r": 4, "lora_alpha": 8}
 

@@ -82,7 +82,7 @@ def test_the_12b(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ('{"model_type": "llama"}', "is a llama model, and no Gemma 4"),
+        ('{"model_type": "llama"}', "is a llama model, not a Gemma 4"),
         ("{", "cannot be read"),
         (None, "there is no config.json"),
     ],
@@ -97,7 +97,7 @@ def test_a_base_that_is_none(workspace: Any, tmp_path: Path, text: str | None, m
 
 
 def test_an_unknown_base_and_an_unknown_quantization(workspace: Any, bare: Path) -> None:
-    with pytest.raises(Gemma4CompatError, match="'E3B' is no folder, no variant"):
+    with pytest.raises(Gemma4CompatError, match="'E3B' is not a folder, not a variant"):
         scan(workspace.adapter("language"), "E3B")
     with pytest.raises(Gemma4CompatError, match="quantization '3bit' is unknown"):
         scan(workspace.adapter("language"), bare, quantize="3bit")

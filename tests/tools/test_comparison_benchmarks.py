@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers import ROOT, child
 
+pytestmark = pytest.mark.full
+
 
 def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")

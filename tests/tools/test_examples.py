@@ -8,6 +8,8 @@ import pytest
 
 from tests.helpers import ROOT, Finished, child
 
+pytestmark = pytest.mark.full
+
 CHAT = str(ROOT / "examples" / "small_card_chat.py")
 
 

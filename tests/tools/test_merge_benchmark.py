@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers import ROOT, child
 
+pytestmark = pytest.mark.full
+
 
 def test_the_benchmark_measures_both_ways(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")

@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers import ROOT, child
 
+pytestmark = pytest.mark.full
+
 RESULTS = ROOT / "benchmarks" / "results"
 
 

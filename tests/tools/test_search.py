@@ -30,6 +30,8 @@ from tests.search.case import (
 )
 from tests.search.cli import coverage, features
 
+pytestmark = pytest.mark.full
+
 #: Half of the first 300; these have every value and every kind of map, too.
 SEEDS = range(1, 300, 2)
 #: How many cases may be tried to shrink a failure here; the command in the message has more patience.
