@@ -21,7 +21,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
+if __name__ == "__main__":  # the libraries as they are; of a replaced function, what it replaces is looked at
+    os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
 from packaging.version import Version  # noqa: E402
 

@@ -17,6 +17,8 @@ from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from tests.patches.adapters.test_peft_keep_dispatch import placement
 
+pytestmark = pytest.mark.full
+
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 
 

@@ -38,7 +38,7 @@ def measure(
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        files = [f"tests/patches/{registry.area(patch.id)}/test_{patch.id.replace('-', '_')}.py" for patch in patches]
+        files = [str(file.relative_to(ROOT)) for patch in patches for file in tests_of(patch.id)]
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
         command += [f"--junitxml={report}", f"--basetemp={folder}/tmp", *(["-k", only] if only else [])]
         if packages is not None:  # beside other copies of the libraries; Python uses the first, as intended here
@@ -59,6 +59,20 @@ def measure(
     if code != 0 and not failing:  # pytest itself, not a test
         result["error"] = " / ".join(wrote.replace(str(ROOT), ".").splitlines()[-5:])
     return result
+
+
+def tests_of(patch_id: str) -> list[Path]:
+    """The files with a patch's tests: ``test_<patch>.py``, and ``test_<patch>_<subject>.py`` beside it."""
+    folder = ROOT / "tests" / "patches" / registry.area(patch_id)
+    return [file for file in sorted(folder.glob("test_*.py")) if owner(file.stem.removeprefix("test_")) == patch_id]
+
+
+def owner(name: str) -> str | None:
+    """The patch whose tests are in ``test_<name>.py``; None where no patch is called so."""
+    stems = {file.rpartition(".")[2] for file in registry.PATCHES}
+    parts = name.split("_")
+    found = ["_".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    return next((stem.replace("_", "-") for stem in found if stem in stems), None)
 
 
 def read_report(file: Path) -> list[dict[str, Any]]:
@@ -94,7 +108,7 @@ def summarize(
     """What one stack's tests say about each patch."""
     found: dict[str, Any] = {}
     for patch in patches:
-        own = [test for test in tests if test["file"] == patch.id.replace("-", "_")]
+        own = [test for test in tests if owner(test["file"]) == patch.id]
         runs = {shim: seen for test in own for shim, seen in test["reproductions"].items()}
         outcomes = [test["outcome"] for test in own]
         found[patch.id] = {

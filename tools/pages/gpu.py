@@ -110,7 +110,8 @@ def rows_of(run: dict[str, Any], prefix: str) -> list[str]:
 def part_text(name: str, part: dict[str, Any]) -> str:
     """How a part of `gpu/run.sh` went."""
     failed = "".join(f"; failed: `{test.partition(' - ')[0]}`" for test in part["failed"])
-    return f"- `{name}`, {part['seconds']} s on a machine with {part['gpus']} GPU{'s' * (part['gpus'] != 1)}: {' '.join(part['said'])}{failed}"
+    machine = "one GPU" if part["gpus"] == 1 else f"{part['gpus']} GPUs"
+    return f"- `{name}`, {part['seconds']} s on a machine with {machine}: {' '.join(part['said'])}{failed}"
 
 
 def case_text(seen: Any) -> str:
