@@ -78,7 +78,7 @@ def _quantization(model: Any, requested: str | None, findings: Findings) -> tupl
     settings = stored if isinstance(stored, dict) else stored.to_dict()
     if (name := config.name_of(settings)) is None:
         method = str(settings.get("quant_method"))
-        findings.notes.append(f"the base is quantized with {method}, of which this knows no details")
+        findings.notes.append(f"the base is quantized with {method}, which this command knows no details of")
         return method, frozenset()
     skip = settings.get("llm_int8_skip_modules") or ["lm_head"]
     return name, config.linear_names(model, skip)

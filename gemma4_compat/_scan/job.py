@@ -101,7 +101,7 @@ def _saved_from(keys: Iterable[str]) -> str:
     """The class whose names the keys are, by where the decoder layers are."""
     for key in keys:
         path = key.removeprefix(translation.PREFIX)
-        if tower_of(path) in ("vision", "audio", "bridges"):
+        if tower_of(path) in ("vision", "audio", "embedders"):
             names = {"model": "Gemma4ForConditionalGeneration"}
             return names.get(path.partition(".")[0], "Gemma4Model")
         for start, name in (

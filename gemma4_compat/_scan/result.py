@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Parts of the model that keys are counted by.
-TOWERS = ("text", "vision", "audio", "embeddings", "bridges", "other")
+#: Parts of the model that keys are counted by; the "embedders" are the multimodal ones (``embed_vision``, ...).
+TOWERS = ("text", "vision", "audio", "embeddings", "embedders", "other")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def tower_of(path: str) -> str:
         if name in ("embed_tokens", "embed_tokens_per_layer", "lm_head"):
             return "embeddings"
         if name in ("embed_vision", "embed_audio"):
-            return "bridges"
+            return "embedders"
         if name.startswith("vision_"):
             return "vision"
         if name.startswith("audio_"):

@@ -83,7 +83,7 @@ def test_what_peft_saved_has_no_problem_on_the_same_base(
 def test_kinds_of_what_is_hit(workspace: Any, bare: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, target_modules=["embed_tokens_per_layer"], modules_to_save=["embed_vision"])
     found = scan(saved_with(config, workspace.load(None), tmp_path / "adapter"), bare)
-    assert hits(found) == {("embeddings", "embedding"): 1, ("bridges", "full weight of linear"): 1}
+    assert hits(found) == {("embeddings", "embedding"): 1, ("embedders", "full weight of linear"): 1}
     assert found.settings["modules_to_save"] == ["embed_vision"]
 
 

@@ -95,7 +95,8 @@ def test_a_result_is_of_the_pins_and_of_every_patch_and_as_claimed(name: str) ->
     assert found["ok"] is True
     assert found["pins"] == STACKS[name].pins
     assert {library: found["versions"][library] for library in stacks.LIBRARIES} == STACKS[name].pins
-    assert list(found["patches"]) == [patch.id for patch in gemma4_compat.patches()]
+    known = [patch.id for patch in gemma4_compat.patches()]
+    assert [patch_id for patch_id in found["patches"] if patch_id in known] == known  # of retired ones results stay
     for patch in gemma4_compat.patches():
         entry = found["patches"][patch.id]
         inside = stacks.claimed(patch, STACKS[name].pins)
