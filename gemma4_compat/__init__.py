@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus, Severity
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._models.inspection import MetaTensor, find_meta_tensors, input_device
 from gemma4_compat._quantization import opt_in
 from gemma4_compat._shim import engine as _engine
 
@@ -31,6 +30,9 @@ if TYPE_CHECKING:
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
     from gemma4_compat._merge.result import MergeReport as MergeReport
+    from gemma4_compat._models.inspection import MetaTensor as MetaTensor
+    from gemma4_compat._models.inspection import find_meta_tensors as find_meta_tensors
+    from gemma4_compat._models.inspection import input_device as input_device
     from gemma4_compat._planner.result import Plan as Plan
     from gemma4_compat._planner.skip_modules import SkipModule as SkipModule
     from gemma4_compat._scan.result import Problem as Problem
@@ -74,11 +76,14 @@ _ON = (PatchState.APPLIED, PatchState.PENDING)
 _LAZY = {
     "MergeParityError": "gemma4_compat._merge.result",
     "MergeReport": "gemma4_compat._merge.result",
+    "MetaTensor": "gemma4_compat._models.inspection",
     "Parity": "gemma4_compat._merge.check",
     "Plan": "gemma4_compat._planner.result",
     "Problem": "gemma4_compat._scan.result",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._planner.skip_modules",
+    "find_meta_tensors": "gemma4_compat._models.inspection",
+    "input_device": "gemma4_compat._models.inspection",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gemma4_compat._engine import changes, hooks, versions
 from gemma4_compat._engine.fingerprint import fingerprint
 from gemma4_compat._engine.patch import Detection, Patch, Target
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What the loaded code said.
 
     Attributes:

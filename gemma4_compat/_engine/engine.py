@@ -24,7 +24,6 @@ from gemma4_compat._engine import detection, hooks, settings, versions
 from gemma4_compat._engine.changes import ChangeSet, restore
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
 from gemma4_compat._engine.record import Record
-from gemma4_compat._engine.text import first_sentence
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 
 _T = TypeVar("_T")
@@ -386,9 +385,7 @@ class Engine:
         happened = "was not applied, nothing was changed"
         if status.state is PatchState.APPLIED:
             happened = "was applied in part"
-        without = (
-            f"Without it: {first_sentence(record.patch.symptom)} " if record.is_loaded and record.patch.symptom else ""
-        )
+        without = f"Without it: {record.patch.first_symptom} " if record.is_loaded and record.patch.symptom else ""
         seen = f" [{', '.join(f'{name} {version}' for name, version in status.versions.items())}]"
         message = (
             f"patch {record.id!r} {happened}: {status.reason}{seen if status.versions else ''}. {without}"

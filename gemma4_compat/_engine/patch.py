@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 #: A parity figure is the largest absolute logit difference over this many forwards; tokens of a generate must agree.
 FORWARDS = 3
@@ -165,6 +166,12 @@ class Patch:
     measured: str = ""
 
     @property
+    def first_symptom(self) -> str:
+        """``symptom`` up to its first full stop that is not in code."""
+        found = re.match(r"(?:``.*?``|[^`])*?\.(?= |$)", self.symptom)
+        return found.group() if found else self.symptom
+
+    @property
     def groups(self) -> dict[str, tuple[str, ...]]:
         """Group of targets -> the modules that must be imported, completely, before it can be applied."""
         found: dict[str, dict[str, None]] = {}
@@ -180,8 +187,7 @@ class Patch:
         return tuple(dict.fromkeys(module for modules in self.groups.values() for module in modules))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LatePatch:
+class LatePatch(NamedTuple):
     """A patch whose file is imported when one of its modules is, or when somebody asks about it.
 
     Attributes:

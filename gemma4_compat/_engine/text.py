@@ -47,12 +47,6 @@ def scaled_text(nbytes: int, *, base: int, digits: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{digits}f} {unit}"
 
 
-def first_sentence(text: str) -> str:
-    """``text`` up to its first full stop that is not in code."""
-    found = re.match(r"(?:``.*?``|[^`])*?\.(?= |$)", text)
-    return found.group() if found else text
-
-
 def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Sorted numbers as (first, last) of consecutive ones: [0, 1, 2, 5] gives [(0, 2), (5, 5)]."""
     found: list[tuple[int, int]] = []

@@ -10,7 +10,6 @@ from packaging.specifiers import SpecifierSet
 
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
-from gemma4_compat._engine.text import first_sentence
 from tests.contract.conftest import PATCHES, predicted, version
 from tests.contract.test_orderings import essence
 from tests.helpers import ON_A_GPU
@@ -106,7 +105,7 @@ def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Insi
         if applicable:
             assert seen["state"] == ("applied" if others else "failed")
             (said,) = experiment["said"]
-            for part in (patch.id, name, first_sentence(patch.symptom), f"GEMMA4_COMPAT_DISABLE={patch.id}"):
+            for part in (patch.id, name, patch.first_symptom, f"GEMMA4_COMPAT_DISABLE={patch.id}"):
                 assert part in said
         else:
             assert (experiment["seen"]["state"], experiment["said"]) == (expected(inside, patch), [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gemma4_compat
-from gemma4_compat._engine.text import first_sentence
 from tools.pages import matrix
 
 
@@ -52,7 +51,7 @@ def table() -> str:
         "|---|---|---|---|---|---|",
     ]
     for patch in gemma4_compat.patches():
-        symptom = first_sentence(patch.symptom).rstrip(".").replace("|", "\\|")
+        symptom = patch.first_symptom.rstrip(".").replace("|", "\\|")
         found = matrix.verdicts(patch)
         counts = ", ".join(f"{name}: {len(stacks)}" for name, stacks in found.items())
         rows.append(
