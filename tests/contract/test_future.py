@@ -1,4 +1,4 @@
-"""Real releases as the future of the thread's stack: patches that know nothing later meet what is installed here.
+"""Real releases as the future of the reference stack: patches that know nothing later meet what is installed here.
 
 A patch that was measured up to the thread's releases must apply to a later one where none of the code it replaces has
 changed, stay off with one warning where any has, and do nothing else, whatever that release is.
@@ -22,7 +22,7 @@ Inside = Callable[[str], Any]
 
 @pytest.fixture
 def old(patch: Patch) -> Patch:
-    """The patch as of the thread's stack; skips where the installed release is not of its future."""
+    """The patch as of the reference stack; skips where the installed release is not of its future."""
     then, now = thread()[patch.distribution], version(patch.distribution)
     if now is None or Version(now) <= Version(then):
         pytest.skip(f"{patch.distribution} {now} is not later than the thread's {then}")
@@ -73,7 +73,7 @@ def test_a_later_release_is_repaired_exactly_where_its_code_has_not_changed(
 
 
 def test_the_code_of_a_measured_release_is_what_the_patch_says_it_is(inside: Inside, patch: Patch, old: Patch) -> None:
-    """So that the future of the thread's stack is judged by code that was really seen in it."""
+    """So that the future of the reference stack is judged by code that was really seen in it."""
     now = Version(str(version(patch.distribution)))
     if now > Version(patch.measured):
         pytest.skip(f"measured up to {patch.measured}")

@@ -11,12 +11,12 @@ from tools.matrix import measure, stacks
 
 
 def results() -> dict[str, dict[str, Any]]:
-    """The committed result of each cell, in the order of tests/matrix.toml."""
+    """The committed result of each stack, in the order of tests/matrix.toml."""
     return {name: json.loads((stacks.RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in stacks.read()}
 
 
 def verdicts(patch: gemma4_compat.Patch) -> dict[str, list[str]]:
-    """Verdict -> cells in which it was measured; usual ones first."""
+    """Verdict -> stacks in which it was measured; usual ones first."""
     found: dict[str, list[str]] = {}
     for name, result in results().items():
         found.setdefault(result["patches"][patch.id]["verdict"], []).append(name)
@@ -34,12 +34,12 @@ def measured(patch: gemma4_compat.Patch) -> dict[str, str]:
             if library in listed:
                 seen = {known[name].pins[library] for name in names}
                 parts.append(f"{library} {versions.span_text(seen, listed[library])}")
-        found[verdict] = f"{'; '.join(parts)} ({len(names)} {'cell' if len(names) == 1 else 'cells'})"
+        found[verdict] = f"{'; '.join(parts)} ({len(names)} {'stack' if len(names) == 1 else 'stacks'})"
     return found
 
 
 def page_section() -> list[str]:
-    """Every cell and every patch."""
+    """Every stack and every patch."""
     marks = {measure.REPAIRED: "R", measure.NOT_AFFECTED: "-", measure.NOT_APPLICABLE: "n/a"}
     patches = gemma4_compat.patches()
     rows = [
@@ -50,7 +50,7 @@ def page_section() -> list[str]:
         "",
         "Columns: " + ", ".join(f"{number} `{patch.id}`" for number, patch in enumerate(patches, 1)) + ".",
         "",
-        " | ".join(["| cell", *stacks.LIBRARIES, *map(str, range(1, len(patches) + 1))]) + " |",
+        " | ".join(["| stack", *stacks.LIBRARIES, *map(str, range(1, len(patches) + 1))]) + " |",
         "|" + "---|" * (5 + len(patches)),
     ]
     for name, result in results().items():

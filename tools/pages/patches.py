@@ -34,6 +34,7 @@ def patches_page() -> str:
             *(f"- **Measured, {verdict}:** {text}" for verdict, text in matrix.measured(patch).items()),
             f"- **Fixed in:** {patch.fixed or 'no release so far'}",
             f"- **Upstream:** {', '.join(f'<{url}>' for url in upstream) or 'not reported'}",
+            *([f"- **Not exact without:** {', '.join(f'`{name}`' for name in patch.needs)}"] if patch.needs else []),
             "- **Replaces:**",
             *(
                 f"  - `{target}` (code of {', '.join(target.known.values())}"
@@ -47,7 +48,7 @@ def patches_page() -> str:
 
 def table() -> str:
     rows = [
-        "| patch | repairs | without it | releases | fixed upstream | measured, in cells |",
+        "| patch | repairs | without it | releases | fixed upstream | measured, in stacks |",
         "|---|---|---|---|---|---|",
     ]
     for patch in gemma4_compat.patches():
