@@ -135,7 +135,7 @@ def empty_modules(modules: list[str]) -> dict[str, Any]:
 
 
 def thread() -> dict[str, str]:
-    """The releases of the forum reference stack, by distribution."""
+    """The releases of the reference stack, the one of the forum thread, by distribution."""
     file = Path(__file__).resolve().parents[2] / "constraints" / "thread.txt"
     return dict(line.split("==") for line in file.read_text(encoding="utf-8").splitlines() if "==" in line)
 
@@ -170,7 +170,7 @@ def _open(specifiers: SpecifierSet) -> str:
 
 
 def future(modules: list[str]) -> dict[str, Any]:
-    """Patches that know nothing later than the reference stack, armed before the installed libraries and after them."""
+    """Patches of the day of the reference stack, armed before the installed libraries and after them."""
     os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
     import gemma4_compat
     from gemma4_compat._engine.changes import raw_slot
