@@ -24,6 +24,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from gemma4_compat import Patch
+from gemma4_compat._engine import versions
 from gemma4_compat.patches import measured
 from tools import fingerprints
 from tools.matrix import environments, measure, stacks
@@ -137,7 +138,11 @@ def upgrade(library: str, release: str, work: Path, jobs: int) -> Look:
     patches = fingerprints.patches()
     found = fingerprinted(library, release, {**newest.pins, library: release}, work)
     data = fingerprints.merged(fingerprints.known(), [found])
-    look = Look(read=changed(library, previous, release, data))
+    concerned = {
+        str(target) for patch in patches if versions.admits(patch.affected, release) for target in patch.targets
+    }
+    news = changed(library, previous, release, data)
+    look = Look(read={target: what for target, what in news.items() if target in concerned})
     fingerprints.DATA.write_text(fingerprints.text(data, patches), encoding="utf-8")
     CONSTRAINTS.write_text(pinned(CONSTRAINTS.read_text(encoding="utf-8"), library, release), encoding="utf-8")
     TABLE.write_text(stacks_with(TABLE.read_text(encoding="utf-8"), library, release, newest), encoding="utf-8")
