@@ -129,7 +129,7 @@ def _serve(folder: Path) -> None:
     from peft import PeftModel  # noqa: F401
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
-    from gemma4_compat._doctor import child as _child
+    from gemma4_compat._doctor.child import run
 
     for line in sys.stdin:
         with _file() as output:
@@ -142,7 +142,7 @@ def _serve(folder: Path) -> None:
                 status = 1
                 try:
                     with os.fdopen(writer, "w") as out:
-                        out.write(json.dumps(_child.run(line.strip(), folder)))
+                        out.write(json.dumps(run(line.strip(), folder)))
                     status = 0
                 finally:
                     if status:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gemma4_compat._engine import versions
-from gemma4_compat._needed import ranges as _ranges
+from gemma4_compat._needed.ranges import is_version, text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class DistributionState:
     @property
     def releases(self) -> str:
         """The ranges, for a reader."""
-        return _ranges.text(self.ranges)
+        return text(self.ranges)
 
     @property
     def named(self) -> bool:
@@ -62,6 +62,6 @@ def one_of(name: str, releases: Iterable[str], absence: str) -> DistributionStat
     if not releases:
         return DistributionState(distribution=name, absence=absence)
     for release in releases:
-        if not _ranges.is_version(release):
+        if not is_version(release):
             return DistributionState(distribution=name, installed_from=release)
     return DistributionState(distribution=name, ranges=tuple(f"=={release}" for release in releases))

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._models.placement import hidden_map, map_owner
 from gemma4_compat._offload import peft_layers
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ def from_pretrained(
 ) -> Any:
     _refuse_folder_without_weights(model_id, kwargs.get("subfolder"))
     kwargs = _without_placement(model, kwargs)
-    with _placement.hidden_map(model):
+    with hidden_map(model):
         return original(cls, model, model_id, *args, **kwargs)
 
 
 def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_folder_without_weights(model_id, kwargs.get("subfolder"))
     kwargs = _without_placement(self, kwargs)
-    with _placement.hidden_map(self):
+    with hidden_map(self):
         return original(self, model_id, *args, **kwargs)
 
 
@@ -78,7 +78,7 @@ def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None
 
 def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """``kwargs`` less those about placement when the base has one, with a notice where that could surprise."""
-    owner = _placement.map_owner(model)
+    owner = map_owner(model)
     if owner is None:
         return kwargs
     ignored = [name for name in ("device_map", "max_memory") if kwargs.get(name) is not None]

@@ -22,14 +22,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._models.placement import map_owner, offload_hook
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
 def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if _placement.map_owner(self) is not self:
+    if map_owner(self) is not self:
         return original(self, *args, **kwargs)
     placement = self.hf_device_map
     main = _main_device(self)
@@ -46,7 +46,7 @@ def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
 def _main_device(model: Any) -> Any:
     """The device accelerate computes offloaded modules on: all of them on one, so the first hook tells."""
     for module in model.modules():
-        hook = _placement.offload_hook(module)
+        hook = offload_hook(module)
         if hook is not None and hook.execution_device is not None:
             return hook.execution_device
     return None

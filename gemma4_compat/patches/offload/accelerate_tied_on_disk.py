@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._models.placement import offload_hook
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -38,7 +38,7 @@ def attach_align_device_hook_on_blocks(original: Callable[..., None], *args: Any
     for address in tied.keys() - _addresses(given["module"], on_host):
         del tied[address]
     for name, module in given["module"].named_modules():
-        hook = _placement.offload_hook(module)
+        hook = offload_hook(module)
         if hook is not None:
             hook.tied_params_names = {weight for weight in hook.tied_params_names if f"{name}.{weight}" in on_host}
 

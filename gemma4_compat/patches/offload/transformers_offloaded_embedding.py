@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._models.placement import execution_device, offload_hook
 from gemma4_compat._offload import host_memory
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = _base_layer(self.language_model.embed_tokens)
     config = self.config.text_config
-    if _placement.offload_hook(embedding) is None or not config.hidden_size_per_layer_input:
+    if offload_hook(embedding) is None or not config.hidden_size_per_layer_input:
         return original(self, *args, **kwargs)
     with _padding_row_between_forwards(self.language_model.embed_tokens, embedding, config.pad_token_id):
         return original(self, *args, **kwargs)
@@ -42,7 +42,7 @@ def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = _base_layer(self.embed_tokens)
-    if input_ids is not None or _placement.offload_hook(embedding) is None:
+    if input_ids is not None or offload_hook(embedding) is None:
         return original(self, input_ids, *args, **kwargs)
     with _onloaded(embedding):
         return original(self, input_ids, *args, **kwargs)
@@ -63,9 +63,9 @@ def _padding_row_between_forwards(outermost: Any, embedding: Any, token: int) ->
     """
     import torch
 
-    hook = _placement.offload_hook(embedding)
+    hook = offload_hook(embedding)
     stored = host_memory.stored(hook.weights_map, "weight")  # the map itself would read the whole weight
-    row = stored.raw[token].to(_placement.execution_device(embedding), stored.dtype)
+    row = stored.raw[token].to(execution_device(embedding), stored.dtype)
     between_forwards = embedding.weight
     stand_in = torch.nn.Parameter(row.expand(between_forwards.shape), requires_grad=False)
 
@@ -95,7 +95,7 @@ def _padding_row_between_forwards(outermost: Any, embedding: Any, token: int) ->
 
 @contextlib.contextmanager
 def _onloaded(embedding: Any) -> Iterator[None]:
-    hook = _placement.offload_hook(embedding)
+    hook = offload_hook(embedding)
     before = embedding.weight
     hook.pre_forward(embedding)
     try:

@@ -34,8 +34,8 @@ from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
-from gemma4_compat._planner import blueprint as _blueprint
 from gemma4_compat._planner import cost, layout
+from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._quantization import offloaded
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
 
 
 def _plan(model: Any, strategy: str, budgets: dict[Any, int], host: int, disk: int | None) -> dict[str, Any]:
-    blueprint = _blueprint.describe(model)
+    blueprint = describe(model)
     for load in _loads(model, blueprint):
         try:
             placed = layout.layout(

@@ -29,8 +29,16 @@ from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization import config as quantization_config
 from gemma4_compat._quantization import expert_forward, expert_storage, opt_in
-from gemma4_compat._quantization import experts as _quantized_experts
 from gemma4_compat._quantization.bytes import stored_bytes_of
+from gemma4_compat._quantization.experts import (
+    NAMES,
+    all_experts,
+    is_moe,
+    owner_of,
+    quantized_parameter,
+    report,
+    tail_of,
+)
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -42,15 +50,13 @@ def process_model_before_weight_loading(
     original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = original(self, model, *args, **kwargs)
-    if not _quantized_experts.is_moe(model):
+    if not is_moe(model):
         return result
     config = self.quantization_config
     if self.pre_quantized:
         stored = expert_storage.in_checkpoint(kwargs.get("checkpoint_files") or ())
         vars(self)[_STORED] = stored
-        expert_storage.prepare(
-            model, config, lambda name: _quantized_experts.tail_of(name) in stored, prequantized=True
-        )
+        expert_storage.prepare(model, config, lambda name: tail_of(name) in stored, prequantized=True)
     elif opt_in.EXPERTS.is_enabled():
         chosen = quantization_config.converts(self.modules_to_not_convert)
         expert_storage.prepare(model, config, chosen, prequantized=False)
@@ -60,9 +66,9 @@ def process_model_before_weight_loading(
 def param_needs_quantization(
     original: Callable[..., bool], self: Any, model: Any, param_name: str, **kwargs: Any
 ) -> bool:
-    module = _quantized_experts.owner_of(model, param_name)
+    module = owner_of(model, param_name)
     if module is not None:
-        return _quantized_experts.quantized_parameter(module, param_name.rpartition(".")[2]) is not None
+        return quantized_parameter(module, param_name.rpartition(".")[2]) is not None
     return original(self, model, param_name, **kwargs)
 
 
@@ -70,12 +76,12 @@ def quantize(
     original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     name = next(iter(input_dict))
-    module = _quantized_experts.owner_of(kwargs["model"], name) if kwargs.get("model") is not None else None
+    module = owner_of(kwargs["model"], name) if kwargs.get("model") is not None else None
     if module is None:
         return original(self, input_dict, *args, **kwargs)
     value = input_dict[name]
     value = value[0] if isinstance(value, list) else value
-    like = _quantized_experts.quantized_parameter(module, name.rpartition(".")[2])
+    like = quantized_parameter(module, name.rpartition(".")[2])
     module._is_hf_initialized = True
     return {name: expert_storage.quantized(value, like)}
 
@@ -88,7 +94,7 @@ def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> lis
     from transformers.core_model_loading import WeightConverter
     from transformers.integrations.bitsandbytes import Bnb4bitDeserialize
 
-    for name in _quantized_experts.NAMES:
+    for name in NAMES:
         if any(tail.endswith(f".{name}") for tail in stored):
             target = f"experts.{name}"
             beside = [f"{target}.{key}" for key in (*expert_storage.STORED, *expert_storage.STORED_STATES)]
@@ -102,7 +108,7 @@ def deserialize(
     original: Callable[..., dict[str, Any]], self: Any, input_dict: dict[str, Any], *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
     name, model = kwargs.get("full_layer_name") or "", kwargs.get("model")
-    module = None if model is None else _quantized_experts.owner_of(model, name)
+    module = None if model is None else owner_of(model, name)
     if module is None or len(input_dict) == 1:
         return original(self, input_dict, *args, **kwargs)
     target = f"experts.{name.rpartition('.')[2]}"
@@ -118,13 +124,13 @@ def process_model_after_weight_loading(
     original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if family.is_gemma4(model):
-        _quantized_experts.report(model, 4 if type(self).__name__ == "Bnb4BitHfQuantizer" else 8)
+        report(model, 4 if type(self).__name__ == "Bnb4BitHfQuantizer" else 8)
     return original(self, model, *args, **kwargs)
 
 
 def dequantize(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     model = original(self, model, *args, **kwargs)
-    for module in _quantized_experts.all_experts(model).values():
+    for module in all_experts(model).values():
         expert_storage.dequantize_module(module, kwargs.get("dtype"))
     return model
 
@@ -138,8 +144,8 @@ def by_hand(model: Any, quantization: str) -> Any:
     import torch
     from bitsandbytes import functional
 
-    for module in _quantized_experts.all_experts(model).values():
-        for name in _quantized_experts.NAMES:
+    for module in all_experts(model).values():
+        for name in NAMES:
             with torch.no_grad():
                 for matrix in module.get_parameter(name):
                     packed = functional.quantize_4bit(
@@ -158,9 +164,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     for quantization in ("4bit-double", "4bit"):
         with opt_in.EXPERTS.enabled():
             model = tiny.load(checkpoint, quantization, device=workspace.main, skip_modules=["router.proj"])
-        experts = [
-            weight for module in _quantized_experts.all_experts(model).values() for weight in module.parameters()
-        ]
+        experts = [weight for module in all_experts(model).values() for weight in module.parameters()]
         plain = sum(weight.nbytes for weight in experts if weight.is_floating_point())
         if plain:
             total = stored_bytes_of(model)
