@@ -14,7 +14,7 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
-from tests.contract.observation import LIBRARIES
+from tests.contract.observation import LIBRARIES, groups_here
 from tests.helpers import child
 
 PATCHES = gemma4_compat.patches()
@@ -50,6 +50,18 @@ def version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def modules_here(patch: Patch) -> set[str]:
+    """The modules that the installed release has and some group of the patch's targets waits for."""
+    here = groups_here(patch)
+    return {module for group, modules in patch.groups.items() if group in here for module in modules}
+
+
+def targets_here(patch: Patch) -> set[str]:
+    """The targets that must be replaced in the installed release, if any is."""
+    here = groups_here(patch)
+    return {str(target) for target in patch.targets if target.group in here and not target.optional}
 
 
 def predicted(patch: Patch, detected: str | None = None, **versions: str | None) -> str:

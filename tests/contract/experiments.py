@@ -69,14 +69,14 @@ def disabled(patch: Any, untouched: Snapshot) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raising_at(counts: dict[str, int]) -> Iterator[None]:
-    """By patch, which of its replacements raises (the first is 1)."""
+    """By patch, from which of its replacements on they raise (the first is 1)."""
     from gemma4_compat._engine.changes import ChangeSet
 
     replace, calls = ChangeSet.replace, dict[str, int]()
 
     def breaks(self: Any, *arguments: Any) -> None:
         calls[self.patch_id] = calls.get(self.patch_id, 0) + 1
-        if calls[self.patch_id] == counts[self.patch_id]:
+        if calls[self.patch_id] >= counts[self.patch_id]:
             raise RuntimeError(f"replacement {calls[self.patch_id]} fails on purpose")
         replace(self, *arguments)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import operator
 import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
@@ -192,6 +194,20 @@ def with_warnings(action: Callable[[], Any]) -> list[str]:
         warnings.simplefilter("always")
         action()
     return [str(item.message) for item in caught if issubclass(item.category, gemma4_compat.Gemma4CompatWarning)]
+
+
+def groups_here(patch: Any) -> set[str]:
+    """The groups of targets whose modules the installed release has. Imports nothing."""
+    return {group for group, modules in patch.groups.items() if all(map(_is_installed, modules))}
+
+
+def _is_installed(module: str) -> bool:
+    root, *parts = module.split(".")
+    spec = importlib.util.find_spec(root)
+    if spec is None or spec.origin is None:
+        return False
+    path = Path(spec.origin).parent.joinpath(*parts)
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
 def engine_module() -> Any:

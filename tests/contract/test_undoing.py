@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,8 @@ from packaging.specifiers import SpecifierSet
 
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
-from tests.contract.conftest import PATCHES, predicted, version
+from tests.contract.conftest import PATCHES, modules_here, predicted, targets_here, version
+from tests.contract.observation import groups_here
 from tests.contract.test_orderings import essence
 from tests.helpers import ON_A_GPU
 
@@ -71,7 +71,7 @@ def test_when_a_replacement_raises_on_the_way_no_trace_stays(inside: Inside, pat
     experiments = inside("after")["raising"][patch.id]
     applicable = expected(inside, patch) == "applied"
     # A release outside the range may not have the module at all.
-    assert not applicable or len(experiments) >= len([target for target in patch.targets if not target.optional])
+    assert not applicable or len(experiments) >= len(targets_here(patch))
     for number, experiment in enumerate(experiments, start=1):
         assert untouched(experiment)
         if applicable:
@@ -86,16 +86,15 @@ def test_when_a_replacement_raises_the_import_survives(inside: Inside, patch: Pa
     found = inside("raising_on_import")
     assert found["ours"] == []
     if expected(inside, patch) == "applied":
-        assert set(patch.modules) <= set(found["imported"])
+        assert modules_here(patch) <= set(found["imported"])
         assert found["seen"][patch.id]["state"] == "failed"
         assert [text for text in found["said"] if f"patch {patch.id!r}" in text and "on purpose" in text]
 
 
 def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Inside, patch: Patch) -> None:
     experiments = inside("after")["changed"][patch.id]
-    required = {str(target) for target in patch.targets if not target.optional}
     applicable = expected(inside, patch) == "applied"
-    assert not applicable or set(experiments) >= required
+    assert not applicable or set(experiments) >= targets_here(patch)
     groups = {str(target): target.group for target in patch.targets}
     for name, experiment in experiments.items():
         seen = experiment["seen"]
@@ -115,7 +114,7 @@ def test_when_upstream_code_has_changed_the_import_survives(inside: Inside, patc
     found = inside("changed_on_import")
     assert found["ours"] == []
     if expected(inside, patch) == "applied":
-        assert set(patch.modules) <= set(found["imported"])
+        assert modules_here(patch) <= set(found["imported"])
         assert found["seen"][patch.id]["state"] == "failed"
         assert len([text for text in found["said"] if f"patch {patch.id!r}" in text]) == 1
 
@@ -167,7 +166,4 @@ def test_another_release_is_judged_by_its_number_and_nothing_is_replaced_outside
 
 def _exist(patch: Patch) -> bool:
     """Whether the installed release has the patch's modules; else nothing is decided before somebody asks."""
-    try:
-        return all(importlib.util.find_spec(module) is not None for module in patch.modules)
-    except ModuleNotFoundError:  # of a package on the way
-        return False
+    return groups_here(patch) != set()
