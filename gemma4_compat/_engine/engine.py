@@ -394,7 +394,8 @@ class Engine:
         )
         if self._settings.strict:
             # It makes the import fail; the same import, tried again, must not succeed unpatched.
-            record.again = True
+            # (Of one that is applied in part, the group that is missing is looked at again in any case.)
+            record.again = status.state is not PatchState.APPLIED
             raise Gemma4CompatError(message)
         if not record.warned:
             record.warned = True

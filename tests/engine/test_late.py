@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -144,6 +145,23 @@ def test_a_group_of_unknown_code_leaves_the_other_applied_and_says_so(twins: Lib
     assert "; not in two: the code of " in status.reason
     assert len(said) == 1
     assert f"patch {ID!r} was applied in part: repairs" in said[0]
+
+
+def test_strict_a_group_of_unknown_code_fails_its_own_import_each_time(
+    twins: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMMA4_COMPAT_STRICT", "1")
+    engine = installed(both(twins, two={"0" * 12: "1.0"}))
+    assert twins.load().double(2) == ("patched", 4)
+    for _ in range(2):
+        with pytest.raises(Gemma4CompatError, match="was applied in part"):
+            twins.load("copy")
+        assert twins.load().double(2) == ("patched", 4), "once"
+    with contextlib.suppress(Gemma4CompatError):
+        engine._on_import(f"{twins.name}.core")  # as when it is imported again: not applied on top of itself
+    assert twins.load().double(2) == ("patched", 4)
+    assert engine.revert()[ID].state is PatchState.REVERTED
+    assert twins.load().double(2) == 4
 
 
 def test_where_no_group_is_known_nothing_is_changed(twins: Library) -> None:
