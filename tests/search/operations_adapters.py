@@ -84,6 +84,8 @@ def train(
     """A step of SGD on whatever the adapters have to train."""
     import torch
 
+    if not _trainable(world):
+        return {}
     model = world.model.train(mode == "train")
     if checkpointing != "none":
         world.base.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
@@ -96,11 +98,8 @@ def train(
             world.base.disable_input_require_grads()
         model.eval()
     trained = dict(_trainable(world))
-    for name, parameter in trained.items():
-        if parameter.grad is not None:
-            shown[f"gradient of {name}"] = parameter.grad.clone()
-    if trained:
-        torch.optim.SGD(trained.values(), lr=0.05).step()
+    shown |= {f"gradient of {name}": p.grad.clone() for name, p in trained.items() if p.grad is not None}
+    torch.optim.SGD(trained.values(), lr=0.05).step()
     for parameter in world.model.parameters():
         parameter.grad = None
     return shown
@@ -134,7 +133,8 @@ def double_backward(world: World) -> dict[str, Any]:
     if not trained:
         return {}
     batch = world.inputs("text")
-    loss = world.model(**batch, labels=batch["input_ids"]).loss
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no second derivative
+        loss = world.model(**batch, labels=batch["input_ids"]).loss
     gradients = torch.autograd.grad(
         loss, [parameter for _, parameter in trained], create_graph=True, allow_unused=True
     )

@@ -1,4 +1,4 @@
-"""``python -m tests.search --sequences --cases 2000 --seed 0 --jobs 14``: operations on split models, against one device.
+"""``python -m tests.search --sequences --cases 2000 --seed 0 --jobs 14``: operations on split models.
 
 Exit status 0: all sequences held. ``--seed N --cases 1`` repeats one. ``--one-device`` compares a model on one device
 with the shim and without it instead; nothing is split then.
@@ -22,7 +22,9 @@ from typing import Any
 from tests.search import pool, sequences_run
 from tests.search.case import GROUP, OFFLOADED
 from tests.search.run import Failure
-from tests.search.sequence import Sequence, generate
+from tests.search.sequence import Sequence
+from tests.search.sequence_rules import generate
+from tests.search.sequence_shrinking import SHOWING, as_param
 from tests.search.sequences_run import Outcome
 
 #: Seconds for one sequence, and for the shrinking of one.
@@ -218,7 +220,7 @@ def shrink(results: list[Result], options: argparse.Namespace) -> Iterator[dict[
         if failure is None or failure.stage == "crash":
             continue
         names = [step.name for step in generate(result.seed).operations[: result.outcome.operations + 1]]
-        before = [name for name in names[:-1] if name not in ("forward", "generate", "turns")]
+        before = [name for name in names[:-1] if name not in SHOWING]
         job = Job(result.seed, options.one_device, failure, options.attempts)
         kinds.setdefault((failure.signature, *before[-1:]), job)
     seen: set[str] = set()
@@ -229,8 +231,11 @@ def shrink(results: list[Result], options: argparse.Namespace) -> Iterator[dict[
             continue
         if text not in seen:
             seen.add(text)
-            print(f"\n{job.failure.signature}\n{describe(replace(Sequence.from_json(text), seed=job.seed))}\n  {text}")
-            print(end="", flush=True)
+            shortest = Sequence.from_json(text)
+            print(
+                f"\n{describe(replace(shortest, seed=job.seed))}\n  {text}\nfor tests/search/sequence_regressions.py:"
+            )
+            print(as_param(shortest, f"seed-{job.seed}", f"Seed {job.seed}: {job.failure.signature}"), flush=True)
             yield {"seed": job.seed, "signature": job.failure.signature, "sequence": json.loads(text)}
 
 

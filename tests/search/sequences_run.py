@@ -22,7 +22,8 @@ from gemma4_compat import Gemma4CompatError
 from tests.search import run
 from tests.search.operations import OPERATIONS
 from tests.search.run import Failure
-from tests.search.sequence import Operation, Sequence, simplifications, size
+from tests.search.sequence import Operation, Sequence
+from tests.search.sequence_shrinking import simplifications, size
 from tests.search.sequences_bench import SequenceBench, World
 
 Tamper = Callable[[World, Operation], None]
@@ -243,6 +244,9 @@ def shrink(
     check: Callable[..., Outcome] = check,
 ) -> Sequence:
     """The smallest sequence found, greedily, that fails with the same signature."""
+    whole = check(sequence, bench, tamper=tamper)
+    if whole.failure is not None and whole.failure.signature == failure.signature:
+        sequence = Sequence(case=sequence.case, operations=sequence.operations[: whole.operations + 1])
     progress = True
     while progress:
         progress = False
