@@ -37,7 +37,12 @@ class Died:
 
 
 def spread(
-    function: Callable[[Any, Path], Iterator[Any]], batches: list[list[Any]], *, jobs: int, limit: float
+    function: Callable[[Any, Path], Iterator[Any]],
+    batches: list[list[Any]],
+    *,
+    jobs: int,
+    limit: float,
+    start: float = 60.0,
 ) -> Iterator[tuple[Any, Any]]:
     """``(item, result)`` for each item of the batches, as they come; a :class:`Died` is a result, too.
 
@@ -46,10 +51,11 @@ def spread(
         batches: what one process does in one go.
         jobs: how many processes there are.
         limit: seconds for an item.
+        start: seconds more for the first item of a batch, in which a process imports libraries and makes checkpoints.
     """
     waiting = list(reversed(batches))
     with tempfile.TemporaryDirectory(prefix="gemma4-pool-", ignore_cleanup_errors=True) as folder:
-        workers = [_Worker(function, Path(folder), limit) for _ in range(min(jobs, len(batches)))]
+        workers = [_Worker(function, Path(folder), limit, start) for _ in range(min(jobs, len(batches)))]
         try:
             while True:
                 for worker in workers:
@@ -71,6 +77,7 @@ class _Worker:
     function: Callable[[Any, Path], Iterator[Any]]
     folder: Path
     limit: float
+    start: float
     batch: list[Any] = field(default_factory=list)  # what is left of it
     process: Any = None
     pipe: Connection = field(init=False)
@@ -96,7 +103,7 @@ class _Worker:
             yield self._died()
         else:
             # The process watches its own time; this is for one that no longer can.
-            if self.batch and time.monotonic() - self.since > self.limit + GRACE + 60.0 * (self.given == 1):
+            if self.batch and time.monotonic() - self.since > self.limit + self.start + GRACE:
                 self.process.kill()
                 yield self._died("time limit")
 
@@ -124,13 +131,15 @@ class _Worker:
         self.log = Path(tempfile.mkdtemp(prefix="worker-", dir=self.folder)) / "log"
         self.log.touch()
         self.pipe, theirs = _CONTEXT.Pipe()
-        arguments = (self.function, theirs, self.log.parent, self.limit)
+        arguments = (self.function, theirs, self.log.parent, self.limit, self.start)
         self.process = _CONTEXT.Process(target=_work, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
 
-def _work(function: Callable[[Any, Path], Iterator[Any]], pipe: Connection, folder: Path, limit: float) -> None:
+def _work(
+    function: Callable[[Any, Path], Iterator[Any]], pipe: Connection, folder: Path, limit: float, start: float
+) -> None:
     """What a process does: batches, until there are no more."""
     with (folder / "log").open("w", encoding="utf-8") as log:
         faulthandler.enable(log)

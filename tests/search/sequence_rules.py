@@ -1,7 +1,8 @@
 """Which operation may follow which: the sequence of a seed.
 
-As in ``case.py`` a sequence is a pure function of its seed, the same on every stack and machine, and JSON. A group of them
-shares a checkpoint. What the libraries cannot do on one device either need not be kept out: a sequence ends there.
+As in ``case.py`` a sequence is a pure function of its seed, the same on every stack and machine, and JSON. Those of
+one group share a checkpoint. What the libraries cannot do on one device either need not be kept out: there a sequence
+ends.
 """
 
 from __future__ import annotations
@@ -293,19 +294,19 @@ def _collect(state: State) -> Operation:
 RULES: tuple[tuple[int, Any], ...] = (
     (3, _generate),
     (3, _turns),
-    (12, _load_adapter),
-    (3, _on_adapter("set_adapter")),
-    (1, _on_adapter("delete_adapter")),
+    (10, _load_adapter),
+    (5, _on_adapter("set_adapter")),
+    (2, _on_adapter("delete_adapter")),
     (3, _disable),
-    (3, _on_adapters("merge_adapter")),
-    (2, _on_adapters("unmerge_adapter")),
-    (1, _on_adapters("merge_and_unload")),
-    (1, _on_adapters("unload")),
-    (2, _weighted),
-    (2, _hotswap),
-    (2, _mixed),
-    (5, _train),
-    (1, _second_derivative),
+    (6, _on_adapters("merge_adapter")),
+    (3, _on_adapters("unmerge_adapter")),
+    (3, _on_adapters("merge_and_unload")),
+    (2, _on_adapters("unload")),
+    (8, _weighted),
+    (6, _hotswap),
+    (4, _mixed),
+    (9, _train),
+    (4, _second_derivative),
     (3, _choice("to_dtype", how=("float", "half", "bfloat16", "to float32", "to float16"))),
     (1, _choice("prepare_for_training", checkpointing=(False, True))),
     (2, _choice("resize_token_embeddings", tokens=(256, 264, 272), mean=(False, True))),
@@ -318,12 +319,12 @@ RULES: tuple[tuple[int, Any], ...] = (
     (3, _redispatch),
     (1, _choice("remove_hooks")),
     (2, _hooks),
-    (1, _choice("remove_user_hooks")),
+    (2, _choice("remove_user_hooks")),
     (3, _failing),
     (2, _change),
     (2, _choice("undo_and_install")),
-    (1, _choice("second_model")),
+    (2, _choice("second_model")),
     (2, _choice("to_model_device")),
-    (1, _choice("threads", number=(2, 3))),
+    (2, _choice("threads", number=(2, 3))),
     (1, _collect),
 )

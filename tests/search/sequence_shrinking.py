@@ -38,7 +38,7 @@ def simplifications(sequence: Sequence) -> Iterator[Sequence]:
     changing = tuple(step for step in steps[:-1] if step.name not in SHOWING)
     if len(changing) + 1 < len(steps):
         yield Sequence(case=sequence.case, operations=(*changing, steps[-1]))
-    for length in sorted({len(steps) // 2, 2, 1}, reverse=True):
+    for length in sorted({max(len(steps) // 2, 1), 2, 1}, reverse=True):
         for start in range(0, len(steps), length):
             if length < len(steps):
                 yield Sequence(case=sequence.case, operations=(*steps[:start], *steps[start + length :]))

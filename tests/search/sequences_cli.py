@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.search import pool, sequences_run
+from tests.search import pool, sequence_regressions, sequences_run
 from tests.search.case import GROUP, OFFLOADED
 from tests.search.run import Failure
 from tests.search.sequence import Sequence
@@ -131,6 +131,11 @@ def main(argv: list[str] | None = None) -> int:
     seeds = range(options.seed, options.seed + options.cases)
     if options.sequence is not None:
         return repeat(Sequence.from_json(options.sequence), one_device=options.one_device)
+    if options.regression is not None:
+        known = {parameter.id: parameter.values[0] for parameter in sequence_regressions.REGRESSIONS}
+        if options.regression not in known:
+            parser.error(f"no regression has the id {options.regression!r}; ids: {', '.join(known)}")
+        return repeat(known[options.regression], one_device=options.one_device)
     if options.show:
         for seed in seeds:
             print(describe(generate(seed)))
