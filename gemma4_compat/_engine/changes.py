@@ -8,6 +8,8 @@ Hazards this file exists for:
   raw slot, ``vars(owner)[name]``, is saved and restored.
 * ``from x import f`` gave ``f`` to other modules. Every module that holds the same object under the same name gets the
   replacement; the undo finds the replacement wherever it went since.
+* Objects keep our function: a bound method (accelerate's ``module._old_forward``) outlives the undo. It becomes a
+  pass-through, and the next installation puts the same function back, so that it works again there, too.
 * Another library may wrap our replacement. Taking ours out from under it would drop its wrapper, so the slot is left
   and our function becomes a pass-through.
 """
@@ -22,10 +24,23 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+
+@dataclass
+class _Switch:
+    """What an installed function does: the replacement while the edits are active, else the original."""
+
+    original: Any
+    replacement: Callable[..., Any]
+    changes: ChangeSet
+
+
 _ABSENT = object()
 _OURS = "__gemma4_compat__"  # on every function we install: the patch's id
+_SWITCH = "__gemma4_compat_switch__"  # and its _Switch
 # What we installed. The mark alone does not tell: a foreign functools.wraps around ours copies it.
 _installed: weakref.WeakSet[FunctionType] = weakref.WeakSet()
+# By patch and label, what was installed last: objects that took it, bound, get the repair back with the next install.
+_latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -79,17 +94,25 @@ class ChangeSet:
     def _wrap(self, original: Any, replacement: Callable[..., Any], label: str) -> FunctionType:
         if not isinstance(original, FunctionType):
             raise TypeError(f"{label} is a {type(original).__name__}, not a function")
-        changes = self
+        known = _latest.get((self.patch_id, label))
+        if known is not None:
+            switch: _Switch = vars(known)[_SWITCH]
+            if switch.original is original and not switch.changes.active:
+                switch.replacement, switch.changes = replacement, self
+                return known
+        switch = _Switch(original, replacement, self)
 
         @functools.wraps(original, updated=())
         def installed(*args: Any, **kwargs: Any) -> Any:
-            if changes.active:
-                return replacement(original, *args, **kwargs)
+            if switch.changes.active:
+                return switch.replacement(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        vars(installed)[_OURS] = self.patch_id
-        _installed.add(installed)  # type: ignore[arg-type]
-        return installed  # type: ignore[return-value]  # mypy sees the _Wrapped protocol; it is a plain function
+        vars(installed).update({_OURS: self.patch_id, _SWITCH: switch})
+        function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
+        _installed.add(function)
+        _latest[self.patch_id, label] = function
+        return function
 
     def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:
         self._journal.append(_Edit(owner, name, before, after, label))

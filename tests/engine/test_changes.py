@@ -408,7 +408,7 @@ def test_revert_and_install_after_the_import_applies_again_as_often_as_wanted(cr
         assert engine.status()["fakelib-double"].state is PatchState.APPLIED
 
 
-def test_a_reference_taken_while_applied_passes_through_after_the_revert(library: Library) -> None:
+def test_a_reference_taken_while_applied_passes_through_until_the_next_install(library: Library) -> None:
     core = library.load()
     engine = installed(library.patch())
     taken = core.double
@@ -416,7 +416,24 @@ def test_a_reference_taken_while_applied_passes_through_after_the_revert(library
     engine.revert()
     assert taken(2) == 4
     engine.install()
-    assert taken(2) == 4, "it belongs to an undone application"
+    assert taken(2) == ("patched", 4)
+
+
+def test_a_bound_method_taken_while_applied_is_repaired_again_after_the_next_install(library: Library) -> None:
+    """Accelerate keeps ``module.forward`` of a model that it dispatches."""
+    core = library.load()
+    engine = installed(
+        library.patch(library.target("Layer.forward", says("lower")), id=LOWER),
+        library.patch(library.target("Layer.forward", says("upper")), id=UPPER),
+    )
+    kept, applied = core.Layer().forward, core.Layer().forward(1)
+    for _ in range(2):
+        engine.revert()
+        assert kept(1) == core.Layer().forward(1) != applied
+        engine.install()
+        assert kept(1) == core.Layer().forward(1) == applied
+    engine.revert()
+    assert kept(1) == core.Layer().forward(1) != applied
 
 
 # --------------------------------------------------------------------------------------- what a replacement looks like
