@@ -21,6 +21,18 @@ def load_adapter(world: World, adapter: str, kind: str, number: int, way: str, t
             world.model.eval()
 
 
+def new_adapter(world: World, adapter: str, kind: str) -> None:
+    """One that is yet to be trained."""
+    from peft import get_peft_model
+
+    config = world.bench.adapter_config(world.case, kind)
+    if world.is_peft:
+        world.model.add_adapter(adapter, config)
+        world.model.set_adapter(adapter)
+    else:
+        world.model = get_peft_model(world.model, config, adapter_name=adapter)
+
+
 def set_adapter(world: World, adapter: str) -> None:
     world.model.set_adapter(adapter)
 

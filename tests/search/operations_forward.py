@@ -17,14 +17,20 @@ def forward(
     attentions: bool = False,
     autocast: str | None = None,
     gradients: bool = False,
+    embeddings: bool = False,
 ) -> dict[str, Any]:
+    """``attentions``: with them and the hidden states; ``embeddings``: those of the tokens come in, not the tokens."""
     import torch
 
+    inputs = world.inputs(prompt, batch)
     with torch.set_grad_enabled(gradients), world.autocast(autocast):
-        output = world.model(**world.inputs(prompt, batch), output_attentions=attentions)
+        if embeddings:
+            inputs["inputs_embeds"] = world.base.get_input_embeddings()(inputs.pop("input_ids"))
+        output = world.model(**inputs, output_attentions=attentions, output_hidden_states=attentions)
     shown = {"logits": output.logits.detach()}
     if attentions:
         shown |= {f"attentions {index}": value.detach() for index, value in enumerate(output.attentions)}
+        shown |= {f"hidden {index}": value.detach() for index, value in enumerate(output.hidden_states)}
     return shown
 
 
@@ -80,6 +86,35 @@ def failing_forward(world: World, where: str, layer: int, gradients: bool) -> di
         raised = True
     finally:
         handle.remove()
+    return {"raised": raised}
+
+
+def failing_backward(world: World, layer: int) -> dict[str, Any]:
+    """A hook of the user's raises in the middle of a backward pass."""
+    import torch
+
+    def fail(_gradient: Any) -> None:
+        raise _StopHereError("stop")
+
+    def watch(_module: Any, _inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            first.register_hook(fail)
+
+    handle = world.text.layers[layer].register_forward_hook(watch)
+    raised = False
+    try:
+        embeddings = world.base.get_input_embeddings()
+        inputs = world.inputs("text")
+        leaf = embeddings(inputs.pop("input_ids")).detach().requires_grad_()
+        with torch.enable_grad():
+            world.model(**inputs, inputs_embeds=leaf).logits.float().sum().backward()
+    except _StopHereError:
+        raised = True
+    finally:
+        handle.remove()
+        for parameter in world.model.parameters():
+            parameter.grad = None
     return {"raised": raised}
 
 

@@ -135,7 +135,9 @@ def _step(state: State) -> Operation:
 
 def _forward(state: State) -> Operation:
     choose, prompt = state.choose, state.choose.choice(state.prompts)
-    kind = choose.randrange(10)
+    kind = choose.randrange(11)
+    if kind == 10:
+        return operation("forward", prompt="text", embeddings=True, gradients=choose.random() < 0.5)
     if kind < 6:
         return operation("forward", prompt=prompt)
     if kind == 6:
@@ -178,6 +180,16 @@ def _load_adapter(state: State) -> Operation | None:
         way=state.way,
         trainable=trainable,
     )
+
+
+def _new_adapter(state: State) -> Operation | None:
+    free = [name for name in NAMES if name not in state.adapters]
+    if not free or state.way == "transformers":
+        return None
+    towers = state.case.vision or state.case.audio
+    kind = state.choose.choice([kind for kind in KINDS if towers or kind not in ("towers", "both")])
+    state.way, state.adapters[free[0]] = "peft", kind
+    return operation("new_adapter", adapter=free[0], kind=kind)
 
 
 def _on_adapter(name: str, **needs: bool) -> Any:
@@ -281,6 +293,10 @@ def _failing(state: State) -> Operation:
     return operation("failing_forward", where=where, layer=state.layer, gradients=gradients)
 
 
+def _failing_backward(state: State) -> Operation:
+    return operation("failing_backward", layer=state.layer)
+
+
 def _change(state: State) -> Operation:
     return operation("change_weight", layer=state.layer)
 
@@ -295,6 +311,7 @@ RULES: tuple[tuple[int, Any], ...] = (
     (3, _generate),
     (3, _turns),
     (10, _load_adapter),
+    (4, _new_adapter),
     (5, _on_adapter("set_adapter")),
     (2, _on_adapter("delete_adapter")),
     (3, _disable),
@@ -321,6 +338,7 @@ RULES: tuple[tuple[int, Any], ...] = (
     (2, _hooks),
     (2, _choice("remove_user_hooks")),
     (3, _failing),
+    (2, _failing_backward),
     (2, _change),
     (2, _choice("undo_and_install")),
     (2, _choice("second_model")),

@@ -14,9 +14,10 @@ from tests.search.sequence import Operation, Sequence, operation
 SHOWING = ("forward", "generate", "turns")
 #: The plainest value of an option; None leaves it out.
 PLAIN: dict[str, Any] = {
-    "attentions": None, "autocast": None, "gradients": None, "batch": None, "prompt": "text", "trainable": False,
-    "checkpointing": "none", "accumulate": 1, "turns": 2, "layer": 0, "how": "float", "tokens": 272, "mean": False,
-    "what": "all", "assign": False, "where": "layer", "combination": "linear", "saved": False, "keep": "copy",
+    "attentions": None, "autocast": None, "gradients": None, "embeddings": None, "batch": None, "prompt": "text",
+    "trainable": False, "checkpointing": "none", "accumulate": 1, "turns": 2, "layer": 0, "how": "float",
+    "tokens": 272, "mean": False, "what": "all", "assign": False, "where": "layer", "combination": "linear",
+    "saved": False, "keep": "copy",
 }  # fmt: skip
 #: The same, where an option of that name means something else in each operation.
 PLAIN_HERE: dict[tuple[str, str], Any] = {
@@ -25,6 +26,7 @@ PLAIN_HERE: dict[tuple[str, str], Any] = {
     ("train", "autocast"): "none",
     ("prepare_for_training", "checkpointing"): False,
     ("load_adapter", "kind"): "text",
+    ("new_adapter", "kind"): "text",
     ("load_adapter", "number"): 0,
     ("load_adapter", "way"): "peft",
     ("hotswap", "number"): 1,

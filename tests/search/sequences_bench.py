@@ -68,6 +68,15 @@ class SequenceBench(run.Bench):
             kwargs["dtype"] = "auto"
         return run.model_class(case).from_pretrained(checkpoint, device_map=device_map, **kwargs).eval()
 
+    def adapter_config(self, case: Case, kind: str) -> Any:
+        """The configuration of a new adapter whose weights are drawn, not zero."""
+        from peft import PeftConfig
+
+        config = PeftConfig.from_pretrained(self.adapter_of(case, kind, 0))
+        config.inference_mode = False
+        config.init_lora_weights = False
+        return config
+
     def _build(self, case: Case, kind: str, number: int) -> Path:
         import torch
         from peft import get_peft_model

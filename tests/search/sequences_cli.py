@@ -107,7 +107,9 @@ def counted(sequences: Iterable[Sequence]) -> dict[str, dict[str, int]]:
             if any(re.search(rf"{part}(\.|$)", name) for name in places)
         )
         counts["operations"].update({step.name for step in sequence.operations})
-        kinds = {dict(step.options)["kind"] for step in sequence.operations if step.name == "load_adapter"}
+        kinds = {
+            dict(step.options)["kind"] for step in sequence.operations if step.name in ("load_adapter", "new_adapter")
+        }
         counts["adapters"].update(kinds)
         counts["length"][str(len(sequence.operations))] += 1
     return {name: dict(sorted(counter.items())) for name, counter in counts.items()}
