@@ -80,6 +80,7 @@ PATCHES: tuple[str, ...] = (
     "checkpoints.transformers_text_only_checkpoint",
     "placement.transformers_tied_split",
     "offload.transformers_offloaded_embedding",
+    "offload.transformers_model_device",
     "adapters.transformers_dequantized_adapter",
     "training.transformers_reentrant_checkpointing",
 )
