@@ -80,6 +80,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-static-chunks": ("transformers.generation.utils",),
     "transformers-static-images": ("transformers.generation.utils",),
     "transformers-text-only-checkpoint": ("transformers.modeling_utils",),
+    "transformers-tied-head": ("transformers.quantizers.quantizer_bnb_4bit", "transformers.quantizers.quantizer_bnb_8bit"),
     "transformers-tied-split": ("transformers.modeling_utils", "transformers.integrations.accelerate"),
     "transformers-uncached-sharing": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-vision-dtype": ("transformers.models.gemma4.modeling_gemma4",),

@@ -74,6 +74,7 @@ PATCHES: tuple[str, ...] = (
     "placement.transformers_placement_names",
     "placement.transformers_auto_map",
     "quantization.transformers_quantized_router",
+    "quantization.transformers_tied_head",
     "quantization.transformers_quantized_experts",
     "quantization.transformers_quantize_offloaded",
     "placement.transformers_map_boundaries",
