@@ -8,8 +8,13 @@ from tools.pages.markers import ROOT
 
 
 def search_section() -> str:
-    """What the committed runs of the randomized search say."""
-    rows = ["| stack | main device | random placements | failing | command |", "|---|---|---|---|---|"]
+    """What the committed runs of the randomized searches say."""
+    rows = ["| stack | main device | tried | failing | command |", "|---|---|---|---|---|"]
+    tried = {
+        "placements": "placements",
+        "sequences": "sequences of operations",
+        "one device": "sequences of operations, nothing split, with the shim and without",
+    }
     for file in sorted((ROOT / "docs" / "search").glob("*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         stack = ", ".join(
@@ -17,7 +22,7 @@ def search_section() -> str:
         )
         rows.append(
             f"| {stack} ([raw](docs/search/{file.name}), {run['date']}) | {run['main device']} | {run['cases']} "
-            f"| {len(run['failing'])} | `{run['command']}` |"
+            f"{tried[run.get('search', 'placements')]} | {len(run['failing'])} | `{run['command']}` |"
         )
     return "\n".join(rows)
 
