@@ -44,9 +44,13 @@ def deepcopy(world: World, keep: str) -> None:
 
 
 def redispatch(world: World, placement: Map, offloaded_to: str) -> None:
-    """The model gets another map, as accelerate's documentation does it."""
+    """The model gets another map, as accelerate's documentation does it.
+
+    The user's own hooks go first: accelerate puts back the ``forward`` that it found, not the one that replaced it.
+    """
     from accelerate.hooks import remove_hook_from_module
 
+    remove_user_hooks(world)
     world.placement = placement
     if world.split:
         remove_hook_from_module(world.base, recurse=True)
@@ -58,6 +62,7 @@ def remove_hooks(world: World) -> None:
     """Everything is brought back to one device."""
     from accelerate.hooks import remove_hook_from_module
 
+    remove_user_hooks(world)
     world.placement = (("", MAIN),)
     if world.split:
         remove_hook_from_module(world.base, recurse=True)
