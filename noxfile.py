@@ -20,6 +20,9 @@ MATRIX = ("torch", "uv", "pytest>=8", "packaging>=22", "wrapt>=1.16", "typer>=0.
 #: What upstream's tests import beside the libraries (tests/upstream.toml), and what fetches them.
 UPSTREAM = ("attrs", "datasets", "diffusers", "parameterized", "scikit-learn", "scipy", "pip")
 
+#: Software on top of the libraries that tests/clients runs.
+CLIENTS = ("datasets", "lm-eval", "trl", "torchvision")
+
 
 @nox.session
 def lint(session: nox.Session) -> None:
@@ -89,6 +92,15 @@ def upstream(session: nox.Session, stack: str) -> None:
     """Accelerate's and PEFT's own tests, with the shim off and on; fails where an outcome differs."""
     session.install("-c", f"constraints/{stack}.txt", ".[test]", *UPSTREAM)
     session.run("python", "tools/upstream_suites.py", "--out", f"docs/upstream/{stack}.json", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("stack", ["newest", "thread"])
+def clients(session: nox.Session, stack: str) -> None:
+    """lm-evaluation-harness, TRL, the Trainer and pipelines on split models; results in docs/clients."""
+    session.install("-c", f"constraints/{stack}.txt", ".[test]", *CLIENTS)
+    results = {"GEMMA4_COMPAT_CLIENTS": f"docs/clients/{stack}.json"}
+    session.run("python", "-m", "pytest", "tests/clients", *session.posargs, env=results)
 
 
 @nox.session

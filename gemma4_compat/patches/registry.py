@@ -82,6 +82,7 @@ PATCHES: tuple[str, ...] = (
     "placement.transformers_tied_split",
     "offload.transformers_offloaded_embedding",
     "offload.transformers_model_device",
+    "offload.transformers_pipeline_device",
     "adapters.transformers_dequantized_adapter",
     "training.transformers_reentrant_checkpointing",
 )

@@ -82,7 +82,7 @@ def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if owner is None:
         return kwargs
     ignored = [name for name in ("device_map", "max_memory") if kwargs.get(name) is not None]
-    if ignored:
+    if ignored and kwargs.get("device_map") != owner.hf_device_map:  # PEFT's Auto classes give both the same map
         warnings.warn(
             f"{' and '.join(ignored)} given to PEFT is ignored: the base model is already dispatched and its "
             f"placement ({len(owner.hf_device_map)} entries in hf_device_map) wins. To place it differently, load the "

@@ -112,6 +112,29 @@ def test_placement_arguments_are_ignored_with_one_notice(workspace: Any, argumen
     assert placement(model) == before
 
 
+def test_the_auto_classes_which_give_the_base_and_the_adapter_one_map_are_not_warned(
+    workspace: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    from peft import AutoPeftModel, LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=r".*language_model.*\.q_proj", init_lora_weights=False)
+    base = workspace.load()
+    model = get_peft_model(base, config)
+    model.peft_config["default"].base_model_name_or_path = str(workspace.checkpoint)
+    model.peft_config["default"].auto_mapping = {
+        "base_model_class": type(base).__name__,
+        "parent_library": "transformers",
+    }
+    model.save_pretrained(tmp_path / "adapter")
+    asked = tiny.device_map(base, "both", main=workspace.main, offloaded="disk")
+    recwarn.clear()
+    model = AutoPeftModel.from_pretrained(
+        tmp_path / "adapter", device_map=asked, offload_folder=str(tmp_path / "offload")
+    )
+    assert model.hf_device_map == asked
+    assert not [item for item in recwarn if item.category is gemma4_compat.Gemma4CompatWarning]
+
+
 def test_either_name_of_the_offload_folder_or_both_is_fine(workspace: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 

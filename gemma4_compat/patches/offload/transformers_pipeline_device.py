@@ -1,0 +1,80 @@
+"""A pipeline takes a split model whose device map begins with an offloaded module.
+
+Symptom: ``RuntimeError: Expected one of cpu, cuda, ... device type at start of device string: disk`` from
+``pipeline(...)``. With the vision tower in host memory the pipeline works, but keeps its tensors on the CPU and
+samples there.
+
+Cause: ``Pipeline.__init__`` takes the first entry of ``hf_device_map`` for the device of its tensors. In the map of a
+multimodal model that is the vision tower's, and ``"disk"`` is no device.
+
+Fix: If that entry is ``"disk"``, or ``"cpu"`` for a Gemma 4 that computes elsewhere, the pipeline's tensors go to
+``model.device``, which is where the model takes its inputs. Any other pipeline is built as before.
+
+Remove when: ``Pipeline.__init__`` of transformers takes the execution device of an offloaded module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family, placement
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def init(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    owner = placement.map_owner(model)
+    if owner is None:
+        return original(self, model, *args, **kwargs)
+    asked = owner.hf_device_map
+    first = str(next(iter(asked.values())))
+    offloaded = first == "disk" or (first == "cpu" and family.is_gemma4(model))
+    if not offloaded or model.device.type in (first, "meta"):
+        return original(self, model, *args, **kwargs)
+    # It is read for its first entry alone; a `device` beside a map is refused.
+    owner.hf_device_map = {"": model.device}
+    try:
+        return original(self, model, *args, **kwargs)
+    finally:
+        owner.hf_device_map = asked
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from transformers import pipeline
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    reference, model = workspace.load(), workspace.load()
+    entries = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")
+    model = workspace.dispatch_map(model, dict(sorted(entries.items(), key=lambda entry: entry[1] != "disk")))
+    made = pipeline("text-generation", model=model, tokenizer=_tokenizer())
+    if made.device.type != torch.device(workspace.main).type:
+        return Outcome(True, f"the tensors go to {made.device}, the model computes on {workspace.main}")
+    return Outcome.of_parity(
+        difference(workspace.outputs(reference), workspace.outputs(made.model)), f"a pipeline on {made.device}"
+    )
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0})), pad_token="<pad>")
+
+
+PATCH = Patch(
+    id="transformers-pipeline-device",
+    severity=Severity.CRASH,
+    failure_points=("F37",),
+    distribution="transformers",
+    affected=">=5.5",
+    requires=("accelerate",),
+    needs=("transformers-model-device",),
+    targets=(Target(module="transformers.pipelines.base", name="Pipeline.__init__", replacement=init),),
+    reproduce=reproduce,
+)
