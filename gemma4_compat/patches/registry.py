@@ -24,6 +24,8 @@ PATCHES: tuple[str, ...] = (
     "offload.accelerate_offload_folder",
     "offload.accelerate_move_offloaded",
     "placement.accelerate_map_check",
+    "placement.accelerate_split_buffers",
+    "offload.accelerate_disk_buffers",
     "offload.accelerate_embedding_lookup",
     "offload.accelerate_paged_layers",
     "training.accelerate_train_offloaded",

@@ -92,6 +92,17 @@ def test_the_smallest_budget_fits_and_a_byte_less_is_refused() -> None:
         layout.layout(MODEL, {0: LEAST - 1}, LOAD)
 
 
+def test_weights_alone_take_what_is_stored_and_two_layers() -> None:
+    alone = replace(LOAD, weights_only=True)
+    whole = sum(block.stored.allocated for block in MODEL.blocks)
+    assert layout.layout(MODEL, {0: whole + MIB}, alone).use[0].prefill == whole
+    least = layout.smallest_budget(MODEL, alone)
+    assert least < LEAST
+    use = layout.layout(MODEL, {0: least}, alone).use[0]
+    assert (use.kv, use.peak) == (0, least)
+    assert use.peak in (use.weights + use.pages, use.loading)
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_placement_stays_inside_its_budget_and_covers_every_block_once(budget: int) -> None:
     placed = layout.layout(MODEL, {0: budget}, LOAD)
