@@ -26,6 +26,7 @@ PATCHES: tuple[str, ...] = (
     "placement.accelerate_map_check",
     "placement.accelerate_split_buffers",
     "offload.accelerate_disk_buffers",
+    "offload.accelerate_load_tied",
     "offload.accelerate_embedding_lookup",
     "offload.accelerate_paged_layers",
     "training.accelerate_train_offloaded",

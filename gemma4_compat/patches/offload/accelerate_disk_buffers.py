@@ -2,15 +2,18 @@
 
 Symptom: silent: a model loaded by ``load_checkpoint_and_dispatch`` or ``load_checkpoint_in_model`` with modules on
 disk computes with the values that their buffers had before the load. In Gemma 4 these are the ``layer_scalar`` of
-each decoder layer and the clipping bounds of the towers' linear layers. A map with everything on disk ends in an
-error about the device ``disk``.
+each decoder layer and the clipping bounds of the towers' linear layers. Without ``dtype``, modules on disk also have
+the dtype of the checkpoint, the others that of the model. A map with everything on disk ends in an error about the
+device ``disk``.
 
 Cause: ``load_checkpoint_in_model`` offloads buffers only with ``offload_buffers=True``. Without it, buffers stay in
-memory when their module is on disk, but the loop over the checkpoint skips them: no branch assigns their values.
+memory when their module is on disk, but the loop over the checkpoint skips them: no branch assigns their values. Where
+no ``dtype`` is given, a weight that stays in memory is cast to the parameter's dtype, and one on disk is not.
 
 Fix: Without ``offload_buffers``, the load sees a map in which the buffers of modules on disk are on the CPU, so their
 values are read. ``dispatch_model`` moves them to the device that computes the module. This holds for models of every
-family: a buffer from the checkpoint replaces a value that the checkpoint does not have.
+family: a buffer from the checkpoint replaces a value that the checkpoint does not have. Parameters on disk keep their
+dtype unless ``dtype`` says another.
 
 Remove when: ``load_checkpoint_in_model`` loads the buffers that it does not offload.
 """
@@ -38,10 +41,23 @@ def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs:
         on_disk = [
             name
             for name, _ in given["model"].named_buffers()
-            if placement.get(device_maps.entry_for(name, placement)) == "disk"
+            if placement.get(device_maps.entry_for(name, placement) or "") == "disk"
         ]
         given["device_map"] = {**placement, **dict.fromkeys(on_disk, "cpu")}
-    return original(*call.args, **call.kwargs)
+    dtypes = {name: parameter.dtype for name, parameter in given["model"].named_parameters(remove_duplicate=False)}
+    result = original(*call.args, **call.kwargs)
+    if isinstance(placement, Mapping) and given.get("dtype") is None:
+        _keep_dtypes(given["model"], dtypes)
+    return result
+
+
+def _keep_dtypes(model: Any, dtypes: Mapping[str, Any]) -> None:
+    """What a weight is read to, forward by forward, is the dtype of its parameter on meta."""
+    from accelerate.utils import set_module_tensor_to_device
+
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.device.type == "meta" and parameter.dtype != dtypes[name]:
+            set_module_tensor_to_device(model, name, "meta", dtype=dtypes[name])
 
 
 def scaled_checkpoint(workspace: Workspace) -> Path:

@@ -125,3 +125,19 @@ def test_a_model_of_another_family_gets_its_buffers_too(tmp_path: Path) -> None:
     assert model[1].weight.device.type == "meta"
     assert torch.equal(model[1].running_mean, torch.full((2,), 3.0))
     assert model[1].num_batches_tracked.item() == 3
+
+
+def test_without_a_dtype_modules_on_disk_have_that_of_the_model(workspace: Any, tmp_path: Path) -> None:
+    import torch
+    from accelerate import load_checkpoint_and_dispatch
+
+    if workspace.main != "cpu":
+        pytest.skip("maps for a CPU and a disk")
+    found = []
+    for placement in ({"": "cpu"}, {"": "cpu", LAYER: "disk", "model.vision_tower": "disk"}, {"": "disk"}):
+        model = empty_model(workspace.checkpoint, torch.float32)
+        folder = str(tmp_path / str(len(found)))
+        load_checkpoint_and_dispatch(model, str(workspace.checkpoint), device_map=placement, offload_folder=folder)
+        assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+        found.append(workspace.outputs(model.eval()))
+    assert [difference(found[0], outputs) for outputs in found[1:]] == [0.0, 0.0]
