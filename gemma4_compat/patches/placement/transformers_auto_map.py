@@ -146,7 +146,10 @@ def _plan(
 ) -> tuple[dict[str, Any] | None, str]:
     """A map, and the line that says what it is; or None, and why there is none."""
     given = " and ".join(f"{_size(size)} on {device}" for device, size in budgets.items())
-    blueprint = describe(model)
+    try:
+        blueprint = describe(model)
+    except Gemma4CompatError as error:  # a class without a language model
+        return None, str(error)
     loads = list(_loads(model, blueprint))
     placed = None
     for load in loads if all(budgets.values()) else ():

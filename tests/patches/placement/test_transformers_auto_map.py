@@ -122,16 +122,15 @@ def test_a_budget_for_weights_alone_is_filled_and_the_line_says_so(
 
 
 def test_a_budget_below_every_plan_gets_upstreams_map_and_one_line(
-    workspace: Any, checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    on_meta: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reference = tiny.load(checkpoint, device=workspace.main)
-    least = layout.smallest_budget(describe(reference), Load(context=CONTEXT, weights_only=True))
-    budget = {workspace.main: least - 1}
+    least = layout.smallest_budget(describe(on_meta), Load(context=CONTEXT, weights_only=True))
+    budget = {0: least - 1, "cpu": "1GiB"}
     with caplog.at_level(logging.WARNING, logger="gemma4_compat"):
-        found = a_map(reference, "auto", budget)
+        found = a_map(on_meta, "auto", budget)
     gemma4_compat.revert(PATCH.id)
     try:
-        assert found == device_maps.with_buffers(reference, a_map(reference, "auto", budget))
+        assert found == device_maps.with_buffers(on_meta, a_map(on_meta, "auto", budget))
     finally:
         gemma4_compat.install()
     said = [record.getMessage() for record in caplog.records if "device_map=" in record.getMessage()]
