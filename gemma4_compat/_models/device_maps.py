@@ -47,6 +47,23 @@ def is_nested(placement: Mapping[str, Any]) -> bool:
     return any(around in placement for name in placement for around in ancestors(name))
 
 
+def with_buffers(model: Any, placement: Mapping[str, Any]) -> dict[str, Any]:
+    """A map with an entry for each buffer that it forgot.
+
+    ``infer_auto_device_map``, accelerate's and transformers', replaces a module that it splits by its submodules and
+    parameters, and not by its buffers. Such a buffer goes where the first part of its module computes: accelerate
+    offloads a buffer only with the module that has it.
+    """
+    completed = dict(placement)
+    main = next((device for device in placement.values() if device not in ("cpu", "disk")), "cpu")
+    for name, _ in model.named_buffers():
+        if entry_for(name, placement) is None:
+            prefix = f"{name.rpartition('.')[0]}."
+            beside = (device for part, device in placement.items() if part.startswith(prefix))
+            completed[name] = next((device for device in beside if device not in ("cpu", "disk")), main)
+    return completed
+
+
 def check(model: Any, placement: Mapping[str, Any]) -> None:
     """Refuse a map that cannot work, before anything is loaded or moved; warn of entries that match nothing.
 

@@ -54,6 +54,7 @@ class Load:
         vision: whether images are given (one a sequence).
         audio: whether audio is given (30 s a sequence).
         attention: "sdpa" or "eager".
+        weights_only: keep no room for the KV cache and the temporaries, as upstream's maps keep none.
     """
 
     context: int = 4096
@@ -62,6 +63,7 @@ class Load:
     vision: bool = False
     audio: bool = False
     attention: str = "sdpa"
+    weights_only: bool = False
 
     @property
     def prefill(self) -> int:
@@ -78,7 +80,7 @@ def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
     keys, still hold both.
     """
     attention = block.attention
-    if attention is None or attention.shared:
+    if attention is None or attention.shared or load.weights_only:
         return 0
     tokens = load.context
     if prefill:
@@ -111,6 +113,8 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
     Where transformers takes only the last position through the KV-shared layers of a prefill (5.23), they count as in
     decoding.
     """
+    if load.weights_only:
+        return 0
     tokens = load.batch * (load.prefill if prefill else 1)
     item = blueprint.item
     wide = blueprint.per_layer_width
@@ -186,6 +190,8 @@ def tower_activations(blueprint: Blueprint, load: Load) -> int:
     matrix of transformers < 5.10 (int64 and bf16), and scores with eager attention. Audio: three copies of the first
     convolution's output (a quarter of the mel frames x 128 bins x channels), which is larger than any layer.
     """
+    if load.weights_only:
+        return 0
     item = blueprint.item
     stages = [0]
     if load.vision and blueprint.vision is not None:

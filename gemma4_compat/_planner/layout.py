@@ -311,7 +311,7 @@ def use_of(
     if paged and not quantize_offloaded:  # computed as they are: no dequantized copy
         layers = [replace(block, workspace=0, experts=0) if block in paged else block for block in layers]
     kv = sum(cost.kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
-    held = weights + pages + adapter + COSTS.blas_workspace
+    held = weights + pages + adapter + (0 if load.weights_only else COSTS.blas_workspace)
     prefill = cost.activations(blueprint, layers, load, prefill=True, head=main)
     decode = cost.activations(blueprint, layers, load, prefill=False, head=main)
     if main:
@@ -324,14 +324,14 @@ def use_of(
         adapter=adapter,
         kv=kv,
         loading=weights + max((block.loading for block in resident), default=0),
-        prefill=_with_slack(held + prefill),
-        decode=_with_slack(held + decode),
+        prefill=_with_slack(held + prefill, load),
+        decode=_with_slack(held + decode, load),
         budget=budget,
     )
 
 
-def _with_slack(nbytes: int) -> int:
-    return nbytes + int(nbytes * COSTS.slack)
+def _with_slack(nbytes: int, load: Load) -> int:
+    return nbytes + (0 if load.weights_only else int(nbytes * COSTS.slack))
 
 
 def _first_that_fits(

@@ -92,6 +92,15 @@ def test_the_smallest_budget_fits_and_a_byte_less_is_refused() -> None:
         layout.layout(MODEL, {0: LEAST - 1}, LOAD)
 
 
+def test_weights_alone_take_what_is_stored_and_two_layers() -> None:
+    alone = replace(LOAD, weights_only=True)
+    least = layout.smallest_budget(MODEL, alone)
+    assert least < LEAST
+    use = layout.layout(MODEL, {0: least}, alone).use[0]
+    assert (use.kv, use.peak) == (0, least)
+    assert use.prefill == use.decode == use.weights + use.pages
+
+
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_a_placement_stays_inside_its_budget_and_covers_every_block_once(budget: int) -> None:
     placed = layout.layout(MODEL, {0: budget}, LOAD)

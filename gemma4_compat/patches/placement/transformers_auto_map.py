@@ -15,9 +15,11 @@ upstream's map when it offloads nothing. Otherwise the per-layer embeddings leav
 towers, then decoder layers, as few as needed. Offloaded layers are quantized like the others, as upstream does for
 these maps. A tower loaded alone and a model with a quantizer other than bitsandbytes always get upstream's map.
 
-``max_memory`` is then the peak while loading and running, for the context length that one warning line names. On the
-CPU, all free memory may be used unless ``max_memory`` limits it; what does not fit there is placed on disk. A budget
-that cannot work raises one error that names the smallest budget that does.
+``max_memory`` is then the peak while loading and running, for the context length that one warning line names. A
+budget too small for that is filled with weights alone, as upstream does, and the line says so. On the CPU, all free
+memory may be used unless ``max_memory`` limits it; what does not fit there is placed on disk. A budget that holds no
+plan gets upstream's map and one line with the smallest budget that does; where upstream refuses its map, too, that
+line is the error.
 
 Remove when: transformers plans for what a model needs to run, leaves room for it, and does not copy a whole
 embedding weight to the accelerator.
@@ -27,13 +29,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family
+from gemma4_compat._models import device_maps, family
 from gemma4_compat._planner import cost, layout
 from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._quantization import offloaded
@@ -47,6 +51,7 @@ _CONTEXTS = (4096, 2048, 1024, 512, 256)  # the longest that fits is planned for
 _MODALITIES = {"images": "vision", "sound": "audio"}
 #: Of free memory nobody has set a limit for. Upstream leaves as much, for the same reason: fragments.
 _SHARE = 0.9
+_MIB = 1 << 20
 #: For the reproduction: its model has per-layer embeddings of 48 MiB, and needs this much to run without them.
 _BUDGET = 44 << 20
 
@@ -60,16 +65,24 @@ def get_device_map(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if not isinstance(device_map, str) or not _is_planned_for(model, hf_quantizer):
+    if not isinstance(device_map, str) or not family.is_gemma4(model):
         return original(model, device_map, max_memory, hf_quantizer, *args, **kwargs)
+    if not _is_planned_for(model, hf_quantizer):
+        upstream = original(model, device_map, max_memory, hf_quantizer, *args, **kwargs)
+        return device_maps.with_buffers(model, upstream)
     with _maps_not_refused(hf_quantizer):
-        placement = original(model, device_map, max_memory, hf_quantizer, *args, **kwargs)
-    if not _offloaded(placement):
-        return placement
+        upstream = original(model, device_map, max_memory, hf_quantizer, *args, **kwargs)
+    upstream = device_maps.with_buffers(model, upstream)
     budgets, host, disk = _budgets(max_memory)
-    if not _offloaded(placement) - set(budgets):
-        return placement
-    return _plan(model, device_map, budgets, host, disk)
+    if not _offloaded(upstream) - set(budgets):
+        return upstream
+    placement, text = _plan(model, budgets, host, disk, balanced=device_map in ("auto", "balanced"))
+    if placement is None:
+        problem = f"device_map={device_map!r}: {text}"
+        _check_not_refused(hf_quantizer, upstream, problem)
+        text = f"{text}. Upstream's map is used instead; kept elsewhere: {', '.join(_left(upstream, budgets))}"
+    _LOGGER.warning("gemma4_compat: device_map=%r: %s", device_map, text)
+    return upstream if placement is None else placement
 
 
 def _offloaded(placement: dict[str, Any]) -> set[str]:
@@ -78,10 +91,8 @@ def _offloaded(placement: dict[str, Any]) -> set[str]:
 
 def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
     """Whether the layout knows the model and its quantization; a tower alone is not planned for."""
-    return (
-        family.is_gemma4(model)
-        and not str(model.config.model_type).endswith(("_vision", "_audio"))
-        and (hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer"))
+    return not str(model.config.model_type).endswith(("_vision", "_audio")) and (
+        hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
     )
 
 
@@ -101,6 +112,18 @@ def _maps_not_refused(hf_quantizer: Any) -> Iterator[None]:
         del vars(hf_quantizer)["validate_environment"]
 
 
+def _check_not_refused(hf_quantizer: Any, placement: dict[str, Any], problem: str) -> None:
+    """Raise ``problem`` where upstream refuses this map, or loads it and cannot run it."""
+    if set(placement.values()) == {"disk"} and versions.admits("<5.13", versions.current("transformers") or ""):
+        raise Gemma4CompatError(problem)
+    if hf_quantizer is None:
+        return
+    try:
+        hf_quantizer.validate_environment(device_map=placement)
+    except ValueError as error:  # "Some modules are dispatched on the CPU or the disk"
+        raise Gemma4CompatError(problem) from error
+
+
 def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
     """Bytes for each accelerator, for the CPU and for the disk (None: as much as it takes).
 
@@ -113,44 +136,59 @@ def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
     budgets = {device: int(size * share) for device, size in found.items() if device not in _OFFLOADED and size > 0}
     disk = found.get("disk")
     if not budgets:
-        return {"cpu": int(found["cpu"])}, 0, disk
+        return {"cpu": int(found.get("cpu", 0))}, 0, disk
     host = found["cpu"] if "cpu" in found else get_max_memory(None).get("cpu", 0)
     return budgets, int(host), disk
 
 
-def _plan(model: Any, strategy: str, budgets: dict[Any, int], host: int, disk: int | None) -> dict[str, Any]:
-    blueprint = describe(model)
-    for load in _loads(model, blueprint):
-        try:
-            placed = layout.layout(
-                blueprint, budgets, load, cpu=host, disk=disk, balanced=strategy in ("auto", "balanced")
-            )
+def _plan(
+    model: Any, budgets: dict[Any, int], host: int, disk: int | None, *, balanced: bool
+) -> tuple[dict[str, Any] | None, str]:
+    """A map, and the line that says what it is; or None, and why there is none."""
+    given = " and ".join(f"{_size(size)} on {device}" for device, size in budgets.items())
+    try:
+        blueprint = describe(model)
+    except Gemma4CompatError as error:  # a class without a language model
+        return None, str(error)
+    loads = list(_loads(model, blueprint))
+    placed = None
+    for load in loads if all(budgets.values()) else ():
+        with contextlib.suppress(Gemma4CompatError):  # does not fit; the next load needs less
+            placed = layout.layout(blueprint, budgets, load, cpu=host, balanced=balanced)
             break
-        except Gemma4CompatError as error:  # the last load needs the least, so its error is the one to raise
-            problem = error
-    else:
-        raise problem
-    given = " and ".join(f"{size_text(size)} on {device}" for device, size in budgets.items())
-    kinds = ["text", *(name for name, attribute in _MODALITIES.items() if getattr(load, attribute))]
-    _LOGGER.warning(
-        "gemma4_compat: device_map=%r: %s is less than the model needs; kept elsewhere: %s; room for %d tokens of "
-        "context (%s)",
-        strategy,
-        given,
-        ", ".join(_left(placed)),
-        load.context,
-        ", ".join(kinds),
+    if placed is None:
+        needed = layout.smallest_budget(blueprint, loads[-1])
+        working = next(load for load in reversed(loads) if not load.weights_only)
+        return None, (
+            f"{blueprint.model_class} does not fit into {given}, even with everything offloaded that can be: its "
+            f"weights alone need {_size(needed, up=True)} on one accelerator, and "
+            f"{_size(layout.smallest_budget(blueprint, working), up=True)} with room for {working.context} tokens of "
+            "context"
+        )
+    kinds = ", ".join(["text", *(name for name, attribute in _MODALITIES.items() if getattr(load, attribute))])
+    room = f"room for {load.context} tokens of context ({kinds})"
+    if load.weights_only:
+        least = layout.smallest_budget(blueprint, replace(load, weights_only=False))
+        room = f"room for the weights alone; {room} would need {_size(least, up=True)} on one accelerator"
+    left = ", ".join(_left(placed.device_map, placed.use))
+    over = (
+        "" if disk is None or placed.disk <= disk else f"; {_size(placed.disk)} are on disk, more than {_size(disk)}"
     )
-    return dict(placed.device_map)
+    return dict(placed.device_map), f"{given} is less than the model needs; kept elsewhere: {left}; {room}{over}"
 
 
-def _left(placed: Any) -> list[str]:
+def _size(nbytes: int, *, up: bool = False) -> str:
+    return size_text(nbytes, up=up) if nbytes >= _MIB else f"{-(-nbytes // 1024) if up else round(nbytes / 1024)} KiB"
+
+
+def _left(placement: Mapping[str, Any], accelerators: Collection[Any]) -> list[str]:
     """Modules that are not on an accelerator."""
-    return offloaded.compact(name for name, device in placed.device_map.items() if device not in placed.use)
+    names = offloaded.compact(name for name, device in placement.items() if device not in accelerators)
+    return [name or "the whole model" for name in names]
 
 
 def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
-    """What to plan for, the most first: the longest context, with every modality of the model."""
+    """What to plan for, the most first: the longest context, with every modality; the weights alone come last."""
     attention = "eager" if getattr(model.config, "_attn_implementation", None) == "eager" else "sdpa"
     modalities = {name: getattr(blueprint, name) is not None for name in _MODALITIES.values()}
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXTS[0]
@@ -160,6 +198,9 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
     if any(modalities.values()):
         for context in contexts:
             yield cost.Load(context=context, attention=attention)
+    shortest = min(contexts)
+    yield cost.Load(context=shortest, attention=attention, **modalities, weights_only=True)
+    yield cost.Load(context=shortest, attention=attention, weights_only=True)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -192,7 +233,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 PATCH = Patch(
     id="transformers-auto-map",
     severity=Severity.CRASH,
-    failure_points=("F17",),
+    failure_points=("F17", "F50"),
     distribution="transformers",
     affected=">=5.5",
     requires=("accelerate",),

@@ -1,0 +1,119 @@
+"""``load_checkpoint_and_dispatch`` also loads the buffers of modules that a device map puts on disk.
+
+Symptom: silent: a model loaded by ``load_checkpoint_and_dispatch`` or ``load_checkpoint_in_model`` with modules on
+disk computes with the values that their buffers had before the load. In Gemma 4 these are the ``layer_scalar`` of
+each decoder layer and the clipping bounds of the towers' linear layers. Without ``dtype``, modules on disk also have
+the dtype of the checkpoint, the others that of the model. A map with everything on disk ends in an error about the
+device ``disk``.
+
+Cause: ``load_checkpoint_in_model`` offloads buffers only with ``offload_buffers=True``. Without it, buffers stay in
+memory when their module is on disk, but the loop over the checkpoint skips them: no branch assigns their values. Where
+no ``dtype`` is given, a weight that stays in memory is cast to the parameter's dtype, and one on disk is not.
+
+Fix: Without ``offload_buffers``, the load sees a map in which the buffers of modules on disk are on the CPU, so their
+values are read. ``dispatch_model`` moves them to the device that computes the module. This holds for models of every
+family: a buffer from the checkpoint replaces a value that the checkpoint does not have. Parameters on disk keep their
+dtype unless ``dtype`` says another.
+
+Remove when: ``load_checkpoint_in_model`` loads the buffers that it does not offload.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = inspect.signature(original).bind(*args, **kwargs)
+    given = call.arguments
+    placement = given.get("device_map")
+    if isinstance(placement, Mapping) and not given.get("offload_buffers", False):
+        on_disk = [
+            name
+            for name, _ in given["model"].named_buffers()
+            if placement.get(device_maps.entry_for(name, placement) or "") == "disk"
+        ]
+        given["device_map"] = {**placement, **dict.fromkeys(on_disk, "cpu")}
+    dtypes = {name: parameter.dtype for name, parameter in given["model"].named_parameters(remove_duplicate=False)}
+    result = original(*call.args, **call.kwargs)
+    if isinstance(placement, Mapping) and given.get("dtype") is None:
+        _keep_dtypes(given["model"], dtypes)
+    return result
+
+
+def _keep_dtypes(model: Any, dtypes: Mapping[str, Any]) -> None:
+    """What a weight is read to, forward by forward, is the dtype of its parameter on meta."""
+    from accelerate.utils import set_module_tensor_to_device
+
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if parameter.device.type == "meta" and parameter.dtype != dtypes[name]:
+            set_module_tensor_to_device(model, name, "meta", dtype=dtypes[name])
+
+
+def scaled_checkpoint(workspace: Workspace) -> Path:
+    """The checkpoint of the workspace with a ``layer_scalar`` that is not 1: published ones have such layers."""
+
+    def scaled_layers(folder: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        shutil.copytree(workspace.checkpoint, folder, dirs_exist_ok=True)
+        weights = load_file(folder / "model.safetensors")
+        weights |= {name: value / 2 for name, value in weights.items() if name.endswith(".layer_scalar")}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return workspace.cached(scaled_layers)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    import torch
+    import transformers
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from transformers import AutoConfig
+
+    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._reproduction.workspace import difference
+
+    kind = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
+    checkpoint = scaled_checkpoint(workspace)
+    found = []
+    for offload in ("none", "both"):
+        with init_empty_weights():
+            model = kind._from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16)
+        model.tie_weights()
+        placement = tiny.device_map(model, offload, main=workspace.main, offloaded="disk")
+        folder = tempfile.mkdtemp(dir=workspace.folder)
+        keys = [*model._skip_keys_device_placement, "shared_kv_states"]
+        load_checkpoint_and_dispatch(
+            model, str(checkpoint), device_map=placement, offload_folder=folder, skip_keys=keys
+        )
+        found.append(workspace.outputs(model.eval()))
+    return Outcome.of_parity(difference(*found), "load_checkpoint_and_dispatch with layers on disk")
+
+
+PATCH = Patch(
+    id="accelerate-disk-buffers",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F65",),
+    distribution="accelerate",
+    affected=">=1.12",
+    targets=(
+        Target(
+            module="accelerate.utils.modeling",
+            name="load_checkpoint_in_model",
+            replacement=load_checkpoint_in_model,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,156 @@
+"""``load_checkpoint_and_dispatch`` loads a tied weight under each of its names.
+
+Symptom: ``KeyError: "'lm_head.weight'"`` in the first forward of a model that ``load_checkpoint_and_dispatch`` loaded
+with the embedding and its tied head on disk, or with everything there. With the embedding alone on disk, ``ValueError:
+weight is on the meta device``. With another ``dtype`` than the model was built with, ``RuntimeError: expected m1 and
+m2 to have the same dtype``. Nothing is raised where the model was built with weights: its embedding stays random.
+
+Cause: A checkpoint holds a tied weight once, under the name of the embedding. ``load_checkpoint_in_model`` writes it
+to the offload folder under that name alone. Otherwise it ties the weight again after the load, to the first of its
+names that is in memory: the head, which has what it had before the load.
+
+Fix: Before the load, tied weights are on meta, as ``init_empty_weights`` leaves them, so they are tied to what was
+loaded. After it, each name that is on disk has a file (a hard link where the file system allows one) and an entry in
+the folder's index. A name that is not on disk gets the value. All have the dtype that was asked for. A weight that the
+checkpoint lacks is as before.
+
+Remove when: ``load_checkpoint_in_model`` loads a tied weight under all its names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from accelerate.utils import find_tied_parameters
+
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    model, placement, folder = given["model"], given.get("device_map"), given.get("offload_folder")
+    if not isinstance(placement, Mapping):
+        return original(*args, **kwargs)
+    groups = find_tied_parameters(model)  # the load ends what ties them
+    before = [_empty(model, names) for names in groups]
+    try:
+        result = original(*args, **kwargs)
+        on_disk = [folder is not None and _complete(model, names, placement, Path(folder)) for names in groups]
+    except BaseException:
+        on_disk = [False] * len(groups)
+        raise
+    finally:
+        for names, weight, complete in zip(groups, before, on_disk):
+            if not complete:
+                _restore(model, names, weight)
+    return result
+
+
+def _empty(model: Any, names: list[str]) -> Any:
+    """Put a tied weight on meta; what it was."""
+    import torch
+
+    weight = model.get_parameter(names[0])
+    if type(weight) is torch.nn.Parameter and weight.device.type != "meta":
+        empty = torch.nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
+        _tie(model, names, empty)
+    return weight
+
+
+def _restore(model: Any, names: list[str], weight: Any) -> None:
+    if all(model.get_parameter(name).device.type == "meta" for name in names):
+        _tie(model, names, weight)
+
+
+def _tie(model: Any, names: list[str], weight: Any) -> None:
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._parameters[attribute] = weight
+
+
+def _complete(model: Any, names: list[str], placement: Mapping[str, Any], folder: Path) -> bool:
+    """Give every name of one tied weight a file if it is on disk, and else a value; False if none was put on disk."""
+    from accelerate.utils import load_offloaded_weight, set_module_tensor_to_device
+
+    file = folder / "index.json"
+    index = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    devices = {name: placement.get(device_maps.entry_for(name, placement) or "") for name in names}
+    loaded = next((name for name in names if devices[name] == "disk" and name in index), None)
+    if loaded is None:
+        return False
+    source, dtype = folder / f"{loaded}.dat", model.get_parameter(loaded).dtype
+    for name in names:
+        if name == loaded:
+            continue
+        if devices[name] == "disk":
+            _link(source, folder / f"{name}.dat")
+            index[name] = index[loaded]
+            set_module_tensor_to_device(model, name, "meta", dtype=dtype)
+        elif model.get_parameter(name).device.type == "meta":
+            value = load_offloaded_weight(str(source), index[loaded])
+            set_module_tensor_to_device(model, name, devices[name], value=value, dtype=dtype)
+    file.write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return True
+
+
+def _link(source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    import torch
+    import transformers
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from transformers import AutoConfig
+
+    from gemma4_compat._reproduction import tiny, tiny_models
+    from gemma4_compat._reproduction.workspace import difference
+
+    kind = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
+    embedding, head = "model.language_model.embed_tokens", "lm_head"
+    found = []
+    for offloaded in ((), (embedding, head), (embedding,)):
+        with init_empty_weights():
+            model = kind._from_config(AutoConfig.from_pretrained(workspace.checkpoint), dtype=torch.bfloat16)
+        model.tie_weights()
+        placement = tiny.device_map(model, "none", main=workspace.main, offloaded="disk")
+        placement |= dict.fromkeys(offloaded, "disk")
+        folder = tempfile.mkdtemp(dir=workspace.folder)
+        load_checkpoint_and_dispatch(model, str(workspace.checkpoint), device_map=placement, offload_folder=folder)
+        found.append(workspace.outputs(model.eval()))
+    worst = max(difference(found[0], outputs) for outputs in found[1:])
+    return Outcome.of_parity(worst, "load_checkpoint_and_dispatch with a tied embedding on disk")
+
+
+PATCH = Patch(
+    id="accelerate-load-tied",
+    severity=Severity.CRASH,
+    failure_points=("F65", "F15"),
+    distribution="accelerate",
+    affected=">=1.12",
+    needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
+    targets=(
+        Target(
+            module="accelerate.utils.modeling",
+            name="load_checkpoint_in_model",
+            replacement=load_checkpoint_in_model,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,64 @@
+"""``accelerate.infer_auto_device_map`` gives every buffer of a Gemma 4 model a device.
+
+Symptom: ``ValueError: model.audio_tower.layers.1.feed_forward1.ffw_layer_2.input_max doesn't have any device set``
+from ``load_checkpoint_and_dispatch``, or ``The device_map provided does not give any device for the following
+parameters: model.language_model.layers.3.layer_scalar`` from ``dispatch_model``, with a map that accelerate inferred.
+
+Cause: When a module does not fit on a device, ``infer_auto_device_map`` replaces it in its list by its submodules and
+its own parameters. Its own buffers are lost. Gemma 4's decoder layers, its towers' clipped linear layers and the
+vision tower have such buffers, and all of them are in the checkpoint.
+
+Fix: A buffer that the map forgot gets the device that computes the other parts of its module.
+
+Remove when: ``infer_auto_device_map`` in accelerate keeps the buffers of a module that it splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import device_maps, family
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def infer_auto_device_map(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    placement = original(model, *args, **kwargs)
+    return device_maps.with_buffers(model, placement) if family.is_gemma4(model) else placement
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    model = workspace.load()
+    reference = workspace.outputs(model)
+    layer = type(model.model.language_model.layers[0]).__name__
+    whole = [name for name in model._no_split_modules if name != layer]
+    room = sum(weight.numel() * weight.element_size() for weight in model.parameters()) // 2
+    placement = infer_auto_device_map(model, {workspace.main: room}, no_split_module_classes=whole)
+    keys = [*model._skip_keys_device_placement, "shared_kv_states"]
+    try:
+        dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder), skip_keys=keys)
+    except ValueError as error:
+        return Outcome(True, f"ValueError: {error}")
+    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "a decoder layer on two devices")
+
+
+PATCH = Patch(
+    id="accelerate-split-buffers",
+    severity=Severity.CRASH,
+    failure_points=("F65",),
+    distribution="accelerate",
+    affected=">=1.12",
+    targets=(
+        Target(module="accelerate.utils.modeling", name="infer_auto_device_map", replacement=infer_auto_device_map),
+    ),
+    reproduce=reproduce,
+)
