@@ -10,8 +10,8 @@ from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat.patches.generation.transformers_image_masks import PATCH
 from tests.patches.promise import Promise
 
-LENGTH = 32
-#: Where the images are; the sliding window is 8 tokens.
+LENGTH, WINDOW = 32, 8
+#: Where the images are.
 IMAGES = {
     "first": [(1, 7)],
     "later": [(16, 22)],
