@@ -1,7 +1,8 @@
-"""Masks for prompts with images, of a cache whose layers do not all hold the same tokens.
+"""Masks for prompts with images, in models whose image tokens attend to each other (26B-A4B, 31B).
 
-transformers 5.13.0 to 5.16.1 make the mask of the sliding layers in the shape of a layer of full attention. With
-:class:`OneKind`, all layers of the cache appear to be of one kind, and its mask gets the right shape.
+Before 5.13.0 transformers makes other ones than since: :func:`of_images`. 5.13.0 to 5.16.1 make the mask of the
+sliding layers in the shape of a layer of full attention, also where the layers of a cache do not all hold the same
+tokens. With :class:`OneKind`, all layers of the cache appear to be of one kind, and its mask gets the right shape.
 """
 
 from __future__ import annotations
@@ -40,4 +41,44 @@ def masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     kinds = {"full_attention": False, "sliding_attention": True}
     return {
         kind: original(*args, **{**kwargs, _CACHE: OneKind(cache, sliding)})[kind] for kind, sliding in kinds.items()
+    }
+
+
+def image_numbers(kinds: Any) -> Any:
+    """For each token the number of its image, or frame of a video; -1 for others. ``kinds``: ``mm_token_type_ids``."""
+    import torch
+
+    vision = (kinds == 1) | (kinds == 2)
+    before = torch.nn.functional.pad(vision[:, :-1], (1, 0))
+    return torch.where(vision, (vision & ~before).cumsum(dim=1) - 1, -1)
+
+
+def of_images(images: Any, *, config: Any, inputs_embeds: Any, **arguments: Any) -> dict[str, Any]:
+    """The masks of transformers 5.13 and newer: causal in full attention; in sliding layers the tokens of an image
+    attend to each other inside the window.
+
+    Args:
+        images: see :func:`image_numbers`, from the start of the text.
+        config: of the text model.
+        inputs_embeds: for its shape, dtype and device.
+        arguments: for transformers' functions that create masks.
+    """
+    import torch
+    from transformers import masking_utils
+
+    arguments |= {"config": config, "inputs_embeds": inputs_embeds}
+    full = masking_utils.create_causal_mask(**arguments)
+    if inputs_embeds.shape[1] > 1:  # a token by itself sees no later one
+        images, last = images.to(inputs_embeds.device), images.shape[1] - 1
+
+        def in_one_image(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            number = images[batch, query.clamp(max=last)]  # a static cache, and new tokens, reach beyond the prompt
+            same = number == images[batch, key.clamp(max=last)]
+            return same & (number >= 0) & torch.maximum(query, key).le(last)
+
+        window = masking_utils.sliding_window_overlay(config.sliding_window)
+        arguments["or_mask_function"] = masking_utils.and_masks(window, in_one_image)
+    return {
+        "full_attention": full,
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask(**arguments),
     }

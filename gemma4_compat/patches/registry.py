@@ -56,6 +56,7 @@ PATCHES: tuple[str, ...] = (
     "generation.transformers_assistant_arguments",
     "generation.transformers_offloaded_cache",
     "generation.transformers_static_cache",
+    "generation.transformers_image_masks",
     "generation.transformers_vision_masks",
     "generation.transformers_sliding_cache",
     "generation.transformers_assisted_cache",

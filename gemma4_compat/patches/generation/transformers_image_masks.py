@@ -1,0 +1,135 @@
+"""The tokens of an image attend to each other where the model was trained so: in sliding layers (26B-A4B, 31B).
+
+Symptom: silent: different outputs for images on the 26B-A4B and the 31B than on transformers 5.13 and newer. From
+5.9.0 on for every image, before for one with more tokens than the sliding window, and before 5.6.0 for one without
+``pixel_values`` in a later part of a text.
+
+Cause: From 5.9.0 to 5.12.1 the masks of all layers let an image's tokens attend to later ones of the same image.
+Layers of full attention were trained with a causal mask. Until 5.12.1 the mask of the sliding layers lets them attend
+to all of the image, also to tokens that are out of the window. Before 5.6.0 the model makes no mask for an image where
+its cache holds tokens already, unless it is given ``pixel_values``.
+
+Fix: The masks are those of 5.13 and newer: causal in full attention; in sliding layers an image's tokens attend to
+each other inside the window, wherever the image is. Prompts without an image keep upstream's masks, and so does the
+12B, which has the same ones in every release. Logits equal those of 5.23.0 up to rounding.
+
+Remove when: transformers before 5.13 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import masks
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def create_causal_mask_mapping(  # before 5.9.0
+    original: Callable[..., Any],
+    config: Any,
+    inputs_embeds: Any,
+    attention_mask: Any,
+    past_key_values: Any,
+    position_ids: Any,
+    mm_token_type_ids: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if mm_token_type_ids is None:
+        return original(
+            config, inputs_embeds, attention_mask, past_key_values, position_ids, mm_token_type_ids, *args, **kwargs
+        )
+    return masks.of_images(
+        masks.image_numbers(mm_token_type_ids),
+        config=config.get_text_config(),
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        past_key_values=past_key_values,
+        position_ids=position_ids,
+    )
+
+
+def get_block_sequence_ids_for_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # For a prompt without images the model makes its own, of int64. To look at their values would cost a sync.
+    import torch
+
+    return original(*args, **kwargs).to(torch.int32)
+
+
+def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    images = kwargs.get("block_sequence_ids")
+    if images is None or images.dtype != torch.int32 or kwargs["config"].model_type != "gemma4_text":
+        return original(*args, **kwargs)
+    names = ("config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids")
+    return masks.of_images(images, **{name: kwargs[name] for name in names})
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from transformers import DynamicCache
+
+    from gemma4_compat._reproduction import tiny, tiny_models
+
+    if workspace.variant is None:
+        large = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
+        model = tiny.load(large, device=workspace.main).float()
+    else:
+        model = workspace.load().float()
+    text = model.config.get_text_config()
+    if text.model_type != "gemma4_text" or text.use_bidirectional_attention != "vision":
+        return Outcome(False, "images have no mask of their own in this model", applicable=False)
+    ids = tiny.inputs(workspace.main, text_only=True)["input_ids"]
+    kinds, start, window = torch.zeros_like(ids), 6, text.sliding_window
+    kinds[:, 8 : 8 + window + 4] = 1
+    query, key = torch.meshgrid(*[torch.arange(ids.shape[1], device=ids.device)] * 2, indexing="ij")
+    causal, image = key <= query, kinds.bool()[0][query] & kinds.bool()[0][key]
+    seen = {"full_attention": causal, "sliding_attention": (causal | image) & (key > query - window)}
+    with torch.no_grad():
+        expected = model(ids, attention_mask={kind: mask[None, None] for kind, mask in seen.items()}).logits
+        whole = model(ids, mm_token_type_ids=kinds).logits
+        cache = DynamicCache()
+        model(ids[:, :start], past_key_values=cache)
+        later = model(ids[:, start:], mm_token_type_ids=kinds, past_key_values=cache).logits
+    off = (expected - whole).abs().max().item(), (expected[:, start:] - later).abs().max().item()
+    return Outcome(
+        max(off) > 1e-3,
+        f"the logits of a text with an image are off by {off[0]:.2g}, read in two parts by {off[1]:.2g}",
+    )
+
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+PATCH = Patch(
+    id="transformers-image-masks",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F68",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.13.0",
+    fixed="5.13.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.13.0",
+    targets=(
+        Target(
+            module=_GEMMA4,
+            name="create_causal_mask_mapping",
+            replacement=create_causal_mask_mapping,
+            optional=True,  # until 5.8.1
+        ),
+        Target(
+            module=_GEMMA4,
+            name="get_block_sequence_ids_for_mask",
+            replacement=get_block_sequence_ids_for_mask,
+            optional=True,  # from 5.9.0 on
+        ),
+        Target(
+            module="transformers.masking_utils",
+            name="create_masks_for_generate",
+            replacement=create_masks_for_generate,
+        ),
+    ),
+    reproduce=reproduce,
+)
