@@ -318,7 +318,7 @@ RULES: tuple[tuple[int, Any], ...] = (
     (6, _on_adapters("merge_adapter")),
     (3, _on_adapters("unmerge_adapter")),
     (3, _on_adapters("merge_and_unload")),
-    (2, _on_adapters("unload")),
+    (4, _on_adapters("unload")),
     (8, _weighted),
     (6, _hotswap),
     (4, _mixed),
