@@ -32,15 +32,16 @@ class _Switch:
     original: Any
     replacement: Callable[..., Any]
     changes: ChangeSet
+    function: Callable[[], FunctionType | None] = lambda: None
 
 
 _ABSENT = object()
 _OURS = "__gemma4_compat__"  # on every function we install: the patch's id
-_SWITCH = "__gemma4_compat_switch__"  # and its _Switch
 # What we installed. The mark alone does not tell: a foreign functools.wraps around ours copies it.
 _installed: weakref.WeakSet[FunctionType] = weakref.WeakSet()
-# By patch and label, what was installed last: objects that took it, bound, get the repair back with the next install.
-_latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
+# By patch and label, the switch of what was installed last: objects that kept that function, bound, get the repair
+# back with the next install. It is no attribute of the function: accelerate copies those, and models are deep-copied.
+_latest: weakref.WeakValueDictionary[tuple[str, str], _Switch] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ class ChangeSet:
         if not isinstance(original, FunctionType):
             raise TypeError(f"{label} is a {type(original).__name__}, not a function")
         known = _latest.get((self.patch_id, label))
-        if known is not None:
-            switch: _Switch = vars(known)[_SWITCH]
-            if switch.original is original and not switch.changes.active:
-                switch.replacement, switch.changes = replacement, self
-                return known
+        if known is not None and known.original is original and not known.changes.active:
+            kept = known.function()
+            if kept is not None:
+                known.replacement, known.changes = replacement, self
+                return kept
         switch = _Switch(original, replacement, self)
 
         @functools.wraps(original, updated=())
@@ -108,10 +109,11 @@ class ChangeSet:
                 return switch.replacement(original, *args, **kwargs)
             return original(*args, **kwargs)
 
-        vars(installed).update({_OURS: self.patch_id, _SWITCH: switch})
+        vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
         _installed.add(function)
-        _latest[self.patch_id, label] = function
+        switch.function = weakref.ref(function)
+        _latest[self.patch_id, label] = switch
         return function
 
     def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:

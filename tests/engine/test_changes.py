@@ -436,6 +436,15 @@ def test_a_bound_method_taken_while_applied_is_repaired_again_after_the_next_ins
     assert kept(1) == core.Layer().forward(1) != applied
 
 
+def test_attributes_copied_from_a_replacement_can_be_deep_copied(library: Library) -> None:
+    """Accelerate copies those of a module's forward onto its own, and models are deep-copied."""
+    core = library.load()
+    installed(library.patch())
+    taken = functools.update_wrapper(functools.partial(core.double), core.double)
+    attributes = {key: value for key, value in vars(taken).items() if key != "__wrapped__"}
+    assert copy.deepcopy(attributes) == attributes
+
+
 # --------------------------------------------------------------------------------------- what a replacement looks like
 
 

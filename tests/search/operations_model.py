@@ -51,11 +51,10 @@ def redispatch(world: World, placement: Map, offloaded_to: str) -> None:
     from accelerate.hooks import remove_hook_from_module
 
     remove_user_hooks(world)
-    world.placement = placement
+    base, world.placement = world.base, placement  # PEFT has none without an active adapter, on one device either
     if world.split:
-        remove_hook_from_module(world.base, recurse=True)
-        folder = world.new_folder("offload")
-        world.bench.dispatch(world.base, world.case, offloaded_to, placement, folder)
+        remove_hook_from_module(base, recurse=True)
+        world.bench.dispatch(base, world.case, offloaded_to, placement, world.new_folder("offload"))
 
 
 def remove_hooks(world: World) -> None:
@@ -63,12 +62,12 @@ def remove_hooks(world: World) -> None:
     from accelerate.hooks import remove_hook_from_module
 
     remove_user_hooks(world)
-    world.placement = (("", MAIN),)
+    base, world.placement = world.base, (("", MAIN),)
     if world.split:
-        remove_hook_from_module(world.base, recurse=True)
-        if hasattr(world.base, "hf_device_map"):
-            del world.base.hf_device_map
-        world.base.to(world.main)
+        remove_hook_from_module(base, recurse=True)
+        if hasattr(base, "hf_device_map"):
+            del base.hf_device_map
+        base.to(world.main)
 
 
 def user_hook(world: World, kind: str, layer: int) -> None:

@@ -19,8 +19,10 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("spawn")
 #: Batches after which a process makes room for a new one: what the libraries never free does not add up.
 BATCHES = 20
-#: Seconds that a process has to end by itself when its time is over.
-GRACE = 20.0
+#: Seconds that a process has to begin, however busy the machine is, and to end by itself when its time is over.
+BEGIN, GRACE = 600.0, 20.0
+#: What a process says when it begins a batch.
+_BEGUN = "begun"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class _Worker:
     process: Any = None
     pipe: Connection = field(init=False)
     log: Path = field(init=False)
-    since: float = 0.0
+    deadline: float = 0.0
     given: int = 0
 
     def give(self, batch: list[Any]) -> None:
@@ -90,20 +92,21 @@ class _Worker:
             self._start()
         self.batch = list(batch)
         self.given += 1
-        self.since = time.monotonic()
+        self.deadline = time.monotonic() + BEGIN
         self.pipe.send(self.batch)
 
     def results(self) -> Iterator[tuple[Any, Any]]:
         try:
             while self.batch and self.pipe.poll():
                 result = self.pipe.recv()
-                self.since = time.monotonic()
-                yield self.batch.pop(0), result
+                # The process watches its own time; this is for one that no longer can.
+                self.deadline = time.monotonic() + self.limit + self.start + GRACE
+                if result != _BEGUN:
+                    yield self.batch.pop(0), result
         except (EOFError, ConnectionResetError):
             yield self._died()
         else:
-            # The process watches its own time; this is for one that no longer can.
-            if self.batch and time.monotonic() - self.since > self.limit + self.start + GRACE:
+            if self.batch and time.monotonic() > self.deadline:
                 self.process.kill()
                 yield self._died("time limit")
 
@@ -148,6 +151,7 @@ def _work(
                 batch = pipe.recv()
             except EOFError:
                 return
+            pipe.send(_BEGUN)
             # The watchdog is a thread of C: it also ends a process that hangs inside a library.
             faulthandler.dump_traceback_later(
                 limit + 60.0, exit=True, file=log

@@ -234,7 +234,7 @@ def test_what_the_shim_changes_on_one_device_is_found(
     import gemma4_compat
 
     def own(world: Any) -> None:
-        if any(status.state == gemma4_compat.PatchState.APPLIED for status in gemma4_compat.status().values()):
+        if gemma4_compat.status()["accelerate-paged-layers"].state == gemma4_compat.PatchState.APPLIED:
             later_weights(world, operation("set_adapter"))
 
     sequence = with_operation(monkeypatch, own)
@@ -242,7 +242,14 @@ def test_what_the_shim_changes_on_one_device_is_found(
     failure = sequences_run.check_one_device(sequence, bench).failure
     assert failure is not None
     assert failure.signature == "forward: logits differs"
-    assert any(status.state == gemma4_compat.PatchState.APPLIED for status in gemma4_compat.status().values())
+    assert gemma4_compat.status()["accelerate-paged-layers"].state == gemma4_compat.PatchState.APPLIED
+
+
+def test_what_is_repaired_on_one_device_too_is_a_patch_with_a_reason() -> None:
+    import gemma4_compat
+
+    assert sequences_run.REPAIRED.keys() <= gemma4_compat.status().keys()
+    assert all(sequences_run.REPAIRED.values())
 
 
 # The pool.
