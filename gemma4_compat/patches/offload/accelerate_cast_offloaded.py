@@ -21,6 +21,7 @@ Remove when: accelerate casts the stored weights, or repeats the casts of the pl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -38,10 +39,16 @@ if TYPE_CHECKING:
 _ties: weakref.WeakKeyDictionary[Any, list[tuple[str, weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
 
 
-def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    model = original(*args, **kwargs)
-    offloaded = [module for module in model.modules() if placement.offload_hook(module) is not None]
-    for module in (*offloaded, *_remember_ties(model)):
+def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    ties = _find_ties(model)  # before they are two weights on meta
+    model = original(model, *args, **kwargs)
+    found = [module for module in model.modules() if placement.offload_hook(module) is not None]
+    offloaded = set(found)
+    for tied in ties if offloaded else ():
+        for module, name in tied.items():
+            _ties[module] = [(name, weakref.ref(other), its) for other, its in tied.items() if other is not module]
+            found.append(module)
+    for module in found:
         # Partials and not closures: a deep copy gets its own.
         vars(module).setdefault("_apply", functools.partial(_apply, module))
     if offloaded and "to" in vars(model):
@@ -50,21 +57,20 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return model
 
 
-def _remember_ties(model: Any) -> list[Any]:
-    """The modules of tied weights: one object until the first forward, and a cast of one casts the others."""
-    holders: dict[int, list[tuple[Any, str]]] = {}
+def _find_ties(model: Any) -> list[dict[Any, str]]:
+    """The modules of each tied weight, with its name there."""
+    holders: dict[int, dict[Any, str]] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None:
-                holders.setdefault(id(weight), []).append((module, name))
-    found = []
-    for tied in holders.values():
-        if len(tied) > 1 and any(placement.offload_hook(module) is not None for module, _ in tied):
-            for module, name in tied:
-                others = [(name, weakref.ref(other), its) for other, its in tied if other is not module]
-                found.append(module)
-                _ties[module] = others
-    return found
+                holders.setdefault(id(weight), {})[module] = name
+    ties = [tied for tied in holders.values() if len(tied) > 1]
+    # Where transformers has loaded a pair to different places it is two weights already.
+    for pair in getattr(model, "all_tied_weights_keys", {}).items():
+        paths = [name.rpartition(".") for name in pair]
+        with contextlib.suppress(AttributeError):  # a pattern, or a name of the whole model in a part of it
+            ties.append({model.get_submodule(path): name for path, _, name in paths})
+    return ties
 
 
 def _tied(module: Any) -> list[tuple[str, Any, str]]:
