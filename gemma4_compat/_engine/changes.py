@@ -10,6 +10,8 @@ Hazards this file exists for:
   replacement; the undo finds the replacement wherever it went since.
 * Objects keep our function: a bound method (accelerate's ``module._old_forward``) outlives the undo. It becomes a
   pass-through, and the next installation puts the same function back, so that it works again there, too.
+* A reload executes a module again, in the same namespace: its functions and classes are new. The old classes still
+  have instances, and other modules still hold the old functions; these keep what was installed in them.
 * Another library may wrap our replacement. Taking ours out from under it would drop its wrapper, so the slot is left
   and our function becomes a pass-through.
 """
@@ -61,6 +63,7 @@ class ChangeSet:
         self.active = True
         self._journal: list[_Edit] = []
         self._functions: list[tuple[FunctionType, Any]] = []  # module functions: (installed, original)
+        self._wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # what it installed
 
     def replace(self, module: str, name: str, replacement: Callable[..., Any]) -> None:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
@@ -92,6 +95,27 @@ class ChangeSet:
                 if vars(namespace).get(attribute) is raw:
                     self._set(namespace, attribute, raw, installed, f"{namespace.__name__}.{attribute}")
 
+    def is_lost(self, module: str, name: str) -> bool:
+        """Whether ``module.name`` is defined anew since: nothing of this patch is in or below what is there now."""
+        try:
+            current = _function(raw_slot(*resolve_owner(module, name)))
+        except (KeyError, AttributeError):
+            return False
+        while current not in self._wrappers:
+            current = getattr(current, "__wrapped__", None)
+            if current is None:
+                return True
+        return False
+
+    def forget(self, module: str) -> None:
+        """Forget edits of a module's namespace that are gone because it was reloaded: there is nothing to undo."""
+        namespace = sys.modules[module]
+        self._journal = [
+            edit
+            for edit in self._journal
+            if edit.owner is not namespace or vars(namespace).get(edit.name) is edit.after
+        ]
+
     def _wrap(self, original: Any, replacement: Callable[..., Any], label: str) -> FunctionType:
         if not isinstance(original, FunctionType):
             raise TypeError(f"{label} is a {type(original).__name__}, not a function")
@@ -100,6 +124,7 @@ class ChangeSet:
             kept = known.function()
             if kept is not None:
                 known.replacement, known.changes = replacement, self
+                self._wrappers.add(kept)
                 return kept
         switch = _Switch(original, replacement, self)
 
@@ -112,6 +137,7 @@ class ChangeSet:
         vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
         _installed.add(function)
+        self._wrappers.add(function)
         switch.function = weakref.ref(function)
         _latest[self.patch_id, label] = switch
         return function

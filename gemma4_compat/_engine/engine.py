@@ -72,6 +72,9 @@ class Engine:
         hooks.sweep()
         there = {name for name in modules if name in self._imported or hooks.is_imported(name)}
         self._load(record for record in self._records.values() if record.modules & there)
+        with self._locked():
+            for name in there:
+                self._apply_again(name, reloaded=False)
         self._apply_ready(late=True)
 
     def status(self) -> dict[str, PatchStatus]:
@@ -138,6 +141,7 @@ class Engine:
         self._imported.add(name)
         self._load(record for record in self._records.values() if name in record.modules)
         with self._locked():
+            self._apply_again(name, reloaded=True)
             for record in self._records.values():
                 if record.changes is None or name not in record.modules:
                     continue
@@ -148,6 +152,33 @@ class Engine:
                         record.changes = None
                     self._decide(record, self._ready(record.patch), late=record.status.late)
         self._apply_ready(late=False, trigger=name)
+
+    def _apply_again(self, name: str, *, reloaded: bool) -> None:
+        """Apply patches again whose functions in this module are defined anew: it was executed a second time.
+
+        What they installed elsewhere stays, in the classes that were there before (they have instances), too.
+        """
+        for record in self._records.values():
+            if record.changes is None or name not in record.modules:
+                continue
+            targets = [target for target in record.patch.targets if target.module == name]
+            lost = [
+                target
+                for target in targets
+                if target.group in record.groups and record.changes.is_lost(target.module, target.name)
+            ]
+            if not lost:
+                continue
+            found = detection.detect(record.patch, record.groups, record.status.versions)
+            if found.detection is Detection.AFFECTED and found.groups == record.groups:
+                record.changes.forget(name)
+                for target in lost:
+                    record.changes.replace(target.module, target.name, target.replacement)
+            elif reloaded:  # into other code; without a reload, another library has replaced it
+                with self._uncovered(record):
+                    record.changes.undo()
+                    record.changes = None
+                self._decide(record, self._ready(record.patch), late=record.status.late)
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
         """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""

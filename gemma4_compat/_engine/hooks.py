@@ -6,6 +6,7 @@ Hazards this file exists for:
   off: Python's import machinery is asked at every later import of anything whether it has finished.
 * An exception in a post-import hook makes the user's import fail, and the second import succeeds unpatched. Callbacks
   given to :func:`when_imported` must therefore not raise unless they mean that.
+* ``importlib.reload`` (and Jupyter's autoreload, which calls it) executes a module again; wrapt calls no hook then.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from importlib.machinery import PathFinder
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +25,10 @@ Callback = Callable[[str], None]
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call ``callback(name)`` when the module ``name`` has been imported. Not when it is already: the caller looks."""
+    """Call ``callback(name)`` when the module ``name`` has been imported, and whenever it is reloaded.
+
+    Not when it is imported already: the caller looks.
+    """
     registering = True
 
     def fire(_module: Any) -> None:
@@ -39,6 +44,7 @@ def when_imported(name: str, callback: Callback) -> None:
 
     wrapt.register_post_import_hook(fire, name)
     registering = False
+    _reloads.add(name, callback)  # after wrapt: its finder would answer for a module that is reloaded half imported
 
 
 def is_initializing(name: str) -> bool:
@@ -97,5 +103,58 @@ class _Unfinished:
                 when_imported(name, callback)
 
 
+class _Reloads:
+    """A meta path entry that notices reloads: ``importlib.reload`` alone searches for a module that is there."""
+
+    def __init__(self) -> None:
+        self._callbacks: dict[str, list[Callback]] = {}
+
+    def add(self, name: str, callback: Callback) -> None:
+        callbacks = self._callbacks.setdefault(name, [])
+        if callback not in callbacks:
+            callbacks.append(callback)
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if target is None or fullname not in self._callbacks:
+            return None
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
+            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    unfinished = target.__spec__ if is_initializing(fullname) else None
+                    spec.loader = _ReloadingLoader(spec.loader, self._callbacks[fullname], unfinished)
+                return spec
+        return None
+
+
+class _ReloadingLoader(Loader):
+    """A module's own loader for one reload, with callbacks after it.
+
+    Args:
+        loader: the module's.
+        callbacks: see :func:`when_imported`.
+        unfinished: the spec of the import that the module is still in; the callbacks wait for its end.
+    """
+
+    def __init__(self, loader: Any, callbacks: list[Callback], unfinished: ModuleSpec | None) -> None:
+        self._loader, self._callbacks, self._unfinished = loader, callbacks, unfinished
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        if self._unfinished is not None:
+            module.__spec__ = self._unfinished
+        for callback in list(self._callbacks):
+            if self._unfinished is None:
+                callback(module.__name__)
+            else:
+                _unfinished.add(module.__name__, callback)
+
+
+_reloads = _Reloads()
 _unfinished = _Unfinished()
 sweep = _unfinished.sweep

@@ -13,19 +13,24 @@ import functools
 import math
 import warnings
 import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._models import placement
 
 
 class Stored:
     """An offloaded weight where it is stored, nothing copied.
 
+    The parameter on meta may have yet another dtype, after ``model.float()`` for example: accelerate converts a weight
+    for every forward.
+
     Attributes:
         raw: as it is stored; backed by the file, memory-mapped, when ``on_disk``.
-        dtype: that of the model's parameter. It differs from that of ``raw`` where a checkpoint is loaded in another
-            dtype and stays on disk.
+        casts: the dtypes through which reading it goes: that of the model where a checkpoint is loaded in another one
+            and stays on disk, then those of :class:`CastWeights`.
         on_disk: whether reading it reads a file.
         holder: the dict that holds it under ``key``, where host memory does; else None.
         key: its name there.
@@ -35,12 +40,111 @@ class Stored:
         self, raw: Any, *, on_disk: bool, dtype: Any = None, holder: dict[str, Any] | None = None, key: str = ""
     ) -> None:
         self.raw, self.on_disk, self.holder, self.key = raw, on_disk, holder, key
-        self.dtype = raw.dtype if dtype is None else dtype
+        self.casts: tuple[Any, ...] = () if dtype in (None, raw.dtype) else (dtype,)
+        self._cast_by: list[tuple[CastWeights, str]] = []
+
+    @property
+    def dtype(self) -> Any:
+        """That of the weight as it is read."""
+        return self.casts[-1] if self.casts else self.raw.dtype
 
     @property
     def tensor(self) -> Any:
-        """The whole weight in its dtype: a copy in memory where that is not the stored one."""
-        return self.raw.to(self.dtype)
+        """The whole weight as it is read: a copy in memory where it is stored in another dtype."""
+        return cast(self.raw, self.casts)
+
+    def cast_by(self, weights: CastWeights, name: str) -> Stored:
+        """The same, read through ``weights``."""
+        self.casts += weights.casts.get(name, ())
+        self._cast_by.append((weights, name))
+        return self
+
+    def replace(self, tensor: Any) -> None:
+        """From now on host memory keeps ``tensor``, which is what was read."""
+        if self.holder is not None:
+            self.holder[self.key] = tensor
+            for weights, name in self._cast_by:
+                weights.casts.pop(name, None)
+        self.raw, self.casts = tensor, ()
+
+
+class CastWeights(Mapping[str, Any]):
+    """What an accelerate hook onloads, some of it cast to a dtype that could not hold its values.
+
+    ``model.half()`` changes the dtype of a parameter on meta; what is stored stays as it is. On one device bits are
+    lost then, and no later ``float()`` brings them back. So whatever reads such a weight casts it again.
+
+    Args:
+        dataset: the hook's ``weights_map`` before.
+        casts: by name, the dtypes that a weight was cast to since.
+    """
+
+    prefix = ""  # like accelerate's PrefixedDataset, for code that looks through one
+
+    def __init__(self, dataset: Any, casts: dict[str, tuple[Any, ...]]) -> None:
+        self.dataset, self.casts = dataset, casts
+
+    def __getitem__(self, name: str) -> Any:
+        return cast(self.dataset[name], self.casts.get(name, ()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def cast(tensor: Any, dtypes: tuple[Any, ...]) -> Any:
+    """The tensor, cast to one dtype after the other."""
+    for dtype in dtypes:
+        tensor = tensor.to(dtype)
+    return tensor
+
+
+def note_casts(module: Any) -> None:
+    """Have the casts that took bits from the module's offloaded tensors repeated when these are read."""
+    hook = placement.offload_hook(module)
+    if hook is None or hook.weights_map is None:
+        return
+    noted: dict[str, tuple[Any, ...]] = {}
+    for name, tensor in _named_tensors(module, hook.place_submodules):
+        # Of a subclass, a quantized weight, the dtype says nothing about its values. A plain one need not be on meta:
+        # accelerate ties an offloaded head to an embedding on the device until its first forward.
+        if tensor.dtype.is_floating_point and _is_plain(tensor):
+            with contextlib.suppress(KeyError):
+                if not _holds(tensor.dtype, stored(hook.weights_map, name).dtype):
+                    noted[name] = (tensor.dtype,)
+    if noted:
+        before = hook.weights_map
+        if isinstance(before, CastWeights):
+            noted = {**before.casts, **{name: before.casts.get(name, ()) + casts for name, casts in noted.items()}}
+            before = before.dataset
+        hook.weights_map = CastWeights(before, noted)  # another object: what was derived from the old one is stale
+
+
+def _named_tensors(module: Any, recurse: bool) -> Iterator[tuple[str, Any]]:
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
+    yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
+
+
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _holds(dtype: Any, other: Any) -> bool:
+    """Whether a floating-point dtype has all values of another one."""
+    import torch
+
+    if not other.is_floating_point:
+        return True
+    wide, narrow = torch.finfo(dtype), torch.finfo(other)
+    return bool(
+        wide.eps <= narrow.eps
+        and wide.max >= narrow.max
+        and wide.smallest_normal * wide.eps <= narrow.smallest_normal * narrow.eps
+    )
 
 
 def stored(weights_map: Any, name: str) -> Stored:
@@ -57,6 +161,8 @@ def stored(weights_map: Any, name: str) -> Stored:
             with contextlib.suppress(KeyError):
                 return stored(part, name)
         raise KeyError(name)
+    if isinstance(weights_map, CastWeights):
+        return stored(weights_map.dataset, name).cast_by(weights_map, name)
     prefix = getattr(weights_map, "prefix", None)
     if prefix is not None and hasattr(weights_map, "dataset"):
         return stored(weights_map.dataset, f"{prefix}{name}")

@@ -42,14 +42,14 @@ class ModuleGroup:
         self.on_device = self.onloaded = False
         self.copied: Any = None
         self._weights, self._forwards = weights, forwards
-        self._sources: list[Any] = []  # host tensors
+        self._sources: list[HostTensor] = []
         self._offsets: list[int] = []  # of each in the buffers
         offset = 0
         for weight in weights:
-            for tensor in weight.tensors():
-                self._sources.append(tensor)
+            for source in weight.sources():
+                self._sources.append(source)
                 self._offsets.append(offset)
-                offset += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+                offset += -(-source.size // ALIGNMENT) * ALIGNMENT
         self.size = offset
         self._on_disk = any(weight.stored.on_disk for weight in weights)
         self._host_buffer: Any = None
@@ -92,9 +92,24 @@ class ModuleGroup:
 
     def is_stale(self) -> bool:
         """Whether a weight, a hook or the place of a weight on the host has changed since this group was created."""
-        for parameters, name, meta, state, attributes, forward, hooks, hook, place, held, key, value in self._snapshot:
+        for (
+            parameters,
+            name,
+            meta,
+            dtype,
+            state,
+            attributes,
+            forward,
+            hooks,
+            hook,
+            place,
+            held,
+            key,
+            value,
+        ) in self._snapshot:
             if (
                 parameters.get(name) is not meta
+                or meta.dtype is not dtype
                 or attributes.get("_hf_hook") is not hooks
                 or attributes.get("forward") is not forward
                 or hook.weights_map is not place
@@ -145,7 +160,8 @@ class ModuleGroup:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
             self._filled = self._buffer.data[: self.size]
             self._views = [
-                _view(self._buffer, offset, like) for offset, like in zip(self._offsets, self._sources, strict=True)
+                _view(self._buffer, offset, source)
+                for offset, source in zip(self._offsets, self._sources, strict=True)
             ]
             first = 0
             for weight in self._weights:
@@ -175,13 +191,13 @@ class ModuleGroup:
 
         with torch.inference_mode(False):
             host = torch.empty(self.size, dtype=torch.uint8)
-            views = [_view(host, offset, like) for offset, like in zip(self._offsets, self._sources, strict=True)]
-        for view, tensor in zip(views, self._sources, strict=True):
-            view.copy_(tensor)
+            views = [_view(host, offset, source) for offset, source in zip(self._offsets, self._sources, strict=True)]
+        for view, source in zip(views, self._sources, strict=True):
+            source.copy_to(view)
         self._pinned = host_memory.pin(host, self.device)
         for weight in self._weights:
             weight.move_host_copy(views)  # which frees the memory it had
-        self._sources, self._host_buffer = views, host
+        self._sources, self._host_buffer = [HostTensor(view) for view in views], host
         self._snapshot = [weight.snapshot() for weight in self._weights]
 
     def _copy_from_disk(self, buffer: Any) -> None:
@@ -191,10 +207,28 @@ class ModuleGroup:
         target = buffer
         if self.device.type == "cuda":
             target = host_memory.staging((self.size,), torch.uint8)
-        for offset, tensor in zip(self._offsets, self._sources, strict=True):
-            _view(target, offset, tensor).copy_(tensor)
+        for offset, source in zip(self._offsets, self._sources, strict=True):
+            source.copy_to(_view(target, offset, source))
         if target is not buffer:
             buffer.copy_(target, non_blocking=True)
+
+
+class HostTensor:
+    """A tensor on the host, and the dtype that it has on the device.
+
+    Args:
+        tensor: as it is stored.
+        casts: the dtypes through which it goes to the device.
+    """
+
+    def __init__(self, tensor: Any, casts: tuple[Any, ...] = ()) -> None:
+        self.shape, self.dtype = tensor.shape, casts[-1] if casts else tensor.dtype
+        self.size: int = tensor.numel() * self.dtype.itemsize  # bytes, on the device
+        self._tensor, self._casts = tensor, casts
+
+    def copy_to(self, view: Any) -> None:
+        """Copy it to a tensor of its dtype on the device."""
+        view.copy_(host_memory.cast(self._tensor, self._casts[:-1]))
 
 
 class OffloadedWeight:
@@ -211,6 +245,7 @@ class OffloadedWeight:
         self._hooks, self._map = vars(module)["_hf_hook"], hook.weights_map
         self._forward = vars(module)["forward"]
         self._value, self._state = stored.raw, vars(meta).get("quant_state")
+        self._dtype = meta.dtype
         self._quantization = quantization  # scales and code books
         self._first = 0  # position of its tensors in the group
         self._parameter: Any = None  # on the device
@@ -244,14 +279,17 @@ class OffloadedWeight:
             quantization = [scales]
         elif type(parameter) is not torch.nn.Parameter:
             return None
-        if stored.raw.dtype != parameter.dtype:  # on disk in another one: would be converted for every forward
+        if quantization and stored.dtype != parameter.dtype:
             return None
         return cls(module, name, parameter, hook, stored, quantization)
 
-    def tensors(self) -> Iterator[Any]:
+    def sources(self) -> Iterator[HostTensor]:
         """Its host tensors, the data first."""
-        yield self._value
-        yield from self._quantization
+        # The parameter's dtype is not the stored one where the model was cast since (model.float()).
+        same = self._value.dtype == self._dtype and not self.stored.casts
+        yield HostTensor(self._value, () if same else (*self.stored.casts, self._dtype))
+        for tensor in self._quantization:
+            yield HostTensor(tensor)
 
     def assign(self, first: int) -> int:
         """Its tensors are those of the group from position ``first`` on; returns the position after them."""
@@ -261,9 +299,8 @@ class OffloadedWeight:
     def move_host_copy(self, views: list[Any]) -> None:
         """From now on the host keeps its tensors in the group's buffer."""
         data, *quantization = self._own(views)
-        if self.stored.holder is not None:
-            self.stored.holder[self.stored.key] = data
-        self._value = self.stored.raw = data
+        self.stored.replace(data)
+        self._value = data
         if type(self._meta).__name__ == "Params4bit":
             known = {id(old): new for old, new in zip(self._quantization, quantization, strict=True)}
             quant_states.replace_tensors(self._meta.quant_state, known)
@@ -273,7 +310,7 @@ class OffloadedWeight:
         """What :meth:`ModuleGroup.is_stale` compares."""
         attributes, stored = vars(self.module), self.stored
         return (
-            *(attributes["_parameters"], self._name, self._meta, self._state),
+            *(attributes["_parameters"], self._name, self._meta, self._dtype, self._state),
             *(attributes, self._forward, self._hooks, self._hook, self._map),
             *(stored.holder, stored.key, self._value),
         )
@@ -324,10 +361,9 @@ class OffloadedWeight:
         return parameter
 
 
-def _view(buffer: Any, offset: int, like: Any) -> Any:
-    """The bytes of ``buffer`` from ``offset`` on, as a contiguous tensor of the dtype and shape of ``like``."""
-    size = like.numel() * like.element_size()
-    return buffer[offset : offset + size].view(like.dtype).view(like.shape)
+def _view(buffer: Any, offset: int, source: HostTensor) -> Any:
+    """The bytes of ``buffer`` from ``offset`` on, as a contiguous tensor of the dtype and shape of ``source``."""
+    return buffer[offset : offset + source.size].view(source.dtype).view(source.shape)
 
 
 def _only_places(hook: Any) -> bool:

@@ -5,7 +5,7 @@ Two ways, both bit-exact, because the embedding's own forward computes on its de
 * *in place*: for the forward the module's weight is the stored one, addressed from the module's device. On a GPU that
   is the pinned host memory under its device address, and the lookup's kernel reads the rows over PCIe: no copy, no
   synchronization. On the CPU it is the memory-mapped file.
-* *rows*: where the memory cannot be pinned, a weight on disk serves a GPU, or a file holds it in another dtype, the
+* *rows*: where the memory cannot be pinned, a weight on disk serves a GPU, or it is stored in another dtype, the
   tokens come to the host, their distinct rows are gathered into a small weight that goes to the device, and the tokens
   are renumbered to match. Only where the embedding is known to use its weight for nothing else.
 """
@@ -36,6 +36,7 @@ class Lookup:
 
         self.weights_map = hook.weights_map
         self.device = placement.execution_device(module)
+        self.dtype = module._parameters["weight"].dtype  # the parameter's: the model may have been cast
         self.meta: Any = None  # the parameter between forwards, while a forward runs
         self._padding: Any = None
         self._in_place: Any = None
@@ -47,7 +48,7 @@ class Lookup:
                 stored.raw = stored.raw.cpu()
                 if stored.holder is not None:
                     stored.holder[stored.key] = stored.raw
-            if stored.dtype != stored.raw.dtype:
+            if stored.casts or stored.raw.dtype != self.dtype:
                 return
             if self.device.type == "cpu":
                 self._in_place = _parameter(stored.raw)
@@ -61,8 +62,12 @@ class Lookup:
         return self._in_place is not None
 
     def is_current(self, hook: Any, module: Any) -> bool:
-        """Whether the stored weight and the execution device are still the same."""
-        return self.weights_map is hook.weights_map and self.device == placement.execution_device(module)
+        """Whether the stored weight, its dtype and the execution device are still the same."""
+        return (
+            self.weights_map is hook.weights_map
+            and self.dtype is module._parameters["weight"].dtype
+            and self.device == placement.execution_device(module)
+        )
 
     def enter(self, module: Any, tokens: Any) -> Any:
         """Give the module a weight for its forward; returns the tokens that belong to it.
@@ -81,7 +86,7 @@ class Lookup:
             weight = _parameter(self._in_place, learns=True) if learns else self._in_place
         else:
             rows, tokens = gather(self._stored.raw, tokens, self.device)
-            weight = _parameter(rows.to(self._stored.dtype), learns=learns)
+            weight = _parameter(host_memory.cast(rows, (*self._stored.casts, self.dtype)), learns=learns)
             # The small weight has no row of that number, which only matters to gradients of the weight.
             self._padding, module.padding_idx = module.padding_idx, None
         self.meta, module._parameters["weight"] = meta, weight

@@ -23,6 +23,7 @@ PATCHES: tuple[str, ...] = (
     "offload.accelerate_remove_hooks",
     "offload.accelerate_offload_folder",
     "offload.accelerate_move_offloaded",
+    "offload.accelerate_cast_offloaded",
     "placement.accelerate_map_check",
     "placement.accelerate_split_buffers",
     "offload.accelerate_disk_buffers",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
-    if any(placement.is_offloaded(module) for module in model.modules()):
+    if _has_offload_hooks(model):
         # A partial and not a closure: a deep copy of the model gets a guard of its own.
         vars(model)["_apply"] = functools.partial(_guarded_apply, model)
     return model
@@ -46,9 +46,14 @@ def _guarded_apply(model: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: A
             "the first). Nothing was moved. accelerate.hooks.remove_hook_from_submodules(model) brings them back "
             "first; or load the model with another device_map."
         )
-    if not names:
+    if not names and not _has_offload_hooks(model):
         vars(model).pop("_apply", None)
     return type(model)._apply(model, fn, *args, **kwargs)
+
+
+def _has_offload_hooks(model: Any) -> bool:
+    """Also where nothing is on meta: accelerate ties an offloaded head to its embedding until its first forward."""
+    return any(placement.offload_hook(module) is not None for module in model.modules())
 
 
 def _moves(fn: Callable[[Any], Any]) -> bool:

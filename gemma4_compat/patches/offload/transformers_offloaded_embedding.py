@@ -65,8 +65,8 @@ def _padding_row_between_forwards(outermost: Any, embedding: Any, token: int) ->
 
     hook = offload_hook(embedding)
     stored = host_memory.stored(hook.weights_map, "weight")  # the map itself would read the whole weight
-    row = stored.raw[token].to(execution_device(embedding), stored.dtype)
     between_forwards = embedding.weight
+    row = host_memory.cast(stored.raw[token], (*stored.casts, between_forwards.dtype)).to(execution_device(embedding))
     stand_in = torch.nn.Parameter(row.expand(between_forwards.shape), requires_grad=False)
 
     def put_stand_in(*_: Any) -> None:

@@ -1,0 +1,136 @@
+"""A model with offloaded modules changes its dtype as one without does, step by step.
+
+Symptom: silent: after ``.half()`` and then ``.float()``, a bfloat16 model with offloaded modules gives other outputs
+than on one device. ``.to(torch.float32)``, which moves nothing, raises ``RuntimeError: You can't move a model that
+has some modules offloaded to cpu or disk.``
+
+Cause: A cast changes the dtype of an offloaded weight's placeholder on meta. The stored weight is not touched;
+``AlignDevicesHook.pre_forward`` converts it directly to the dtype that the placeholder has by then. So what a cast
+in between takes away on one device (float16 has no values as small as bfloat16 has) is still there. And the guard of
+``dispatch_model`` refuses every ``to``, whatever its arguments.
+
+Fix: A cast to a dtype that cannot hold a stored weight's values is noted at its hook, and repeated whenever the
+weight is read. Nothing is written and no memory is taken. A cast of one of two tied weights casts the other, too:
+the halves are one parameter until one of them is onloaded. ``to`` with nothing but a dtype is let through. Of two
+assignments to ``parameter.data`` without another cast between them, only the second is noted.
+
+The defect and the fix are the same for every model, so this patch is not restricted to Gemma 4.
+
+Remove when: accelerate casts the stored weights, or repeats the casts of the placeholders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement
+from gemma4_compat._offload import host_memory
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+# By module of a tied pair with an offloaded half: its weight's name, and the other module with its name there.
+_ties: weakref.WeakKeyDictionary[Any, list[tuple[str, weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
+
+
+def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    ties = _find_ties(model)  # before they are two weights on meta
+    model = original(model, *args, **kwargs)
+    found = [module for module in model.modules() if placement.offload_hook(module) is not None]
+    offloaded = set(found)
+    for tied in ties if offloaded else ():
+        for module, name in tied.items():
+            _ties[module] = [(name, weakref.ref(other), its) for other, its in tied.items() if other is not module]
+            found.append(module)
+    for module in found:
+        # Partials and not closures: a deep copy gets its own.
+        vars(module).setdefault("_apply", functools.partial(_apply, module))
+    if offloaded and "to" in vars(model):
+        guarded = functools.partial(_to, model, vars(model)["to"])
+        vars(model)["to"] = functools.update_wrapper(guarded, type(model).to)  # accelerate reads its __name__
+    return model
+
+
+def _find_ties(model: Any) -> list[dict[Any, str]]:
+    """The modules of each tied weight, with its name there."""
+    holders: dict[int, dict[Any, str]] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                holders.setdefault(id(weight), {})[module] = name
+    ties = [tied for tied in holders.values() if len(tied) > 1]
+    # Where transformers has loaded a pair to different places it is two weights already.
+    for pair in getattr(model, "all_tied_weights_keys", {}).items():
+        paths = [name.rpartition(".") for name in pair]
+        with contextlib.suppress(AttributeError):  # a pattern, or a name of the whole model in a part of it
+            ties.append({model.get_submodule(path): name for path, _, name in paths})
+    return ties
+
+
+def _tied(module: Any) -> list[tuple[str, Any, str]]:
+    """The ties of a module of which one side is offloaded."""
+    ties = [(name, reference(), its) for name, reference, its in _ties.get(module, ())]
+    return [
+        (name, other, its)
+        for name, other, its in ties
+        if other is not None and (placement.offload_hook(module) or placement.offload_hook(other)) is not None
+    ]
+
+
+def _apply(module: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of ``nn.Module._apply``, through which every cast of the module or of one around it goes."""
+    ties = _tied(module)
+    if placement.offload_hook(module) is None and not ties:
+        vars(module).pop("_apply", None)
+        return type(module)._apply(module, fn, *args, **kwargs)
+    host_memory.note_casts(module)  # parameters whose data were assigned since
+    applied = type(module)._apply(module, fn, *args, **kwargs)
+    host_memory.note_casts(module)
+    for name, other, its in ties:
+        own, tied = module._parameters.get(name), other._parameters.get(its)
+        if own is not None and tied is not None:
+            tied.data = tied.data.to(own.dtype)
+            host_memory.note_casts(other)
+    return applied
+
+
+def _to(model: Any, guarded: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    return type(model).to(model, *args, **kwargs) if dtype and device is None else guarded(*args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    def outputs(model: Any) -> Any:
+        return workspace.outputs(model.half().float(), text_only=True)
+
+    found = difference(outputs(workspace.load()), outputs(workspace.split()))
+    if found == 0.0:
+        try:
+            workspace.split().to(torch.float32)
+        except RuntimeError as error:
+            return Outcome(True, f"RuntimeError: {error}")
+    return Outcome.of_parity(found, "a split model after half() and float()")
+
+
+PATCH = Patch(
+    id="accelerate-cast-offloaded",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F43",),
+    distribution="accelerate",
+    affected=">=1.12",
+    after=("accelerate-move-offloaded",),
+    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
+    reproduce=reproduce,
+)
