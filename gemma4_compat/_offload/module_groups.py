@@ -175,7 +175,7 @@ class ModuleGroup:
 
         with torch.inference_mode(False):
             host = torch.empty(self.size, dtype=torch.uint8)
-            views = [_view(host, offset, like) for offset, like in zip(self._offsets, self._sources, strict=True)]
+            views = [_part(host, offset, like) for offset, like in zip(self._offsets, self._sources, strict=True)]
         for view, tensor in zip(views, self._sources, strict=True):
             view.copy_(tensor)
         self._pinned = host_memory.pin(host, self.device)
@@ -328,6 +328,19 @@ def _view(buffer: Any, offset: int, like: Any) -> Any:
     """The bytes of ``buffer`` from ``offset`` on, as a contiguous tensor of the dtype and shape of ``like``."""
     size = like.numel() * like.element_size()
     return buffer[offset : offset + size].view(like.dtype).view(like.shape)
+
+
+def _part(host: Any, offset: int, like: Any) -> Any:
+    """:func:`_view` of a buffer on the host, with a storage of its own over the same memory, no larger than it is.
+
+    Whoever saves a state dict, or copies a parameter, takes whole storages, and each as of one dtype.
+    """
+    import torch
+
+    size = like.numel() * like.element_size()
+    if not size:
+        return torch.empty(like.shape, dtype=like.dtype)
+    return torch.from_numpy(host[offset : offset + size].numpy()).view(like.dtype).view(like.shape)
 
 
 def _only_places(hook: Any) -> bool:

@@ -195,11 +195,14 @@ def gathered(model: Any, getters: list[Callable[[], Any]], device: Any = None) -
             yield
     finally:
         now = {root: getter() for getter, root in roots}
+        targets, pairs_changed = {target for target, _ in pairs}, []
         for part, before in parts.items():
             if now.get(part, part) is not part:
                 _move_hook(part, now[part])
-            _put_back(now.get(part, part), before, inside[part])
-        for target, source in pairs:
+            tied_names = {name for module, name in targets if module is part}
+            changed = _put_back(now.get(part, part), before, inside[part], tied_names)
+            pairs_changed += [pair for pair in pairs for name in changed if (part, name) in pair]
+        for target, source in pairs_changed:
             tie(*((now.get(module, module), name) for module, name in (target, source)))
 
 
@@ -218,20 +221,27 @@ def _bring(part: Any, device: Any) -> None:
         part._parameters[name] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
-def _put_back(part: Any, before: dict[str, Any], inside: dict[str, Any]) -> None:
+def _put_back(part: Any, before: dict[str, Any], inside: dict[str, Any], tied_names: set[str]) -> list[str]:
+    """Put the parameters of a module back where they were; returns the names of those with other values."""
     import torch
 
+    changed = []
     offloaded = placement.offload_hook(part) is not None
     for name, parameter in part._parameters.items():
         if parameter is None:
             continue
         if inside[name] == _identity(parameter):
             part._parameters[name] = before[name]
+            continue
+        changed.append(name)
+        if offloaded and name in tied_names:  # stored with the weight that owns it
+            _leave_on_meta(part, name, parameter)
         elif offloaded:
             write(part, name, parameter)
         elif parameter.device != before[name].device:
             value = parameter.data.to(before[name].device)
             part._parameters[name] = torch.nn.Parameter(value, requires_grad=parameter.requires_grad)
+    return changed
 
 
 def _identity(parameter: Any) -> Any:
@@ -252,10 +262,14 @@ def store(hook: Any, name: str, value: Any, *, in_place: bool = False) -> None:
     Raises:
         KeyError: it reads nothing of that name.
     """
+    import torch
+
     place = host_memory.stored(hook.weights_map, name)
     if place.on_disk and (entry := _written(place, value)) is not None:
         place.index[place.key] = entry  # type: ignore[index]
     elif in_place and place.holder is not None and _fits(place.raw, value):
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # a forward may still be reading it
         place.raw.copy_(value)
     elif place.holder is not None:
         _forget_address(hook, place.raw)
