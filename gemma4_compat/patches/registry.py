@@ -75,6 +75,7 @@ PATCHES: tuple[str, ...] = (
     "placement.transformers_placement_names",
     "placement.transformers_auto_map",
     "quantization.transformers_quantized_router",
+    "quantization.transformers_tied_head",
     "quantization.transformers_quantized_experts",
     "quantization.transformers_quantize_offloaded",
     "placement.transformers_map_boundaries",
@@ -83,6 +84,7 @@ PATCHES: tuple[str, ...] = (
     "placement.transformers_tied_split",
     "placement.transformers_resize_offloaded",
     "offload.transformers_offloaded_embedding",
+    "offload.transformers_model_device",
     "adapters.transformers_dequantized_adapter",
     "training.transformers_reentrant_checkpointing",
 )

@@ -31,6 +31,7 @@ def on_host(model: Any) -> dict[str, Any]:
         if getattr(hook, "offload", False):
             found.update({f"{name}.{key}": hook.weights_map[key] for key, _ in module.named_parameters(recurse=False)})
     state = {name: tensor for name, tensor in model.state_dict().items() if tensor.device.type != "meta"}
+    state.pop("lm_head.weight")  # that of the embedding
     return {**state, **found}
 
 

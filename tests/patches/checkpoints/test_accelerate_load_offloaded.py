@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_an_error_and_not_loaded(workspace: Any, tmp_path: 
 @pytest.mark.parametrize("quantization", ["4bit-double", "8bit"])
 @pytest.mark.parametrize("kind", ["disk", "ram"])
 def test_quantized_layers(workspace: Any, tmp_path: Path, kind: str, quantization: str) -> None:
-    def load(model: Any) -> Any:
+    def load(model: Any) -> tuple[Any, Any]:
         # On one device, too, bitsandbytes' 4-bit scales are keys that torch does not know.
         scaled = {name: tensor * 1.5 if name.endswith("SCB") else tensor for name, tensor in state.items()}
         known = {name: tensor for name, tensor in scaled.items() if ".weight." not in name}
@@ -98,9 +98,7 @@ def test_quantized_layers(workspace: Any, tmp_path: Path, kind: str, quantizatio
         state[name] = state[name].flip(0)
     reference, expected = load(workspace.load(quantization))
     model = split(workspace, kind, OFFLOADED["everything"], tmp_path, quantization)
-    if quantization == "8bit":  # on one device, too, a forward may pack 4-bit weights in another way
-        workspace.outputs(model)
-    model, found = load(model)
+    model, found = load(model)  # after a forward bitsandbytes refuses it, on one device as well
     assert str(found) == str(expected)
     assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
 
