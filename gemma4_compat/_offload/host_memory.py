@@ -33,15 +33,26 @@ class Stored:
             and stays on disk, then those of :class:`CastWeights`.
         on_disk: whether reading it reads a file.
         holder: the dict that holds it under ``key``, where host memory does; else None.
-        key: its name there.
+        key: its name there, or in ``index``.
+        index: the dict that says, under ``key``, in which file it is; None in host memory.
+        folder: where accelerate offloads to; None where everything is read from the checkpoint.
     """
 
     def __init__(
-        self, raw: Any, *, on_disk: bool, dtype: Any = None, holder: dict[str, Any] | None = None, key: str = ""
+        self,
+        raw: Any,
+        *,
+        on_disk: bool,
+        dtype: Any = None,
+        holder: dict[str, Any] | None = None,
+        key: str = "",
+        index: dict[str, Any] | None = None,
+        folder: Any = None,
     ) -> None:
         self.raw, self.on_disk, self.holder, self.key = raw, on_disk, holder, key
         self.casts: tuple[Any, ...] = () if dtype in (None, raw.dtype) else (dtype,)
         self._cast_by: list[tuple[CastWeights, str]] = []
+        self.index, self.folder = index, folder
 
     @property
     def dtype(self) -> Any:
@@ -63,9 +74,18 @@ class Stored:
         """From now on host memory keeps ``tensor``, which is what was read."""
         if self.holder is not None:
             self.holder[self.key] = tensor
-            for weights, name in self._cast_by:
-                weights.casts.pop(name, None)
+            self.forget_casts()
         self.raw, self.casts = tensor, ()
+
+    @property
+    def is_recast(self) -> bool:
+        """Whether :class:`CastWeights` cast it."""
+        return any(weights.casts.get(name) for weights, name in self._cast_by)
+
+    def forget_casts(self) -> None:
+        """Another value is stored, in the dtype in which it is to be read."""
+        for weights, name in self._cast_by:
+            weights.casts.pop(name, None)
 
 
 class CastWeights(Mapping[str, Any]):
@@ -173,7 +193,9 @@ def stored(weights_map: Any, name: str) -> Stored:
     if name in index:
         entry = index[name]
         dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
-        return Stored(_mapped(entry, name, weights_map.save_folder), on_disk=True, dtype=dtype)
+        folder = weights_map.save_folder
+        raw = _mapped(entry, name, folder)
+        return Stored(raw, on_disk=True, dtype=dtype, key=name, index=index, folder=folder)
     return Stored(weights_map[name], on_disk=False)  # somebody else's mapping: as it gives it
 
 

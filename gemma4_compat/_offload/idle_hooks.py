@@ -58,6 +58,12 @@ def uninstall(model: Any) -> None:
             handle.remove()
 
 
+def renew(model: Any) -> None:
+    """Install again, where they are, after a module with a hook was replaced."""
+    if any(module in _handles for module in model.modules()):
+        install(model)
+
+
 def _only_moves_inputs(module: Any) -> bool:
     hook = vars(module)["_hf_hook"]
     return (

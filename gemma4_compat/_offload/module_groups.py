@@ -191,7 +191,7 @@ class ModuleGroup:
 
         with torch.inference_mode(False):
             host = torch.empty(self.size, dtype=torch.uint8)
-            views = [_view(host, offset, source) for offset, source in zip(self._offsets, self._sources, strict=True)]
+            views = [_part(host, offset, source) for offset, source in zip(self._offsets, self._sources, strict=True)]
         for view, source in zip(views, self._sources, strict=True):
             source.copy_to(view)
         self._pinned = host_memory.pin(host, self.device)
@@ -364,6 +364,18 @@ class OffloadedWeight:
 def _view(buffer: Any, offset: int, source: HostTensor) -> Any:
     """The bytes of ``buffer`` from ``offset`` on, as a contiguous tensor of the dtype and shape of ``source``."""
     return buffer[offset : offset + source.size].view(source.dtype).view(source.shape)
+
+
+def _part(host: Any, offset: int, source: HostTensor) -> Any:
+    """:func:`_view` of a buffer on the host, with a storage of its own over the same memory, no larger than it is.
+
+    Whoever saves a state dict, or copies a parameter, takes whole storages, and each as of one dtype.
+    """
+    import torch
+
+    if not source.size:
+        return torch.empty(source.shape, dtype=source.dtype)
+    return torch.from_numpy(host[offset : offset + source.size].numpy()).view(source.dtype).view(source.shape)
 
 
 def _only_places(hook: Any) -> bool:

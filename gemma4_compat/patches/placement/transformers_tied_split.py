@@ -13,7 +13,11 @@ value before ``accelerate_dispatch`` runs. The head then has a copy of its own, 
 of a map that keeps one of them in memory and not the other.
 
 A checkpoint in torch's own format holds both names. ``PreTrainedModel.tie_weights`` compares their values there,
-which a tensor on meta does not have. With this patch, it skips such pairs. Outputs are bit-exact.
+which a tensor on meta does not have. With this patch, it skips such pairs.
+
+``tie_weights`` of a dispatched model, which ``resize_token_embeddings`` calls, too, would give both modules one
+parameter, be it on meta: NaN, or the old weight. Each keeps its place, and gets the value that is tied. Outputs are
+bit-exact.
 
 Remove when: transformers indexes a tied weight under all its names and loads those that stay in memory.
 """
@@ -26,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import device_maps
+from gemma4_compat._offload import stored_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -72,7 +77,8 @@ def tie_weights(
 ) -> Any:
     # A checkpoint in torch's own format holds both names. Upstream compares their values, which meta does not have.
     if missing_keys is None:
-        return original(self, missing_keys, *args, **kwargs)
+        with stored_weights.tied_apart(self):
+            return original(self, missing_keys, *args, **kwargs)
     pairs = self.all_tied_weights_keys
     apart = {
         name: owner
@@ -147,7 +153,7 @@ _MODULE = "transformers.integrations.accelerate"
 PATCH = Patch(
     id="transformers-tied-split",
     severity=Severity.CRASH,
-    failure_points=("F15",),
+    failure_points=("F15", "F44"),
     distribution="transformers",
     affected=">=5.5",
     requires=("accelerate",),

@@ -1,4 +1,4 @@
-"""F15: the embedding and the head that shares its weight under different entries of a map."""
+"""F15, F44: the embedding and the head that shares its weight under different entries of a map."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.transformers_tied_split import PATCH
+from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, PER_LAYER, split
 from tests.patches.promise import Promise
-
-EMBEDDING, HEAD = "model.language_model.embed_tokens", "lm_head"
-PER_LAYER = "model.language_model.embed_tokens_per_layer"
 
 
 class TestPromise(Promise):
@@ -57,6 +55,45 @@ def test_dispatched_after_the_load(
     assert model.hf_device_map == placement
     for name in offloaded:
         assert model.get_submodule(name).weight.device.type == "meta", name
+
+
+def tie(model: Any) -> None:
+    model.tie_weights()
+
+
+def tie_untied(model: Any) -> None:
+    model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    model.tie_weights()
+
+
+def set_the_same_embedding(model: Any) -> None:
+    model.set_input_embeddings(model.get_input_embeddings())
+    model.tie_weights()
+
+
+def resize_to_the_same(model: Any) -> None:
+    model.resize_token_embeddings(model.config.get_text_config().vocab_size)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["before a forward", "after"])
+@pytest.mark.parametrize("offloaded", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_again(
+    workspace: Any,
+    one_device: Callable[..., Any],
+    tmp_path: Path,
+    kind: str,
+    offloaded: tuple[str, ...],
+    used: bool,
+) -> None:
+    for number, action in enumerate([tie, tie_untied, set_the_same_embedding, resize_to_the_same]):
+        model = split(workspace, kind, offloaded, tmp_path / str(number))
+        if used:
+            workspace.outputs(model)
+        action(model)
+        assert difference(one_device(None, None), workspace.outputs(model)) == 0.0, action
+        for name in (EMBEDDING, HEAD):
+            assert (model.get_submodule(name).weight.device.type == "meta") == (name in offloaded), name
 
 
 def as_bin(workspace: Any, tmp_path: Path) -> Path:

@@ -1,0 +1,103 @@
+"""``load_state_dict`` of a model with offloaded weights: each of them is loaded where it is stored.
+
+torch loads module by module. An offloaded module has, for its turn, empty parameters on the host in place of those on
+meta, for the names that the state dict has; torch fills them with all its checks. What it filled is stored. So one
+module's weights are in host memory at a time, and a state dict without a module's names costs nothing.
+
+On one device, to load one of two tied weights is to load both. A module with a tied weight passes on what it loaded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from gemma4_compat._models import placement
+from gemma4_compat._offload import stored_weights
+
+_LOADING = "_gemma4_compat_loading"  # on a module, during its turn
+
+# The two hooks of each module, and the model that declares its tied weights.
+_handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def install(model: Any) -> None:
+    """Let a dispatched model load its offloaded weights."""
+    apart = {module for pair in stored_weights.tied(model) for module, _ in pair}
+    for module in model.modules():
+        forget(module)
+        if placement.offload_hook(module) is not None or module in apart:
+            # Its public name came with torch 2.5.
+            before = module._register_load_state_dict_pre_hook(_before, with_module=True)
+            _handles[module] = before, module.register_load_state_dict_post_hook(_after)
+        if module in apart:
+            _models[module] = weakref.ref(model)
+
+
+def forget(module: Any) -> None:
+    """Leave a module to torch, which finds nothing to load into on meta."""
+    _models.pop(module, None)
+    for handle in _handles.pop(module, ()):
+        handle.remove()
+
+
+def _before(module: Any, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    """Give the module something to load into."""
+    names = [name for name in (*module._parameters, *module._buffers) if f"{prefix}{name}" in state_dict]
+    offloaded = placement.offload_hook(module) is not None
+    found = {}
+    for name in names:
+        holder = stored_weights.holder(module, name)
+        before = inside = holder[name]
+        if before is None:
+            continue
+        if offloaded and before.device.type == "meta":
+            inside = holder[name] = _empty(before)
+        found[name] = (before, inside, inside._version)
+    # With `assign`, tied weights are two weights from then on, on one device as well.
+    vars(module)[_LOADING] = found, bool(metadata.get("assign_to_params_buffers"))
+
+
+def _after(module: Any, _incompatible: Any) -> None:
+    """Store what was loaded."""
+    found, assigned = vars(module).pop(_LOADING, ({}, False))
+    offloaded = placement.offload_hook(module) is not None
+    for name, (before, inside, version) in found.items():
+        holder = stored_weights.holder(module, name)
+        now = holder[name]
+        is_loaded = now is not inside or inside._version != version  # else it is of another shape, for example
+        # A tied weight may have been stored when the other one was loaded.
+        if is_loaded and offloaded and not stored_weights.holds(module, name, now):
+            stored_weights.write(module, name, now, in_place=not assigned)
+        elif offloaded:
+            holder[name] = before
+        if inside is not before and (scales := vars(inside).get("SCB")) is not None and scales._version:
+            stored_weights.write_scales(module, scales)  # which bitsandbytes has loaded
+        if is_loaded and not assigned and module in _models:
+            _pass_on(_models[module](), (module, name))
+
+
+def _pass_on(model: Any, loaded: stored_weights.Place) -> None:
+    for target, source in () if model is None else stored_weights.tied(model):
+        if source == loaded:
+            stored_weights.tie(target, source)
+        elif target == loaded:
+            stored_weights.tie(source, target)
+            # the other targets of the same source
+            for other, owner in stored_weights.tied(model):
+                if owner == source and other != loaded:
+                    stored_weights.tie(other, source)
+
+
+def _empty(meta: Any) -> Any:
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():
+        empty = torch.empty(meta.shape, dtype=meta.dtype)
+        if isinstance(meta, torch.nn.Parameter):
+            empty = torch.Tensor._make_subclass(type(meta), empty, meta.requires_grad)
+            vars(empty).update(vars(meta))  # a quantized one has its state there
+            if (scales := vars(meta).get("SCB")) is not None:  # those of an 8-bit weight are loaded in place
+                empty.SCB = scales.detach().clone()
+    return empty

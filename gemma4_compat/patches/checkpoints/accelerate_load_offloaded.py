@@ -1,0 +1,65 @@
+"""``load_state_dict`` of a model with offloaded modules loads their weights, too.
+
+Symptom: silent: ``load_state_dict`` of a dispatched model returns ``<All keys matched successfully>``, and whatever
+is on the CPU or on disk has its old weights. torch warns, for each of them, of ``copying from a non-meta parameter in
+the checkpoint to a meta parameter in the current model, which is a no-op``. With ``assign=True`` the modules have the
+new weights until their first forward, which computes with the old ones.
+
+Cause: Between two forwards the parameters of an offloaded module are on meta. Their values are in the ``weights_map``
+of accelerate's hook, which torch does not know.
+
+Fix: In its turn an offloaded module has parameters to load into. What torch has loaded into them, after all its
+checks, is stored where the old values were: in host memory, or in a new file in the offload folder. Of two tied
+weights that a device map separates, both are loaded, as on one device.
+
+Remove when: accelerate's hooks take what ``load_state_dict`` loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+from gemma4_compat._offload import state_loading
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    dispatched = original(model, *args, **kwargs)
+    if family.is_gemma4(dispatched):
+        state_loading.install(dispatched)
+    return dispatched
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    other = workspace.load()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    model = workspace.load()
+    for parameter in model.parameters():
+        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+    model = workspace.dispatch(model, "layers")
+    matched = model.load_state_dict(other.state_dict())
+    found = difference(workspace.outputs(other), workspace.outputs(model))
+    return Outcome.of_parity(found, f"layers offloaded, other weights loaded, {matched}")
+
+
+PATCH = Patch(
+    id="accelerate-load-offloaded",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F48",),
+    distribution="accelerate",
+    affected=">=1.12",
+    after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder"),
+    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
+    reproduce=reproduce,
+)

@@ -1,0 +1,83 @@
+"""``save_pretrained`` saves a tied weight once, wherever its embedding and its head are.
+
+Symptom: ``RuntimeError: Some tensors share memory`` from ``save_pretrained`` of a model with ``embed_tokens`` and
+``lm_head`` both on the CPU. With one of them there, or on disk, the checkpoint has the weight twice.
+
+Cause: ``remove_tied_weights_from_state_dict`` recognizes tied weights by their memory. Offloaded ones are on meta,
+where it compares the parameters instead, and accelerate gives each module a parameter of its own. Both are saved, and
+in host memory that is twice the same tensor.
+
+Fix: Of a tied weight with an offloaded name, only the one that owns it is saved, if both have the same values. The
+checkpoint is that of the same model on one device.
+
+Remove when: ``save_pretrained`` recognizes offloaded tied weights by the model's ``all_tied_weights_keys``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._offload import stored_weights
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def remove_tied_weights_from_state_dict(
+    original: Callable[..., Any], state_dict: dict[str, Any], model: Any
+) -> dict[str, Any]:
+    pairs = getattr(model, "all_tied_weights_keys", None) or {}
+    twice = [
+        name
+        for name, owner in pairs.items()
+        if {name, owner} <= state_dict.keys()
+        and "meta" in (state_dict[name].device.type, state_dict[owner].device.type)
+        and stored_weights.is_shared(model, name, owner)
+    ]
+    return original({name: tensor for name, tensor in state_dict.items() if name not in twice}, model)  # type: ignore[no-any-return]
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    import torch
+    from safetensors.torch import load_file
+
+    from gemma4_compat._reproduction import tiny
+
+    pair = ("model.language_model.embed_tokens", "lm_head")
+    found: list[dict[str, Any]] = []
+    for model in (workspace.load(), workspace.load()):
+        if found:
+            for parameter in model.parameters():
+                vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+            placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
+            model = workspace.dispatch_map(model, placement | dict.fromkeys(pair, workspace.offloaded))
+        folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+        model.save_pretrained(folder)
+        found.append(load_file(f"{folder}/model.safetensors"))
+    expected, saved = found
+    if extra := sorted(saved.keys() ^ expected.keys()):
+        return Outcome(True, f"the checkpoint has {len(saved)} tensors, not {len(expected)}: {', '.join(extra)}")
+    other = [name for name, tensor in saved.items() if not torch.equal(tensor, expected[name])]
+    return Outcome(bool(other), f"{len(saved)} tensors, {len(other)} of them not those of one device")
+
+
+PATCH = Patch(
+    id="transformers-save-tied-offloaded",
+    severity=Severity.CRASH,
+    failure_points=("F49",),
+    distribution="transformers",
+    affected=">=5.5",
+    requires=("accelerate",),
+    targets=(
+        Target(
+            module="transformers.modeling_utils",
+            name="remove_tied_weights_from_state_dict",
+            replacement=remove_tied_weights_from_state_dict,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,105 @@
+"""Token embeddings can be resized while the embedding or its head is offloaded.
+
+Symptom: silent: after ``resize_token_embeddings`` with the embedding on the CPU or on disk, the model returns NaN or
+noise. With an offloaded head, or both, the next forward raises ``ValueError: Trying to set a tensor of shape``, and
+with ``mean_resizing`` the call itself ``RuntimeError: Tensor.item() cannot be called on meta tensors``.
+
+Cause: ``_resize_token_embeddings`` builds the new weight from the module's parameter, which is on meta, and does not
+know where the hook stores the values. The hook keeps the old ones.
+
+Fix: While they are resized, embedding and head hold their weights, tied ones one parameter, on the device where they
+compute, so the new rows are those of a model on one device with the same seed. Afterwards the new weights are stored
+where the old ones were: in host memory, or in a new file in the offload folder. A checkpoint's file is never changed.
+Where the device has no room for the computation, it is done on the host. Per-layer embeddings are resized in the same
+way.
+
+Remove when: ``resize_token_embeddings`` resizes the weights that the hooks of accelerate store.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+from gemma4_compat._offload import idle_hooks, stored_weights
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_log = logging.getLogger("gemma4_compat")
+
+
+def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not family.is_gemma4(self):
+        return original(self, *args, **kwargs)
+    head = self.get_output_embeddings()
+    found = _gathered(self, [self.get_input_embeddings, self.get_output_embeddings], original, *args, **kwargs)
+    if self.get_output_embeddings() is not head:
+        idle_hooks.renew(self)
+    return found
+
+
+def resize_per_layer_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _gathered(self, [self.get_per_layer_input_embeddings], original, *args, **kwargs)
+
+
+def _gathered(
+    model: Any, getters: list[Callable[[], Any]], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    import torch
+
+    try:
+        with stored_weights.gathered(model, getters):
+            return original(model, *args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        _log.warning("gemma4_compat: the embeddings are resized on the CPU: %s", " ".join(str(error).split())[:120])
+    with stored_weights.gathered(model, getters, device="cpu"):
+        return original(model, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    def resized(model: Any) -> Any:
+        torch.manual_seed(0)
+        model.resize_token_embeddings(model.config.get_text_config().vocab_size + 44, mean_resizing=False)
+        return model
+
+    reference = workspace.outputs(resized(workspace.load()))
+    model = workspace.load()
+    for parameter in model.parameters():
+        vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+    placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
+    model = workspace.dispatch_map(model, {**placement, "lm_head": workspace.offloaded})
+    return Outcome.of_parity(difference(reference, workspace.outputs(resized(model))), "44 tokens added")
+
+
+PATCH = Patch(
+    id="transformers-resize-offloaded",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F40",),
+    distribution="transformers",
+    affected=">=5.5",
+    requires=("accelerate",),
+    needs=("transformers-offloaded-embedding", "transformers-tied-split", "accelerate-tied-on-disk"),
+    targets=(
+        Target(
+            module="transformers.modeling_utils",
+            name="PreTrainedModel._resize_token_embeddings",
+            replacement=resize_token_embeddings,
+        ),
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4PreTrainedModel._resize_per_layer_embeddings",
+            replacement=resize_per_layer_embeddings,
+            optional=True,
+        ),
+    ),
+    reproduce=reproduce,
+)
