@@ -296,9 +296,12 @@ def _link(target: Place, source: Place) -> bool:
     if mine.holder is not None and theirs.holder is not None and not theirs.casts:
         store(hooks[0], target[1], theirs.raw)
         return True
-    if mine.index is None or theirs.index is None or theirs.is_recast or "safetensors_file" not in theirs.index[theirs.key]:
+    if mine.index is None or theirs.index is None or theirs.is_recast:
+        return False
+    if "safetensors_file" not in theirs.index[theirs.key]:
         return False
     mine.index[mine.key] = {"weight_name": theirs.key, **theirs.index[theirs.key]}
+    mine.forget_casts()
     hooks[0].weights_map = copy.copy(hooks[0].weights_map)
     return True
 
