@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
-from gemma4_compat._offload import idle_hooks, streaming
+from gemma4_compat._offload import idle_hooks, model_lock, streaming
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     dispatched = original(model, *args, **kwargs)
     if family.is_gemma4(dispatched):
-        streaming.install(dispatched)
+        lock = model_lock.ModelLock()
+        streaming.install(dispatched, lock)
         idle_hooks.install(dispatched)
+        model_lock.install(dispatched, lock, streamed=streaming.is_streamed)
     return dispatched
 
 

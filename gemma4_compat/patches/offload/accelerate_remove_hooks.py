@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._offload import idle_hooks, streaming
+from gemma4_compat._offload import idle_hooks, model_lock, streaming
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -44,6 +44,7 @@ def remove_hook_from_module(original: Callable[..., Any], module: Any, recurse: 
 def detach_hook(original: Callable[..., Any], self: Any, module: Any) -> Any:
     streaming.forget(module)
     idle_hooks.uninstall(module)
+    model_lock.uninstall(module)
     detached = original(self, module)
     if not self.offload or self.weights_map is None:
         return detached
