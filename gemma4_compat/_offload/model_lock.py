@@ -91,6 +91,7 @@ class ModelLock:
         self._entered: list[tuple[int, int, Any]] = []
         self._backwards: dict[int, _Backward] = {}  # by graph task
         self._queue: list[object] = []  # of those who wait
+        self._later: list[Callable[[], None]] = []  # for when nobody holds it
         _locks.add(self)
 
     def pre_forward(self, module: Any, _inputs: Any) -> None:
@@ -166,12 +167,24 @@ class ModelLock:
         finally:
             with _mutex:
                 self._backwards.pop(task, None)
-                if self._queue:
-                    _changed.notify_all()
+                self._after_release()
+
+    def when_free(self, function: Callable[[], None]) -> None:
+        """Call ``function``, which must be short, while nobody holds the lock: now, or when it is given back."""
+        with _mutex:
+            self._later.append(function)
+            self._after_release()
 
     def _give_back(self) -> None:
         self._thread = None
         self._entered.clear()
+        self._after_release()
+
+    def _after_release(self) -> None:
+        """Run what was left for a free lock, if it is free now, and wake those who wait."""
+        if self._thread is None and not self._backwards:
+            while self._later:
+                self._later.pop()()
         if self._queue:
             _changed.notify_all()
 

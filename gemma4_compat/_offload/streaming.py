@@ -14,6 +14,10 @@ of its output, or that of the output of a module in it, whichever is first.
 During its layer's backward pass a group is onloaded as in the forward: checkpointing may compute the layer again, even
 through ``layer.forward``, which calls no hook of a module (transformers 5.23).
 
+One thread at a time is in a model's streamed layers (:mod:`gemma4_compat._offload.model_lock`); backward passes that
+the engine runs in turn each keep their own groups. The groups that a graph of gradients goes through (create_graph)
+stay on the device as long as the graph lives.
+
 Between two forwards the modules look as accelerate left them: weights on meta, hooks in place. Code that uses a module
 of a layer by itself, or reads its weights through the hook, gets them as before. The next forward notices what was
 changed there. During a layer's forward the hooks inside it are bypassed.
@@ -110,6 +114,7 @@ class LayerStreamer:
         self._buffer_size = 0
         self._prefetched: ModuleGroup | None = None  # and not used yet
         self._kept: dict[int, list[ModuleGroup]] = {}  # by the graph task of a backward pass
+        self._in_graphs: list[ModuleGroup] = []  # as often as the graph of a gradient (create_graph) has its weights
 
     def pre_forward(self, layer: Any, _inputs: Any) -> None:
         """The hook before a layer's forward: onload its group, prefetch the next one."""
@@ -149,8 +154,10 @@ class LayerStreamer:
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._backward_begins, position, group))
 
-    def _backward_begins(self, position: int, group: ModuleGroup, _gradient: Any) -> None:
+    def _backward_begins(self, position: int, group: ModuleGroup, gradient: Any) -> None:
         assert self._copies is not None
+        if gradient.requires_grad:  # create_graph: no hook says when the gradient's own graph needs the weights
+            gradient.register_hook(_InGraph(self, group))
         if group in self._kept.get(_graph_task(), ()) and group.on_device:
             self._copies.wait_for_copy(group)  # the stream of this gradient may be another
             return
@@ -175,18 +182,34 @@ class LayerStreamer:
                 self._release(kept.pop(0))
 
     def _is_kept(self, group: ModuleGroup) -> bool:
-        return any(group in kept for kept in self._kept.values())
+        return group in self._in_graphs or any(group in kept for kept in self._kept.values())
+
+    def keep_for_graph(self, group: ModuleGroup) -> None:
+        """Leave the group's memory on the device until :meth:`graph_is_gone` was called as often as this."""
+        self._in_graphs.append(group)
+
+    def graph_is_gone(self, group: ModuleGroup) -> None:
+        """The graph of a gradient is deleted: free the group if nothing else needs it, now or when it is left."""
+        self._in_graphs.remove(group)
+        self._lock.when_free(functools.partial(self._free_unused, group))
+
+    def _free_unused(self, group: ModuleGroup) -> None:
+        if group is not self._prefetched and not group.onloaded and not self._is_kept(group):
+            if self._copies is not None:
+                self._copies.synchronize()  # any stream may have computed with it
+            self._free(group)
 
     def _backward_ends(self, task: int) -> None:
         for group in reversed(self._kept.pop(task, [])):
             self._release(group)
 
     def _release(self, group: ModuleGroup) -> None:
-        if self._is_kept(group):  # by another backward pass
+        if any(group in kept for kept in self._kept.values()):  # by another backward pass
             return
         if group.onloaded:
             group.offload_()
-        self._free(group)
+        if group not in self._in_graphs:
+            self._free(group)
 
     def _require(self, group: ModuleGroup, following: ModuleGroup | None) -> None:
         """Have ``group`` on the device for what the current stream does next, and prefetch ``following``."""
@@ -195,7 +218,7 @@ class LayerStreamer:
         if prefetched is not None and prefetched is not group:
             if prefetched is following:
                 self._prefetched = prefetched
-            else:
+            elif not self._is_kept(prefetched):
                 self._free(prefetched)
         if not group.on_device:
             self._copies.start_copy(group, self._buffer_size)
@@ -243,7 +266,8 @@ class LayerStreamer:
                     kept.remove(group)
             if group is self._prefetched:
                 self._prefetched = None
-            self._free(group)
+            if group not in self._in_graphs:
+                self._free(group)
             group = self._groups[position] = self._new_group(position, layer)
         return group
 
@@ -260,6 +284,19 @@ class LayerStreamer:
         self._buffer_size = max(self._buffer_size, group.size)
         group.watch_outputs(torch.compiler.disable(functools.partial(self._watch_gradients, position, group)))
         return group
+
+
+class _InGraph:
+    """A hook of a gradient that does nothing: the gradient's graph, of create_graph, holds it as long as it lives."""
+
+    def __init__(self, streamer: LayerStreamer, group: ModuleGroup) -> None:
+        self._streamer, self._group = streamer, group
+        streamer.keep_for_graph(group)
+
+    def __call__(self, _gradient: Any) -> None: ...
+
+    def __del__(self) -> None:
+        self._streamer.graph_is_gone(self._group)
 
 
 class CopyStream:
@@ -303,6 +340,13 @@ class CopyStream:
 
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_event(group.copied)
+
+    def synchronize(self) -> None:
+        """Wait for everything on the device."""
+        import torch
+
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
 
     def free(self, group: ModuleGroup) -> None:
         """Free the group's memory after what the current stream has computed with it."""
