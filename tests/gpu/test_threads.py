@@ -103,14 +103,16 @@ def test_a_failed_backward_pass_gives_the_lock_back(workspace: Any) -> None:
 @pytest.mark.parametrize("quantization", [None, "4bit-double"])
 def test_a_gradient_of_a_gradient(workspace: Any, quantization: str | None) -> None:
     import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     results = []
     for base in (workspace.load(quantization), threads.split(workspace, "ram", quantization)):
         model = adapted(workspace, base, "language").eval()
         weights = [weight for weight in model.parameters() if weight.requires_grad]
-        loss = model(**workspace.inputs(text_only=True)).logits.float().square().mean()
-        first = torch.autograd.grad(loss, weights, create_graph=True)
-        penalty = torch.stack([value.float().square().sum() for value in first]).sum()
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+            loss = model(**workspace.inputs(text_only=True)).logits.float().square().mean()
+        first = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        penalty = torch.stack([value.square().sum() for value in first if value is not None]).sum()
         second = torch.autograd.grad(penalty, weights, allow_unused=True)
         results.append([value.detach() for value in (*first, *second) if value is not None])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

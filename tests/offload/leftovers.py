@@ -28,6 +28,9 @@ KINDS = ("ModuleGroup", "LayerStreamer", "CopyStream", "ModelLock", "Bypass", "H
          "Pinned", "OffloadedWeight", "AlignDevicesHook", "PeftModel", "Gemma4ForConditionalGeneration")  # fmt: skip
 
 
+_PACKAGES = ("gemma4_compat", "accelerate", "peft", "transformers", "bitsandbytes")
+
+
 def use(workspace: Any, store: str, quantization: str | None) -> None:
     """Load, split, generate, train, and forget a model."""
     import torch
@@ -53,12 +56,13 @@ def now(folder: Path) -> dict[str, Any]:
 
     for _ in range(2):
         gc.collect()
-    objects = collections.Counter(type(item).__name__ for item in gc.get_objects())
+    kinds = (type(item) for item in gc.get_objects())
+    objects = collections.Counter(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in _PACKAGES)
     maps = Path("/proc/self/maps").read_text(encoding="utf-8") if sys.platform == "linux" else ""
     files = list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else []
     found = {kind: objects[kind] for kind in KINDS}
     found |= {
-        "tensors": objects["Parameter"] + objects["Tensor"] + objects["Params4bit"] + objects["Int8Params"],
+        "tensors": sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects()),
         "files mapped": sum(str(folder) in line for line in maps.splitlines()),
         "files open": len(files),
         "pinned": len(host_memory._registered),
@@ -81,7 +85,10 @@ def resident() -> int:
 
 
 def check(workspace: Any, store: str, quantization: str | None, loads: int) -> dict[str, Any]:
-    """What is left after ``loads`` models beyond what is left after the first one, which imports and caches."""
+    """What is left after ``loads`` models: more than after the first one, which imports and caches; and objects of
+    :data:`KINDS` that were not there before any.
+    """
+    first = now(workspace.folder)
     use(workspace, store, quantization)
     before = now(workspace.folder)
     sizes = [resident()]
@@ -91,7 +98,7 @@ def check(workspace: Any, store: str, quantization: str | None, loads: int) -> d
         sizes.append(resident())
     after = now(workspace.folder)
     left = {name: [before[name], count] for name, count in after.items() if count > before[name]}
-    alive = {kind: after[kind] for kind in KINDS if after[kind]}
+    alive = {kind: after[kind] - first[kind] for kind in KINDS if after[kind] > first[kind]}
     return {"left": left, "alive": alive, "files mapped": after["files mapped"], "resident KiB": sizes}
 
 

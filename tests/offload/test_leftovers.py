@@ -15,4 +15,5 @@ from tests.offload import leftovers, threads
 def test_nothing_is_left_of_a_deleted_model(workspace: Any, store: str, quantization: str | None) -> None:
     found = leftovers.check(workspace, store, quantization, loads=3)
     assert found["left"] == {}
+    assert found["alive"] == {}
     assert found["files mapped"] == 0
