@@ -92,24 +92,29 @@ class Bypass:
         self.forwards = forwards
         self._root = weakref.ref(root)
         self._inside: set[int] = set()  # threads; one that was interrupted (Ctrl-C) has not left
+        self._mutex = threading.Lock()  # nothing is offloaded: threads may be in the model at once
 
     def pre_forward(self, module: Any, _inputs: Any) -> None:
         """The hook before the module's forward."""
         if module is not self._root():  # a deep copy
             return
-        if not self._inside:
-            for forward in self.forwards:
-                forward.unwrap()
-        self._inside.add(threading.get_ident())
+        with self._mutex:
+            if not self._inside:
+                for forward in self.forwards:
+                    forward.unwrap()
+            self._inside.add(threading.get_ident())
 
     def post_forward(self, module: Any, _inputs: Any, _output: Any) -> None:
         """The hook after the module's forward, also after one that failed."""
-        if module is not self._root() or not self._inside:
+        if module is not self._root():
             return
-        self._inside.discard(threading.get_ident())
-        if not self._inside:
-            for forward in self.forwards:
-                forward.wrap()
+        with self._mutex:
+            if not self._inside:
+                return
+            self._inside.discard(threading.get_ident())
+            if not self._inside:
+                for forward in self.forwards:
+                    forward.wrap()
 
 
 class HookedForward:

@@ -14,6 +14,10 @@ of its output, or that of the output of a module in it, whichever is first.
 During its layer's backward pass a group is onloaded as in the forward: checkpointing may compute the layer again, even
 through ``layer.forward``, which calls no hook of a module (transformers 5.23).
 
+One thread at a time is in a model's streamed layers (:mod:`gemma4_compat._offload.model_lock`); backward passes that
+the engine runs in turn each keep their own groups. The groups that a graph of gradients goes through (create_graph)
+stay on the device as long as the graph lives.
+
 Between two forwards the modules look as accelerate left them: weights on meta, hooks in place. Code that uses a module
 of a layer by itself, or reads its weights through the hook, gets them as before. The next forward notices what was
 changed there. During a layer's forward the hooks inside it are bypassed.
@@ -29,6 +33,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._models import placement
+from gemma4_compat._offload.model_lock import ModelLock
 from gemma4_compat._offload.module_groups import ModuleGroup
 
 _KEPT_IN_BACKWARD = 2  # groups: of the layer that a backward pass is in, and of the one it comes from
@@ -37,8 +42,10 @@ _KEPT_IN_BACKWARD = 2  # groups: of the layer that a backward pass is in, and of
 _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
-def install(model: Any) -> int:
+def install(model: Any, lock: ModelLock | None = None) -> int:
     """Stream the offloaded layers of a dispatched model, of every ``nn.ModuleList`` in it; returns their number.
+
+    Their forwards take the model's ``lock``, one of their own if there is none.
 
     A layer stays with accelerate's hooks where it computes on several devices, has offloaded buffers or tied weights,
     or no hook of its own that brings its inputs to its device.
@@ -46,6 +53,7 @@ def install(model: Any) -> int:
     import torch
 
     uninstall(model)
+    lock = ModelLock() if lock is None else lock
     found = 0
     inside: set[int] = set()  # modules that belong to groups of an outer list
     for name, module in model.named_modules():
@@ -55,7 +63,7 @@ def install(model: Any) -> int:
         if layers:
             inside.update(id(part) for part in module.modules())
             # A tower runs once a prompt; in the language model the first layer follows the last, token after token.
-            streamer = LayerStreamer(layers, cyclic="tower" not in name)
+            streamer = LayerStreamer(layers, cyclic="tower" not in name, lock=lock)
             for layer in layers:
                 # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
                 before = torch.compiler.disable(streamer.pre_forward)
@@ -80,15 +88,22 @@ def forget(layer: Any) -> None:
         handle.remove()
 
 
+def is_streamed(layer: Any) -> bool:
+    """Whether a layer has the streaming hooks, which take the model's lock."""
+    return layer in _handles
+
+
 class LayerStreamer:
     """The module groups of one list of layers: when each is prefetched, onloaded and offloaded.
 
     Args:
         layers: in the order in which they run.
         cyclic: the list runs repeatedly: after its last layer the first one is prefetched.
+        lock: that of the model. Its other lists have the same one.
     """
 
-    def __init__(self, layers: list[Any], *, cyclic: bool = False) -> None:
+    def __init__(self, layers: list[Any], *, cyclic: bool = False, lock: ModelLock | None = None) -> None:
+        self._lock = ModelLock() if lock is None else lock
         self._layers = [weakref.ref(layer) for layer in layers]
         # A deep copy of a layer has the same hooks and is not in here: it stays with accelerate's.
         self._positions = weakref.WeakKeyDictionary({layer: index for index, layer in enumerate(layers)})
@@ -98,15 +113,15 @@ class LayerStreamer:
         # Bytes of the largest group. Every group takes as much, so that each fits where another was.
         self._buffer_size = 0
         self._prefetched: ModuleGroup | None = None  # and not used yet
-        self._kept: list[ModuleGroup] = []  # by a backward pass
+        self._kept: dict[int, list[ModuleGroup]] = {}  # by the graph task of a backward pass
+        self._in_graphs: list[ModuleGroup] = []  # as often as the graph of a gradient (create_graph) has its weights
 
     def pre_forward(self, layer: Any, _inputs: Any) -> None:
         """The hook before a layer's forward: onload its group, prefetch the next one."""
         import torch
 
+        self._lock.pre_forward(layer, _inputs)
         recomputed = _in_backward()
-        if not recomputed and self._kept:  # a backward pass that failed: its callback never ran
-            self._backward_ends()
         position = self._positions.get(layer)
         group = None if position is None else self._group(position, layer)
         if position is None or group is None or group.onloaded:
@@ -118,13 +133,19 @@ class LayerStreamer:
 
     def post_forward(self, layer: Any, _inputs: Any, output: Any) -> None:
         """The hook after a layer's forward, also after a failed one (``output`` is None then): offload its group."""
+        try:
+            self._offload(layer, output)
+        finally:
+            self._lock.post_forward(layer, _inputs, output)
+
+    def _offload(self, layer: Any, output: Any) -> None:
         position = self._positions.get(layer)
         group = self._groups[position] if position is not None and self._groups else None
         if position is None or group is None or not group.onloaded:
             return
         group.offload_()
         group.on_output(output)
-        if group not in self._kept:  # recomputed by checkpointing: its backward comes next
+        if not self._is_kept(group):  # recomputed by checkpointing: its backward comes next
             self._free(group)
 
     def _watch_gradients(self, position: int, group: ModuleGroup, output: Any) -> None:
@@ -133,9 +154,11 @@ class LayerStreamer:
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._backward_begins, position, group))
 
-    def _backward_begins(self, position: int, group: ModuleGroup, _gradient: Any) -> None:
+    def _backward_begins(self, position: int, group: ModuleGroup, gradient: Any) -> None:
         assert self._copies is not None
-        if group in self._kept and group.on_device:
+        if gradient.requires_grad:  # create_graph: no hook says when the gradient's own graph needs the weights
+            gradient.register_hook(_InGraph(self, group))
+        if group in self._kept.get(_graph_task(), ()) and group.on_device:
             self._copies.wait_for_copy(group)  # the stream of this gradient may be another
             return
         self._keep(group)  # which frees what is done, so before more is prefetched
@@ -149,22 +172,44 @@ class LayerStreamer:
         The engine runs nodes in the reverse order of their creation: when the gradient of a layer's output is there,
         nothing of the layers after it is left to do.
         """
-        import torch
+        task = _graph_task()
+        if task not in self._kept:
+            self._lock.begin_backward(self._backward_ends)
+        kept = self._kept.setdefault(task, [])
+        if group not in kept:
+            kept.append(group)
+            while len(kept) > _KEPT_IN_BACKWARD:
+                self._release(kept.pop(0))
 
-        if group not in self._kept:
-            self._kept.append(group)
-            while len(self._kept) > _KEPT_IN_BACKWARD:
-                self._release(self._kept.pop(0))
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+    def _is_kept(self, group: ModuleGroup) -> bool:
+        return group in self._in_graphs or any(group in kept for kept in self._kept.values())
 
-    def _backward_ends(self) -> None:
-        while self._kept:
-            self._release(self._kept.pop())
+    def keep_for_graph(self, group: ModuleGroup) -> None:
+        """Leave the group's memory on the device until :meth:`graph_is_gone` was called as often as this."""
+        self._in_graphs.append(group)
+
+    def graph_is_gone(self, group: ModuleGroup) -> None:
+        """The graph of a gradient is deleted: free the group if nothing else needs it, now or when it is left."""
+        self._in_graphs.remove(group)
+        self._lock.when_free(functools.partial(self._free_unused, group))
+
+    def _free_unused(self, group: ModuleGroup) -> None:
+        if group is not self._prefetched and not group.onloaded and not self._is_kept(group):
+            if self._copies is not None:
+                self._copies.synchronize()  # any stream may have computed with it
+            self._free(group)
+
+    def _backward_ends(self, task: int) -> None:
+        for group in reversed(self._kept.pop(task, [])):
+            self._release(group)
 
     def _release(self, group: ModuleGroup) -> None:
+        if any(group in kept for kept in self._kept.values()):  # by another backward pass
+            return
         if group.onloaded:
             group.offload_()
-        self._free(group)
+        if group not in self._in_graphs:
+            self._free(group)
 
     def _require(self, group: ModuleGroup, following: ModuleGroup | None) -> None:
         """Have ``group`` on the device for what the current stream does next, and prefetch ``following``."""
@@ -173,7 +218,7 @@ class LayerStreamer:
         if prefetched is not None and prefetched is not group:
             if prefetched is following:
                 self._prefetched = prefetched
-            else:
+            elif not self._is_kept(prefetched):
                 self._free(prefetched)
         if not group.on_device:
             self._copies.start_copy(group, self._buffer_size)
@@ -216,11 +261,13 @@ class LayerStreamer:
                 self._groups.append(self._new_group(len(self._groups), reference()))
         group = self._groups[position]
         if group is not None and not group.onloaded and group.is_stale():
-            if group in self._kept:
-                self._kept.remove(group)
+            for kept in self._kept.values():
+                if group in kept:
+                    kept.remove(group)
             if group is self._prefetched:
                 self._prefetched = None
-            self._free(group)
+            if group not in self._in_graphs:
+                self._free(group)
             group = self._groups[position] = self._new_group(position, layer)
         return group
 
@@ -237,6 +284,19 @@ class LayerStreamer:
         self._buffer_size = max(self._buffer_size, group.size)
         group.watch_outputs(torch.compiler.disable(functools.partial(self._watch_gradients, position, group)))
         return group
+
+
+class _InGraph:
+    """A hook of a gradient that does nothing: the gradient's graph, of create_graph, holds it as long as it lives."""
+
+    def __init__(self, streamer: LayerStreamer, group: ModuleGroup) -> None:
+        self._streamer, self._group = streamer, group
+        streamer.keep_for_graph(group)
+
+    def __call__(self, _gradient: Any) -> None: ...
+
+    def __del__(self) -> None:
+        self._streamer.graph_is_gone(self._group)
 
 
 class CopyStream:
@@ -281,6 +341,13 @@ class CopyStream:
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_event(group.copied)
 
+    def synchronize(self) -> None:
+        """Wait for everything on the device."""
+        import torch
+
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
+
     def free(self, group: ModuleGroup) -> None:
         """Free the group's memory after what the current stream has computed with it."""
         import torch
@@ -311,6 +378,11 @@ def _tensors(output: Any) -> Iterator[Any]:
 
 
 def _in_backward() -> bool:
+    return _graph_task() != -1
+
+
+def _graph_task() -> int:
+    """The id of the backward pass that is running in this thread; -1 outside of one."""
     import torch
 
-    return bool(torch._C._current_graph_task_id() != -1)
+    return int(torch._C._current_graph_task_id())

@@ -11,6 +11,10 @@ Fix: The offloaded layers of a Gemma 4 model are streamed: each layer is one cop
 while the layer before it computes. The outputs are bit-identical. Whatever a map offloads besides layers is left as
 it is, and so are layers that compute on several devices or have offloaded buffers or tied weights.
 
+Several threads may call such a model: a forward, or a backward pass, waits for that of another thread, and
+``generate`` takes turns with it token by token. A model without offloaded parts has no such lock. The layers that a
+graph of gradients (``create_graph=True``) goes through stay on the device as long as the graph lives.
+
 During a forward, hooks that have nothing to do on the layers that stay on the accelerator are also out of the way.
 
 Remove when: accelerate moves an offloaded block as one, ahead of the computation.
@@ -23,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
-from gemma4_compat._offload import idle_hooks, streaming
+from gemma4_compat._offload import idle_hooks, model_lock, streaming
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -32,8 +36,10 @@ if TYPE_CHECKING:
 def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     dispatched = original(model, *args, **kwargs)
     if family.is_gemma4(dispatched):
-        streaming.install(dispatched)
+        lock = model_lock.ModelLock()
+        streaming.install(dispatched, lock)
         idle_hooks.install(dispatched)
+        model_lock.install(dispatched, lock, streamed=streaming.is_streamed)
     return dispatched
 
 
@@ -68,7 +74,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 PATCH = Patch(
     id="accelerate-paged-layers",
     severity=Severity.SPEED,
-    failure_points=("F31",),
+    failure_points=("F31", "F45", "F46"),
     distribution="accelerate",
     affected=">=1.12",
     after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder", "accelerate-move-offloaded"),

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._offload import idle_hooks, state_loading, streaming
+from gemma4_compat._offload import idle_hooks, model_lock, state_loading, streaming
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -45,6 +45,7 @@ def detach_hook(original: Callable[..., Any], self: Any, module: Any) -> Any:
     streaming.forget(module)
     state_loading.forget(module)
     idle_hooks.uninstall(module)
+    model_lock.uninstall(module)
     detached = original(self, module)
     if not self.offload or self.weights_map is None:
         return detached

@@ -1,0 +1,306 @@
+"""The lock of a split model: its offloaded weights serve the forward of one thread at a time.
+
+accelerate's hooks and streaming put weights into modules for a forward and take them out after it, and bitsandbytes
+keeps state on its modules, so two threads cannot be in one model at once. The outermost forward takes the lock, that
+of the model, of a tower or of a single layer, and forwards inside it are part of it. ``generate`` holds it for one
+forward at a time: threads take turns, token by token, in the order in which they came.
+
+A backward pass takes the lock with its first gradient that reaches an offloaded layer. The autograd engine drops the
+callbacks of a backward pass when it is over, also when it failed, and with them the lock.
+
+Nobody waits for ever:
+
+* The engine has one thread for each accelerator, which runs every backward pass there. It never waits for a backward
+  pass that may need it: such passes share the lock. Nor does it wait for a forward that itself waits for the engine.
+* A forward that was interrupted (Ctrl-C), or left without its hooks (an exception under torch.compile), still holds
+  the lock. Whoever waits looks at that thread's stack, and takes the lock from a forward that is not there any more.
+* Two threads that wait for each other, a forward of either model inside one of the other, are one error.
+* A child process that was forked has only the lock of the thread that forked it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import placement
+
+POLL = 0.05  # seconds between two looks at the thread that holds a lock
+_ENGINE = ("_engine_run_backward", "backward", "grad")  # functions of torch.autograd that wait for the engine
+
+_mutex = threading.RLock()  # of every lock's attributes; held for a few lines at a time
+_changed = threading.Condition(_mutex)
+_waiting: dict[int, ModelLock] = {}  # by thread
+_locks: weakref.WeakSet[ModelLock] = weakref.WeakSet()
+_handles: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # by model
+
+
+def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> None:
+    """Have every forward through which offloaded weights are reached take the lock, except those inside a layer.
+
+    Args:
+        model: a dispatched model.
+        lock: the model's.
+        streamed: whether a layer's streaming takes the lock already.
+    """
+    import torch
+
+    uninstall(model)
+    entries: list[Any] = []
+
+    def visit(module: Any) -> bool:
+        if streamed(module):
+            return True
+        inside = [visit(child) for child in module.children()]
+        if any(inside) or placement.offload_hook(module) is not None:
+            entries.append(module)
+            return True
+        return False
+
+    if visit(model):
+        # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
+        before, after = torch.compiler.disable(lock.pre_forward), torch.compiler.disable(lock.post_forward)
+        _handles[model] = [
+            handle
+            for module in entries
+            for handle in (
+                module.register_forward_pre_hook(before, prepend=True),
+                module.register_forward_hook(after, always_call=True),
+            )
+        ]
+
+
+def uninstall(model: Any) -> None:
+    """Leave a dispatched model without a lock. Does nothing for a module inside it."""
+    for handle in _handles.pop(model, ()):
+        handle.remove()
+
+
+class ModelLock:
+    """Held by the forwards of one thread, or by backward passes."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = None  # whose forward holds it
+        # Forwards of that thread that took it and have not ended: the module's id, its frame's id and code.
+        self._entered: list[tuple[int, int, Any]] = []
+        self._backwards: dict[int, _Backward] = {}  # by graph task
+        self._queue: list[object] = []  # of those who wait
+        self._later: list[Callable[[], None]] = []  # for when nobody holds it
+        _locks.add(self)
+
+    def pre_forward(self, module: Any, _inputs: Any) -> None:
+        """The hook before a module's forward: take the lock."""
+        import torch
+
+        thread = threading.get_ident()
+        in_backward = torch._C._current_graph_task_id() != -1
+        with _mutex:
+            if self._thread != thread:
+                if in_backward:  # computed again by checkpointing
+                    self.begin_backward()
+                    return
+                if self._thread is not None or self._backwards or self._queue:
+                    self._wait(lambda first: first and self._thread is None and not self._backwards)
+                self._thread = thread
+                self._entered.clear()
+            elif any(entry[0] == id(module) for entry in self._entered):  # a forward in itself, or it was interrupted
+                self._forget_ended()
+            frame = _forward_frame()
+            self._entered.append((id(module), id(frame), frame.f_code))
+
+    def post_forward(self, module: Any, _inputs: Any, _output: Any) -> None:
+        """The hook after a module's forward, also after a failed one: give the lock back with the outermost one."""
+        if self._thread != threading.get_ident():  # a forward that did not get it, or computed again
+            return
+        with _mutex:
+            for index in range(len(self._entered) - 1, -1, -1):
+                if self._entered[index][0] == id(module):
+                    del self._entered[index:]  # with those inside it that were interrupted
+                    break
+            if not self._entered:
+                self._give_back()
+
+    def begin_backward(self, at_end: Callable[[int], None] | None = None) -> None:
+        """Take the lock for the backward pass that is running in this thread, until it is over.
+
+        Args:
+            at_end: called with the id of the pass's graph task when it is over, also when it failed, before another
+                thread gets the lock. A second request for the same one is ignored.
+        """
+        import torch
+
+        task, thread = torch._C._current_graph_task_id(), threading.get_ident()
+        with _mutex:
+            running = self._backwards.get(task)
+            if running is None:
+                in_engine = isinstance(threading.current_thread(), threading._DummyThread)
+
+                def may_begin(first: bool) -> bool:
+                    if self._backwards:
+                        return in_engine or any(other.thread == thread for other in self._backwards.values())
+                    if self._thread is None:
+                        return first
+                    return self._thread == thread or (in_engine and _waits_for_engine(self._thread))
+
+                if not may_begin(not self._queue):
+                    self._wait(may_begin)
+                callback = _Callback(weakref.ref(self), task)
+                torch.autograd.Variable._execution_engine.queue_callback(callback)
+                running = self._backwards[task] = _Backward(thread)
+            if at_end is not None and at_end not in running.at_end:
+                running.at_end.append(at_end)
+
+    def end_backward(self, task: int) -> None:
+        """A backward pass is over. Does nothing the second time."""
+        running = self._backwards.get(task)
+        if running is None:
+            return
+        try:
+            while running.at_end:
+                running.at_end.pop()(task)
+        finally:
+            with _mutex:
+                self._backwards.pop(task, None)
+                self._after_release()
+
+    def when_free(self, function: Callable[[], None]) -> None:
+        """Call ``function``, which must be short, while nobody holds the lock: now, or when it is given back."""
+        with _mutex:
+            self._later.append(function)
+            self._after_release()
+
+    def _give_back(self) -> None:
+        self._thread = None
+        self._entered.clear()
+        self._after_release()
+
+    def _after_release(self) -> None:
+        """Run what was left for a free lock, if it is free now, and wake those who wait."""
+        if self._thread is None and not self._backwards:
+            while self._later:
+                self._later.pop()()
+        if self._queue:
+            _changed.notify_all()
+
+    def _wait(self, may_go_on: Callable[[bool], bool]) -> None:
+        """Return once ``may_go_on(first)`` holds, where ``first`` says that nobody has waited longer.
+
+        Raises:
+            Gemma4CompatError: it never would.
+        """
+        place, thread = object(), threading.get_ident()
+        self._queue.append(place)
+        _waiting[thread] = self
+        try:
+            while not may_go_on(self._queue[0] is place):
+                self._refuse_deadlock(thread)
+                if not _changed.wait(POLL) and self._thread is not None:
+                    self._forget_ended()
+        finally:
+            del _waiting[thread]
+            self._queue.remove(place)
+            _changed.notify_all()
+
+    def _refuse_deadlock(self, thread: int) -> None:
+        found, seen = [self], set()
+        while found:
+            lock = found.pop()
+            if id(lock) in seen:
+                continue
+            seen.add(id(lock))
+            for holder in (lock._thread, *(running.thread for running in lock._backwards.values())):
+                if holder == thread:
+                    raise Gemma4CompatError(
+                        "two threads would wait for each other for ever: each is in a forward of one model with "
+                        "offloaded parts and calls the model that the other is in. Call one of the two models "
+                        "inside forwards of the other only, not the other way round as well."
+                    )
+                if holder in _waiting:
+                    found.append(_waiting[holder])
+
+    def _forget_ended(self) -> None:
+        """Drop forwards that ended without their hook, and give the lock back where none is left."""
+        assert self._thread is not None
+        running = {(id(frame), frame.f_code) for frame in _stack(self._thread)}
+        self._entered = [entry for entry in self._entered if entry[1:] in running]
+        if not self._entered and self._thread != threading.get_ident():
+            self._give_back()
+
+    def forked(self, survivor: int) -> None:
+        """In a child process, which has one thread."""
+        self._queue.clear()
+        self._backwards = {task: running for task, running in self._backwards.items() if running.thread == survivor}
+        if self._thread != survivor:
+            self._give_back()
+
+
+class _Backward:
+    """A backward pass: the thread in which it took the lock, and what follows it."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.at_end: list[Callable[[int], None]] = []
+
+
+class _Callback:
+    """Queued in the engine, which alone holds it: called at the end of a backward pass, deleted after a failed one."""
+
+    def __init__(self, lock: weakref.ref[ModelLock], task: int) -> None:
+        self._lock, self._task = lock, task
+
+    def __call__(self) -> None:
+        lock = self._lock()
+        if lock is not None:
+            lock.end_backward(self._task)
+
+    __del__ = __call__
+
+
+def _forward_frame() -> Any:
+    """The frame that called the hook, of ``Module.__call__``: it is on the stack until the forward is over."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and _is_hook(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _is_hook(file: str) -> bool:
+    return file.startswith(_HERE) or f"{os.sep}_dynamo{os.sep}" in file
+
+
+_HERE = str(Path(__file__).parent)
+
+
+def _stack(thread: int) -> Iterator[Any]:
+    """The frames of a thread, the innermost first; none of a thread that has ended."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _waits_for_engine(thread: int) -> bool:
+    """Whether a thread is in a backward pass: its forward does not go on before the engine does."""
+    return any(
+        frame.f_code.co_name in _ENGINE and f"torch{os.sep}autograd{os.sep}" in frame.f_code.co_filename
+        for frame in _stack(thread)
+    )
+
+
+def _after_fork() -> None:
+    global _mutex, _changed
+    _mutex = threading.RLock()
+    _changed = threading.Condition(_mutex)
+    _waiting.clear()
+    for lock in list(_locks):
+        lock.forked(threading.get_ident())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,179 @@
+"""Several threads call one split model: ``python -m tests.offload.threads --forwards 1000 --out FILE.json``.
+
+Every combination of where the weights are (disk, host memory), their quantization, and no adapter or a LoRA adapter on
+the language model. Every layer, the towers and every embedding are offloaded. Each answer must be that of one device,
+bit by bit. Exit status 0: they all were.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import contextlib
+import itertools
+import json
+import platform
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+STORES = ("disk", "ram")
+QUANTIZATIONS = (None, "4bit-double", "8bit")
+ADAPTERS = (None, "language")
+EMBEDDINGS = ("model.language_model.embed_tokens", "model.language_model.embed_tokens_per_layer", "lm_head")
+
+
+def split(workspace: Any, store: str, quantization: str | None = None, adapter: str | None = None) -> Any:
+    """Every layer, tower and embedding off the main device; "ram" is the code of ``"cpu"`` entries on a GPU."""
+    import torch
+    from accelerate import dispatch_model
+
+    from gemma4_compat._reproduction import tiny
+
+    model = workspace.load(quantization)
+    main, offloaded = torch.device(workspace.main), "disk" if store == "disk" else "cpu"
+    placement = tiny.device_map(model, "both", main=main, offloaded=offloaded)
+    placement |= {name: offloaded for name in placement if ".layers." in name or name in EMBEDDINGS}
+    skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+    folder = tempfile.mkdtemp(prefix="offload-", dir=workspace.folder)
+    model = dispatch_model(model, placement, main_device=main, offload_dir=folder, skip_keys=skip)
+    return adapted(workspace, model, adapter)
+
+
+def adapted(workspace: Any, model: Any, adapter: str | None) -> Any:
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, workspace.adapter(adapter))
+
+
+def prompts(workspace: Any) -> list[dict[str, Any]]:
+    """Text, a batch, and text with an image and sound."""
+    import torch
+
+    chance = torch.Generator().manual_seed(3)
+    texts = [torch.randint(3, 240, shape, generator=chance).to(workspace.main) for shape in ((1, 9), (3, 14))]
+    return [*({"input_ids": text} for text in texts), workspace.inputs()]
+
+
+def answers(model: Any, prompts: list[dict[str, Any]]) -> list[Any]:
+    import torch
+
+    with torch.no_grad():
+        return [model(**prompt).logits for prompt in prompts]
+
+
+def run_together(works: list[Callable[[], Any]], *, limit: float = 300) -> list[BaseException | None]:
+    """Run functions in threads, switched as often as Python can; what each raised.
+
+    Raises:
+        TimeoutError: some have not ended within ``limit`` seconds.
+    """
+    raised: list[BaseException | None] = [None] * len(works)
+    start = threading.Barrier(len(works))
+
+    def run(index: int, work: Callable[[], Any]) -> None:
+        start.wait()
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 (each is reported)
+            raised[index] = error
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(works)]
+    with often_switched():
+        for thread in threads:
+            thread.start()
+        until = time.monotonic() + limit
+        for thread in threads:
+            thread.join(max(until - time.monotonic(), 0.1))
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"{sum(thread.is_alive() for thread in threads)} of {len(threads)} threads have not ended")
+    return raised
+
+
+@contextlib.contextmanager
+def often_switched() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def check(
+    model: Any, prompts: list[dict[str, Any]], expected: list[Any], *, forwards: int, threads: int
+) -> dict[str, Any]:
+    """How many of ``forwards`` forwards from several threads were exact, and what was raised."""
+    import torch
+
+    numbers, exact = itertools.count(), [0] * threads
+
+    def work(index: int) -> None:
+        with torch.no_grad():
+            while (number := next(numbers)) < forwards:
+                chosen = number % len(prompts)
+                exact[index] += torch.equal(model(**prompts[chosen]).logits, expected[chosen])
+
+    begun = time.perf_counter()
+    raised = run_together([lambda index=index: work(index) for index in range(threads)])
+    return {
+        "exact": sum(exact),
+        "by_thread": exact,
+        "raised": [f"{type(error).__name__}: {error}" for error in raised if error is not None],
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
+
+
+def cells() -> list[tuple[str, str | None, str | None]]:
+    return list(itertools.product(STORES, QUANTIZATIONS, ADAPTERS))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--forwards", type=int, default=1000)
+    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+
+    import gemma4_compat  # armed before the libraries
+    from gemma4_compat._doctor import findings
+    from gemma4_compat._reproduction.workspace import Workspace
+
+    measured, failed = {}, 0
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Workspace.build(Path(folder))
+        given = prompts(workspace)
+        for quantization, adapter in itertools.product(QUANTIZATIONS, ADAPTERS):
+            expected = answers(adapted(workspace, workspace.load(quantization), adapter), given)
+            for store in STORES:
+                model = split(workspace, store, quantization, adapter)
+                found = check(model, given, expected, forwards=chosen.forwards, threads=chosen.threads)
+                name = f"{store}, {quantization or 'bf16'}, {'LoRA' if adapter else 'no adapter'}"
+                measured[name] = found
+                failed += found["exact"] != chosen.forwards
+                print(f"{name}: {found}", flush=True)
+    if chosen.out:
+        result = {
+            "gemma4_compat": gemma4_compat.__version__,
+            "python": platform.python_version(),
+            "versions": findings.stack(),
+            "forwards": chosen.forwards,
+            "threads": chosen.threads,
+            "measured": measured,
+        }
+        chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
