@@ -57,7 +57,9 @@ def now(folder: Path) -> dict[str, Any]:
     for _ in range(2):
         gc.collect()
     kinds = (type(item) for item in gc.get_objects())
-    objects = collections.Counter(kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in _PACKAGES)
+    objects = collections.Counter(
+        kind.__name__ for kind in kinds if str(kind.__module__).partition(".")[0] in _PACKAGES
+    )
     maps = Path("/proc/self/maps").read_text(encoding="utf-8") if sys.platform == "linux" else ""
     files = list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else []
     found = {kind: objects[kind] for kind in KINDS}
