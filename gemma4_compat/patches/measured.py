@@ -20,6 +20,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-embedding-lookup": ("accelerate.hooks",),
     "accelerate-hf-initialized": ("accelerate.utils.modeling",),
     "accelerate-int8-offload": ("accelerate.utils.modeling",),
+    "accelerate-load-tied": ("accelerate.utils.modeling",),
     "accelerate-map-check": ("accelerate.big_modeling",),
     "accelerate-move-offloaded": ("accelerate.big_modeling",),
     "accelerate-nested-map": ("accelerate.big_modeling", "accelerate.hooks", "accelerate.utils.offload"),
