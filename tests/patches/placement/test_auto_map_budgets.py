@@ -123,9 +123,11 @@ def test_any_budget_loads_and_answers_like_one_device(variant: Workspace, tmp_pa
 def test_an_assistant_and_a_bare_model_get_a_map(workspace: Any, tmp_path: Path) -> None:
     import transformers
 
-    folder = tiny_models.build_assistant(workspace.checkpoint, tmp_path)
-    assistant = getattr(transformers, tiny_models.assistant_class(workspace.checkpoint)).from_pretrained(folder)
     inner = workspace.load().model
-    for model in (assistant, inner, inner.language_model):
+    models = [inner, inner.language_model]
+    if hasattr(transformers, "Gemma4AssistantForCausalLM"):
+        folder = tiny_models.build_assistant(workspace.checkpoint, tmp_path)
+        models.append(transformers.Gemma4AssistantForCausalLM.from_pretrained(folder))
+    for model in models:
         model.to("meta")
         assert map_of(model, "auto", {0: size_of(model) // 2, "cpu": 1 << 40})
