@@ -60,9 +60,12 @@ def input_device(model: Any) -> torch.device:
     import torch
 
     embedding = _input_embedding(model)
+    device = placement.hook_device(embedding)
+    if device is not None:
+        return device  # as nearly always: `model.device` asks several times a token
     path = next((name for name, module in model.named_modules() if module is embedding), "")
-    for module in (embedding, *_ancestors(model, path)):
-        device = placement.hook_device(module, of_submodules=module is not embedding)
+    for module in _ancestors(model, path):
+        device = placement.hook_device(module, of_submodules=True)
         if device is not None:
             return device
     tensor: Any = next(iter((*embedding.parameters(), *embedding.buffers())), None)
@@ -73,6 +76,38 @@ def input_device(model: Any) -> torch.device:
             + "Load the model again with from_pretrained(..., device_map=...), and do not remove its hooks."
         )
     return torch.device(tensor.device)
+
+
+def device_of_offloaded(model: Any) -> torch.device | None:
+    """Where a model takes its inputs whose first parameter is on meta until a hook brings it in.
+
+    That is :func:`input_device`; for a part without an input embedding, such as a tower, it is where its first
+    parameter computes.
+
+    Returns:
+        The device; None where no hook brings the first parameter in: that model really is on meta.
+    """
+    named = ((name, module) for name, module in model.named_modules() if _has_parameters(module))
+    path, first = next(named, ("", None))
+    if first is None:
+        return None
+    above = [module for module in _ancestors(model, path) if _offloads_submodules(module)]
+    offloading = [module for module in (first, *above) if placement.offload_hook(module) is not None]
+    if not offloading:
+        return None
+    try:
+        return input_device(model)
+    except Gemma4CompatError:
+        found: torch.device | None = placement.execution_device(offloading[0])
+        return found
+
+
+def _has_parameters(module: Any) -> bool:
+    return any(parameter is not None for parameter in module._parameters.values())
+
+
+def _offloads_submodules(module: Any) -> bool:
+    return bool(getattr(placement.offload_hook(module), "place_submodules", False))
 
 
 def find_meta_tensors(model: Any) -> tuple[MetaTensor, ...]:
@@ -160,9 +195,8 @@ def _offload_hooks(model: Any, path: str, module: Any) -> Iterator[tuple[Any, st
         yield hook, ""
     parts = path.split(".") if path else []
     for depth, ancestor in enumerate(reversed(_ancestors(model, path))):
-        hook = placement.offload_hook(ancestor)
-        if getattr(hook, "place_submodules", False):
-            yield hook, ".".join(parts[depth:]) + "."
+        if _offloads_submodules(ancestor):
+            yield placement.offload_hook(ancestor), ".".join(parts[depth:]) + "."
 
 
 def _is_held(hooks: list[tuple[Any, str]], name: str, keys: dict[int, frozenset[Any]]) -> bool:

@@ -53,6 +53,17 @@ def converts(skip: Collection[str]) -> Callable[[str], bool]:
     return lambda name: bool(should_convert_module(name, list(skip)))
 
 
+def tied_linears(model: Any) -> frozenset[str]:
+    """The linears that share a weight with another module by the model's configuration, such as ``lm_head``; also on
+    meta, where nothing is tied yet.
+    """
+    import torch
+
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    paths = {name.rpartition(".")[0] for pair in tied.items() for name in pair if name.endswith(".weight")}
+    return frozenset(name for name in paths if type(model.get_submodule(name)) is torch.nn.Linear)
+
+
 def linear_names(model: Any, skip: Collection[str]) -> frozenset[str]:
     """The linears that transformers quantizes with these ``llm_int8_skip_modules``."""
     import torch

@@ -81,4 +81,4 @@ def _quantization(model: Any, requested: str | None, findings: Findings) -> tupl
         findings.notes.append(f"the base is quantized with {method}, which this command knows no details of")
         return method, frozenset()
     skip = settings.get("llm_int8_skip_modules") or ["lm_head"]
-    return name, config.linear_names(model, skip)
+    return name, config.linear_names(model, skip) - config.tied_linears(model)

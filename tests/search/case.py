@@ -259,12 +259,12 @@ def generate(seed: int) -> Case:
         placement=(),
     )
     while True:
-        case = dataclasses.replace(case, placement=_random_map(chosen, tree(case)))
+        case = dataclasses.replace(case, placement=random_map(chosen, tree(case)))
         if is_complete(case):
             return case
 
 
-def _random_map(chosen: random.Random, root: Node) -> Map:
+def random_map(chosen: random.Random, root: Node) -> Map:
     """Entries of any depth. Half of the maps are nested: entries below other entries, in either direction."""
     entries: dict[str, str] = {}
     offloaded = chosen.choice((0.15, 0.4, 0.7))  # the share that is offloaded
@@ -339,10 +339,10 @@ def simplifications(case: Case) -> Iterator[Case]:
         yield but(load="dispatch_model")
     elif case.skip_keys == "none":
         yield but(skip_keys="own")
-    yield from (but(placement=placement) for placement in (*_simpler_maps(case), *_renumbered(case)))
+    yield from (but(placement=placement) for placement in (*simpler_maps(case), *_renumbered(case)))
 
 
-def _simpler_maps(case: Case) -> Iterator[Map]:
+def simpler_maps(case: Case) -> Iterator[Map]:
     placement = case.placement
     root = tree(case)
     # one entry for all that is below a module
@@ -395,18 +395,22 @@ def size(case: Case) -> tuple[int, ...]:
     )  # fmt: skip
 
 
-def as_param(case: Case, name: str, why: str) -> str:
-    """The case for the table of ``tests/search/regressions.py``; only what differs from the defaults."""
+def arguments(case: Case) -> list[str]:
+    """The call of :class:`Case`, a line for each argument that differs from the default."""
     defaults = {field.name: field.default for field in dataclasses.fields(Case)}
     fields = {key: value for key, value in vars(case).items() if value != defaults[key]}
     placement = fields.pop("placement")
     entries = [f"{key}={value!r}," for key, value in fields.items()]
-    entries += ["placement=(", *(f"    {item!r}," for item in placement), "),"]
+    return [*entries, "placement=(", *(f"    {item!r}," for item in placement), "),"]
+
+
+def as_param(case: Case, name: str, why: str) -> str:
+    """The case for the table of ``tests/search/regressions.py``; only what differs from the defaults."""
     lines = [
         *(f"# {line}" for line in why.splitlines()),
         "pytest.param(",
         "    Case(",
-        *(f"        {entry}" for entry in entries),
+        *(f"        {entry}" for entry in arguments(case)),
         "    ),",
         f"    id={name!r},",
         "),",

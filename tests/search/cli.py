@@ -103,6 +103,11 @@ def features(case: Case) -> dict[str, bool]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if "--sequences" in arguments:
+        from tests.search import sequences_cli
+
+        return sequences_cli.main([argument for argument in arguments if argument != "--sequences"])
     parser = argparse.ArgumentParser(prog="python -m tests.search", description=__doc__)
     parser.add_argument("--cases", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
@@ -113,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/search)")
     parser.add_argument("--regression", metavar="ID", help="run this case of tests/search/regressions.py instead")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if options.regression is not None:
         known = {parameter.id: parameter.values[0] for parameter in regressions.REGRESSIONS}
         if options.regression not in known:

@@ -95,7 +95,7 @@ class Bench:
         import torch
 
         return (
-            _model_class(case)
+            model_class(case)
             .from_pretrained(
                 self.checkpoint(case),
                 dtype=torch.bfloat16,
@@ -128,7 +128,7 @@ class Bench:
         """Three forwards and a greedy generate, without gradients."""
         import torch
 
-        batch = _inputs(case, self.main)
+        batch = inputs(case, self.main)
         with torch.no_grad():
             logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
             tokens = model.generate(
@@ -140,7 +140,7 @@ class Bench:
         import torch
         from peft import LoraConfig, get_peft_model
 
-        model = _model_class(case).from_pretrained(self.checkpoint(case), dtype=torch.bfloat16)
+        model = model_class(case).from_pretrained(self.checkpoint(case), dtype=torch.bfloat16)
         modules = dict(model.named_modules())
         matched = [name for name in modules if re.fullmatch(TARGETS[str(case.adapter)], name)]
         # Clipped linears the way adapters in the wild have them, on the inner layer; that needs no patch.
@@ -166,7 +166,7 @@ class Bench:
 @contextlib.contextmanager
 def bench() -> Iterator[Bench]:
     """A bench in a temporary folder."""
-    with _quiet(), tempfile.TemporaryDirectory(prefix="gemma4-search-") as folder:
+    with quiet(), tempfile.TemporaryDirectory(prefix="gemma4-search-") as folder:
         yield Bench(Path(folder))
     gc.collect()  # dispatched models hold themselves; after each case it would take a third of the time
 
@@ -207,7 +207,7 @@ def check(case: Case, bench: Bench, *, tamper: Callable[[Any], None] | None = No
             wrong = _misplaced(case, bench, model)
             return _wrong_placement("placement after", wrong) if wrong else None
     except Exception as error:  # noqa: BLE001  (whatever the libraries raise is what is searched for)
-        return _raised(stage, error)
+        return raised(stage, error)
     finally:
         shutil.rmtree(offload_folder)
 
@@ -232,7 +232,7 @@ def shrink(
     return case
 
 
-def _model_class(case: Case) -> Any:
+def model_class(case: Case) -> Any:
     import transformers
 
     return {
@@ -295,7 +295,7 @@ def _build_checkpoint(case: Case, folder: Path) -> Path:
     import torch
 
     torch.manual_seed(0)
-    model = _model_class(case)(_config(case))
+    model = model_class(case)(_config(case))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
@@ -313,7 +313,7 @@ def _build_checkpoint(case: Case, folder: Path) -> Path:
     return folder
 
 
-def _inputs(case: Case, device: Any) -> dict[str, Any]:
+def inputs(case: Case, device: Any) -> dict[str, Any]:
     """A prompt of 24 tokens; with an image and a sound for the towers there are, unless it is text only."""
     import torch
 
@@ -382,10 +382,10 @@ def _misplaced(case: Case, bench: Bench, model: Any) -> list[str]:
 
 
 def _wrong_placement(stage: str, wrong: list[str]) -> Failure:
-    return Failure(stage, f"{stage}: {_general(wrong[0])}", f"{len(wrong)} misplaced: " + "; ".join(wrong[:8]))
+    return Failure(stage, f"{stage}: {general(wrong[0])}", f"{len(wrong)} misplaced: " + "; ".join(wrong[:8]))
 
 
-def _raised(stage: str, error: Exception) -> Failure:
+def raised(stage: str, error: Exception) -> Failure:
     frames = [
         f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno} {frame.name}"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -397,11 +397,11 @@ def _raised(stage: str, error: Exception) -> Failure:
         frame for frame in frames if frame.startswith(("accelerate/", "transformers/", "peft/", "bitsandbytes/"))
     ]
     where = re.sub(r":\d+ ", ":", upstream[-1]) if upstream else frames[-1]
-    signature = f"{stage}: {type(error).__name__}: {_general(message)[:160]} [{where}]"
+    signature = f"{stage}: {type(error).__name__}: {general(message)[:160]} [{where}]"
     return Failure(stage, signature, f"{type(error).__name__}: {message[:600]}\n  " + "\n  ".join(frames[-10:]))
 
 
-def _general(message: str) -> str:
+def general(message: str) -> str:
     """A message without what differs between cases of one cause: names of modules, numbers, maps."""
     message = re.sub(r"\{.*\}", "{...}", message)
     message = re.sub(r"^\w+ is on the meta", "PARAMETER is on the meta", message)
@@ -411,13 +411,13 @@ def _general(message: str) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """The libraries announce every offload; a search does thousands. Afterwards they speak as they did."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(1)
-    loggers = [logging.getLogger(name) for name in ("accelerate", "bitsandbytes", "transformers")]
+    loggers = [logging.getLogger(name) for name in ("accelerate", "bitsandbytes", "gemma4_compat", "transformers")]
     levels = [logger.level for logger in loggers]
     bars = transformers_logging.is_progress_bar_enabled()
     for logger in loggers:

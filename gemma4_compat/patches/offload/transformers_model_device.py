@@ -1,0 +1,84 @@
+"""``model.device`` is where the model takes its inputs, offloaded modules or not.
+
+Symptom: ``RuntimeError: Tensor.item() cannot be called on meta tensors`` from ``generate``, and ``NotImplementedError:
+Cannot copy out of meta tensor`` from a forward, for a batch that was moved ``.to(model.device)``: the line of every
+model card. Evaluation harnesses and chat front ends do the same, and PEFT puts prompt encoders there.
+
+Cause: ``model.device`` is the device of the first parameter, which belongs to the vision tower of a multimodal model
+and to ``embed_tokens`` of a text model. Between two forwards an offloaded parameter is on meta.
+
+Fix: While the first parameter is on meta and a hook of accelerate onloads it, ``model.device`` is where the input
+embedding computes (``gemma4_compat.input_device``); for a part that has none, such as a tower, it is where its first
+parameter does. PEFT's wrappers ask the model inside. Any other model answers as before: with the device of its first
+parameter, which is meta for one that really is there. ``generate`` still does not compile a model whose first
+parameter is offloaded.
+
+Remove when: ``ModuleUtilsMixin.device`` of transformers takes accelerate's hooks into account.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import inspection
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def device(original: Callable[..., Any], self: Any) -> Any:
+    found = original(self)
+    if found.type != "meta":
+        return found
+    return inspection.device_of_offloaded(self) or found
+
+
+def valid_auto_compile_criteria(
+    original: Callable[..., bool], self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
+) -> bool:
+    found = original(self, model_kwargs, generation_config, *args, **kwargs)
+    compilation = generation_config.compile_config
+    if not found or (compilation is not None and compilation._compile_all_devices):
+        return found
+    # Hooks crash in a compiled forward. Without a device map (`accelerate.cpu_offload`) meta was what kept it away.
+    return bool(next(self.parameters()).device.type != "meta")
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    reference, model = workspace.load(), workspace.split(offload="towers")
+    batch = {name: value.to(model.device) for name, value in workspace.inputs().items()}
+    expected = workspace.outputs(reference)
+    with torch.no_grad():
+        model.generate(**batch, max_new_tokens=2, do_sample=False)
+    return Outcome.of_parity(difference(expected, workspace.outputs(model)), f"inputs moved to {model.device}")
+
+
+PATCH = Patch(
+    id="transformers-model-device",
+    severity=Severity.CRASH,
+    failure_points=("F37",),
+    distribution="transformers",
+    affected=">=5.5",
+    requires=("accelerate",),
+    targets=(
+        Target(
+            module="transformers.modeling_utils",
+            name="ModuleUtilsMixin.device",
+            replacement=device,
+            group="model.device",
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._valid_auto_compile_criteria",
+            replacement=valid_auto_compile_criteria,
+            group="compilation",
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,117 @@
+"""A tied head is not quantized, whatever ``llm_int8_skip_modules`` names.
+
+Symptom: ``AssertionError`` in ``fix_4bit_weight_quant_state_from_module`` in the first forward, or ``AttributeError:
+'Parameter' object has no attribute 'CB'`` in 8 bits (``'SCB'`` in ``state_dict``), when the list of
+``llm_int8_skip_modules`` does not name ``lm_head``: ``["model.vision_tower"]``, for example, or an empty one.
+
+Cause: ``HfQuantizer.get_modules_to_not_convert`` looks for tied weights only where there is no list. With one, the
+head becomes a quantized layer, and the checkpoint holds no weight for it. ``tie_weights`` then gives it the
+embedding's, which is not quantized.
+
+Fix: A head of a Gemma 4 model that takes its weight from the embedding stays as it is. The patch adds it to
+``llm_int8_skip_modules`` of the model's configuration, so a saved model names it too and loads anywhere. The
+configuration passed by the caller is not changed. A head with a weight of its own, by the configuration or in the
+checkpoint, is quantized as before.
+
+Remove when: transformers leaves tied weights unquantized with any list.
+"""
+
+from __future__ import annotations
+
+import copy
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._checkpoint.header import header
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+from gemma4_compat._quantization import config
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def process_model_before_weight_loading(
+    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    skip = self.quantization_config.llm_int8_skip_modules
+    if skip is not None and family.is_gemma4(model):
+        heads = sorted(filter(config.converts(skip), config.tied_linears(model)))
+        if heads:
+            keys = _keys(kwargs.get("checkpoint_files") or ())
+            heads = [head for head in heads if not _is_stored(head, keys, quantized=self.pre_quantized)]
+        if heads:
+            self.quantization_config = copy.copy(self.quantization_config)
+            self.quantization_config.llm_int8_skip_modules = [*skip, *heads]
+    return original(self, model, *args, **kwargs)
+
+
+def _is_stored(head: str, keys: set[str], *, quantized: bool) -> bool:
+    """Whether a checkpoint has a weight for a head that can be loaded into a quantized layer.
+
+    transformers unties such a head, because a quantized weight differs from the embedding's. In a ``quantized``
+    checkpoint the weight needs its scales.
+    """
+    if quantized:
+        return f"{head}.SCB" in keys or any(key.startswith(f"{head}.weight.") for key in keys)
+    return f"{head}.weight" in keys
+
+
+def _keys(files: Iterable[str]) -> set[str]:
+    """The names of a checkpoint's tensors."""
+    import torch
+
+    found: set[str] = set()
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            found |= header(Path(file)).keys()
+        else:
+            mapped = zipfile.is_zipfile(file)  # torch's older format cannot be
+            found |= torch.load(file, map_location="meta", weights_only=True, mmap=mapped).keys()
+    return found
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import transformers
+
+    from gemma4_compat._reproduction import tiny_models
+    from gemma4_compat._reproduction.workspace import difference
+
+    found = []
+    for quantization in ("4bit", "8bit"):
+        reference = workspace.load(quantization)
+        settings = copy.copy(reference.config.quantization_config)
+        settings.llm_int8_skip_modules = [name for name in settings.llm_int8_skip_modules if name != "lm_head"]
+        model = getattr(transformers, tiny_models.class_name(workspace.checkpoint)).from_pretrained(
+            workspace.checkpoint,
+            dtype=reference.dtype,
+            device_map={"": workspace.main},
+            quantization_config=settings,
+        )
+        found.append(difference(workspace.outputs(reference), workspace.outputs(model.eval())))
+    return Outcome.of_parity(max(found), "4-bit and 8-bit models that skip lm_head by name")
+
+
+PATCH = Patch(
+    id="transformers-tied-head",
+    severity=Severity.CRASH,
+    failure_points=("F36",),
+    distribution="transformers",
+    affected=">=5.5",
+    requires=("accelerate", "bitsandbytes"),
+    targets=(
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer._process_model_before_weight_loading",
+            replacement=process_model_before_weight_loading,
+        ),
+        Target(
+            module="transformers.quantizers.quantizer_bnb_8bit",
+            name="Bnb8BitHfQuantizer._process_model_before_weight_loading",
+            replacement=process_model_before_weight_loading,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,135 @@
+"""Operations that run the model."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from tests.search.sequences_bench import World
+
+NEW_TOKENS = 4
+
+
+def forward(
+    world: World,
+    prompt: str,
+    batch: str | None = None,
+    attentions: bool = False,
+    autocast: str | None = None,
+    gradients: bool = False,
+) -> dict[str, Any]:
+    import torch
+
+    with torch.set_grad_enabled(gradients), world.autocast(autocast):
+        output = world.model(**world.inputs(prompt, batch), output_attentions=attentions)
+    shown = {"logits": output.logits.detach()}
+    if attentions:
+        shown |= {f"attentions {index}": value.detach() for index, value in enumerate(output.attentions)}
+    return shown
+
+
+def generate(world: World, prompt: str, mode: str) -> dict[str, Any]:
+    import torch
+
+    options = {
+        "greedy": {"do_sample": False},
+        "sample": {"do_sample": True, "temperature": 1.3, "top_k": 50},
+        "beams": {"do_sample": False, "num_beams": 2},
+    }[mode]
+    with torch.no_grad():
+        found = world.model.generate(
+            **world.inputs(prompt), **options, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    return {"tokens": found.sequences, "logits": torch.cat(found.logits)}
+
+
+def turns(world: World, prompt: str, turns: int) -> dict[str, Any]:
+    """A conversation on one cache: each turn brings its tokens, and the mask of all there are."""
+    import torch
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=world.base.config.get_text_config())
+    batch = world.inputs(prompt)
+    shown: dict[str, Any] = {}
+    with torch.no_grad():
+        for turn in range(turns):
+            shown[f"logits {turn}"] = world.model(**batch, past_key_values=cache, use_cache=True).logits
+            ids = world.inputs("text")["input_ids"][:, turn : turn + 6]
+            mask = torch.cat([batch["attention_mask"], torch.ones_like(ids)], dim=1)
+            batch = {"input_ids": ids, "attention_mask": mask}
+    return shown
+
+
+def failing_forward(world: World, where: str, layer: int, gradients: bool) -> dict[str, Any]:
+    """A hook of the user's raises in the middle of a forward; then the hook is gone."""
+    import torch
+
+    part = world.text.layers[layer]
+    module = {"layer": part, "mlp": part.mlp, "head": world.base.get_output_embeddings()}[where]
+
+    def fail(*_: Any) -> None:
+        raise _StopHereError("stop")
+
+    handle = module.register_forward_pre_hook(fail)
+    raised = False
+    try:
+        with torch.set_grad_enabled(gradients):
+            world.model(**world.inputs("text"))
+    except _StopHereError:
+        raised = True
+    finally:
+        handle.remove()
+    return {"raised": raised}
+
+
+class _StopHereError(Exception):
+    """What a user's hook raises."""
+
+
+def to_model_device(world: World) -> dict[str, Any]:
+    """As on every model card: inputs go to ``model.device``."""
+    import torch
+
+    with torch.no_grad():
+        batch = {name: value.to(world.model.device) for name, value in world.inputs("text").items()}
+        return {"logits": world.model(**batch).logits}
+
+
+def threads(world: World, number: int) -> dict[str, Any]:
+    """Several forwards at once; each gives what it gives alone."""
+    import torch
+
+    found: dict[str, Any] = {}
+    errors: list[BaseException] = []
+
+    def run(name: str) -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(2):
+                    found[name] = world.model(**world.inputs("text")).logits
+        except BaseException as error:  # noqa: BLE001  (raised below, in the thread that asked)
+            errors.append(error)
+
+    started = [threading.Thread(target=run, args=(f"logits {index}",)) for index in range(number)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return dict(sorted(found.items()))
+
+
+def second_model(world: World) -> dict[str, Any]:
+    """Another model of the same checkpoint and map, used in turns with the first one."""
+    import torch
+
+    other = World(world.bench, world.case, split=world.split)
+    world.kept.append(other)
+    shown = {}
+    with torch.no_grad():
+        for turn in range(2):
+            shown[f"first {turn}"] = world.model(**world.inputs("text")).logits
+            shown[f"second {turn}"] = other.model(**other.inputs("text")).logits
+    return shown
