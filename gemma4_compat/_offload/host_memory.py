@@ -28,13 +28,24 @@ class Stored:
             dtype and stays on disk.
         on_disk: whether reading it reads a file.
         holder: the dict that holds it under ``key``, where host memory does; else None.
-        key: its name there.
+        key: its name there, or in ``index``.
+        index: the dict that says, under ``key``, in which file it is; None in host memory.
+        folder: where accelerate offloads to; None where everything is read from the checkpoint.
     """
 
     def __init__(
-        self, raw: Any, *, on_disk: bool, dtype: Any = None, holder: dict[str, Any] | None = None, key: str = ""
+        self,
+        raw: Any,
+        *,
+        on_disk: bool,
+        dtype: Any = None,
+        holder: dict[str, Any] | None = None,
+        key: str = "",
+        index: dict[str, Any] | None = None,
+        folder: Any = None,
     ) -> None:
         self.raw, self.on_disk, self.holder, self.key = raw, on_disk, holder, key
+        self.index, self.folder = index, folder
         self.dtype = raw.dtype if dtype is None else dtype
 
     @property
@@ -67,7 +78,9 @@ def stored(weights_map: Any, name: str) -> Stored:
     if name in index:
         entry = index[name]
         dtype = getattr(torch, entry["dtype"]) if "dtype" in entry else None
-        return Stored(_mapped(entry, name, weights_map.save_folder), on_disk=True, dtype=dtype)
+        folder = weights_map.save_folder
+        raw = _mapped(entry, name, folder)
+        return Stored(raw, on_disk=True, dtype=dtype, key=name, index=index, folder=folder)
     return Stored(weights_map[name], on_disk=False)  # somebody else's mapping: as it gives it
 
 
