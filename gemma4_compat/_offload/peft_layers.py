@@ -89,6 +89,17 @@ def modules_to_save_update(
             add_hook_to_module(copied, AlignDevicesHook(execution_device=devices[module]))
 
 
+def trainable_tokens_update_layer(
+    original: Callable[..., None], self: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
+    base = self.get_base_layer()
+    placement.offload_tied(base)
+    with placement.weights_brought_in(base):  # whose rows are copied
+        original(self, adapter_name, *args, **kwargs)
+    if placement.offload_hook(base) is not None:
+        _keep_onloaded_for_whole_forward(self)  # which computes with the weight, not with the base layer
+
+
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:

@@ -116,7 +116,7 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 PATCH = Patch(
     id="transformers-offloaded-embedding",
     severity=Severity.CRASH,
-    failure_points=("F11",),
+    failure_points=("F11", "F38", "F42"),
     distribution="transformers",
     affected=">=5.5",
     requires=("accelerate",),

@@ -1,4 +1,4 @@
-"""F38: an adapter with weights of its own for the embedding or the head, one of which is offloaded."""
+"""F38 and F42: an adapter with weights of its own for the embedding or the head, one of which is offloaded."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "copied head": {"modules_to_save": ["lm_head"]},
     "both copied": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "tied copies": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [5, 9, 60]}},
+    "tokens of the head": {"trainable_token_indices": {"lm_head": [5, 9, 60]}},
 }
 
 
