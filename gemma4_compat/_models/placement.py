@@ -52,6 +52,19 @@ def is_offloaded(module: Any) -> bool:
     )
 
 
+def offload_tied(module: Any) -> None:
+    """Put the module's own weights on meta where a hook offloads them and they are not there yet.
+
+    accelerate leaves an offloaded weight that is tied to one on the device there, until the first forward of its
+    module: an offloaded module that does not look like one.
+    """
+    hook = offload_hook(module)
+    if hook is None or is_offloaded(module) or not any(True for _ in module.parameters(recurse=False)):
+        return
+    hook.pre_forward(module)
+    hook.post_forward(module, None)
+
+
 def map_owner(model: Any) -> Any:
     """The object in a chain of PEFT wrappers that itself holds an ``hf_device_map`` with CPU or disk entries; or
     None.

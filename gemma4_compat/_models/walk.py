@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_WRAPPED = ("base_layer", "original_module", "token_adapter")  # children of PEFT's layers and wrappers
+
 
 def named_modules(root: Any) -> list[tuple[str, Any]]:
     """Name and module, each module once, a module before what is in it; ``root`` comes first and has no name."""
@@ -38,3 +40,28 @@ def modules(root: Any) -> list[Any]:
             found.append(module)
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
     return found
+
+
+def innermost(module: Any) -> Any:
+    """The base model's module below a PEFT layer or wrapper (or a stack of them)."""
+    while True:
+        inner = _below(module)
+        if inner is None:
+            return module
+        module = inner
+
+
+def in_use(module: Any) -> Any:
+    """The same, but the active adapter's copy (``modules_to_save``) where that takes the module's place."""
+    while True:
+        copies = module._modules.get("modules_to_save")
+        active = [] if copies is None or module.disable_adapters else module.active_adapters
+        inner = copies[active[0]] if active and active[0] in copies else _below(module)
+        if inner is None:
+            return module
+        module = inner
+
+
+def _below(module: Any) -> Any:
+    children = module._modules
+    return next((children[name] for name in _WRAPPED if children.get(name) is not None), None)

@@ -67,6 +67,8 @@ def move_adapter_to_device_of_base_layer(original: Callable[..., None], self: An
 def modules_to_save_update(
     original: Callable[..., None], self: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
+    for module in self.original_module.modules():
+        placement.offload_tied(module)
     offloaded = [module for module in self.original_module.modules() if placement.is_offloaded(module)]
     if not offloaded or adapter_name in self.modules_to_save:
         original(self, adapter_name, *args, **kwargs)
@@ -87,6 +89,17 @@ def modules_to_save_update(
             add_hook_to_module(copied, AlignDevicesHook(execution_device=devices[module]))
 
 
+def trainable_tokens_update_layer(
+    original: Callable[..., None], self: Any, adapter_name: str, *args: Any, **kwargs: Any
+) -> None:
+    base = self.get_base_layer()
+    placement.offload_tied(base)
+    with placement.weights_brought_in(base):  # whose rows are copied
+        original(self, adapter_name, *args, **kwargs)
+    if placement.offload_hook(base) is not None:
+        _keep_onloaded_for_whole_forward(self)  # which computes with the weight, not with the base layer
+
+
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
@@ -100,11 +113,8 @@ def inject_adapter(
 
     def create_with_weights(config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
         base = _base(target)
-        hook = placement.offload_hook(base)
-        if hook is not None and not placement.is_offloaded(base):  # tied: offload it, as its first forward does
-            hook.pre_forward(base)
-            hook.post_forward(base, None)
-        offloaded = hook is not None
+        placement.offload_tied(base)
+        offloaded = placement.offload_hook(base) is not None
         with placement.weights_brought_in(base):
             create(config, name, target, target_name, parent, *rest, **kw)
         if offloaded:

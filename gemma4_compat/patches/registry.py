@@ -43,6 +43,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.peft_clippable_linear",
     "adapters.transformers_adapter_keys",
     "adapters.peft_quantized_merge",
+    "adapters.peft_merge_offloaded",
     "training.peft_kbit_dtypes",
     "adapters.peft_quantized_experts",
     "adapters.peft_quantized_tuners",

@@ -16,8 +16,8 @@ are. The placement of the base takes precedence over ``device_map`` and ``max_me
 says so. Adapter weights are placed on the device where their base layer computes.
 
 A trainable copy (``modules_to_save``) is created from the real values and stays on that device. Adapters that read
-or change the base weight (DoRA, PiSSA, ``target_parameters`` and most tuners other than LoRA) find it on that
-device: it is onloaded while they are created, and for the whole forward of their layer.
+or change the base weight (DoRA, PiSSA, ``target_parameters``, ``trainable_token_indices`` and most tuners other than
+LoRA) find it on that device: it is onloaded while they are created, and for the whole forward of their layer.
 
 Two configurations are refused before any layer is created: an adapter folder that has a config but no weights, and
 trained biases (``bias=...``) of offloaded modules.
@@ -128,7 +128,7 @@ _UTILS = "peft.tuners.tuners_utils"
 PATCH = Patch(
     id="peft-keep-dispatch",
     severity=Severity.WRONG_RESULT,
-    failure_points=("F3", "F13", "F16", "F27"),
+    failure_points=("F3", "F13", "F16", "F27", "F38", "F42"),
     distribution="peft",
     affected=">=0.18.0",
     bug=("https://github.com/huggingface/peft/issues/3169", "https://github.com/huggingface/peft/issues/2541"),
@@ -164,6 +164,11 @@ PATCH = Patch(
             module="peft.utils.other",
             name="ModulesToSaveWrapper.update",
             replacement=peft_layers.modules_to_save_update,
+        ),
+        Target(
+            module="peft.tuners.trainable_tokens.layer",
+            name="TrainableTokensLayer.update_layer",
+            replacement=peft_layers.trainable_tokens_update_layer,
         ),
     ),
     reproduce=reproduce,

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import walk
 from gemma4_compat._models.placement import execution_device, offload_hook
 from gemma4_compat._offload import host_memory
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    embedding = _base_layer(self.language_model.embed_tokens)
+    embedding = walk.in_use(self.language_model.embed_tokens)
     config = self.config.text_config
     if offload_hook(embedding) is None or not config.hidden_size_per_layer_input:
         return original(self, *args, **kwargs)
@@ -41,18 +42,11 @@ def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    embedding = _base_layer(self.embed_tokens)
+    embedding = walk.in_use(self.embed_tokens)
     if input_ids is not None or offload_hook(embedding) is None:
         return original(self, input_ids, *args, **kwargs)
     with _onloaded(embedding):
         return original(self, input_ids, *args, **kwargs)
-
-
-def _base_layer(module: Any) -> Any:
-    """The embedding itself, below the layers of adapters, which pass ``weight`` on."""
-    while "base_layer" in (children := vars(module)["_modules"]):
-        module = children["base_layer"]
-    return module
 
 
 @contextlib.contextmanager
@@ -122,7 +116,7 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 PATCH = Patch(
     id="transformers-offloaded-embedding",
     severity=Severity.CRASH,
-    failure_points=("F11",),
+    failure_points=("F11", "F38", "F42"),
     distribution="transformers",
     affected=">=5.5",
     requires=("accelerate",),

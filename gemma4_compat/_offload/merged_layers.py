@@ -1,0 +1,133 @@
+"""Adapters merged into offloaded base weights, and taken out again.
+
+A layer's ``merge`` and ``unmerge`` change the weight of its base layer, which may be offloaded. On a split model two
+tied weights may be in different places: one parameter has become two. What a merge changes is stored, and every weight
+tied to it gets the same value.
+
+Replacements for the patch peft-merge-offloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from gemma4_compat._models import placement, walk
+from gemma4_compat._offload import stored_weights
+
+_UNMERGE = "unmerge"  # on a merged layer: its own is called with its base weight onloaded
+_HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
+
+#: Pairs of tied weights of the model whose adapters are being merged; None: unloaded without a merge.
+_merging: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("merging")
+
+
+@contextlib.contextmanager
+def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
+    """Inside, layers of a split model are merged through :func:`onload_layer`; yields its pairs of tied weights."""
+    if not any(placement.offload_hook(module) for module in walk.modules(model)):
+        yield []
+        return
+    pairs = stored_weights.tied(model)
+    token = _merging.set(pairs if merge else None)
+    try:
+        yield pairs
+    finally:
+        _merging.reset(token)
+        if any(_UNMERGE in vars(module) for module in walk.modules(model)):
+            _unmerge_before_forwards(model)
+
+
+def are_tied(model: Any, pairs: list[Any]) -> bool:
+    """Whether the input and the output embeddings of a model, as they are in use, are one of the ``pairs``."""
+    embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+    in_use = {walk.in_use(module) for module in embeddings if module is not None}
+    return any({target[0], source[0]} == in_use for target, source in pairs)
+
+
+def onload_layer(layer: Any) -> contextlib.AbstractContextManager[None] | None:
+    """For PEFT's function of that name: what is around a merge or an unmerge of ``layer``; None leaves it to PEFT."""
+    if _UNMERGE in vars(layer):  # which onloads it
+        return contextlib.nullcontext()
+    try:
+        pairs = _merging.get()
+    except LookupError:
+        return None
+    if pairs is None or not _changes_weights(layer):
+        return contextlib.nullcontext()
+    return onloaded(layer, pairs)
+
+
+def _changes_weights(layer: Any) -> bool:
+    return hasattr(layer, "merged_adapters") or hasattr(type(layer), "unload_and_optionally_merge_module")
+
+
+@contextlib.contextmanager
+def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
+    """Inside, ``layer`` can be merged or unmerged; afterwards its base weight is stored, in tied weights as well."""
+    base = walk.innermost(layer)
+    tied = [pair if pair[0][0] is base else pair[::-1] for pair in pairs if base in (pair[0][0], pair[1][0])]
+    tied = [(own, other) for own, other in tied if stored_weights.is_same(own, other)]
+    layers = [module for module in layer.modules() if hasattr(module, "merged_adapters")]
+    before = [list(module.merged_adapters) for module in layers]
+    offloaded = {
+        module: placement.offload_hook(module) for module in layer.modules() if placement.is_offloaded(module)
+    }
+    for module, hook in offloaded.items():
+        hook.pre_forward(module)
+    try:
+        with placement.hooks_off(offloaded):
+            yield
+    finally:
+        values = dict(base._parameters)
+        for module, hook in offloaded.items():
+            hook.post_forward(module, None)
+        if [list(module.merged_adapters) for module in layers] != before:
+            if placement.offload_hook(base) is not None:
+                _store(base, values, in_forward=base not in offloaded)
+            for own, other in tied:
+                stored_weights.tie(other, own)
+        for module in layers:
+            vars(module).pop(_UNMERGE, None)
+            if module.merged_adapters and (tied or placement.offload_hook(base) is not None):
+                vars(module)[_UNMERGE] = functools.partial(_unmerge, module, pairs)
+
+
+def _store(base: Any, values: dict[str, Any], *, in_forward: bool) -> None:
+    for name, value in values.items():
+        if value is not None:
+            stored_weights.write(base, name, value)
+        if type(value).__name__ == "Int8Params":
+            stored_weights.write_scales(base, value.SCB)
+    if in_forward:  # which ends with these, and takes them out
+        base._parameters.update(values)
+
+
+def _unmerge(layer: Any, pairs: list[Any]) -> None:
+    del vars(layer)[_UNMERGE]
+    with onloaded(layer, pairs):
+        layer.unmerge()
+
+
+def _unmerge_before_forwards(model: Any) -> None:
+    """Have layers with disabled adapters, which their forward unmerges, unmerged before layers are onloaded for it."""
+    import torch
+
+    if _HANDLE not in vars(model):
+        hook = torch.compiler.disable(_unmerge_disabled)
+        vars(model)[_HANDLE] = model.register_forward_pre_hook(hook, prepend=True)
+
+
+def _unmerge_disabled(model: Any, _inputs: Any) -> None:
+    merged = [module for module in walk.modules(model) if _UNMERGE in vars(module)]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    for layer in merged:
+        # The head is in no module group. On one device its weight, which the embedding shares, changes only when its
+        # own forward comes.
+        if layer.disable_adapters and layer is not head:
+            layer.unmerge()
+    if not any(_UNMERGE in vars(layer) for layer in merged) and _HANDLE in vars(model):
+        vars(model).pop(_HANDLE).remove()

@@ -1,0 +1,122 @@
+"""A merge into offloaded layers, and what takes it back, gives the outputs it gives on one device.
+
+Symptom: silent: after ``merge_adapter()`` with an offloaded layer, ``disable_adapter()``, ``set_adapter`` and
+``load_adapter`` leave the adapter in the base weights; from then on its change is applied twice. With quantized layers
+an error, raised when some of the layers are unmerged already. A LoRA on ``embed_tokens`` or ``lm_head`` is merged into
+only one of the two tied weights when they are apart.
+
+Cause: ``BaseTuner.merge_adapter`` and ``unmerge_adapter`` onload a layer (``onload_layer``). ``set_adapter``, and the
+forward of a layer with disabled adapters, call its ``unmerge`` with the base weight on meta, or with a copy that the
+next forward reads anew. Weights that are one parameter on one device are two where a device map separates them, and
+``onload_layer`` knows of one. ``merge_and_unload`` also calls it for every module that only contains others: the whole
+model is then on the device at once.
+
+Fix: A layer is onloaded, and its new weight stored, whoever merges or unmerges it; every weight tied to it gets the
+same value. Only adapter layers are onloaded, one at a time. Layers with disabled adapters are unmerged before the
+model's next forward. ``merge_and_unload`` leaves ``tie_word_embeddings`` on where the two weights are still equal.
+
+Remove when: PEFT onloads a layer, and stores its new weight, in ``unmerge`` itself, and changes tied weights together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._offload import merged_layers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gemma4_compat._reproduction.workspace import Outputs, Workspace
+
+_NO_LONGER_TIED = "Input and output embeddings are no longer tied after merging"
+
+
+def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    with merged_layers.merging(self.model):
+        return original(self, *args, **kwargs)
+
+
+def unload_and_optionally_merge(
+    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
+) -> Any:
+    with merged_layers.merging(self.model, merge=merge) as pairs, warnings.catch_warnings():
+        config: Any = getattr(self.model, "config", None)
+        tied = merged_layers.are_tied(self.model, pairs)
+        before = getattr(config, "tie_word_embeddings", None)
+        if tied:  # PEFT compares the addresses of the two weights
+            warnings.filterwarnings("ignore", message=_NO_LONGER_TIED)
+        unloaded = original(self, merge, *args, **kwargs)
+        if tied and before is not None:
+            config.tie_word_embeddings = before
+    return unloaded
+
+
+def onload_layer(original: Callable[..., Any], layer: Any) -> contextlib.AbstractContextManager[None]:
+    onloaded = merged_layers.onload_layer(layer)
+    found: contextlib.AbstractContextManager[None] = original(layer) if onloaded is None else onloaded
+    return found
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.workspace import difference
+
+    found = []
+    for adapter, offloaded in (
+        (workspace.adapter("language"), "model.language_model.layers.0"),
+        (_head_adapter(workspace), "lm_head"),
+    ):
+        whole, split = (_merged(workspace, adapter, placed) for placed in (None, offloaded))
+        found.append(max(difference(first, second) for first, second in zip(whole, split)))
+    return Outcome.of_parity(max(found), "a layer and the head, offloaded, merged and unmerged")
+
+
+def _head_adapter(workspace: Workspace) -> Path:
+    from gemma4_compat._reproduction import tiny_adapters
+
+    def merged_head(folder: Path) -> Path:
+        return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
+
+    return workspace.cached(merged_head)
+
+
+def _merged(workspace: Workspace, adapter: Path, offloaded: str | None) -> list[Outputs]:
+    """Outputs with the adapter merged, then without it, then with it again."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(workspace.load(), adapter)
+    if offloaded is not None:  # after PEFT's load, which without other patches undoes a split
+        placement = {"": workspace.main, f"base_model.model.{offloaded}": workspace.offloaded}
+        model = workspace.dispatch_map(model, placement)
+    model.merge_adapter()
+    found = [workspace.outputs(model)]
+    with model.disable_adapter():
+        found.append(workspace.outputs(model))
+    return [*found, workspace.outputs(model)]
+
+
+_MODULE = "peft.tuners.tuners_utils"
+
+PATCH = Patch(
+    id="peft-merge-offloaded",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F39", "F41"),
+    distribution="peft",
+    affected=">=0.18.0",
+    requires=("accelerate",),
+    needs=("accelerate-tied-on-disk",),
+    targets=(
+        Target(module=_MODULE, name="BaseTuner.merge_adapter", replacement=merge_adapter),
+        Target(
+            module=_MODULE,
+            name="BaseTuner._unload_and_optionally_merge",
+            replacement=unload_and_optionally_merge,
+        ),
+        Target(module=_MODULE, name="onload_layer", replacement=onload_layer),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,168 @@
+"""F39 and F41: adapters are merged into offloaded layers, and taken out again, as on one device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat._models import placement
+from gemma4_compat._reproduction import tiny_adapters
+from gemma4_compat.patches.adapters.peft_merge_offloaded import PATCH
+from tests.patches.adapters import tied_halves
+from tests.patches.adapters.tied_halves import EMBEDDING, HALVES, LAYERS, PLACES
+from tests.patches.promise import Promise
+
+LAYER = "model.language_model.layers.1"
+TARGETS: dict[str, Any] = {
+    "layers": LAYERS,
+    "embedding": ["embed_tokens"],
+    "head": ["lm_head"],
+    "both": ["embed_tokens", "lm_head"],
+}
+
+
+class TestPromise(Promise):
+    patch_id = PATCH.id
+    original = "logits differ|a token differs"
+
+
+@functools.cache
+def adapter(workspace: Any, targets: str, seed: int = 1) -> Path:
+    folder = workspace.folder / f"merged-{targets}-{seed}"
+    return tiny_adapters.write_adapter(workspace.load(), TARGETS[targets], folder, seed=seed)
+
+
+def steps(workspace: Any, base: Any, targets: str, *names: str) -> list[Any]:
+    """Outputs after each of the steps; after the last whether it is tied, of a model that was unloaded."""
+    import torch
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(base, adapter(workspace, targets))
+    model.load_adapter(adapter(workspace, "layers", 2), "second")
+    found = []
+    for name in names:
+        if name == "disable_adapter":
+            with model.disable_adapter():
+                found.append(tied_halves.logits(workspace, model))
+        elif name == "load_adapter":
+            model.load_adapter(adapter(workspace, "layers", 3), "third")
+        elif name in ("merge_adapter", "unmerge_adapter"):
+            getattr(model, name)()
+        elif name in ("merge_and_unload", "unload"):
+            model = model.merge_and_unload(safe_merge=True) if name == "merge_and_unload" else model.unload()
+        elif name == "add_weighted_adapter":
+            model.add_weighted_adapter(["default"], [0.7], name, combination_type="cat")
+            model.set_adapter(name)
+        else:
+            model.set_adapter(name)
+        found.append(tied_halves.logits(workspace, model.eval()))
+    if "unload" in names[-1]:
+        found.append(torch.tensor(model.config.tie_word_embeddings))
+    return found
+
+
+SEQUENCES = (
+    ("merge_adapter", "disable_adapter", "unmerge_adapter", "merge_adapter", "unload"),
+    ("merge_adapter", "second", "default"),
+    ("merge_adapter", "load_adapter", "disable_adapter", "merge_adapter"),
+    ("add_weighted_adapter", "merge_and_unload"),
+)
+
+
+@functools.cache
+def expected(workspace: Any, targets: str, sequence: tuple[str, ...], quantization: str | None) -> list[Any]:
+    return steps(workspace, workspace.load(quantization), targets, *sequence)
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=", ".join)
+@pytest.mark.parametrize(
+    ("place", "quantization"),
+    [
+        *((place, None) for place in PLACES),
+        ("ram", "4bit-double"),
+        ("disk", "4bit"),
+        ("ram", "8bit"),
+        ("disk", "8bit"),
+    ],
+)
+def test_an_offloaded_layer_is_merged_and_unmerged_as_on_one_device(
+    workspace: Any, place: str, quantization: str | None, sequence: tuple[str, ...]
+) -> None:
+    model = tied_halves.split(workspace, place, (LAYER,), quantization)
+    found = steps(workspace, model, "layers", *sequence)
+    assert tied_halves.same(expected(workspace, "layers", sequence, quantization), found)
+
+
+@pytest.mark.parametrize("targets", ["embedding", "head", "both"])
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("place", PLACES)
+def test_tied_weights_that_are_apart_are_merged_together(workspace: Any, place: str, half: str, targets: str) -> None:
+    for sequence in (SEQUENCES[0], SEQUENCES[-1]):
+        model = tied_halves.split(workspace, place, HALVES[half])
+        if place == "ram":
+            tied_halves.logits(workspace, model)  # after a forward
+        found = steps(workspace, model, targets, *sequence)
+        assert tied_halves.same(expected(workspace, targets, sequence, None), found), sequence
+
+
+def test_a_merge_that_fails_changes_nothing(workspace: Any) -> None:
+    import torch
+    from peft import PeftModel
+
+    model = tied_halves.split(workspace, "disk", (LAYER, EMBEDDING))
+    model = PeftModel.from_pretrained(model, adapter(workspace, "embedding"))
+    with model.disable_adapter():
+        before = tied_halves.logits(workspace, model)
+    embedding = model.get_input_embeddings()
+    with torch.no_grad():
+        embedding.lora_embedding_A["default"][0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaNs detected"):
+        model.merge_adapter(safe_merge=True)
+    with model.disable_adapter():
+        assert torch.equal(before, tied_halves.logits(workspace, model))
+    assert placement.is_offloaded(embedding.base_layer)
+
+
+def test_a_merged_model_is_copied_and_keeps_its_way_back_without_the_patches(workspace: Any) -> None:
+    import torch
+    from peft import PeftModel
+
+    model = tied_halves.split(workspace, "ram", (LAYER,))
+    model = PeftModel.from_pretrained(model, adapter(workspace, "layers"))
+    model.merge_adapter()
+    merged = tied_halves.logits(workspace, model)
+    copied = copy.deepcopy(model)
+    gemma4_compat.revert(PATCH.id)
+    try:
+        model.unmerge_adapter()
+        unmerged = tied_halves.logits(workspace, model)
+    finally:
+        gemma4_compat.install()
+    assert torch.equal(merged, tied_halves.logits(workspace, copied))
+    copied.unmerge_adapter()
+    assert torch.equal(unmerged, tied_halves.logits(workspace, copied))
+    assert not torch.equal(merged, unmerged)
+
+
+def test_merge_and_unload_onloads_one_layer_at_a_time(workspace: Any) -> None:
+    from peft import PeftModel
+
+    model = tied_halves.split(workspace, "disk", (LAYER, "model.language_model.layers.3"))
+    model = PeftModel.from_pretrained(model, adapter(workspace, "layers"))
+    onloaded = []
+    for module in model.modules():
+        if placement.is_offloaded(module):
+            pre_forward = module._hf_hook.pre_forward
+
+            def spy(module: Any, *args: Any, original: Any = pre_forward, **kwargs: Any) -> Any:
+                onloaded.append(module)
+                return original(module, *args, **kwargs)
+
+            module._hf_hook.pre_forward = spy
+    model.merge_and_unload()
+    assert len(onloaded) == 2, "q_proj and up_proj of the offloaded layer that has an adapter"
