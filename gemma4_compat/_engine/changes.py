@@ -148,9 +148,19 @@ class ChangeSet:
 
     def overridden(self) -> tuple[str, ...]:
         """Labels of the slots in which another library has put something over (or in place of) what we put there."""
-        return tuple(
-            edit.label for edit in self._journal if not _is_under(vars(edit.owner).get(edit.name), edit.after)
-        )
+        return tuple(edit.label for edit in self._journal if not self._holds(vars(edit.owner).get(edit.name)))
+
+    def _holds(self, raw: Any) -> bool:
+        """Whether a slot holds one of these functions, other patches of ours on top of it or not.
+
+        Not the one of an edit: where two modules were reloaded, the second has what was installed in the first.
+        """
+        current = _function(raw)
+        while current not in self._wrappers:
+            if not isinstance(current, FunctionType) or current not in _installed:
+                return False
+            current = vars(current)["__wrapped__"]
+        return True
 
     def undo(self, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> tuple[str, ...]:
         """Restore every raw slot, newest first. Returns the labels of those that had to be left to somebody else.
@@ -161,8 +171,10 @@ class ChangeSet:
         self.active = False
         left: list[str] = []
         for edit in reversed(self._journal):
-            if vars(edit.owner).get(edit.name) is not edit.after:
-                left.append(edit.label)
+            current = vars(edit.owner).get(edit.name)
+            if current is not edit.after:
+                if current not in self._wrappers or isinstance(edit.owner, type):  # modules: see restore
+                    left.append(edit.label)
             elif edit.before is _ABSENT:
                 delattr(edit.owner, edit.name)
             else:
@@ -188,16 +200,6 @@ def restore(functions: list[tuple[FunctionType, Any]]) -> None:
                 original = originals[id(original)]
             if original is not value:
                 setattr(namespace, name, original)
-
-
-def _is_under(current: Any, installed: Any) -> bool:
-    """Whether ``installed`` is what the slot holds, other patches of ours on top of it or not."""
-    current, installed = _function(current), _function(installed)
-    while current is not installed:
-        if not isinstance(current, FunctionType) or current not in _installed:
-            return False
-        current = vars(current)["__wrapped__"]
-    return True
 
 
 def _function(raw: Any) -> Any:

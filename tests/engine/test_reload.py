@@ -66,6 +66,19 @@ def test_revert_restores_the_functions_of_the_reloaded_module(library: Library) 
     assert core.double(2) == ("patched", 4)
 
 
+def test_a_module_that_took_a_function_is_reloaded_after_its_source(library: Library) -> None:
+    library.write("other", "from LIBRARY.core import double\n")
+    other = library.load("other")
+    engine = installed(both(library))
+    assert other.double(2) == ("patched", 4)
+    importlib.reload(library.load())
+    importlib.reload(other)
+    assert engine.status()[ID].overridden == ()
+    assert "another library" not in engine.revert()[ID].reason
+    assert other.double is library.load().double
+    assert other.double(2) == 4
+
+
 def test_a_disabled_patch_stays_off(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GEMMA4_COMPAT_DISABLE", ID)
     installed(both(library))
