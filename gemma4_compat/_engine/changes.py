@@ -173,7 +173,7 @@ class ChangeSet:
         for edit in reversed(self._journal):
             current = vars(edit.owner).get(edit.name)
             if current is not edit.after:
-                if current not in self._wrappers or isinstance(edit.owner, type):  # modules: see restore
+                if isinstance(edit.owner, type) or not self._holds(current):  # of a module: see restore
                     left.append(edit.label)
             elif edit.before is _ABSENT:
                 delattr(edit.owner, edit.name)
