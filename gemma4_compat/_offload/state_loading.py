@@ -62,8 +62,9 @@ def _before(module: Any, state_dict: Any, prefix: str, metadata: Any, *_: Any) -
 def _after(module: Any, _incompatible: Any) -> None:
     """Store what was loaded."""
     found, assigned = vars(module).pop(_LOADING, ({}, False))
-    offloaded = placement.offload_hook(module) is not None
+    hook = placement.offload_hook(module)
     for name, (before, inside, version) in found.items():
+        offloaded = hook is not None and (name in module._parameters or hook.offload_buffers)
         holder = stored_weights.holder(module, name)
         now = holder[name]
         is_loaded = now is not inside or inside._version != version  # else it is of another shape, for example
