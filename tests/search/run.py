@@ -158,8 +158,11 @@ class Bench:
         return Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=self.folder))
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        import torch
+
         if key not in self._known:
-            self._known[key] = make()
+            with torch.random.fork_rng():  # who asks first must draw the same numbers afterwards as who asks second
+                self._known[key] = make()
         return self._known[key]
 
 
