@@ -132,7 +132,11 @@ def to_model_device(world: World) -> dict[str, Any]:
 
 
 def threads(world: World, number: int) -> dict[str, Any]:
-    """Several forwards at once; each gives what it gives alone."""
+    """Several forwards at once; each gives what it gives alone.
+
+    So on one device they come one after another: there threads are upstream's business, and bitsandbytes, for one,
+    repacks a 4-bit weight for the CPU in its first forward, half of it before another thread's.
+    """
     import torch
 
     found: dict[str, Any] = {}
@@ -149,6 +153,8 @@ def threads(world: World, number: int) -> dict[str, Any]:
     started = [threading.Thread(target=run, args=(f"logits {index}",)) for index in range(number)]
     for thread in started:
         thread.start()
+        if not world.split:
+            thread.join()
     for thread in started:
         thread.join()
     if errors:
