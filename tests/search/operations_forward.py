@@ -139,6 +139,10 @@ def threads(world: World, number: int) -> dict[str, Any]:
     """
     import torch
 
+    if not world.split:
+        # On a CPU with AVX512-BF16 bitsandbytes packs 4-bit weights in the first forward; in two threads, it fails.
+        with torch.no_grad():
+            world.model(**world.inputs("text"))
     found: dict[str, Any] = {}
     errors: list[BaseException] = []
 
