@@ -105,6 +105,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "accelerate.hooks.AlignDevicesHook.pre_forward": {"99706bc047d2": "1.12.0", "35d1eaf055d5": "1.13.0", "534615b0c491": "1.14.0 - 1.15.0"},
     "accelerate.hooks.attach_align_device_hook_on_blocks": {"f9677dca2b1b": "1.12.0 - 1.15.0"},
     "accelerate.hooks.remove_hook_from_module": {"54fed7a0958c": "1.12.0 - 1.15.0"},
+    "accelerate.utils.modeling.check_device_map": {"fb3689ca387b": "1.12.0 - 1.15.0"},
     "accelerate.utils.modeling.infer_auto_device_map": {"067244ef59a3": "1.12.0 - 1.15.0"},
     "accelerate.utils.modeling.load_checkpoint_in_model": {"c1aac651c14b": "1.12.0 - 1.15.0"},
     "accelerate.utils.modeling.set_module_tensor_to_device": {"423a8e632983": "1.12.0", "e84c6e14ba8c": "1.13.0", "6a6ec1cd3310": "1.14.0 - 1.15.0"},

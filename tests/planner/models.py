@@ -10,6 +10,7 @@ from gemma4_compat._models import build, variants
 from gemma4_compat._planner import plan as _plan
 from gemma4_compat._planner.blueprint import Blueprint, describe
 from gemma4_compat._quantization.config import default_skip_modules, linear_names
+from gemma4_compat._reproduction import tiny
 
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
 HAS_UNIFIED = versions.admits(">=5.10", versions.installed("transformers") or "0")
@@ -24,6 +25,11 @@ def on_meta(variant: str) -> Any:
 def planned(model: Any, quantization: str | None) -> Blueprint:
     names = linear_names(model, default_skip_modules(model)) if quantization else None
     return describe(model, quantization, names)
+
+
+def whole(workspace: Any, quantization: str | None) -> Any:
+    """The model on one device, towers quantized as in a plan, which `workspace.load` leaves out before 5.13."""
+    return tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True)
 
 
 def stored(blueprint: Blueprint) -> int:

@@ -35,7 +35,7 @@ def described(model: Any, quantization: str, *, experts: bool = True) -> Bluepri
 
 def loaded(workspace: Any, checkpoint: str, quantization: str) -> Any:
     with gemma4_compat.quantize_experts():
-        return tiny.load(Path(checkpoint), quantization, device=workspace.main)
+        return tiny.load(Path(checkpoint), quantization, device=workspace.main, towers=True)
 
 
 @pytest.mark.parametrize("quantization", FOUR_BIT)

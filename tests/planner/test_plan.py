@@ -19,7 +19,7 @@ from gemma4_compat._quantization.bytes import linear_tensors
 from gemma4_compat._quantization.config import default_skip_modules
 from gemma4_compat._reproduction import tiny, tiny_configs
 from gemma4_compat._reproduction.workspace import difference
-from tests.planner.models import HAS_UNIFIED, QUANTIZATIONS, VARIANTS, held, on_meta, planned, run, stored
+from tests.planner.models import HAS_UNIFIED, QUANTIZATIONS, VARIANTS, held, on_meta, planned, run, stored, whole
 
 # ------------------------------------------------------------------------------------------------------------ weights
 
@@ -41,7 +41,7 @@ def test_4_bit_weights_take_what_bitsandbytes_says(shape: tuple[int, int], doubl
 def test_a_loaded_model_has_the_planned_bytes(workspace: Any, quantization: str | None) -> None:
     model, *_ = build.on_meta(str(workspace.checkpoint))
     blueprint = planned(model, quantization)
-    loaded = workspace.load(quantization)
+    loaded = whole(workspace, quantization)
     assert stored(blueprint) == held(loaded)
     seen = describe(loaded)
     assert seen.quantization == quantization
@@ -162,7 +162,7 @@ def test_the_code_loads_the_model_and_it_answers_as_on_one_device(
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_the_code_loads_each_quantization_and_the_adapter(
-    workspace: Any, one_device: Any, quantization: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workspace: Any, quantization: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     adapter = workspace.adapter("language")
@@ -171,13 +171,15 @@ def test_the_code_loads_each_quantization_and_the_adapter(
     )
     model = run(plan)["model"]
     assert type(model).__name__.startswith("Peft")
-    expected = one_device(quantization, "language")
-    assert_same(workspace.outputs(model), expected)
+    from peft import PeftModel
+
+    reference = PeftModel.from_pretrained(whole(workspace, quantization), adapter)
+    assert_same(workspace.outputs(model), workspace.outputs(reference))
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS[1:])
 def test_the_code_loads_offloaded_layers_quantized(
-    workspace: Any, one_device: Any, quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workspace: Any, quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names = build.on_meta(str(workspace.checkpoint))[0]
@@ -187,7 +189,7 @@ def test_the_code_loads_offloaded_layers_quantized(
     )
     assert plan.paged
     assert plan.quantize_offloaded
-    assert_same(workspace.outputs(run(plan)["model"]), one_device(quantization, None))
+    assert_same(workspace.outputs(run(plan)["model"]), workspace.outputs(whole(workspace, quantization)))
 
 
 def test_code_for_offloaded_4_bit_layers_says_so(workspace: Any) -> None:

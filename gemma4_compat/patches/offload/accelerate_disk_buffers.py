@@ -2,18 +2,19 @@
 
 Symptom: silent: a model loaded by ``load_checkpoint_and_dispatch`` or ``load_checkpoint_in_model`` with modules on
 disk computes with the values that their buffers had before the load. In Gemma 4 these are the ``layer_scalar`` of
-each decoder layer and the clipping bounds of the towers' linear layers. Without ``dtype``, modules on disk also have
-the dtype of the checkpoint, the others that of the model. A map with everything on disk ends in an error about the
-device ``disk``.
+each decoder layer and the clipping bounds of the towers' linear layers. Without ``dtype``, modules on disk and those
+on the CPU beside them also have the dtype of the checkpoint, the others that of the model. A map with everything on
+disk ends in an error about the device ``disk``.
 
 Cause: ``load_checkpoint_in_model`` offloads buffers only with ``offload_buffers=True``. Without it, buffers stay in
 memory when their module is on disk, but the loop over the checkpoint skips them: no branch assigns their values. Where
-no ``dtype`` is given, a weight that stays in memory is cast to the parameter's dtype, and one on disk is not.
+no ``dtype`` is given, a weight that stays in memory is cast to the parameter's dtype. One on disk is not, nor one on
+the CPU that ``offload_state_dict`` (the default with a disk) has kept in a file meanwhile.
 
 Fix: Without ``offload_buffers``, the load sees a map in which the buffers of modules on disk are on the CPU, so their
 values are read. ``dispatch_model`` moves them to the device that computes the module. This holds for models of every
-family: a buffer from the checkpoint replaces a value that the checkpoint does not have. Parameters on disk keep their
-dtype unless ``dtype`` says another.
+family: a buffer from the checkpoint replaces a value that the checkpoint does not have. Parameters of a Gemma 4 model
+keep their dtype unless ``dtype`` says another.
 
 Remove when: ``load_checkpoint_in_model`` loads the buffers that it does not offload.
 """
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
+from gemma4_compat._models import device_maps, family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -36,28 +37,35 @@ if TYPE_CHECKING:
 def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     call = inspect.signature(original).bind(*args, **kwargs)
     given = call.arguments
-    placement = given.get("device_map")
-    if isinstance(placement, Mapping) and not given.get("offload_buffers", False):
+    model, placement = given["model"], given.get("device_map")
+    if not isinstance(placement, Mapping):
+        return original(*args, **kwargs)
+    if not given.get("offload_buffers", False):
         on_disk = [
             name
-            for name, _ in given["model"].named_buffers()
+            for name, _ in model.named_buffers()
             if placement.get(device_maps.entry_for(name, placement) or "") == "disk"
         ]
         given["device_map"] = {**placement, **dict.fromkeys(on_disk, "cpu")}
-    dtypes = {name: parameter.dtype for name, parameter in given["model"].named_parameters(remove_duplicate=False)}
+    keeps_dtypes = given.get("dtype") is None and family.is_gemma4(model)
+    dtypes = _dtypes(model) if keeps_dtypes else {}
     result = original(*call.args, **call.kwargs)
-    if isinstance(placement, Mapping) and given.get("dtype") is None:
-        _keep_dtypes(given["model"], dtypes)
+    for name, dtype in _dtypes(model).items():
+        if dtypes.get(name, dtype) != dtype:
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(dtypes[name])
     return result
 
 
-def _keep_dtypes(model: Any, dtypes: Mapping[str, Any]) -> None:
-    """What a weight is read to, forward by forward, is the dtype of its parameter on meta."""
-    from accelerate.utils import set_module_tensor_to_device
+def _dtypes(model: Any) -> dict[str, Any]:
+    """Of the parameters that are not quantized. On meta it is what a forward reads the stored weight to."""
+    import torch
 
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if parameter.device.type == "meta" and parameter.dtype != dtypes[name]:
-            set_module_tensor_to_device(model, name, "meta", dtype=dtypes[name])
+    return {
+        name: parameter.dtype
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if type(parameter) is torch.nn.Parameter and parameter.is_floating_point()
+    }
 
 
 def scaled_checkpoint(workspace: Workspace) -> Path:

@@ -8,14 +8,15 @@ Cause: When a module does not fit on a device, ``infer_auto_device_map`` replace
 its own parameters. Its own buffers are lost. Gemma 4's decoder layers, its towers' clipped linear layers and the
 vision tower have such buffers, and all of them are in the checkpoint.
 
-Fix: A buffer that the map forgot gets the device that computes the other parts of its module.
+Fix: A buffer that the map forgot gets the device that computes the other parts of its module. ``dispatch_model`` does
+not warn of entries for single parameters and buffers.
 
 Remove when: ``infer_auto_device_map`` in accelerate keeps the buffers of a module that it splits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
@@ -28,6 +29,22 @@ if TYPE_CHECKING:
 def infer_auto_device_map(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     placement = original(model, *args, **kwargs)
     return device_maps.with_buffers(model, placement) if family.is_gemma4(model) else placement
+
+
+def check_device_map(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+    if family.is_gemma4(model):
+        device_map = _without_tensors(model, device_map)
+    return original(model, device_map, *args, **kwargs)
+
+
+def _without_tensors(model: Any, placement: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The map without its entries for single tensors, which upstream takes for mistakes; whole if it is incomplete."""
+    modules = {name for name, _ in model.named_modules()}
+    tensors = [name for name in placement if name not in modules and device_maps.exists(model, name)]
+    if not tensors or any(device_maps.entry_for(name, placement) is None for name in model.state_dict()):
+        return placement
+    kept = {name: device for name, device in placement.items() if name not in tensors}
+    return kept if "" in kept else {"": placement[tensors[0]], **kept}
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -59,6 +76,7 @@ PATCH = Patch(
     affected=">=1.12",
     targets=(
         Target(module="accelerate.utils.modeling", name="infer_auto_device_map", replacement=infer_auto_device_map),
+        Target(module="accelerate.utils.modeling", name="check_device_map", replacement=check_device_map),
     ),
     reproduce=reproduce,
 )

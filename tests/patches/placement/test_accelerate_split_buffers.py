@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from gemma4_compat._models import device_maps
+from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.placement.accelerate_split_buffers import PATCH
 from tests.patches.promise import Promise
 
@@ -37,6 +40,28 @@ def test_a_buffer_goes_where_the_first_part_of_its_module_computes() -> None:
     assert device_maps.with_buffers(model, placed) == {**placed, "layer.scale": 1}
     assert device_maps.with_buffers(model, {"layer.0": "cpu", "layer.1": "disk"})["layer.scale"] == "cpu"
     assert device_maps.with_buffers(model, {"": 0}) == {"": 0}
+
+
+def test_the_map_is_dispatched_without_a_word_about_its_buffers(
+    workspace: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    from accelerate.utils import check_device_map
+
+    model = workspace.load()
+    layer = "model.language_model.layers.0"
+    parts = [f"{layer}.{name}" for name, _ in model.get_submodule(layer).named_children()]
+    others = tiny.device_map(model, "none", main="cpu", offloaded="disk")
+    others = {name: device for name, device in others.items() if name != layer}
+    placement = device_maps.with_buffers(model, others | dict.fromkeys(parts, "disk"))
+    assert f"{layer}.layer_scalar" in placement
+    for complete in (placement, {"": "cpu", **placement}):
+        check_device_map(model, complete)
+    assert not [str(warning.message) for warning in recwarn if "do not match" in str(warning.message)]
+    placement.pop("lm_head")
+    with pytest.warns(UserWarning, match="layer_scalar"), pytest.raises(ValueError, match=r"lm_head\.weight"):
+        check_device_map(model, placement)
+    with pytest.warns(UserWarning, match=r"\['nothing'\]"):
+        check_device_map(model, {"": "cpu", "nothing": "disk", f"{layer}.layer_scalar": "cpu"})
 
 
 def test_a_model_of_another_family_is_left_to_accelerate() -> None:
