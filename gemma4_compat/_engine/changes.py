@@ -64,6 +64,7 @@ class ChangeSet:
         self._journal: list[_Edit] = []
         self._functions: list[tuple[FunctionType, Any]] = []  # module functions: (installed, original)
         self._wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # what it installed
+        self._labels: set[str] = set()  # in place of what
 
     def replace(self, module: str, name: str, replacement: Callable[..., Any]) -> None:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
@@ -77,6 +78,7 @@ class ChangeSet:
         owner, attribute = resolve_owner(module, name)
         raw = raw_slot(owner, attribute)
         label = f"{module}.{name}"
+        self._labels.add(label)
         if isinstance(raw, (staticmethod, classmethod)):
             installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label))
         elif isinstance(raw, property):
@@ -96,7 +98,9 @@ class ChangeSet:
                     self._set(namespace, attribute, raw, installed, f"{namespace.__name__}.{attribute}")
 
     def is_lost(self, module: str, name: str) -> bool:
-        """Whether ``module.name`` is defined anew since: nothing of this patch is in or below what is there now."""
+        """Whether ``module.name`` is defined anew since it was replaced: nothing of this patch is in or below it."""
+        if f"{module}.{name}" not in self._labels:
+            return False
         try:
             current = _function(raw_slot(*resolve_owner(module, name)))
         except (KeyError, AttributeError):

@@ -170,11 +170,14 @@ class Engine:
             if not lost:
                 continue
             found = detection.detect(record.patch, record.groups, record.status.versions)
-            if found.detection is Detection.AFFECTED and found.groups == record.groups:
+            again = found.detection is Detection.AFFECTED and found.groups == record.groups
+            if again:
                 record.changes.forget(name)
-                for target in lost:
-                    record.changes.replace(target.module, target.name, target.replacement)
-            elif reloaded:  # into other code; without a reload, another library has replaced it
+                with contextlib.suppress(Exception):  # it fails below once more, and is reported
+                    for target in lost:
+                        record.changes.replace(target.module, target.name, target.replacement)
+                    continue
+            if again or reloaded:  # into other code; without a reload, another library has replaced it
                 with self._uncovered(record):
                     record.changes.undo()
                     record.changes = None
