@@ -1,4 +1,4 @@
-"""Tables and pictures of the committed runs of adapter_load.py, idle_shim.py and alternatives.py.
+"""Tables and pictures of the committed runs of adapter_load.py, idle_shim.py, model_lock.py and alternatives.py.
 
 python benchmarks/compare_report.py            print the tables, draw docs/<benchmark>.png
 python benchmarks/compare_report.py --no-plot  print the tables
@@ -201,6 +201,37 @@ def idle_shim(run: Run) -> str:
     )
 
 
+# model_lock.py
+
+
+def model_lock(run: Run) -> str:
+    """Cost and noise of the lock, and the calls."""
+    rows = [
+        "| model | a forward of one token, without | cost of the lock | 95 % | noise | indistinguishable from zero "
+        "| calls without | calls more | rounds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, entry in run["models"].items():
+        cost, calls = entry["cost"], entry["calls"]
+        low, high = (100 * (end - 1) for end in cost["ratios"]["cost"]["interval_95"])
+        cells = [
+            *(name, f"{cost['ms_without']:.2f} ms", f"{100 * cost['overhead']:+.2f} %", f"{low:+.2f} to {high:+.2f}"),
+            *(f"{100 * cost['noise']:.2f} %", VERDICTS[cost["indistinguishable_from_zero"]]),
+            f"{calls['without']:,}",
+            f"{calls['with'] - calls['without']:+,} ({100 * calls['more']:+.1f} %)",
+            str(len(entry["rounds"])),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            *rows,
+            "",
+            "Table, towers and every layer are offloaded. Noise: how far apart blocks with the same setting may be "
+            "taken to be (95 %). Calls: of Python and C functions, exact.",
+        ]
+    )
+
+
 # alternatives.py
 
 
@@ -260,6 +291,7 @@ def ratio(spread: Run | None) -> str:
 TABLES: dict[str, Callable[[Run], str]] = {
     "adapter_load": adapter_load,
     "idle_shim": idle_shim,
+    "model_lock": model_lock,
     "alternatives": alternatives,
 }
 TITLES = {
@@ -294,7 +326,7 @@ def bars(benchmark: str) -> list[Bar]:
                         label = {"A/B": "shim", "A/A": "noise, with", "B/B": "noise, without"}[kind]
                         text = f"{label}: {what}, {entry['what']}\n{name}"
                         found.append((text, 100 * (spread["median"] - 1), (low, high), colour))
-        else:
+        elif benchmark == "alternatives":
             for entry in run["choices"].values():
                 if "share" in entry:
                     vram = "" if entry["peak_gib"] is None else f", peak {entry['peak_gib']:.1f} GiB"

@@ -1,4 +1,4 @@
-"""adapter_load.py, idle_shim.py and alternatives.py end to end on the tiny shape, as small_card.py in its own file."""
+"""The benchmarks that compare_report.py reports, end to end on the tiny shape; small_card.py has its own file."""
 
 from __future__ import annotations
 
@@ -52,6 +52,21 @@ def test_the_idle_shim_is_counted_and_timed(tmp_path: Path) -> None:
             assert len(set(counts)) == 1, "the same each time"
 
 
+def test_the_lock_is_counted_and_timed_in_turns(tmp_path: Path) -> None:
+    found = run("model_lock", tmp_path, "--rounds", "2")
+    assert list(found["models"]) == ["4-bit", "bf16"]
+    for model in found["models"].values():
+        assert model["hooks"] > 2
+        assert model["streamed_layers"] > 2
+        assert [list(entry) for entry in model["rounds"]] == [["A1", "b1", "b2", "A2"], ["A2", "b2", "b1", "A1"]]
+        assert set(model["cost"]["ratios"]) == {"cost", "with", "without"}
+        calls = model["calls"]
+        with_lock, without = calls["differing"]["gemma4_compat/_offload/model_lock.py pre_forward"]
+        assert (with_lock > 2, without) == (True, 0)
+        # Every hooked module once, and the one forward that takes the lock: not a walk of the stack for each.
+        assert calls["differing"]["gemma4_compat/_offload/model_lock.py _call"] == [2, 0]
+
+
 def test_the_alternatives_are_compared_with_the_same_weights_on_one_device(tmp_path: Path) -> None:
     found = run("alternatives", tmp_path, "--only", "upstream-split,ours-split")
     assert list(found["choices"]) == ["gpu", "gpu-linear", "upstream-split", "ours-split"]
@@ -62,7 +77,7 @@ def test_the_alternatives_are_compared_with_the_same_weights_on_one_device(tmp_p
     assert 0 < ours["share"] < 10
 
 
-@pytest.mark.parametrize("name", ["adapter_load", "idle_shim", "alternatives"])
+@pytest.mark.parametrize("name", ["adapter_load", "idle_shim", "model_lock", "alternatives"])
 def test_bad_arguments_are_one_clear_error(name: str) -> None:
     done = child(str(ROOT / "benchmarks" / f"{name}.py"))
     assert done.code == 2

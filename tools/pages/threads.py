@@ -1,0 +1,80 @@
+"""docs/THREADS.md: several threads in one split model, and what deleted models leave, from the committed runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tools.pages.markers import ROOT, shorten
+
+_INTRODUCTION = """\
+# Threads and memory
+
+This page is generated from the results in [threads](threads) and [leftovers](leftovers): the tiny model on a CPU, with
+every layer, the towers and the embeddings offloaded.
+
+## Several threads in one split model
+
+Threads that call one split model take turns, forward by forward
+([F45](FAILURE_POINTS.md#f45-several-threads-in-a-split-model)): each waits for those that came before it, and gets the
+answer that it gets alone. Two that `generate` have a token each in turn. A backward pass is one turn. What one thread
+pays for this is in [BENCHMARKS.md](BENCHMARKS.md#the-lock-of-a-split-model-with-one-thread).
+
+Two things stay with you. What changes a model (loading, merging or switching an adapter, dispatching it again, moving
+it) is for a moment when no other thread runs it. And a model that is whole on one device has no lock: there threads
+are upstream's.
+
+`python -m tests.offload.threads --forwards 1000 --jobs 12 --out docs/threads/STACK.json`: so many forwards of text, a
+batch, and text with an image and sound, in turn, from several threads that Python switches as often as it can. Each
+answer is compared, bit by bit, with that of one device.
+"""
+_LEFTOVERS = """\
+## What deleted models leave behind
+
+`python -m tests.offload.leftovers --loads 20 --jobs 6 --out docs/leftovers/STACK.json`: a model is loaded, split and
+given an adapter, generates, takes a training step, and is deleted, so many times in one process. Objects, tensors,
+hooks, threads, open and mapped files and pinned memory are counted after the first one and after the last. Memory is
+what the process has more, for each model after the first ten.
+"""
+
+
+def page() -> str:
+    """docs/THREADS.md, whole."""
+    parts = [_INTRODUCTION]
+    for file, run in _runs("threads"):
+        rows = ["| offloaded to, weights, adapter | exact | by thread | raised | seconds |", "|---|---|---|---|---|"]
+        for name, found in run["measured"].items():
+            by_thread = ", ".join(map(str, found["by_thread"]))
+            raised = shorten("; ".join(found["raised"])) or "nothing"
+            rows.append(
+                f"| {name} | {found['exact']:,} of {run['forwards']:,} | {by_thread} | {raised} | {found['seconds']} |"
+            )
+        parts.append(_part(file, run, f"{run['threads']} threads", rows))
+    parts.append(_LEFTOVERS)
+    for file, run in _runs("leftovers"):
+        rows = ["| offloaded to, weights | left behind | files mapped | memory a load |", "|---|---|---|---|"]
+        rows += [f"| {name} | {_left(found)} |" for name, found in run["measured"].items()]
+        parts.append(_part(file, run, f"{run['loads']} loads", rows))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _left(found: dict[str, Any]) -> str:
+    if "died" in found:
+        return f"the process died: {found['died']} | | "
+    left = {name: after - before for name, (before, after) in found["left"].items()} | found["alive"]
+    told = ", ".join(f"{number} {name}" for name, number in left.items()) or "nothing"
+    sizes = found["resident KiB"]
+    first = min(10, len(sizes) - 1) - 1
+    return f"{told} | {found['files mapped']} | {(sizes[-1] - sizes[first]) / (len(sizes) - 1 - first):.0f} KiB"
+
+
+def _part(file: Path, run: dict[str, Any], what: str, rows: list[str]) -> str:
+    stack = ", ".join(f"{name} {version}" for name, version in sorted(run["versions"].items()))
+    link = f"{file.parent.name}/{file.name}"
+    return f"### {file.stem}: {what}\n\n{stack}, Python {run['python']} ([raw]({link}))\n\n" + "\n".join(rows) + "\n"
+
+
+def _runs(folder: str) -> list[tuple[Path, dict[str, Any]]]:
+    files = sorted((ROOT / "docs" / folder).glob("*.json"))
+    return [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files]
