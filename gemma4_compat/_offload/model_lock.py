@@ -2,8 +2,8 @@
 
 accelerate's hooks and streaming put weights into modules for a forward and take them out after it, and bitsandbytes
 keeps state on its modules, so two threads cannot be in one model at once. The outermost forward takes the lock, that
-of the model, of a tower or of a single layer, and forwards inside it are part of it. ``generate`` holds it for one
-forward at a time: threads take turns, token by token, in the order in which they came.
+of the model, of a tower or of a single layer; those inside it are part of it, and do no more than notice that.
+``generate`` holds it for one forward at a time: threads take turns, token by token, in the order in which they came.
 
 A backward pass takes the lock with its first gradient that reaches an offloaded layer. The autograd engine drops the
 callbacks of a backward pass when it is over, also when it failed, and with them the lock.
@@ -24,7 +24,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from gemma4_compat._models import placement
 POLL = 0.05  # seconds between two looks at the thread that holds a lock
 _ENGINE = ("_engine_run_backward", "backward", "grad")  # functions of torch.autograd that wait for the engine
 
+_Frame = tuple[int, Any]
 _mutex = threading.RLock()  # of every lock's attributes; held for a few lines at a time
 _changed = threading.Condition(_mutex)
 _waiting: dict[int, ModelLock] = {}  # by thread
@@ -52,6 +53,7 @@ def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> 
     import torch
 
     uninstall(model)
+    lock.modules.update(model.modules())
     entries: list[Any] = []
 
     def visit(module: Any) -> bool:
@@ -87,44 +89,53 @@ class ModelLock:
 
     def __init__(self) -> None:
         self._thread: int | None = None  # whose forward holds it
-        # Forwards of that thread that took it and have not ended: the module's id, its frame's id and code.
-        self._entered: list[tuple[int, int, Any]] = []
+        self._outermost = 0  # the id of the module whose forward took it
+        # That forward's frame, by its id and its code; several where the module calls itself. None, but a thread: the
+        # forward was interrupted, and the thread may be in another one, which was taken for a part of it.
+        self._entered: list[_Frame] = []
         self._backwards: dict[int, _Backward] = {}  # by graph task
         self._queue: list[object] = []  # of those who wait
         self._later: list[Callable[[], None]] = []  # for when nobody holds it
+        self.modules: weakref.WeakSet[Any] = weakref.WeakSet()  # of its model
         _locks.add(self)
 
     def pre_forward(self, module: Any, _inputs: Any) -> None:
         """The hook before a module's forward: take the lock."""
-        import torch
-
         thread = threading.get_ident()
-        in_backward = torch._C._current_graph_task_id() != -1
         with _mutex:
-            if self._thread != thread:
-                if in_backward:  # computed again by checkpointing
-                    self.begin_backward()
+            if self._thread == thread:
+                if id(module) != self._outermost and self._entered:
+                    return  # the way of all forwards inside the outermost one
+                around = list(_frames(_call()[-1].f_back))
+                self._drop_ended(around)  # it calls itself, or it was interrupted
+                if not self._entered and self._is_called_in(around):
                     return
+            elif _graph_task() != -1:  # computed again by checkpointing
+                self.begin_backward()
+                return
+            else:
                 if self._thread is not None or self._backwards or self._queue:
                     self._wait(lambda first: first and self._thread is None and not self._backwards)
                 self._thread = thread
                 self._entered.clear()
-            elif any(entry[0] == id(module) for entry in self._entered):  # a forward in itself, or it was interrupted
-                self._forget_ended()
-            frame = _forward_frame()
-            self._entered.append((id(module), id(frame), frame.f_code))
+            if not self._entered:
+                self._outermost = id(module)
+            self._entered.append(_key(_call()[0]))
 
     def post_forward(self, module: Any, _inputs: Any, _output: Any) -> None:
         """The hook after a module's forward, also after a failed one: give the lock back with the outermost one."""
         if self._thread != threading.get_ident():  # a forward that did not get it, or computed again
             return
+        if id(module) != self._outermost and self._entered:
+            return
         with _mutex:
-            for index in range(len(self._entered) - 1, -1, -1):
-                if self._entered[index][0] == id(module):
-                    del self._entered[index:]  # with those inside it that were interrupted
-                    break
-            if not self._entered:
-                self._give_back()
+            call = _call()
+            if len(self._entered) != 1 or self._entered[0] not in map(_key, call):
+                around = list(_frames(call[-1].f_back))
+                self._drop_ended(around)
+                if self._entered or self._is_called_in(around):
+                    return
+            self._give_back()
 
     def begin_backward(self, at_end: Callable[[int], None] | None = None) -> None:
         """Take the lock for the backward pass that is running in this thread, until it is over.
@@ -135,7 +146,7 @@ class ModelLock:
         """
         import torch
 
-        task, thread = torch._C._current_graph_task_id(), threading.get_ident()
+        task, thread = _graph_task(), threading.get_ident()
         with _mutex:
             running = self._backwards.get(task)
             if running is None:
@@ -201,7 +212,7 @@ class ModelLock:
             while not may_go_on(self._queue[0] is place):
                 self._refuse_deadlock(thread)
                 if not _changed.wait(POLL) and self._thread is not None:
-                    self._forget_ended()
+                    self._take_from_ended()
         finally:
             del _waiting[thread]
             self._queue.remove(place)
@@ -224,13 +235,24 @@ class ModelLock:
                 if holder in _waiting:
                     found.append(_waiting[holder])
 
-    def _forget_ended(self) -> None:
-        """Drop forwards that ended without their hook, and give the lock back where none is left."""
+    def _take_from_ended(self) -> None:
+        """Give the lock of a thread back that is in no forward of the model any more."""
         assert self._thread is not None
-        running = {(id(frame), frame.f_code) for frame in _stack(self._thread)}
-        self._entered = [entry for entry in self._entered if entry[1:] in running]
-        if not self._entered and self._thread != threading.get_ident():
+        stack = list(_stack(self._thread))
+        self._drop_ended(stack)
+        if not self._entered and not self._is_called_in(stack):
             self._give_back()
+
+    def _drop_ended(self, stack: list[Any]) -> None:
+        """Forget forwards that ended without their hook."""
+        running = {_key(frame) for frame in stack}
+        self._entered = [entry for entry in self._entered if entry in running]
+
+    def _is_called_in(self, frames: Iterable[Any]) -> bool:
+        """Whether a module of the model is being called there."""
+        # Of a call that torch.compile has compiled the module may not be known.
+        modules = (frame.f_locals.get("self") for frame in frames if _is_module_call(frame))
+        return any(module is None or module in self.modules for module in modules)
 
     def forked(self, survivor: int) -> None:
         """In a child process, which has one thread."""
@@ -262,27 +284,58 @@ class _Callback:
     __del__ = __call__
 
 
-def _forward_frame() -> Any:
-    """The frame that called the hook, of ``Module.__call__``: it is on the stack until the forward is over."""
+def _key(frame: Any) -> _Frame:
+    return id(frame), frame.f_code
+
+
+def _call() -> list[Any]:
+    """The frames of the module's call whose hook is running, the innermost first.
+
+    The first one is there until the forward is over, and torch.compile may make several of one.
+    """
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and _is_hook(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_hook(frame):
         frame = frame.f_back
-    return frame
+    found = [frame]
+    while (frame := frame.f_back) is not None and (_is_module_call(frame) or _is_dynamo(frame)):
+        found.append(frame)
+    return found
 
 
-def _is_hook(file: str) -> bool:
-    return file.startswith(_HERE) or f"{os.sep}_dynamo{os.sep}" in file
+def _is_hook(frame: Any) -> bool:
+    return frame.f_code.co_filename.startswith(_HERE) or _is_dynamo(frame)
 
 
-_HERE = str(Path(__file__).parent)
+def _is_dynamo(frame: Any) -> bool:
+    return _DYNAMO in frame.f_code.co_filename
+
+
+def _is_module_call(frame: Any) -> bool:
+    """Whether it is one of ``torch.nn.Module.__call__``."""
+    import torch
+
+    return bool(frame.f_code.co_filename == torch.nn.modules.module.__file__)
+
+
+_HERE, _DYNAMO = str(Path(__file__).parent), f"{os.sep}_dynamo{os.sep}"
 
 
 def _stack(thread: int) -> Iterator[Any]:
     """The frames of a thread, the innermost first; none of a thread that has ended."""
-    frame = sys._current_frames().get(thread)
+    return _frames(sys._current_frames().get(thread))
+
+
+def _frames(frame: Any) -> Iterator[Any]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _graph_task() -> int:
+    """The id of the backward pass that is running in this thread; -1 outside of one."""
+    import torch
+
+    return int(torch._C._current_graph_task_id())
 
 
 def _waits_for_engine(thread: int) -> bool:

@@ -164,9 +164,22 @@ def test_a_failure_point_lists_patches_that_exist_under_an_area_of_one_of_them(n
     assert point.area in set(areas.values())
 
 
-def test_failure_points_are_numbered_without_gaps_and_their_helpers_exist() -> None:
+def test_every_number_has_one_entry_or_is_named_as_having_none_and_helpers_exist() -> None:
     page = FAILURE_POINTS.read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^### F(\d+): \S", page, re.M), key=int) == [str(n + 1) for n in range(len(MAP))]
+    numbers = [int(number) for number in re.findall(r"^### F(\d+): \S", page, re.M)]
+    assert len(numbers) == len(set(numbers)) == len(MAP)
+    said = page.partition("\nWithout an entry: ")[2].partition("\n\n")[0]
+    gaps = {
+        number
+        for first, last in re.findall(r"\bF(\d+)(?: to F(\d+))?", said)
+        for number in range(int(first), int(last or first) + 1)
+    }
+    assert gaps | set(numbers) == set(range(1, max(gaps | set(numbers)) + 1))
+    assert not gaps & set(numbers)
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    fixed = re.findall(r"\bF\d+", said.partition(" were defects of this package")[0])
+    assert fixed
+    assert set(fixed) <= set(re.findall(r"\bF\d+", changelog))
     assert set(re.findall(r"gemma4_compat\.(\w+)", page)) <= set(gemma4_compat.__all__)
 
 

@@ -1,4 +1,4 @@
-"""What deleted split models leave behind: ``python -m tests.offload.leftovers --loads 20 --out FILE.json``.
+"""What deleted split models leave behind: ``python -m tests.offload.leftovers --loads 20 --jobs 6 --out FILE.json``.
 
 A model is split, generates, and takes a training step of its adapter; then it is deleted. Exit status 0: nothing of
 it is there any more.
@@ -14,11 +14,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import argparse
 import collections
 import gc
-import json
-import platform
+import itertools
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,35 +104,39 @@ def check(workspace: Any, store: str, quantization: str | None, loads: int) -> d
     return {"left": left, "alive": alive, "files mapped": after["files mapped"], "resident KiB": sizes}
 
 
+def measure(cells: list[tuple[str, str | None, int]], folder: Path) -> Iterator[dict[str, Any]]:
+    """What a process does: :func:`check` for each (store, quantization, loads)."""
+    import gemma4_compat  # noqa: F401  (armed before the libraries)
+    from gemma4_compat._reproduction.workspace import Workspace
+    from tests.search import run
+
+    with run.quiet(), tempfile.TemporaryDirectory(dir=folder) as place:
+        workspace = Workspace.build(Path(place))
+        for cell in cells:
+            yield check(workspace, *cell)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loads", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for a combination")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
 
-    import gemma4_compat  # armed before the libraries
-    from gemma4_compat._doctor import findings
-    from gemma4_compat._reproduction.workspace import Workspace
+    from tests.search import pool
 
-    measured, failed = {}, False
-    with tempfile.TemporaryDirectory() as folder:
-        workspace = Workspace.build(Path(folder))
-        for store in threads.STORES:
-            for quantization in (None, "4bit-double"):
-                found = check(workspace, store, quantization, chosen.loads)
-                measured[f"{store}, {quantization or 'bf16'}"] = found
-                failed |= bool(found["left"] or found["alive"] or found["files mapped"])
-                print(store, quantization, found, flush=True)
+    asked = [(*cell, chosen.loads) for cell in itertools.product(threads.STORES, threads.QUANTIZATIONS)]
+    found = {}
+    for cell, result in pool.spread(measure, [[cell] for cell in asked], jobs=chosen.jobs, limit=chosen.limit):
+        if isinstance(result, pool.Died):
+            result = {"died": result.reason, "log": result.detail}
+        found[cell] = result
+        print(*cell, result, flush=True)
     if chosen.out:
-        result = {
-            "gemma4_compat": gemma4_compat.__version__,
-            "python": platform.python_version(),
-            "versions": findings.stack(),
-            "loads": chosen.loads,
-            "measured": measured,
-        }
-        chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return int(failed)
+        measured = {f"{cell[0]}, {cell[1] or 'bf16'}": found[cell] for cell in asked}
+        threads.write(chosen.out, {"loads": chosen.loads}, measured)
+    return int(any("died" in each or each["left"] or each["alive"] or each["files mapped"] for each in found.values()))
 
 
 if __name__ == "__main__":

@@ -158,6 +158,93 @@ def test_a_forward_after_an_interrupted_one_is_not_taken_for_it(model: Any) -> N
     assert is_free(model)
 
 
+def interrupt(model: Any) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(x())
+    handle.remove()
+    assert not is_free(model)
+
+
+def test_the_model_called_in_a_layer_after_an_interrupted_forward(model: Any) -> None:
+    """Only the layer's end gives the lock back, not that of the model inside it."""
+    interrupt(model)
+    seen = []
+
+    def again(*_: Any) -> None:
+        handle.remove()
+        model(x())
+        seen.append(model.lock._thread)
+
+    handle = model[2].register_forward_pre_hook(again)
+    model[2](x())
+    assert seen == [threading.get_ident()]
+    assert is_free(model)
+
+
+def test_a_wrapped_model_after_an_interrupted_forward(model: Any) -> None:
+    """A module around it, such as PEFT's, is none of the model's."""
+    import torch
+
+    class Wrapper(torch.nn.Module):
+        def forward(self, inputs: Any) -> Any:
+            return model(inputs)
+
+    interrupt(model)
+    seen = []
+    model[1].register_forward_hook(lambda *_: seen.append(len(model.lock._entered)))
+    Wrapper()(x())
+    assert seen == [1]
+    assert is_free(model)
+
+
+def test_a_forward_in_itself_that_fails_leaves_the_outer_one_its_lock(model: Any) -> None:
+    """Also where it fails before the lock's hook."""
+    seen = []
+
+    def fail(*_: Any) -> None:
+        raise ValueError("stop")
+
+    def again(*_: Any) -> None:
+        handle.remove()
+        for part in (model, model[1]):
+            failing = part.register_forward_pre_hook(fail, prepend=True)
+            with pytest.raises(ValueError, match="stop"):
+                model(x())
+            failing.remove()
+            seen.append(model.lock._thread)
+
+    handle = model[0].register_forward_hook(again)
+    model(x())
+    assert seen == [threading.get_ident()] * 2
+    assert is_free(model)
+
+
+def test_forwards_inside_another_are_not_recorded(model: Any) -> None:
+    """The lock's price for each layer of a model."""
+    import sys
+
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == model_lock.__file__:
+            called.append(frame.f_code.co_name)
+
+    model.lock.pre_forward(model, ())
+    sys.setprofile(profile)
+    try:
+        model.lock.pre_forward(model[1], ())
+        model.lock.post_forward(model[1], (), None)
+    finally:
+        sys.setprofile(None)
+    assert called == ["pre_forward", "post_forward"]
+    model.lock.post_forward(model, (), None)
+    assert is_free(model)
+
+
 def test_a_thread_that_ended_holds_nothing(model: Any) -> None:
     in_thread(lambda: model.lock.pre_forward(model, ()))
     assert not is_free(model)

@@ -1,8 +1,8 @@
-"""Several threads call one split model: ``python -m tests.offload.threads --forwards 1000 --out FILE.json``.
+"""Several threads call one split model: ``python -m tests.offload.threads --forwards 1000 --jobs 12 --out FILE.json``.
 
 Every combination of where the weights are (disk, host memory), their quantization, and no adapter or a LoRA adapter on
 the language model. Every layer, the towers and every embedding are offloaded. Each answer must be that of one device,
-bit by bit. Exit status 0: they all were.
+bit by bit. Exit status 0: they all were. Each combination has a process of its own, ``--jobs`` of them at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def often_switched() -> Iterator[None]:
 
 
 def check(
-    model: Any, prompts: list[dict[str, Any]], expected: list[Any], *, forwards: int, threads: int
+    model: Any, prompts: list[dict[str, Any]], expected: list[Any], *, forwards: int, threads: int, limit: float = 300
 ) -> dict[str, Any]:
     """How many of ``forwards`` forwards from several threads were exact, and what was raised."""
     import torch
@@ -125,7 +126,7 @@ def check(
                 exact[index] += torch.equal(model(**prompts[chosen]).logits, expected[chosen])
 
     begun = time.perf_counter()
-    raised = run_together([lambda index=index: work(index) for index in range(threads)])
+    raised = run_together([lambda index=index: work(index) for index in range(threads)], limit=limit)
     return {
         "exact": sum(exact),
         "by_thread": exact,
@@ -134,45 +135,74 @@ def check(
     }
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One combination, and how long it is run."""
+
+    store: str
+    quantization: str | None
+    adapter: str | None
+    forwards: int
+    threads: int
+    limit: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.store}, {self.quantization or 'bf16'}, {'LoRA' if self.adapter else 'no adapter'}"
+
+
+def measure(cells: list[Cell], folder: Path) -> Iterator[dict[str, Any]]:
+    """What a process does: :func:`check` for each cell."""
+    import gemma4_compat  # noqa: F401  (armed before the libraries)
+    from gemma4_compat._reproduction.workspace import Workspace
+    from tests.search import run
+
+    with run.quiet(), tempfile.TemporaryDirectory(dir=folder) as place:
+        workspace = Workspace.build(Path(place))
+        given = prompts(workspace)
+        for cell in cells:
+            expected = answers(adapted(workspace, workspace.load(cell.quantization), cell.adapter), given)
+            model = split(workspace, cell.store, cell.quantization, cell.adapter)
+            yield check(model, given, expected, forwards=cell.forwards, threads=cell.threads, limit=cell.limit)
+
+
 def cells() -> list[tuple[str, str | None, str | None]]:
     return list(itertools.product(STORES, QUANTIZATIONS, ADAPTERS))
+
+
+def write(file: Path, given: dict[str, Any], measured: dict[str, Any]) -> None:
+    """What was measured, on which stack."""
+    import gemma4_compat
+    from gemma4_compat._doctor import findings
+
+    stack = {"gemma4_compat": gemma4_compat.__version__, "python": platform.python_version()}
+    result = {**stack, "versions": findings.stack(), **given, "measured": measured}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--forwards", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for a combination")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
 
-    import gemma4_compat  # armed before the libraries
-    from gemma4_compat._doctor import findings
-    from gemma4_compat._reproduction.workspace import Workspace
+    from tests.search import pool
 
-    measured, failed = {}, 0
-    with tempfile.TemporaryDirectory() as folder:
-        workspace = Workspace.build(Path(folder))
-        given = prompts(workspace)
-        for quantization, adapter in itertools.product(QUANTIZATIONS, ADAPTERS):
-            expected = answers(adapted(workspace, workspace.load(quantization), adapter), given)
-            for store in STORES:
-                model = split(workspace, store, quantization, adapter)
-                found = check(model, given, expected, forwards=chosen.forwards, threads=chosen.threads)
-                name = f"{store}, {quantization or 'bf16'}, {'LoRA' if adapter else 'no adapter'}"
-                measured[name] = found
-                failed += found["exact"] != chosen.forwards
-                print(f"{name}: {found}", flush=True)
+    asked = [Cell(*cell, chosen.forwards, chosen.threads, chosen.limit) for cell in cells()]
+    found = {}
+    for cell, result in pool.spread(measure, [[cell] for cell in asked], jobs=chosen.jobs, limit=chosen.limit + 60):
+        if isinstance(result, pool.Died):
+            result = {"exact": 0, "by_thread": [], "raised": [result.reason], "seconds": None, "log": result.detail}
+        found[cell] = result
+        print(f"{cell.name}: {result}", flush=True)
     if chosen.out:
-        result = {
-            "gemma4_compat": gemma4_compat.__version__,
-            "python": platform.python_version(),
-            "versions": findings.stack(),
-            "forwards": chosen.forwards,
-            "threads": chosen.threads,
-            "measured": measured,
-        }
-        chosen.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if failed else 0
+        given = {"forwards": chosen.forwards, "threads": chosen.threads}
+        write(chosen.out, given, {cell.name: found[cell] for cell in asked})
+    return int(any(result["exact"] != chosen.forwards for result in found.values()))
 
 
 if __name__ == "__main__":

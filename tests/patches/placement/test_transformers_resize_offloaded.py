@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._offload import stored_weights
-from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat._reproduction.workspace import Workspace, difference
 from gemma4_compat.patches.placement.transformers_resize_offloaded import PATCH
 from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, PER_LAYER, split
 from tests.patches.promise import Promise
@@ -50,6 +50,15 @@ def test_is_as_on_one_device(workspace: Any, tmp_path: Path, kind: str, offloade
             weight = model.get_submodule(name).weight
             assert weight.shape == reference.get_submodule(name).weight.shape
             assert (weight.device.type == "meta") == (name in OFFLOADED[offloaded]), name
+
+
+@pytest.mark.parametrize("kind", [None, "disk"])
+def test_of_a_model_that_has_no_per_layer_embeddings(tmp_path: Path, kind: str | None) -> None:
+    workspace = Workspace.build(tmp_path, "31B")
+    reference = resize(workspace.load(), 300)
+    model = workspace.load() if kind is None else split(workspace, kind, (EMBEDDING,), tmp_path / "offload")
+    resize(model, 300)
+    assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
 
 
 @pytest.mark.parametrize("kind", ["disk", "ram"])
