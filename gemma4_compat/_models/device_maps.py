@@ -124,12 +124,22 @@ def warn_unmatched_skips(model: Any, entries: Iterable[str], matches: Any) -> No
         entries: the list the user gave.
         matches: ``matches(module name, entry)``, transformers' own rule.
     """
-    names = [name for name, _ in model.named_modules()]
-    unmatched = [
-        entry for entry in entries if not any(matches(name, entry) for name in names) and not _is_absent(model, entry)
-    ]
+    import torch
+
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    unmatched, around = [], {}
+    for entry in entries:
+        if any(matches(name, entry) for name in linears):
+            continue
+        found = [name for name, _ in model.named_modules() if matches(name, entry)]
+        if containers := [name for name in found if any(linear.startswith(f"{name}.") for linear in linears)]:
+            around[entry] = containers
+        elif not found and not _is_absent(model, entry):
+            unmatched.append(entry)
     if unmatched:
         _warn_unmatched(model, "llm_int8_skip_modules", unmatched)
+    if around:
+        _warn_containers(around)
 
 
 def exists(model: Any, name: str) -> bool:
@@ -173,6 +183,23 @@ def _warn_unmatched(model: Any, where: str, unmatched: list[str]) -> None:
     warnings.warn(
         f"{where} names modules that {type(model).__name__} does not have, so these entries have no effect: "
         f"{meant}{more}.",
+        Gemma4CompatWarning,
+        stacklevel=2,
+    )
+
+
+def _warn_containers(around: Mapping[str, list[str]]) -> None:
+    meant = "; ".join(
+        f"{entry!r} (write {' and '.join(repr(name) for name in names)})"
+        if len(names) <= 2
+        else f"{entry!r} (write each of the {len(names)} paths: {names[0]!r} ...)"
+        for entry, names in list(around.items())[:_LISTED]
+    )
+    more = f" and {len(around) - _LISTED} more" if len(around) > _LISTED else ""
+    warnings.warn(
+        "llm_int8_skip_modules names modules by the end of their path, which does not reach the linear layers inside: "
+        f"they are quantized all the same. {meant}{more}. gemma4_compat.quantization_skip_modules names what is worth "
+        "keeping.",
         Gemma4CompatWarning,
         stacklevel=2,
     )

@@ -4,8 +4,9 @@ Symptom: ``RuntimeError: Tensor.item() cannot be called on meta tensors`` from `
 Cannot copy out of meta tensor`` from a forward, for a batch that was moved ``.to(model.device)``: the line of every
 model card. Evaluation harnesses and chat front ends do the same, and PEFT puts prompt encoders there.
 
-Cause: ``model.device`` is the device of the first parameter, which belongs to the vision tower of a multimodal model
-and to ``embed_tokens`` of a text model. Between two forwards an offloaded parameter is on meta.
+Cause: ``model.device`` is the device of the first parameter. It belongs to the vision tower of a multimodal model (to
+``embed_tokens`` before transformers 5.6) and to ``embed_tokens`` of a text model. Between two forwards an offloaded
+parameter is on meta.
 
 Fix: While the first parameter is on meta and a hook of accelerate onloads it, ``model.device`` is where the input
 embedding computes (``gemma4_compat.input_device``); for a part that has none, such as a tower, it is where its first
@@ -49,9 +50,14 @@ def valid_auto_compile_criteria(
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
+    from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference, model = workspace.load(), workspace.split(offload="towers")
+    reference, model = workspace.load(), workspace.load()
+    placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
+    # Which of them comes first differs between releases.
+    placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
+    model = workspace.dispatch_map(model, placement)
     batch = {name: value.to(model.device) for name, value in workspace.inputs().items()}
     expected = workspace.outputs(reference)
     with torch.no_grad():
@@ -66,6 +72,7 @@ PATCH = Patch(
     distribution="transformers",
     affected=">=5.5",
     requires=("accelerate",),
+    needs=("transformers-offloaded-embedding",),
     targets=(
         Target(
             module="transformers.modeling_utils",

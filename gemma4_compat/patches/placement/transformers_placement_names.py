@@ -3,12 +3,14 @@
 Symptom: silent: an entry of ``device_map`` or ``llm_int8_skip_modules`` that matches no module is ignored. For
 example, most vision models call their projector ``model.multi_modal_projector``; Gemma 4 has ``model.embed_vision``
 and ``model.embed_audio``. What should have been offloaded, or kept from being quantized, is not, and nothing says
-so.
+so. The same goes for ``vision_tower`` in that list, without ``model.``.
 
 Cause: transformers looks up each module in the map (``_get_device_map``) and in the list
-(``HfQuantizer.get_modules_to_not_convert``). It never looks up an entry among the modules.
+(``HfQuantizer.get_modules_to_not_convert``). It never looks up an entry among the modules. An entry of the list
+matches the start or the end of a path: ``vision_tower`` is the end of the tower's, not of those of its linear layers.
 
-Fix: For Gemma 4 models, one warning names the nearest modules. A map that has no device for a module, or names a
+Fix: For Gemma 4 models, one warning names the nearest modules, another the whole paths of modules whose linear layers
+would be quantized all the same. A map that has no device for a module, or names a
 device that does not exist, raises one error before anything is loaded; transformers fails in the middle or at the
 end of the load. A whole model on disk raises one too where transformers (before 5.13) cannot run it.
 

@@ -78,7 +78,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     for parameter in model.parameters():
         vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
     placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
-    model = workspace.dispatch_map(model, {**placement, "lm_head": workspace.offloaded})
+    placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
+    model = workspace.dispatch_map(model, placement)
     return Outcome.of_parity(difference(reference, workspace.outputs(resized(model))), "44 tokens added")
 
 
