@@ -53,13 +53,14 @@ def innermost(module: Any) -> Any:
 
 def in_use(module: Any) -> Any:
     """The same, but the active adapter's copy (``modules_to_save``) where that takes the module's place."""
-    while True:
-        copies = module._modules.get("modules_to_save")
+    while children := module._modules:  # an embedding without adapters has none: this is asked for every token
+        copies = children.get("modules_to_save")
         active = [] if copies is None or module.disable_adapters else module.active_adapters
         inner = copies[active[0]] if active and active[0] in copies else _below(module)
         if inner is None:
-            return module
+            break
         module = inner
+    return module
 
 
 def _below(module: Any) -> Any:

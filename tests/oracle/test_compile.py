@@ -63,3 +63,44 @@ def test_an_8bit_layer_after_a_round_trip_through_meta(workspace: Any, training:
     with torch.no_grad():
         for _ in range(3):
             assert torch.equal(compiled(x), layer(x))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("split", [False, True])
+def test_a_whole_model_with_an_adapter(workspace: Any, split: bool) -> None:
+    import torch
+    from peft import PeftModel
+
+    adapter, batch = workspace.adapter("language"), workspace.inputs(text_only=True)
+    reference = PeftModel.from_pretrained(workspace.load(), adapter).eval()
+    model = PeftModel.from_pretrained(workspace.split() if split else workspace.load(), adapter).eval()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        expected = reference(**batch).logits
+        for _ in range(3):
+            assert torch.equal(compiled(**batch).logits, expected)
+
+
+@pytest.mark.full
+def test_a_model_on_one_device_has_the_graphs_it_has_without_the_shim(workspace: Any) -> None:
+    import torch
+
+    def graphs() -> int:
+        torch.compiler.reset()
+        found = []
+
+        def backend(graph: Any, _inputs: Any) -> Any:
+            found.append(graph)
+            return graph.forward
+
+        with torch.no_grad():
+            torch.compile(workspace.load(), backend=backend)(**workspace.inputs(text_only=True))
+        return len(found)
+
+    with_it = graphs()
+    gemma4_compat.revert()
+    try:
+        without = graphs()
+    finally:
+        gemma4_compat.install()
+    assert with_it == without

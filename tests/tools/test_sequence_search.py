@@ -26,8 +26,21 @@ from tests.search.sequence_rules import KINDS, generate
 from tests.search.sequence_shrinking import as_param, simplifications, size
 
 SEEDS = range(150)
-#: Of the fast suite, and of the run with nothing split.
+#: Of the fast suite.
 FEW = range(0, 150, 15)
+#: Of the run with nothing split.
+ONE_DEVICE = range(0, 150, 4)
+#: A seed for each patch that makes a difference on one device.
+DIFFERENT = {
+    "bitsandbytes-cpu-packing": 49,
+    "bitsandbytes-cpu-strides": 20,
+    "peft-adalora-ranks": 28,
+    "peft-kbit-dtypes": 183,
+    "transformers-quantized-router": 33,
+    "transformers-reentrant-checkpointing": 83,
+    "transformers-sliding-cache": 17,
+    "transformers-text-only-checkpoint": 76,
+}
 #: How many sequences may be tried to shrink a failure here; the command in the message has more patience.
 ATTEMPTS = 30
 
@@ -70,9 +83,9 @@ def test_every_sequence_shows_what_one_device_shows(seeds: range, bench: sequenc
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", FEW)
-def test_a_model_on_one_device_is_left_alone(seed: int, bench: sequences_run.SequenceBench) -> None:
-    hold([seed], bench, sequences_run.check_one_device, " --one-device")
+@pytest.mark.parametrize("start", ONE_DEVICE[:4])
+def test_a_model_on_one_device_is_left_alone(start: int, bench: sequences_run.SequenceBench) -> None:
+    hold(range(start, ONE_DEVICE.stop, 16), bench, sequences_run.check_one_device, " --one-device")
 
 
 # What the search would not find, it does not show. So: it covers what it says, and it sees what is planted.
@@ -245,11 +258,19 @@ def test_what_the_shim_changes_on_one_device_is_found(
     assert gemma4_compat.status()["accelerate-paged-layers"].state == gemma4_compat.PatchState.APPLIED
 
 
-def test_what_is_repaired_on_one_device_too_is_a_patch_with_a_reason() -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("patch_id", sequences_run.REPAIRED)
+def test_what_is_repaired_on_one_device_too_differs_there_without_the_patch(
+    patch_id: str, bench: sequences_run.SequenceBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import gemma4_compat
 
-    assert sequences_run.REPAIRED.keys() <= gemma4_compat.status().keys()
-    assert all(sequences_run.REPAIRED.values())
+    sequence = generate(DIFFERENT[patch_id])
+    assert sequences_run.check_one_device(sequence, bench).failure is None
+    if gemma4_compat.status()[patch_id].state != gemma4_compat.PatchState.APPLIED:
+        pytest.skip(f"{patch_id}: {gemma4_compat.status()[patch_id].reason}")
+    monkeypatch.delitem(sequences_run.REPAIRED, patch_id)
+    assert sequences_run.check_one_device(sequence, bench).failure is not None
 
 
 # The pool.

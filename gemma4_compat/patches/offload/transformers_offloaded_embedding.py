@@ -42,8 +42,8 @@ def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-    embedding = walk.in_use(self.embed_tokens)
-    if input_ids is not None or offload_hook(embedding) is None:
+    embedding = walk.in_use(self.embed_tokens) if input_ids is None else None
+    if embedding is None or offload_hook(embedding) is None:
         return original(self, input_ids, *args, **kwargs)
     with _onloaded(embedding):
         return original(self, input_ids, *args, **kwargs)

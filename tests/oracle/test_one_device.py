@@ -1,0 +1,112 @@
+"""A model on one device is left alone: what serves split models has no part in its forwards.
+
+What each patch shows there is compared by ``python -m tests.search --sequences --one-device``.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+
+#: Folders of the package with what serves split models.
+SPLIT = ("_offload", "patches/offload", "patches/placement", "patches/checkpoints", "patches/adapters")
+#: Of these, what runs in a forward or for a token, with how often at most.
+ASKED = {
+    "patches/offload/transformers_offloaded_embedding.py:model_forward": 1,  # is the embedding offloaded?
+    "patches/offload/transformers_offloaded_embedding.py:get_per_layer_inputs": 1,
+    "patches/offload/transformers_model_device.py:device": 2,  # `generate` reads it; is it meta?
+}
+#: Once for a `generate`, however long.
+ONCE = {"patches/offload/transformers_model_device.py:valid_auto_compile_criteria": 1}
+#: `generate` reads `device` before its first token, too.
+DEVICES = 8
+
+
+def calls(run: Callable[[], Any]) -> collections.Counter[str]:
+    """The functions in :data:`SPLIT` that ``run`` calls, and how often."""
+    found: collections.Counter[str] = collections.Counter()
+    package = str(Path(gemma4_compat.__file__).parent)
+
+    def look(frame: Any, event: str, _argument: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package):
+            file = Path(code.co_filename).relative_to(package).as_posix()
+            if file.startswith(SPLIT):
+                found[f"{file}:{code.co_name}"] += 1
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def loaded(workspace: Any, quantization: str | None, adapter: str | None) -> Any:
+    from peft import PeftModel
+
+    model = workspace.load(quantization)
+    if adapter is None:
+        return model
+    return PeftModel.from_pretrained(model, workspace.adapter(adapter), is_trainable=True).eval()
+
+
+@pytest.mark.parametrize("adapter", [None, "language"])
+@pytest.mark.parametrize("quantization", [None, "4bit", "8bit"])
+def test_a_forward_and_a_backward_pass_ask_once(workspace: Any, quantization: str | None, adapter: str | None) -> None:
+    import torch
+
+    model = loaded(workspace, quantization, adapter)
+    batch = workspace.inputs(text_only=True)
+    with torch.no_grad():
+        model(**batch)
+        assert calls(lambda: model(**batch)) <= collections.Counter(ASKED)
+    model.train()
+    found = calls(lambda: model(**batch, labels=batch["input_ids"]).loss.backward())
+    assert found <= collections.Counter(ASKED)
+
+
+def test_a_token_asks_once(workspace: Any) -> None:
+    import torch
+
+    model = workspace.load()
+    batch = workspace.inputs(text_only=True)
+
+    def generate(tokens: int) -> collections.Counter[str]:
+        with torch.no_grad():
+            return calls(
+                lambda: model.generate(**batch, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+            )
+
+    generate(2)
+    few, many = generate(6), generate(16)
+    assert many - few <= collections.Counter({name: 10 * number for name, number in ASKED.items()})
+    expected = collections.Counter({name: 6 * number for name, number in ASKED.items()})
+    expected += collections.Counter(ONCE)
+    expected["patches/offload/transformers_model_device.py:device"] += DEVICES
+    assert few <= expected
+
+
+def test_there_is_no_hook_and_no_lock(workspace: Any) -> None:
+    """Also where ``dispatch_model`` was called with a map of one device."""
+    from accelerate import dispatch_model
+
+    before = hooks(workspace.load())
+    dispatched = dispatch_model(workspace.load(), {"": workspace.main})
+    assert hooks(dispatched) == before
+
+
+def hooks(model: Any) -> list[tuple[str, str]]:
+    return [
+        (name, kind)
+        for name, module in model.named_modules()
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", "_hf_hook")
+        if vars(module).get(kind)
+    ]
