@@ -22,6 +22,7 @@ PATCHES: tuple[str, ...] = (
     "offload.accelerate_tied_on_disk",
     "offload.accelerate_remove_hooks",
     "offload.accelerate_offload_folder",
+    "adapters.accelerate_dispatch_adapters",
     "offload.accelerate_move_offloaded",
     "offload.accelerate_cast_offloaded",
     "placement.accelerate_map_check",
