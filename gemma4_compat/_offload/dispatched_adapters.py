@@ -44,8 +44,9 @@ def hidden(model: Any, device_map: Mapping[str, Any]) -> Iterator[None]:
 
 def _is_offloaded(name: str, device_map: Mapping[str, Any]) -> bool:
     """Whether the map offloads a part of the module ``name``."""
-    entries = {device_maps.entry_for(name, device_map), *(entry for entry in device_map if entry.startswith(f"{name}."))}
-    return any(entry is not None and device_map[entry] in ("cpu", "disk") for entry in entries)
+    inside = [entry for entry in device_map if entry.startswith(f"{name}.")]
+    around = device_maps.entry_for(name, device_map)
+    return any(device_map.get(entry) in ("cpu", "disk") for entry in (around, *inside))
 
 
 def _place(layer: Any, base: Any) -> None:

@@ -100,6 +100,21 @@ def trainable_tokens_update_layer(
         keep_onloaded_for_whole_forward(self)  # which computes with the weight, not with the base layer
 
 
+def trainable_tokens_mixed_batch(
+    original: Callable[..., Any], self: Any, x: Any, active_adapter: str, *args: Any, **kwargs: Any
+) -> Any:
+    """The part of a batch that has an adapter; upstream calls no forward of the layer, so no hook of it, either."""
+    base = self.token_adapter.get_base_layer()
+    hook = placement.offload_hook(base)
+    if hook is None or not placement.is_offloaded(base):
+        return original(self, x, active_adapter, *args, **kwargs)
+    hook.pre_forward(base)
+    try:
+        return original(self, x, active_adapter, *args, **kwargs)
+    finally:
+        hook.post_forward(base, None)
+
+
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:

@@ -45,6 +45,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.transformers_adapter_keys",
     "adapters.peft_quantized_merge",
     "adapters.peft_merge_offloaded",
+    "checkpoints.peft_save_offloaded",
     "training.peft_kbit_dtypes",
     "adapters.peft_quantized_experts",
     "adapters.peft_quantized_tuners",

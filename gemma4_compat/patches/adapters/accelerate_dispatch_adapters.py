@@ -56,9 +56,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     reference = workspace.outputs(with_adapter().eval())
     model = with_adapter().eval()
     entries = ("model.language_model.embed_tokens", "model.language_model.layers.0")
-    workspace.dispatch_map(
-        model.get_base_model(), {"": workspace.main, **dict.fromkeys(entries, workspace.offloaded)}
-    )
+    workspace.dispatch_map(model.get_base_model(), {"": workspace.main, **dict.fromkeys(entries, workspace.offloaded)})
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.is_meta]
     if lost:
         return Outcome(True, f"{len(lost)} adapter weights are on meta and get no gradient, {lost[0]} among them")
