@@ -63,6 +63,11 @@ def in_use(module: Any) -> Any:
     return module
 
 
-def _below(module: Any) -> Any:
+def wrapped(module: Any) -> list[tuple[str, Any]]:
+    """Name and module of what a PEFT layer or wrapper is around; empty for any other module."""
     children = module._modules
-    return next((children[name] for name in _WRAPPED if children.get(name) is not None), None)
+    return [(name, children[name]) for name in _WRAPPED if children.get(name) is not None][:1]
+
+
+def _below(module: Any) -> Any:
+    return next((child for _, child in wrapped(module)), None)

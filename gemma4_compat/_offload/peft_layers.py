@@ -97,7 +97,22 @@ def trainable_tokens_update_layer(
     with placement.weights_brought_in(base):  # whose rows are copied
         original(self, adapter_name, *args, **kwargs)
     if placement.offload_hook(base) is not None:
-        _keep_onloaded_for_whole_forward(self)  # which computes with the weight, not with the base layer
+        keep_onloaded_for_whole_forward(self)  # which computes with the weight, not with the base layer
+
+
+def trainable_tokens_mixed_batch(
+    original: Callable[..., Any], self: Any, x: Any, active_adapter: str, *args: Any, **kwargs: Any
+) -> Any:
+    """The part of a batch that has an adapter; upstream calls no forward of the layer, so no hook of it, either."""
+    base = self.token_adapter.get_base_layer()
+    hook = placement.offload_hook(base)
+    if hook is None or not placement.is_offloaded(base):
+        return original(self, x, active_adapter, *args, **kwargs)
+    hook.pre_forward(base)
+    try:
+        return original(self, x, active_adapter, *args, **kwargs)
+    finally:
+        hook.post_forward(base, None)
 
 
 def inject_adapter(
@@ -118,7 +133,7 @@ def inject_adapter(
         with placement.weights_brought_in(base):
             create(config, name, target, target_name, parent, *rest, **kw)
         if offloaded:
-            _keep_onloaded_for_whole_forward(getattr(parent, target_name))
+            keep_onloaded_for_whole_forward(getattr(parent, target_name))
 
     vars(self)["_create_and_replace"] = create_with_weights
     try:
@@ -139,7 +154,13 @@ def _is_additive(config: Any) -> bool:
     return True
 
 
-def _keep_onloaded_for_whole_forward(layer: Any) -> None:
+def are_additive(model: Any) -> bool:
+    """Whether no adapter of a model reads base weights, in a forward of its layer or anywhere."""
+    return all(_is_additive(config) for config in (getattr(model, "peft_config", None) or {}).values())
+
+
+def keep_onloaded_for_whole_forward(layer: Any) -> None:
+    """Have the weights of the offloaded base layer there as long as the forward of ``layer`` runs."""
     if not vars(layer).get(_REGISTERED):
         layer.register_forward_pre_hook(_onload)
         layer.register_forward_hook(_offload, always_call=True)

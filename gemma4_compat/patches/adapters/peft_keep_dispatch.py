@@ -170,6 +170,11 @@ PATCH = Patch(
             name="TrainableTokensLayer.update_layer",
             replacement=peft_layers.trainable_tokens_update_layer,
         ),
+        Target(
+            module="peft.utils.other",
+            name="TrainableTokensWrapper._forward_wrapped_mixed_batch",
+            replacement=peft_layers.trainable_tokens_mixed_batch,
+        ),
     ),
     reproduce=reproduce,
 )

@@ -1,0 +1,76 @@
+"""A model that has adapters already can be dispatched: they stay on the device, in a layer that is offloaded, too.
+
+Symptom: silent: after ``dispatch_model`` of a model with adapters, those of offloaded layers get no gradient, and
+``save_pretrained`` raises. A LoRA on ``embed_tokens``, or trained tokens: ``RuntimeError: Tensor on device meta is not
+on the expected device``, ``Cannot copy out of meta tensor`` or, from ``dispatch_model``, ``ValueError: ... is on the
+meta device, we need a `value` to put in on 0``.
+
+Cause: ``dispatch_model`` takes an adapter for a part of the layer that a map offloads. Some adapters are in containers
+(``nn.ParameterDict``), which are never called, so accelerate's hook never onloads them. Embedding and head share one
+container of trained tokens: one entry of the map offloads it, another wants it on the device. Layers that read the
+base weight in their own forward (DoRA, trained tokens) find it on meta.
+
+Fix: accelerate does not see the adapters of a module that a map offloads. They are placed on the device where the
+module computes, as if they had been loaded after the dispatch.
+
+Remove when: ``dispatch_model`` leaves the adapters of offloaded modules on their execution device.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+from gemma4_compat._offload import dispatched_adapters
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    if not family.is_gemma4(given["model"]):
+        return original(*args, **kwargs)
+    with dispatched_adapters.hidden(given["model"], given["device_map"]):
+        return original(*args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from peft import PeftModel
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    def with_adapter() -> Any:
+        return PeftModel.from_pretrained(workspace.load(), workspace.cached(_embedding_adapter), is_trainable=True)
+
+    def _embedding_adapter(folder: Path) -> Path:
+        from gemma4_compat._reproduction import tiny_adapters
+
+        return tiny_adapters.write_adapter(workspace.load(), ["embed_tokens", "up_proj"], folder)
+
+    reference = workspace.outputs(with_adapter().eval())
+    model = with_adapter().eval()
+    entries = ("model.language_model.embed_tokens", "model.language_model.layers.0")
+    workspace.dispatch_map(model.get_base_model(), {"": workspace.main, **dict.fromkeys(entries, workspace.offloaded)})
+    lost = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.is_meta]
+    if lost:
+        return Outcome(True, f"{len(lost)} adapter weights are on meta and get no gradient, {lost[0]} among them")
+    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "dispatched with an adapter")
+
+
+PATCH = Patch(
+    id="accelerate-dispatch-adapters",
+    severity=Severity.CRASH,
+    failure_points=("F13",),
+    distribution="accelerate",
+    affected=">=1.12",
+    requires=("peft",),
+    after=("accelerate-nested-map", "accelerate-offload-folder"),
+    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
+    reproduce=reproduce,
+)

@@ -1,0 +1,91 @@
+"""An adapter whose file also has the embedding or the head is saved with these offloaded.
+
+Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``save_pretrained`` of a PEFT model
+with a LoRA on ``embed_tokens`` or ``lm_head``, or with ``save_embedding_layers=True``, and one of the two offloaded.
+
+Cause: With such an adapter ``get_peft_model_state_dict`` also takes the base weights of embedding and head, from
+``model.state_dict()``, where offloaded ones are on meta.
+
+Fix: Offloaded weights in the adapter's state dict are read from where they are stored. The file is that of the same
+model on one device.
+
+Remove when: ``get_peft_model_state_dict`` reads offloaded weights through accelerate's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement
+from gemma4_compat._offload import stored_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def get_peft_model_state_dict(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    found = original(model, *args, **kwargs)
+    offloaded = [name for name, value in found.items() if getattr(value, "is_meta", False)]
+    if not offloaded:
+        return found
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name in offloaded:
+        path, _, attribute = name.rpartition(".")
+        module = modules.get(path)
+        if module is not None and attribute in module._parameters and placement.offload_hook(module) is not None:
+            found[name] = stored_weights.read(module, attribute)
+    return found
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    from gemma4_compat._reproduction import tiny
+
+    def _head_adapter(folder: Path) -> Path:
+        from gemma4_compat._reproduction import tiny_adapters
+
+        return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
+
+    found: list[dict[str, Any]] = []
+    for split in (False, True):
+        base = workspace.load()
+        model = PeftModel.from_pretrained(base, workspace.cached(_head_adapter))
+        if split:
+            placement = tiny.device_map(base, "none", main=workspace.main, offloaded=workspace.offloaded)
+            del placement["lm_head"]
+            placement |= {f"lm_head.{name}": workspace.main for name, _ in base.lm_head.named_children()}
+            pair = ("model.language_model.embed_tokens", "lm_head.base_layer")
+            workspace.dispatch_map(base, placement | dict.fromkeys(pair, workspace.offloaded))
+        folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+        model.save_pretrained(folder)
+        found.append(load_file(f"{folder}/adapter_model.safetensors"))
+    expected, saved = found
+    other = [name for name in expected if name not in saved or not torch.equal(saved[name], expected[name])]
+    return Outcome(bool(other), f"{len(saved)} tensors, {len(other)} of them not those of one device")
+
+
+PATCH = Patch(
+    id="peft-save-offloaded",
+    severity=Severity.CRASH,
+    failure_points=("F49",),
+    distribution="peft",
+    affected=">=0.18.0",
+    requires=("accelerate",),
+    targets=(
+        Target(
+            module="peft.utils.save_and_load",
+            name="get_peft_model_state_dict",
+            replacement=get_peft_model_state_dict,
+        ),
+    ),
+    reproduce=reproduce,
+)
