@@ -153,12 +153,6 @@ def test_a_change_of_dtype_means_what_it_means_on_one_device(workspace: Any, wra
     outputs = []
     for base in (workspace.load(), workspace.split()):
         model = PeftModel.from_pretrained(base, workspace.adapter("language")) if wrapped else base
-        if cast == "to" and base is model and find_meta_tensors(model):
-            before = placement(model), {p.dtype for p in model.parameters()}
-            with pytest.raises(RuntimeError, match="You can't move a model"):  # accelerate's guard is that strict
-                CASTS[cast](model)
-            assert (placement(model), {p.dtype for p in model.parameters()}) == before
-            return
         CASTS[cast](model)
         outputs.append(workspace.outputs(model))
     assert difference(*outputs) == 0.0
