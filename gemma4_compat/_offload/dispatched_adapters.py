@@ -46,7 +46,7 @@ def _is_offloaded(name: str, device_map: Mapping[str, Any]) -> bool:
     """Whether the map offloads a part of the module ``name``."""
     inside = [entry for entry in device_map if entry.startswith(f"{name}.")]
     around = device_maps.entry_for(name, device_map)
-    return any(device_map.get(entry) in ("cpu", "disk") for entry in (around, *inside))
+    return any(device_map[entry] in ("cpu", "disk") for entry in (around, *inside) if entry is not None)
 
 
 def _place(layer: Any, base: Any) -> None:
