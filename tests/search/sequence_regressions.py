@@ -30,4 +30,101 @@ REGRESSIONS = [
         ),
         id="revert-and-install",
     ),
+    # Seed 409: RuntimeError: Tensor on device meta is not on the expected device cpu!
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(
+                    ("", "main"),
+                    ("lm_head", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="head", number=0, trainable=False, way="peft"),
+                operation("redispatch", offloaded_to="disk", placement=(("", "main"), ("model", "offloaded"))),
+                operation("forward", prompt="text"),
+            ),
+        ),
+        id="dispatched-lora-on-embedding",
+    ),
+    # Seed 151: NotImplementedError: Cannot copy out of meta tensor; no data!
+    pytest.param(
+        Sequence(
+            case=Case(
+                load="from_pretrained",
+                placement=(
+                    ("", "main"),
+                    ("model.embed_tokens", "offloaded"),
+                    ("model.layers.1", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="tokens", number=0, trainable=False, way="peft"),
+                operation("redispatch", offloaded_to="disk", placement=(("lm_head", "offloaded"), ("model", "main"))),
+                operation("forward", prompt="text"),
+            ),
+        ),
+        id="dispatched-tokens",
+    ),
+    # Seed 156: ValueError: a is on the meta device, we need a `value` to put in on cpu.
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(("", "main"),),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="tokens", number=0, trainable=False, way="peft"),
+                operation("redispatch", offloaded_to="cpu", placement=(("", "main"), ("model", "offloaded"))),
+            ),
+        ),
+        id="dispatched-tokens-tied",
+    ),
+    # Seed 448: AttributeError: Gemma4TextModel has no attribute `model`
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(("", "main"),),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="text", number=0, trainable=False, way="transformers"),
+                operation("redispatch", offloaded_to="cpu", placement=(("", "main"), ("model", "offloaded"))),
+                operation("reload"),
+            ),
+        ),
+        id="dispatched-adapter-saved",
+    ),
+    # Seed 367: NotImplementedError: Cannot copy out of meta tensor; no data!
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(
+                    ("", "main"),
+                    ("lm_head", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="head", number=0, trainable=False, way="peft"),
+                operation("unmerge_adapter"),
+                operation("reload"),
+            ),
+        ),
+        id="lora-on-head-saved",
+    ),
+    # Seed 109: RuntimeError: Tensor on device cpu is not on the expected device meta!
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(
+                    ("", "main"),
+                    ("model.embed_tokens", "offloaded"),
+                    ("lm_head", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="tokens", number=0, trainable=False, way="peft"),
+                operation("mixed_batch", adapters=("a", "__base__")),
+            ),
+        ),
+        id="tokens-in-a-mixed-batch",
+    ),
 ]
