@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._models import placement, walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import quant_states
 
@@ -152,8 +152,11 @@ def tie(target: Place, source: Place) -> None:
 def tied_apart(model: Any) -> Iterator[None]:
     """Around a ``tie_weights``: tied weights stay where they are, with the value of the one that owns it.
 
-    Upstream lets the modules share one parameter, be it on meta.
+    Upstream lets the modules share one parameter, be it on meta. Does nothing where nothing is offloaded.
     """
+    if not any(placement.offload_hook(module) for module in walk.modules(model)):
+        yield
+        return
     pairs = tied(model, declared=True)
     before = {place: place[0]._parameters[place[1]] for pair in pairs for place in pair}
     yield

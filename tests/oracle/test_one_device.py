@@ -94,6 +94,43 @@ def test_a_token_asks_once(workspace: Any) -> None:
     assert few <= expected
 
 
+#: Functions of ``_offload`` that only ask whether something is offloaded.
+ASKING = {
+    "merged_layers.py": {"merging", "onload_layer", "are_tied"},
+    "peft_layers.py": {
+        "_base", "_is_additive", "_refuse_offloaded_biases", "inject_adapter", "modules_to_save_update",
+        "move_adapter_to_device_of_base_layer", "replace_module", "trainable_tokens_update_layer",
+    },
+    "stored_weights.py": {"gathered", "tied_apart"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit"])
+def test_what_changes_weights_asks_and_does_nothing(workspace: Any, quantization: str | None) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def everything() -> None:
+        model = workspace.load(quantization)
+        model.tie_weights()
+        model.load_state_dict(model.state_dict(), strict=False)
+        model.resize_token_embeddings(300)
+        config = LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            modules_to_save=["lm_head"],
+            trainable_token_indices={"embed_tokens_per_layer": [3, 4]},
+        )
+        adapted = get_peft_model(model, config)
+        adapted.merge_adapter()
+        adapted.unmerge_adapter()
+        adapted.merge_and_unload()
+
+    found = [name.removeprefix("_offload/").split(":") for name in calls(everything) if name.startswith("_offload/")]
+    assert {file for file, _ in found} == ASKING.keys()
+    more = [(file, name) for file, name in found if name not in ASKING[file] and not name.startswith("<")]
+    assert not more
+
+
 def test_there_is_no_hook_and_no_lock(workspace: Any) -> None:
     """Also where ``dispatch_model`` was called with a map of one device."""
     from accelerate import dispatch_model
