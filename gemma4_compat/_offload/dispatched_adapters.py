@@ -46,7 +46,9 @@ def _is_offloaded(name: str, device_map: Mapping[str, Any]) -> bool:
     """Whether the map offloads a part of the module ``name``."""
     entries = [entry for entry in device_map if entry.startswith(f"{name}.")]
     around = device_maps.entry_for(name, device_map)
-    return any(device_map[entry] in ("cpu", "disk") for entry in (around, *inside) if entry is not None)
+    if around is not None:
+        entries.append(around)
+    return any(device_map[entry] in ("cpu", "disk") for entry in entries)
 
 
 def _place(layer: Any, base: Any) -> None:
