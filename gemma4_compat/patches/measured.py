@@ -18,6 +18,7 @@ RELEASES: dict[str, tuple[str, ...]] = {
 MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-cast-offloaded": ("accelerate.big_modeling",),
     "accelerate-disk-buffers": ("accelerate.utils.modeling",),
+    "accelerate-dispatch-adapters": ("accelerate.big_modeling",),
     "accelerate-embedding-lookup": ("accelerate.hooks",),
     "accelerate-hf-initialized": ("accelerate.utils.modeling",),
     "accelerate-int8-offload": ("accelerate.utils.modeling",),
