@@ -65,7 +65,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-dispatch-adapters",
-    severity=Severity.CRASH,
+    severity=Severity.WRONG_RESULT,
     failure_points=("F13",),
     distribution="accelerate",
     affected=">=1.12",
