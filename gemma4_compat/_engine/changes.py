@@ -4,6 +4,7 @@ Hazards this file exists for:
 
 * ``torch.compile`` silently drops ``wrapt.FunctionWrapper`` on module functions and methods, so what is installed is a
   plain function; ``functools.wraps`` with its default ``updated`` would also copy dynamo's marks, so it gets ``()``.
+  Of what a function closes over dynamo knows lists and functions; an object of a class of ours ends the graph.
 * Undoing through ``getattr``/``setattr`` turns static methods into methods and leaves strays on subclasses. Only the
   raw slot, ``vars(owner)[name]``, is saved and restored.
 * ``from x import f`` gave ``f`` to other modules. Every module that holds the same object under the same name gets the
@@ -29,21 +30,21 @@ from typing import Any
 
 @dataclass
 class _Switch:
-    """What an installed function does: the replacement while the edits are active, else the original."""
+    """What an installed function calls: ``state[0]``, the replacement, or, where that is None, the original."""
 
     original: Any
-    replacement: Callable[..., Any]
+    state: list[Callable[..., Any] | None]
     changes: ChangeSet
-    function: Callable[[], FunctionType | None] = lambda: None
 
 
 _ABSENT = object()
 _OURS = "__gemma4_compat__"  # on every function we install: the patch's id
-# What we installed. The mark alone does not tell: a foreign functools.wraps around ours copies it.
-_installed: weakref.WeakSet[FunctionType] = weakref.WeakSet()
-# By patch and label, the switch of what was installed last: objects that kept that function, bound, get the repair
-# back with the next install. It is no attribute of the function: accelerate copies those, and models are deep-copied.
-_latest: weakref.WeakValueDictionary[tuple[str, str], _Switch] = weakref.WeakValueDictionary()
+# What we installed. The mark alone does not tell: a foreign functools.wraps around ours copies it. The switch is no
+# attribute of the function: accelerate copies those, and models are deep-copied.
+_installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDictionary()
+# By patch and label, what was installed last: objects that kept that function, bound, get the repair back with the
+# next install.
+_latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -123,27 +124,24 @@ class ChangeSet:
     def _wrap(self, original: Any, replacement: Callable[..., Any], label: str) -> FunctionType:
         if not isinstance(original, FunctionType):
             raise TypeError(f"{label} is a {type(original).__name__}, not a function")
-        known = _latest.get((self.patch_id, label))
-        if known is not None and known.original is original and not known.changes.active:
-            kept = known.function()
-            if kept is not None:
-                known.replacement, known.changes = replacement, self
-                self._wrappers.add(kept)
-                return kept
-        switch = _Switch(original, replacement, self)
+        kept = _latest.get((self.patch_id, label))
+        known = None if kept is None else _installed[kept]
+        if kept is not None and known is not None and known.original is original and not known.changes.active:
+            known.state[0], known.changes = replacement, self
+            self._wrappers.add(kept)
+            return kept
+        state: list[Callable[..., Any] | None] = [replacement]
 
         @functools.wraps(original, updated=())
         def installed(*args: Any, **kwargs: Any) -> Any:
-            if switch.changes.active:
-                return switch.replacement(original, *args, **kwargs)
-            return original(*args, **kwargs)
+            now = state[0]
+            return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
 
         vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
-        _installed.add(function)
+        _installed[function] = _Switch(original, state, self)
+        _latest[self.patch_id, label] = function
         self._wrappers.add(function)
-        switch.function = weakref.ref(function)
-        _latest[self.patch_id, label] = switch
         return function
 
     def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:
@@ -173,6 +171,9 @@ class ChangeSet:
         when the caller hands it to :func:`restore`: a search costs tens of milliseconds, however much is undone.
         """
         self.active = False
+        for switch in [_installed[function] for function in self._wrappers]:
+            if switch.changes is self:
+                switch.state[0] = None
         left: list[str] = []
         for edit in reversed(self._journal):
             current = vars(edit.owner).get(edit.name)

@@ -22,6 +22,7 @@ ASKED = {
     "patches/offload/transformers_offloaded_embedding.py:model_forward": 1,  # is the embedding offloaded?
     "patches/offload/transformers_offloaded_embedding.py:get_per_layer_inputs": 1,
     "patches/offload/transformers_model_device.py:device": 2,  # `generate` reads it; is it meta?
+    "patches/placement/transformers_shared_kv.py:decoder_layer": 6,  # each layer, before 5.23: is there a hook?
 }
 #: Once for a `generate`, however long.
 ONCE = {"patches/offload/transformers_model_device.py:valid_auto_compile_criteria": 1}
