@@ -86,7 +86,7 @@ def check(sequence: Sequence, bench: SequenceBench, *, tamper: Tamper | None = N
 REPAIRED: dict[str, str] = {
     "bitsandbytes-cpu-packing": "CPUs with AVX512-BF16: state_dict(), a load of an adapter or a training step after a "
     "forward find 4-bit weights with other scales",
-    "bitsandbytes-cpu-strides": "CPUs with AVX512-BF16: a 4-bit audio tower returns garbage",
+    "bitsandbytes-cpu-strides": "CPUs with AVX512-BF16: an audio tower in 4-bit returns garbage",
     "peft-adalora-ranks": "PEFT 0.21: an adapter loaded with is_trainable=False onto a bf16 base is trained",
     "peft-kbit-dtypes": "prepare_model_for_kbit_training makes float32 of embeddings, experts and unquantized layers",
     "transformers-quantized-router": "4- and 8-bit: routers are quantized and send tokens to other experts",
