@@ -190,3 +190,26 @@ def class_name(checkpoint: Path, *, text_only: bool = False) -> str:
     """The class that loads a checkpoint of any variant, or its language model alone."""
     kind = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"]
     return _class_of(kind.startswith("gemma4_unified"), text_only=text_only)
+
+
+def empty_model(checkpoint: Path, dtype: Any) -> Any:
+    """The model of the checkpoint without weights, for ``load_checkpoint_and_dispatch`` to fill.
+
+    Raises:
+        LookupError: the checkpoint has other names for some weights. transformers converts names while it loads (those
+            of the 12B model's embedders), accelerate does not: it cannot load this checkpoint.
+    """
+    import transformers
+    from accelerate import init_empty_weights
+    from safetensors import safe_open
+
+    with init_empty_weights():
+        model = getattr(transformers, class_name(checkpoint))._from_config(
+            transformers.AutoConfig.from_pretrained(checkpoint), dtype=dtype
+        )
+    model.tie_weights()
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        unknown = sorted({*file.keys()} - model.state_dict(keep_vars=True).keys())
+    if unknown:
+        raise LookupError(f"accelerate does not convert names of weights, such as {unknown[0]}")
+    return model

@@ -153,9 +153,7 @@ def _work(
                 return
             pipe.send(_BEGUN)
             # The watchdog is a thread of C: it also ends a process that hangs inside a library.
-            faulthandler.dump_traceback_later(
-                limit + 60.0, exit=True, file=log
-            )  # the first item imports the libraries
+            faulthandler.dump_traceback_later(limit + start, exit=True, file=log)
             for result in function(batch, folder):
                 faulthandler.dump_traceback_later(limit, exit=True, file=log)
                 pipe.send(result)

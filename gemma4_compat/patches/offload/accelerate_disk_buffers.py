@@ -86,20 +86,18 @@ def reproduce(workspace: Workspace) -> Outcome:
     import tempfile
 
     import torch
-    import transformers
-    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-    from transformers import AutoConfig
+    from accelerate import load_checkpoint_and_dispatch
 
     from gemma4_compat._reproduction import tiny, tiny_models
     from gemma4_compat._reproduction.workspace import difference
 
-    kind = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
     checkpoint = scaled_checkpoint(workspace)
     found = []
     for offload in ("none", "both"):
-        with init_empty_weights():
-            model = kind._from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.bfloat16)
-        model.tie_weights()
+        try:
+            model = tiny_models.empty_model(checkpoint, torch.bfloat16)
+        except LookupError as error:
+            return Outcome(False, str(error), applicable=False)
         placement = tiny.device_map(model, offload, main=workspace.main, offloaded="disk")
         folder = tempfile.mkdtemp(dir=workspace.folder)
         keys = [*model._skip_keys_device_placement, "shared_kv_states"]

@@ -27,23 +27,11 @@ def checkpoint(workspace: Any) -> Path:
     return scaled_checkpoint(workspace)
 
 
-def empty_model(checkpoint: Path, dtype: Any = None) -> Any:
-    import torch
-    import transformers
-    from accelerate import init_empty_weights
-
-    kind = getattr(transformers, tiny_models.class_name(checkpoint))
-    config = transformers.AutoConfig.from_pretrained(checkpoint)
-    with init_empty_weights():
-        model = kind._from_config(config, dtype=dtype or torch.bfloat16)
-    model.tie_weights()
-    return model
-
-
 def loaded(checkpoint: Path, placement: Any, folder: Path, **options: Any) -> Any:
+    import torch
     from accelerate import load_checkpoint_and_dispatch
 
-    model = empty_model(checkpoint)
+    model = tiny_models.empty_model(checkpoint, torch.bfloat16)
     device_map = placement(model) if callable(placement) else placement
     return load_checkpoint_and_dispatch(
         model, str(checkpoint), device_map=device_map, offload_folder=str(folder), **options
@@ -146,7 +134,7 @@ def test_without_a_dtype_the_model_keeps_its_own(workspace: Any, tmp_path: Path,
     skip_unless_it_dispatches(placement)
     found = []
     for device_map in ({"": "cpu"}, placement):
-        model = empty_model(workspace.checkpoint, torch.float32)
+        model = tiny_models.empty_model(workspace.checkpoint, torch.float32)
         folder = str(tmp_path / str(len(found)))
         load_checkpoint_and_dispatch(model, str(workspace.checkpoint), device_map=device_map, offload_folder=folder)
         assert {weight.dtype for weight in model.parameters()} == {torch.float32}

@@ -89,6 +89,7 @@ def rewrite(checkpoint: Path, folder: Path, *, head: str, torch_format: bool = F
     return folder
 
 
+@pytest.mark.filterwarnings("ignore:llm_int8_skip_modules names modules by the end of their path")
 @pytest.mark.parametrize("quantization", QUANTIZED)
 @pytest.mark.parametrize("skip", LISTS)
 def test_the_list_is_one_that_names_the_head(workspace: Any, skip: list[str], quantization: str) -> None:
