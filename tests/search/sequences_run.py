@@ -93,8 +93,6 @@ REPAIRED: dict[str, str] = {
     "transformers-reentrant-checkpointing": "use_reentrant=True: wrong gradients where layers share keys and values",
     "transformers-sliding-cache": "transformers < 5.14: sliding layers of a model without KV-shared layers cache the "
     "whole text; the masked keys change the order of the sums",
-    "transformers-text-only-checkpoint": "weights of a checkpoint whose names begin otherwise stay random; such a one "
-    "is written after delete_adapter() of an adapter that model.load_adapter() loaded",
 }
 
 

@@ -40,7 +40,6 @@ DIFFERENT = {
     "transformers-quantized-router": 33,
     "transformers-reentrant-checkpointing": 83,
     "transformers-sliding-cache": 17,
-    "transformers-text-only-checkpoint": 76,
 }
 #: How many sequences may be tried to shrink a failure here; the command in the message has more patience.
 ATTEMPTS = 30
