@@ -57,7 +57,7 @@ def test_the_order_makes_no_difference(inside: Inside, ordering: str, patch: Pat
 def test_late_means_that_the_library_was_there_first(inside: Inside, ordering: str, patch: Patch) -> None:
     found = inside(ordering)
     seen = found["seen"][patch.id]
-    there = any(patch.groups[group] <= set(found["early"]) for group in groups_here(patch))
+    there = any(set(patch.groups[group]) <= set(found["early"]) for group in groups_here(patch))
     assert seen["late"] is (seen["state"] == "applied" and there)
 
 
