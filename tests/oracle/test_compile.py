@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gemma4_compat
 from gemma4_compat._adapters.clipped import is_wrapper
+from gemma4_compat._engine.changes import ChangeSet
+from tests.helpers import Library
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +35,28 @@ def test_an_adapted_clipped_linear(workspace: Any) -> None:
     compiled = torch.compile(wrapper, backend="eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(compiled(x), wrapper(x))
+
+
+def test_a_constructor_that_is_replaced_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whole graph each time. torch does not notice that a constructor was replaced: it has to be reset."""
+    import torch
+
+    def twice(original: Callable[..., Any], self: Any, value: Any) -> None:
+        original(self, 2 * value)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    core = "class Box:\n    def __init__(self, value):\n        self.value = value\n"
+    library = Library.create(tmp_path, core=core).load()
+    compiled = torch.compile(lambda x: library.Box(x).value + 1, backend="eager", fullgraph=True)
+    x = torch.ones(3)
+    for _ in range(2):
+        edits = ChangeSet("a-patch")
+        edits.replace(library.__name__, "Box.__init__", twice)
+        assert compiled(x).tolist() == [3.0] * 3
+        edits.undo()
+        torch.compiler.reset()
+        assert compiled(x).tolist() == [2.0] * 3
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
