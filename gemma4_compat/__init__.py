@@ -119,6 +119,9 @@ def status() -> dict[str, PatchStatus]:
 def revert(id: str | None = None) -> dict[str, PatchStatus]:
     """Undo the patch ``id``, or all of them, exactly; they stay off until :func:`install`. Returns :func:`status`.
 
+    torch.compile looks at some functions once, constructors among them: what was compiled before may keep the patch,
+    until ``torch.compiler.reset()``.
+
     Raises:
         Gemma4CompatError: no patch has that id (the message names the nearest one).
     """
