@@ -35,6 +35,12 @@ def install(model: Any) -> None:
             _models[module] = weakref.ref(model)
 
 
+def model_of(module: Any) -> Any:
+    """The dispatched model in which a weight of ``module`` is tied to one elsewhere; None where none is."""
+    model = _models.get(module)
+    return None if model is None else model()
+
+
 def forget(module: Any) -> None:
     """Leave a module to torch, which finds nothing to load into on meta."""
     _models.pop(module, None)

@@ -101,12 +101,12 @@ def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
     names = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if declared:
         names.update(model.get_expanded_tied_weights_keys(all_submodels=True))
+    return [pair for pair in _pairs(model, names) if any(placement.offload_hook(module) for module, _ in pair)]
+
+
+def _pairs(model: Any, names: dict[str, str]) -> list[tuple[Place, Place]]:
     found = [(_place(model, target), _place(model, source)) for target, source in names.items()]
-    return [
-        (target, source)
-        for target, source in found
-        if target and source and any(placement.offload_hook(module) for module, _ in (target, source))
-    ]
+    return [(target, source) for target, source in found if target and source]
 
 
 def _place(model: Any, name: str) -> Place | None:
@@ -146,6 +146,28 @@ def tie(target: Place, source: Place) -> None:
                 store(hook, name, value)
             _leave_on_meta(module, name, value)
         _serve_from(target, source)
+
+
+def join(model: Any, module: Any) -> None:
+    """Make the halves of a tied weight one parameter again. One is the module's, whose hook is just being removed.
+
+    Only where they have the same values. While the other one is offloaded, or kept on another device by a hook, they
+    stay apart: its turn comes.
+    """
+    import torch
+
+    for pair in _pairs(model, dict(model.all_tied_weights_keys)):
+        target, source = (owner._parameters[name] for owner, name in pair)
+        others = [owner for owner, _ in pair if owner is not module]
+        if len(others) != 1 or placement.offload_hook(others[0]) is not None or target is source:
+            continue
+        apart = target.device != source.device and "_hf_hook" in vars(others[0])
+        if apart or {type(target), type(source)} != {torch.nn.Parameter} or not _equal(target.data, source.data):
+            continue
+        # No memory of an accelerator is taken.
+        kept = target if source.device.type == "cpu" else source
+        for owner, name in pair:
+            owner._parameters[name] = kept
 
 
 @contextlib.contextmanager
