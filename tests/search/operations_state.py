@@ -43,7 +43,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
     files = sorted(folder.rglob("*.safetensors"))
     assert files, "nothing was saved"
-    # transformers 5.6, once an adapter that model.load_adapter() loaded is deleted: "base_model.", also "base_base_model."
+    # transformers 5.6, once the adapter of model.load_adapter is deleted: "base_model.", or "base_base_model."
     names = [name for file in folder.glob("model*.safetensors") for name in load_file(file)]
     assert not any("base_model" in name.split(".")[0] for name in names), "saved under an adapter's names"
     return {f"{file.parent.name if file.parent != folder else ''} {name}".strip(): tensor

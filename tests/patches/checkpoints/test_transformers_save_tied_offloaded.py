@@ -60,6 +60,52 @@ def test_the_checkpoint_is_that_of_one_device(
     assert difference(workspace.outputs(workspace.load()), workspace.outputs(reloaded)) == 0.0
 
 
+def _prepare(model: Any) -> Any:
+    from peft import prepare_model_for_kbit_training
+
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def _to_float32(model: Any) -> Any:
+    import torch
+
+    return model.to(torch.float32)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["before a forward", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        _to_float32,
+        lambda model: model.float(),
+        lambda model: model.half(),
+        lambda model: model.half().float(),
+        _prepare,
+    ],
+    ids=["to", "float", "half", "half-float", "prepare"],
+)
+def test_weights_are_saved_in_the_dtype_that_the_model_has_now(
+    workspace: Any, tmp_path: Path, kind: str, change: Any, used: bool
+) -> None:
+    names = (*OFFLOADED["both"], "model.language_model.layers.1")
+    model = change(split(workspace, kind, names, tmp_path / "offload"))
+    if used:
+        workspace.outputs(model, text_only=True)
+    expected = save(change(workspace.load()), tmp_path / "expected")
+    assert_same(save(model, tmp_path / "saved"), expected)
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+def test_the_bytes_of_quantized_weights_are_saved_as_they_are(
+    workspace: Any, tmp_path: Path, quantization: str
+) -> None:
+    expected = save(_prepare(workspace.load(quantization)), tmp_path / "expected")
+    names = (*OFFLOADED["both"], "model.language_model.layers.1")
+    model = _prepare(split(workspace, "ram", names, None, quantization))
+    assert_same(save(model, tmp_path / "saved"), expected)
+
+
 def test_with_an_adapter_the_base_below_it_and_the_adapter_alone(workspace: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
