@@ -69,12 +69,12 @@ def write_scales(module: Any, scales: Any) -> None:
 
 def is_same(first: Place, second: Place) -> bool:
     """Whether two modules compute with the same values, bit for bit."""
-    return _equal(read(*first), read(*second))
+    return equal(read(*first), read(*second))
 
 
 def holds(module: Any, name: str, value: Any) -> bool:
     """Whether this value is already stored as the offloaded parameter ``name`` of ``module``, bit for bit."""
-    return _equal(host_memory.stored(placement.offload_hook(module).weights_map, name).tensor, value.detach())
+    return equal(host_memory.stored(placement.offload_hook(module).weights_map, name).tensor, value.detach())
 
 
 def is_shared(model: Any, name: str, owner: str) -> bool:
@@ -83,7 +83,15 @@ def is_shared(model: Any, name: str, owner: str) -> bool:
     return first is not None and second is not None and is_same(first, second)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def pairs(model: Any) -> list[tuple[Place, Place]]:
+    """Target and source of each tied weight of a model, offloaded or not."""
+    names = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    found = [(_place(model, target), _place(model, source)) for target, source in names.items()]
+    return [(target, source) for target, source in found if target and source]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two tensors, not on meta, are the same, bit for bit."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype or "meta" in (a.device.type, b.device.type):
@@ -101,12 +109,12 @@ def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
     names = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if declared:
         names.update(model.get_expanded_tied_weights_keys(all_submodels=True))
-    return [pair for pair in _pairs(model, names) if any(placement.offload_hook(module) for module, _ in pair)]
-
-
-def _pairs(model: Any, names: dict[str, str]) -> list[tuple[Place, Place]]:
     found = [(_place(model, target), _place(model, source)) for target, source in names.items()]
-    return [(target, source) for target, source in found if target and source]
+    return [
+        (target, source)
+        for target, source in found
+        if target and source and any(placement.offload_hook(module) for module, _ in (target, source))
+    ]
 
 
 def _place(model: Any, name: str) -> Place | None:
@@ -146,28 +154,6 @@ def tie(target: Place, source: Place) -> None:
                 store(hook, name, value)
             _leave_on_meta(module, name, value)
         _serve_from(target, source)
-
-
-def join(model: Any, module: Any) -> None:
-    """Make the halves of a tied weight one parameter again. One is the module's, whose hook is just being removed.
-
-    Only where they have the same values. While the other one is offloaded, or kept on another device by a hook, they
-    stay apart: its turn comes.
-    """
-    import torch
-
-    for pair in _pairs(model, dict(model.all_tied_weights_keys)):
-        target, source = (owner._parameters[name] for owner, name in pair)
-        others = [owner for owner, _ in pair if owner is not module]
-        if len(others) != 1 or placement.offload_hook(others[0]) is not None or target is source:
-            continue
-        apart = target.device != source.device and "_hf_hook" in vars(others[0])
-        if apart or {type(target), type(source)} != {torch.nn.Parameter} or not _equal(target.data, source.data):
-            continue
-        # No memory of an accelerator is taken.
-        kept = target if source.device.type == "cpu" else source
-        for owner, name in pair:
-            owner._parameters[name] = kept
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._offload import idle_hooks, model_lock, state_loading, stored_weights, streaming
+from gemma4_compat._offload import idle_hooks, joined_weights, model_lock, state_loading, streaming
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -44,7 +44,7 @@ def remove_hook_from_module(original: Callable[..., Any], module: Any, recurse: 
 
 
 def detach_hook(original: Callable[..., Any], self: Any, module: Any) -> Any:
-    model = state_loading.model_of(module)
+    model = joined_weights.model_of(module)
     streaming.forget(module)
     state_loading.forget(module)
     idle_hooks.uninstall(module)
@@ -53,7 +53,7 @@ def detach_hook(original: Callable[..., Any], self: Any, module: Any) -> Any:
     if self.offload and self.weights_map is not None:
         _bring_from_disk(self, module)
     if model is not None:
-        stored_weights.join(model, module)
+        joined_weights.join(model, module)
     return detached
 
 
