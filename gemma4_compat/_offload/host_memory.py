@@ -130,7 +130,7 @@ def note_casts(module: Any) -> None:
     for name, tensor in _named_tensors(module, hook.place_submodules):
         # Of a subclass, a quantized weight, the dtype says nothing about its values. A plain one need not be on meta:
         # accelerate ties an offloaded head to an embedding on the device until its first forward.
-        if tensor.dtype.is_floating_point and _is_plain(tensor):
+        if tensor.dtype.is_floating_point and is_plain(tensor):
             with contextlib.suppress(KeyError):
                 if not _holds(tensor.dtype, stored(hook.weights_map, name).dtype):
                     noted[name] = (tensor.dtype,)
@@ -147,7 +147,8 @@ def _named_tensors(module: Any, recurse: bool) -> Iterator[tuple[str, Any]]:
     yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
 
 
-def _is_plain(tensor: Any) -> bool:
+def is_plain(tensor: Any) -> bool:
+    """Whether the dtype is that of the values: not so for a quantized weight."""
     import torch
 
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)

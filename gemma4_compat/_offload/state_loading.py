@@ -13,13 +13,12 @@ import weakref
 from typing import Any
 
 from gemma4_compat._models import placement
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import joined_weights, stored_weights
 
 _LOADING = "_gemma4_compat_loading"  # on a module, during its turn
 
-# The two hooks of each module, and the model that declares its tied weights.
+# The two hooks of each module.
 _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-_models: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def install(model: Any) -> None:
@@ -32,12 +31,12 @@ def install(model: Any) -> None:
             before = module._register_load_state_dict_pre_hook(_before, with_module=True)
             _handles[module] = before, module.register_load_state_dict_post_hook(_after)
         if module in apart:
-            _models[module] = weakref.ref(model)
+            joined_weights.note(model, module)
 
 
 def forget(module: Any) -> None:
     """Leave a module to torch, which finds nothing to load into on meta."""
-    _models.pop(module, None)
+    joined_weights.forget(module)
     for handle in _handles.pop(module, ()):
         handle.remove()
 
@@ -75,8 +74,8 @@ def _after(module: Any, _incompatible: Any) -> None:
             holder[name] = before
         if inside is not before and (scales := vars(inside).get("SCB")) is not None and scales._version:
             stored_weights.write_scales(module, scales)  # which bitsandbytes has loaded
-        if is_loaded and not assigned and module in _models:
-            _pass_on(_models[module](), (module, name))
+        if is_loaded and not assigned:
+            _pass_on(joined_weights.model_of(module), (module, name))
 
 
 def _pass_on(model: Any, loaded: stored_weights.Place) -> None:

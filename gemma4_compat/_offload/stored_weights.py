@@ -69,12 +69,12 @@ def write_scales(module: Any, scales: Any) -> None:
 
 def is_same(first: Place, second: Place) -> bool:
     """Whether two modules compute with the same values, bit for bit."""
-    return _equal(read(*first), read(*second))
+    return equal(read(*first), read(*second))
 
 
 def holds(module: Any, name: str, value: Any) -> bool:
     """Whether this value is already stored as the offloaded parameter ``name`` of ``module``, bit for bit."""
-    return _equal(host_memory.stored(placement.offload_hook(module).weights_map, name).tensor, value.detach())
+    return equal(host_memory.stored(placement.offload_hook(module).weights_map, name).tensor, value.detach())
 
 
 def is_shared(model: Any, name: str, owner: str) -> bool:
@@ -83,7 +83,15 @@ def is_shared(model: Any, name: str, owner: str) -> bool:
     return first is not None and second is not None and is_same(first, second)
 
 
-def _equal(a: Any, b: Any) -> bool:
+def pairs(model: Any) -> list[tuple[Place, Place]]:
+    """Target and source of each tied weight of a model, offloaded or not."""
+    names = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    found = [(_place(model, target), _place(model, source)) for target, source in names.items()]
+    return [(target, source) for target, source in found if target and source]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two tensors, not on meta, are the same, bit for bit."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype or "meta" in (a.device.type, b.device.type):

@@ -43,10 +43,9 @@ def _tensors(folder: Path) -> dict[str, Any]:
 
     files = sorted(folder.rglob("*.safetensors"))
     assert files, "nothing was saved"
-    for file in folder.glob(
-        "model*.safetensors"
-    ):  # transformers 5.6, once the adapter of model.load_adapter is deleted
-        assert not any(name.startswith("base_model.") for name in load_file(file)), "saved under an adapter's names"
+    # transformers 5.6, once the adapter of model.load_adapter is deleted: "base_model.", or "base_base_model."
+    names = [name for file in folder.glob("model*.safetensors") for name in load_file(file)]
+    assert not any("base_model" in name.split(".")[0] for name in names), "saved under an adapter's names"
     return {f"{file.parent.name if file.parent != folder else ''} {name}".strip(): tensor
             for file in files for name, tensor in load_file(file).items()}  # fmt: skip
 

@@ -127,4 +127,37 @@ REGRESSIONS = [
         ),
         id="tokens-in-a-mixed-batch",
     ),
+    # Seed 1341: model.embed_vision.embedding_projection.weight: torch.bfloat16, on one device torch.float32
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(
+                    ("", "main"),
+                    ("model.layers.1", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("to_dtype", how="to float32"),
+                operation("save"),
+            ),
+        ),
+        id="cast-and-saved",
+    ),
+    # Seed 1211: what is shown: missing [], added ['lm_head.weight']
+    pytest.param(
+        Sequence(
+            case=Case(
+                load="from_pretrained",
+                placement=(
+                    ("", "main"),
+                    ("lm_head", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("remove_hooks"),
+                operation("reload"),
+            ),
+        ),
+        id="saved-without-hooks",
+    ),
 ]

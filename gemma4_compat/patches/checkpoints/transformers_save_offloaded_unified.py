@@ -74,6 +74,7 @@ PATCH = Patch(
     fixed="5.14.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/47018",
     requires=("accelerate",),
+    after=("transformers-save-tied-offloaded",),  # which is given the model's own name then
     targets=(
         Target(
             module="transformers.integrations.accelerate",

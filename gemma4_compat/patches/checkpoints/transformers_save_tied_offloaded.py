@@ -1,16 +1,20 @@
-"""``save_pretrained`` saves a tied weight once, wherever its embedding and its head are.
+"""``save_pretrained`` saves a tied weight once, wherever its embedding and its head are, and weights in their dtype.
 
 Symptom: ``RuntimeError: Some tensors share memory`` from ``save_pretrained`` of a model with ``embed_tokens`` and
-``lm_head`` both on the CPU. With one of them there, or on disk, the checkpoint has the weight twice.
+``lm_head`` both on the CPU. With one of them there, or on disk, the checkpoint has the weight twice. After
+``model.to(torch.float32)`` or ``prepare_model_for_kbit_training``, the offloaded weights are still saved in bfloat16.
 
 Cause: ``remove_tied_weights_from_state_dict`` recognizes tied weights by their memory. Offloaded ones are on meta,
 where it compares the parameters instead, and accelerate gives each module a parameter of its own. Both are saved, and
-in host memory that is twice the same tensor.
+in host memory that is twice the same tensor. And ``load_offloaded_parameter`` returns a weight as it is stored: a
+change of dtype only reaches the placeholder on meta, and accelerate converts the weight for every forward.
 
 Fix: Of a tied weight with an offloaded name, only the one that owns it is saved, if both have the same values. The
-checkpoint is that of the same model on one device.
+checkpoint is that of the same model on one device. An offloaded weight is saved in its parameter's dtype. The bytes of
+a quantized one stay as they are.
 
-Remove when: ``save_pretrained`` recognizes offloaded tied weights by the model's ``all_tied_weights_keys``.
+Remove when: ``save_pretrained`` recognizes offloaded tied weights by the model's ``all_tied_weights_keys``, and
+``load_offloaded_parameter`` returns a weight in its parameter's dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import host_memory, stored_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -37,6 +41,15 @@ def remove_tied_weights_from_state_dict(
         and stored_weights.is_shared(model, name, owner)
     ]
     return original({name: tensor for name, tensor in state_dict.items() if name not in twice}, model)  # type: ignore[no-any-return]
+
+
+def load_offloaded_parameter(original: Callable[..., Any], model: Any, param_name: str) -> Any:
+    stored = original(model, param_name)
+    path, _, name = param_name.rpartition(".")
+    parameter = stored_weights.holder(model.get_submodule(path), name).get(name)
+    if parameter is None or not host_memory.is_plain(parameter):
+        return stored
+    return stored.to(parameter.dtype) if parameter.is_floating_point() and stored.is_floating_point() else stored
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -77,6 +90,11 @@ PATCH = Patch(
             module="transformers.modeling_utils",
             name="remove_tied_weights_from_state_dict",
             replacement=remove_tied_weights_from_state_dict,
+        ),
+        Target(
+            module="transformers.integrations.accelerate",
+            name="load_offloaded_parameter",
+            replacement=load_offloaded_parameter,
         ),
     ),
     reproduce=reproduce,

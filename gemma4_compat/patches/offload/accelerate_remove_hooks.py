@@ -3,16 +3,18 @@
 Symptom: ``AttributeError: 'PeftModel' object has no attribute '_hf_hook'`` when accelerate's hooks are removed from
 a model that PEFT has wrapped. On a model that was loaded from disk, the removal raises nothing, but the weights stay
 on meta without a hook that could onload them, and the next forward raises ``Tensor on device meta is not on the
-expected device``.
+expected device``. A tied ``lm_head`` has a weight of its own from then on: it is saved, too, and is no longer trained
+with the embedding.
 
 Cause: ``remove_hook_from_module`` checks ``hasattr(module, "_hf_hook")``, which PEFT's wrappers forward to the
 module they hold, and then deletes the attribute from the wrapper. ``AlignDevicesHook.detach_hook`` returns weights
-to where they were before they were offloaded, and skips weights that were never anywhere but on disk.
+to where they were before they were offloaded, each for its module, and skips weights that were never anywhere but on
+disk.
 
 Fix: A wrapper without a hook of its own is skipped; the module it holds has its own turn. Weights that were only on
 disk are read into host memory, where they are exact and take no GPU memory; ``model.to(...)`` moves them on. A
-weight that was set in the meantime is kept. Detaching a hook also ends this package's layer streaming for its
-module.
+weight that was set in the meantime is kept. The halves of a tied weight are one parameter again, if they have the
+same values. Detaching a hook also ends this package's layer streaming for its module.
 
 Remove when: accelerate brings disk-offloaded weights back and checks a module's own attributes for a hook.
 """
@@ -23,7 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._offload import idle_hooks, model_lock, state_loading, streaming
+from gemma4_compat._offload import idle_hooks, joined_weights, model_lock, state_loading, streaming
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -42,22 +44,28 @@ def remove_hook_from_module(original: Callable[..., Any], module: Any, recurse: 
 
 
 def detach_hook(original: Callable[..., Any], self: Any, module: Any) -> Any:
+    model = joined_weights.model_of(module)
     streaming.forget(module)
     state_loading.forget(module)
     idle_hooks.uninstall(module)
     model_lock.uninstall(module)
     detached = original(self, module)
-    if not self.offload or self.weights_map is None:
-        return detached
+    if self.offload and self.weights_map is not None:
+        _bring_from_disk(self, module)
+    if model is not None:
+        joined_weights.join(model, module)
+    return detached
+
+
+def _bring_from_disk(hook: Any, module: Any) -> None:
     from accelerate.utils import set_module_tensor_to_device
     from accelerate.utils.modeling import named_module_tensors
 
-    for name, tensor in list(named_module_tensors(module, recurse=self.place_submodules)):
-        if tensor.device.type == "meta" and self.original_devices[name].type == "meta":
-            value = self.weights_map.get(name)
+    for name, tensor in list(named_module_tensors(module, recurse=hook.place_submodules)):
+        if tensor.device.type == "meta" and hook.original_devices[name].type == "meta":
+            value = hook.weights_map.get(name)
             if value is not None:
                 set_module_tensor_to_device(module, name, "cpu", value=value)
-    return detached
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -60,6 +60,50 @@ def test_the_checkpoint_is_that_of_one_device(
     assert difference(workspace.outputs(workspace.load()), workspace.outputs(reloaded)) == 0.0
 
 
+def _prepare(model: Any) -> Any:
+    from peft import prepare_model_for_kbit_training
+
+    return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+
+
+def _to_float32(model: Any) -> Any:
+    import torch
+
+    return model.to(torch.float32)
+
+
+CHANGES = {
+    "to": _to_float32,
+    "float": lambda model: model.float(),
+    "half": lambda model: model.half(),
+    "half-float": lambda model: model.half().float(),
+    "prepare": _prepare,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_saved_in_the_dtype_that_the_model_has_now(
+    workspace: Any, tmp_path: Path, kind: str, change: str
+) -> None:
+    expected = save(CHANGES[change](workspace.load()), tmp_path / "expected")
+    names = (*OFFLOADED["both"], "model.language_model.layers.1")
+    model = CHANGES[change](split(workspace, kind, names, tmp_path / "offload"))
+    assert_same(save(model, tmp_path / "saved"), expected)
+    workspace.outputs(model, text_only=True)
+    assert_same(save(model, tmp_path / "saved-again"), expected)
+
+
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+def test_the_bytes_of_quantized_weights_are_saved_as_they_are(
+    workspace: Any, tmp_path: Path, quantization: str
+) -> None:
+    expected = save(_prepare(workspace.load(quantization)), tmp_path / "expected")
+    names = (*OFFLOADED["both"], "model.language_model.layers.1")
+    model = _prepare(split(workspace, "ram", names, None, quantization))
+    assert_same(save(model, tmp_path / "saved"), expected)
+
+
 def test_with_an_adapter_the_base_below_it_and_the_adapter_alone(workspace: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_remove_hooks import PATCH
+from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, split
 from tests.patches.promise import Promise
 
 
@@ -42,3 +46,47 @@ def test_a_weight_that_was_put_there_meanwhile_is_kept(workspace: Any, tmp_path:
     set_module_tensor_to_device(layer, "weight", "cpu", value=mine)
     remove_hook_from_module(layer)
     assert torch.equal(layer.weight, mine)
+
+
+@pytest.mark.parametrize("recurse", [True, False], ids=["from the model", "from submodules"])
+@pytest.mark.parametrize("offloaded", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)], ids=["embedding", "head", "both"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_weights_are_one_again(
+    workspace: Any, tmp_path: Any, kind: str, offloaded: tuple[str, ...], recurse: bool
+) -> None:
+    from accelerate.hooks import remove_hook_from_module, remove_hook_from_submodules
+    from safetensors.torch import load_file
+
+    model = split(workspace, kind, offloaded, tmp_path)
+    workspace.outputs(model)
+    if recurse:
+        remove_hook_from_module(model, recurse=True)
+    else:
+        remove_hook_from_submodules(model)
+    embedding = model.get_input_embeddings()
+    assert model.lm_head.weight is embedding.weight
+    model.save_pretrained(tmp_path / "saved")
+    assert "lm_head.weight" not in load_file(tmp_path / "saved" / "model.safetensors")
+
+
+def test_tied_weights_that_have_other_values_stay_two(workspace: Any) -> None:
+    import torch
+    from accelerate.hooks import remove_hook_from_module
+
+    state = workspace.load().state_dict()
+    state[f"{HEAD}.weight"] = state[f"{HEAD}.weight"] * 2
+    model = split(workspace, "ram", (HEAD,), None)
+    model.load_state_dict(state, assign=True)
+    remove_hook_from_module(model, recurse=True)
+    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight * 2)
+
+
+def test_a_half_of_a_tied_weight_alone_stays_apart(workspace: Any) -> None:
+    from accelerate.hooks import remove_hook_from_module
+
+    model = split(workspace, "ram", (EMBEDDING, HEAD), None)
+    expected = workspace.outputs(workspace.load())
+    remove_hook_from_module(model.lm_head)
+    assert model.get_input_embeddings().weight.device.type == "meta"
+    assert model.lm_head.weight.device.type == "cpu"
+    assert difference(expected, workspace.outputs(model)) == 0.0

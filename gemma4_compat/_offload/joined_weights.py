@@ -1,0 +1,71 @@
+"""Tied weights that a dispatch has taken apart, and that are one parameter again without their hooks.
+
+accelerate gives each offloaded module a parameter of its own, and brings it back as that. On one device a tied weight
+is one parameter, which is saved once and trained once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from gemma4_compat._models import placement
+from gemma4_compat._offload import stored_weights
+
+_MODEL = "_gemma4_compat_tied_in"  # on a module with a tied weight
+
+
+class _Reference:
+    """A weak one to a model. In a copy of the model it is to the copy; in one of a part, or a pickle, to nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self.get = (lambda: None) if model is None else weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Reference:
+        return _Reference(memo.get(id(self.get())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Reference, (None,)
+
+
+def note(model: Any, module: Any) -> None:
+    """Remember in which dispatched model a weight of ``module`` is tied to one elsewhere."""
+    vars(module)[_MODEL] = _Reference(model)
+
+
+def forget(module: Any) -> None:
+    vars(module).pop(_MODEL, None)
+
+
+def model_of(module: Any) -> Any:
+    """What :func:`note` was told of a module; None where it was told nothing, or the model is gone."""
+    reference = vars(module).get(_MODEL)
+    return None if reference is None else reference.get()
+
+
+def join(model: Any, module: Any) -> None:
+    """Make the halves of a tied weight one parameter again. One is the module's, whose hook is just being removed.
+
+    Only where they have the same values. While the other one is offloaded, or kept on another device by a hook, they
+    stay apart: its turn comes.
+    """
+    import torch
+
+    for pair in stored_weights.pairs(model):
+        target, source = (owner._parameters[name] for owner, name in pair)
+        others = [owner for owner, _ in pair if owner is not module]
+        if target is source or len(others) != 1 or placement.offload_hook(others[0]) is not None:
+            continue
+        if target.device != source.device and "_hf_hook" in vars(others[0]):
+            continue
+        if {type(target), type(source)} != {torch.nn.Parameter} or _is_shared(model, target):
+            continue
+        if stored_weights.equal(target.data, source.data):
+            kept = target if source.device.type == "cpu" else source  # no memory of an accelerator is taken
+            for owner, name in pair:
+                owner._parameters[name] = kept
+
+
+def _is_shared(model: Any, parameter: Any) -> bool:
+    """Whether another module has it, too: an adapter's copy of the embedding, to which the head was tied."""
+    return sum(own is parameter for part in model.modules() for own in part._parameters.values()) > 1
