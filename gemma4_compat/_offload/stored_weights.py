@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import placement
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import quant_states
 
@@ -29,10 +29,6 @@ _log = logging.getLogger("gemma4_compat")
 
 #: A parameter: the module that has it, and its name there.
 Place = tuple[Any, str]
-
-#: On a module that shares the weight of an adapter's copy (``modules_to_save``): its hook, which offloads nothing now;
-#: None where the module was not offloaded.
-_COPYS = "_gemma4_compat_copys_weight"
 
 
 def read(module: Any, name: str) -> Any:
@@ -55,7 +51,7 @@ def write(module: Any, name: str, value: Any, *, in_place: bool = True) -> None:
         in_place: write into the host memory of the old value, which may be pinned, or another module's tied weight;
             else, and where that has another shape or dtype, the tensor itself is kept if it is on the host.
     """
-    with _outside_inference():
+    with outside_inference():
         value = value.detach().cpu()
         store(placement.offload_hook(module), name, value, in_place=in_place)
         _leave_on_meta(module, name, value)
@@ -63,7 +59,7 @@ def write(module: Any, name: str, value: Any, *, in_place: bool = True) -> None:
 
 def write_scales(module: Any, scales: Any) -> None:
     """Store the scales of the offloaded 8-bit weight of ``module``: the tensor itself, if it is on the host."""
-    with _outside_inference():
+    with outside_inference():
         scales = scales.detach().cpu()
         vars(scales)[quant_states.PRISTINE] = True
         vars(module._parameters["weight"])["SCB"] = scales
@@ -111,11 +107,12 @@ def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
     return [
         (target, source)
         for target, source in found
-        if target and source and (declared if _COPYS in vars(target[0]) else _is_apart(target, source))
+        if target and source and (declared if placement.COPYS_WEIGHT in vars(target[0]) else is_apart(target, source))
     ]
 
 
-def _is_apart(target: Place, source: Place) -> bool:
+def is_apart(target: Place, source: Place) -> bool:
+    """Whether one of two tied weights is offloaded."""
     return any(placement.offload_hook(module) for module, _ in (target, source))
 
 
@@ -141,7 +138,7 @@ def tie(target: Place, source: Place) -> None:
     if hook is None:
         if parameter.device.type == "meta" or not is_same(target, source):
             device = placement.hook_device(module) if parameter.device.type == "meta" else parameter.device
-            with _outside_inference():
+            with outside_inference():
                 value = read(*source)
                 if (parameter.device, parameter.shape, parameter.dtype) == (device, value.shape, value.dtype):
                     parameter.data.copy_(value)  # an optimizer may have it
@@ -150,95 +147,12 @@ def tie(target: Place, source: Place) -> None:
                     module._parameters[name] = torch.nn.Parameter(value, requires_grad=owners.requires_grad)
             _serve_from(source, target)
     elif not is_same(target, source):
-        with _outside_inference():
+        with outside_inference():
             value = read(*source).cpu()
             if not _link(target, source):
                 store(hook, name, value)
             _leave_on_meta(module, name, value)
         _serve_from(target, source)
-
-
-@contextlib.contextmanager
-def tied_apart(model: Any) -> Iterator[None]:
-    """Around a ``tie_weights``: tied weights stay where they are, with the value of the one that owns it.
-
-    Upstream lets the modules share one parameter, be it on meta. Does nothing where nothing is offloaded.
-
-    Of an embedding with a trainable copy (``modules_to_save``) upstream ties the copy. It is on the device, and the
-    head shares it, as on one device: it learns with the copy, and keeps it when the adapter is deleted.
-    """
-    if not any(placement.offload_hook(module) or _COPYS in vars(module) for module in walk.modules(model)):
-        yield
-        return
-    pairs = tied(model, declared=True)
-    before = {place: place[0]._parameters[place[1]] for pair in pairs for place in pair}
-    yield
-    for target, source in pairs:
-        (module, name), was_copys = target, _COPYS in vars(target[0])
-        shared = module._parameters[name]
-        if shared is source[0]._parameters[source[1]]:
-            _offload_again(target, shared is not before[target])
-            if shared is not before[target] and _is_apart(target, source):
-                module._parameters[name] = before[target]
-                if was_copys:  # which keeps its value
-                    module._parameters[name] = _like(target, shared)
-                tie(target, source)
-        elif shared is not before[target]:
-            copied = next((place for place in _copies(model) if place[0]._parameters[place[1]] is shared), None)
-            if copied is not None:
-                module._parameters[name] = before[target]
-                share(target, copied)
-
-
-def share(target: Place, copied: Place) -> None:
-    """Let ``target`` share the weight of an adapter's copy, and not be offloaded while it does."""
-    (module, name), parameter = target, copied[0]._parameters[copied[1]]
-    hook, device = placement.offload_hook(module), placement.hook_device(module)
-    if placement.offload_hook(copied[0]) is not None or device not in (None, parameter.device):
-        tie(target, copied)
-        vars(module)[_COPYS] = None
-        return
-    module._parameters[name] = parameter
-    vars(module).setdefault(_COPYS, None)
-    if hook is not None:
-        hook.offload, vars(module)[_COPYS] = False, hook
-
-
-def shared_with_copies(model: Any) -> list[tuple[Place, Place]]:
-    """Parameters that are those of adapters' copies as well: each with the copy's."""
-    copies = {id(module._parameters[name]): (module, name) for module, name in _copies(model)}
-    inside = {module for module, _ in copies.values()}
-    return [
-        ((module, name), copies[id(parameter)])
-        for module in walk.modules(model)
-        if copies and module not in inside
-        for name, parameter in module._parameters.items()
-        if id(parameter) in copies
-    ]
-
-
-def _copies(model: Any) -> list[Place]:
-    """The parameters of adapters' copies of modules."""
-    wrappers = [module._modules.get("modules_to_save") for module in walk.modules(model)]
-    copies = [part for wrapper in wrappers if wrapper is not None for part in wrapper.modules()]
-    return [(part, name) for part in copies for name, value in part._parameters.items() if value is not None]
-
-
-def _offload_again(target: Place, tied_anew: bool) -> None:
-    """Undo :func:`share`; the weight itself is the caller's."""
-    hook = vars(target[0]).pop(_COPYS, None)
-    own = vars(target[0]).get("_hf_hook")
-    if tied_anew and hook is not None and hook in getattr(own, "hooks", (own,)):
-        hook.offload = True
-
-
-def _like(target: Place, owners: Any) -> Any:
-    import torch
-
-    with _outside_inference():
-        offloaded = placement.offload_hook(target[0]) is not None
-        value = owners.data.to("meta") if offloaded else target[0]._parameters[target[1]].data.clone()
-        return torch.nn.Parameter(value, requires_grad=owners.requires_grad)
 
 
 @contextlib.contextmanager
@@ -330,7 +244,9 @@ def _move_hook(old: Any, new: Any) -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     add_hook_to_module(new, ModelHook())
-    vars(new).update({name: value for name, value in vars(old).items() if name in ("_hf_hook", _COPYS)})
+    vars(new).update(
+        {name: value for name, value in vars(old).items() if name in ("_hf_hook", placement.COPYS_WEIGHT)}
+    )
 
 
 def store(hook: Any, name: str, value: Any, *, in_place: bool = False) -> None:
@@ -464,7 +380,8 @@ def _serve_from(offloaded: Place, resident: Place) -> None:
 
 
 @contextlib.contextmanager
-def _outside_inference() -> Iterator[None]:
+def outside_inference() -> Iterator[None]:
+    """New tensors inside are as those that a model is loaded with, in inference mode, too."""
     import torch
 
     with torch.inference_mode(False), torch.no_grad():

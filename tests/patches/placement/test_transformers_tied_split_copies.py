@@ -68,13 +68,14 @@ def batch() -> dict[str, Any]:
 
 def trained_and_deleted(life: Life, model: Any) -> Any:
     model = with_copy(model)
-    model.get_base_model().tie_weights()
+    base = model.get_base_model()  # what PEFT leaves of a model without adapters
+    base.tie_weights()
     life.ask(model)
     life.train(model)
     model.delete_adapter("first")  # the head keeps the copy's weight
-    life.ask(model)
-    model.get_base_model().tie_weights()
-    return model
+    life.ask(base)
+    base.tie_weights()
+    return base
 
 
 def two_copies(life: Life, model: Any) -> Any:
@@ -150,9 +151,10 @@ def copied(life: Life, model: Any) -> Any:
     second = copy.deepcopy(model)
     life.train(second)
     life.ask(model)
+    base = second.get_base_model()
     second.delete_adapter("first")
-    second.get_base_model().tie_weights()
-    life.ask(second)
+    base.tie_weights()
+    life.ask(base)
     return model.float()
 
 
@@ -167,8 +169,23 @@ def dispatched_again(life: Life, model: Any) -> Any:
         life.place(base)
         life.train(model)
     model.delete_adapter("first")
-    life.ask(model)
+    life.ask(base)
     base.tie_weights()
+    return base
+
+
+def unloaded_and_dispatched(life: Life, model: Any) -> Any:
+    import torch
+    from accelerate.hooks import remove_hook_from_module
+
+    model = with_copy(model)
+    model.get_base_model().tie_weights()
+    model = model.merge_and_unload()  # the copy is the embedding now, and the head is tied to it
+    remove_hook_from_module(model, recurse=True)
+    life.place(model)
+    life.ask(model)
+    weight = torch.full_like(model.state_dict()[f"{EMBEDDING}.weight"], 0.01, device="cpu")
+    model.load_state_dict({f"{EMBEDDING}.weight": weight}, strict=False)
     return model
 
 
@@ -181,6 +198,7 @@ LIVES = [
     loaded,
     copied,
     dispatched_again,
+    unloaded_and_dispatched,
 ]
 
 
@@ -209,10 +227,13 @@ def test_the_head_is_tied_to_the_copy(
     kind: str,
     offloaded: tuple[str, ...],
 ) -> None:
+    import tempfile
+
     import torch
 
     def place(model: Any) -> Any:
-        return split(workspace, "disk" if kind == "from_pretrained" else kind, offloaded, tmp_path, model=model)
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        return split(workspace, "disk" if kind == "from_pretrained" else kind, offloaded, folder, model=model)
 
     model = split(workspace, kind, offloaded, tmp_path)
     life = Life(place)
