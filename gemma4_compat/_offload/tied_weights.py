@@ -54,23 +54,29 @@ def tied_apart(model: Any) -> Iterator[None]:
 def share(target: Place, copied: Place) -> None:
     """Let ``target`` share the weight of an adapter's copy, and not be offloaded while it does."""
     (module, name), parameter = target, copied[0]._parameters[copied[1]]
-    hook, device = placement.offload_hook(module), placement.hook_device(module)
-    if placement.offload_hook(copied[0]) is not None or device not in (None, parameter.device):
+    own: dict[str, Any] = module.__dict__
+    hook = placement.offload_hook(module)
+    if placement.offload_hook(copied[0]) is not None or not _computes_on(module, parameter.device):
         stored_weights.tie(target, copied)
-        vars(module)[placement.COPYS_WEIGHT] = None
+        own[placement.COPYS_WEIGHT] = None
         return
     module._parameters[name] = parameter
-    vars(module).setdefault(placement.COPYS_WEIGHT, None)
+    own.setdefault(placement.COPYS_WEIGHT, None)
     if hook is not None:
-        hook.offload, vars(module)[placement.COPYS_WEIGHT] = False, hook
+        hook.offload, own[placement.COPYS_WEIGHT] = False, hook
+
+
+def _computes_on(module: Any, device: Any) -> bool:
+    own = placement.hook_device(module)
+    return own is None or (own.type == device.type and own.index in (None, device.index))
 
 
 def shared_with_copies(model: Any) -> list[tuple[Place, Place]]:
-    """For a model that will be dispatched: parameters that are those of adapters' copies as well, each with the copy's."""
+    """Before a dispatch: the parameters that are those of adapters' copies as well, each with the copy's."""
     if any(placement.COPYS_WEIGHT in vars(module) for module in walk.modules(model)):
         for target, source in stored_weights.tied(model, declared=True):
             if target[0]._parameters[target[1]] is source[0]._parameters[source[1]]:  # the copy is the embedding now
-                vars(target[0]).pop(placement.COPYS_WEIGHT, None)
+                target[0].__dict__.pop(placement.COPYS_WEIGHT, None)
     copies = {id(module._parameters[name]): (module, name) for module, name in _copies(model)}
     inside = {module for module, _ in copies.values()}
     return [
@@ -91,9 +97,9 @@ def _copies(model: Any) -> list[Place]:
 
 def _offload_again(target: Place, tied_anew: bool) -> None:
     """Undo :func:`share`; the weight itself is the caller's."""
-    hook = vars(target[0]).pop(placement.COPYS_WEIGHT, None)
-    own = vars(target[0]).get("_hf_hook")
-    if tied_anew and hook is not None and hook in getattr(own, "hooks", (own,)):
+    attributes: dict[str, Any] = target[0].__dict__
+    hook, own = attributes.pop(placement.COPYS_WEIGHT, None), attributes.get("_hf_hook")
+    if tied_anew and hook is not None and hook in getattr(own, "hooks", (own,)):  # not one of an earlier dispatch
         hook.offload = True
 
 
