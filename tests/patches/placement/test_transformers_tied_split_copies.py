@@ -112,17 +112,18 @@ def unloaded(life: Life, model: Any) -> Any:
     return model
 
 
-def unloaded_and_resized(life: Life, model: Any) -> Any:
+def unwrapped_and_resized(life: Life, model: Any) -> Any:
     import torch
 
     model = with_copy(model)
-    model.get_base_model().tie_weights()
+    base = model.get_base_model()
+    base.tie_weights()
     model.delete_adapter("first")
-    model = model.unload()
-    life.ask(model)
+    base.set_input_embeddings(base.get_input_embeddings().original_module)
+    life.ask(base)
     torch.manual_seed(0)
-    model.resize_token_embeddings(model.config.get_text_config().vocab_size + 8, mean_resizing=False)
-    return model
+    base.resize_token_embeddings(base.config.get_text_config().vocab_size + 8, mean_resizing=False)
+    return base
 
 
 def loaded(life: Life, model: Any) -> Any:
@@ -194,7 +195,7 @@ LIVES = [
     two_copies,
     resized_to_the_same,
     unloaded,
-    unloaded_and_resized,
+    unwrapped_and_resized,
     loaded,
     copied,
     dispatched_again,
