@@ -7,6 +7,10 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+#: On a module that shares the weight of an adapter's copy (``modules_to_save``) for now: its hook, which does not
+#: offload as long; None where the module was not offloaded.
+COPYS_WEIGHT = "_gemma4_compat_copys_weight"
+
 
 def offload_hook(module: Any) -> Any:
     """The ``AlignDevicesHook`` that brings this module's own weights in for a forward and takes them out; or None."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gemma4_compat._models import device_maps, placement, walk
-from gemma4_compat._offload import peft_layers
+from gemma4_compat._offload import peft_layers, tied_weights
 
 _TABLES = ("_modules", "_parameters", "_buffers")
 
@@ -27,6 +27,7 @@ def hidden(model: Any, device_map: Mapping[str, Any]) -> Iterator[None]:
         if _is_offloaded(f"{name}.{key}".lstrip("."), device_map)
     ]
     adapters = {part for layer, base in layers for part in layer._modules.values() if part not in (base, None)}
+    shared = tied_weights.shared_with_copies(model)
     contents = [(vars(part)[table], dict(vars(part)[table])) for part in adapters for table in _TABLES]
     for table, _ in contents:
         table.clear()
@@ -40,6 +41,8 @@ def hidden(model: Any, device_map: Mapping[str, Any]) -> Iterator[None]:
         _place(layer, base)
         if hasattr(layer, "trainable_tokens_delta") or (hasattr(layer, "merged_adapters") and not additive):
             peft_layers.keep_onloaded_for_whole_forward(layer)
+    for target, copied in shared:
+        tied_weights.share(target, copied)
 
 
 def _is_offloaded(name: str, device_map: Mapping[str, Any]) -> bool:

@@ -70,6 +70,7 @@ def _only_moves_inputs(module: Any) -> bool:
         type(hook).__name__ == "AlignDevicesHook"
         and not hook.offload
         and not hook.io_same_device
+        and placement.COPYS_WEIGHT not in vars(module)  # the hook will offload again
         and is_accelerates_forward(module)
     )
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import placement
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import quant_states
 
@@ -51,7 +51,7 @@ def write(module: Any, name: str, value: Any, *, in_place: bool = True) -> None:
         in_place: write into the host memory of the old value, which may be pinned, or another module's tied weight;
             else, and where that has another shape or dtype, the tensor itself is kept if it is on the host.
     """
-    with _outside_inference():
+    with outside_inference():
         value = value.detach().cpu()
         store(placement.offload_hook(module), name, value, in_place=in_place)
         _leave_on_meta(module, name, value)
@@ -59,7 +59,7 @@ def write(module: Any, name: str, value: Any, *, in_place: bool = True) -> None:
 
 def write_scales(module: Any, scales: Any) -> None:
     """Store the scales of the offloaded 8-bit weight of ``module``: the tensor itself, if it is on the host."""
-    with _outside_inference():
+    with outside_inference():
         scales = scales.detach().cpu()
         vars(scales)[quant_states.PRISTINE] = True
         vars(module._parameters["weight"])["SCB"] = scales
@@ -103,8 +103,10 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
-    """Target and source of each tied weight with one of the two offloaded. With ``declared`` also of what the model
-    would tie, and has not.
+    """Target and source of each tied weight with one of the two offloaded.
+
+    A target that shares the weight of an adapter's copy is none, but with ``declared``, which also finds what the
+    model would tie, and has not.
     """
     names = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if declared:
@@ -113,8 +115,13 @@ def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
     return [
         (target, source)
         for target, source in found
-        if target and source and any(placement.offload_hook(module) for module, _ in (target, source))
+        if target and source and (declared if placement.COPYS_WEIGHT in vars(target[0]) else is_apart(target, source))
     ]
+
+
+def is_apart(target: Place, source: Place) -> bool:
+    """Whether one of two tied weights is offloaded."""
+    return any(placement.offload_hook(module) for module, _ in (target, source))
 
 
 def _place(model: Any, name: str) -> Place | None:
@@ -139,7 +146,7 @@ def tie(target: Place, source: Place) -> None:
     if hook is None:
         if parameter.device.type == "meta" or not is_same(target, source):
             device = placement.hook_device(module) if parameter.device.type == "meta" else parameter.device
-            with _outside_inference():
+            with outside_inference():
                 value = read(*source)
                 if (parameter.device, parameter.shape, parameter.dtype) == (device, value.shape, value.dtype):
                     parameter.data.copy_(value)  # an optimizer may have it
@@ -148,31 +155,12 @@ def tie(target: Place, source: Place) -> None:
                     module._parameters[name] = torch.nn.Parameter(value, requires_grad=owners.requires_grad)
             _serve_from(source, target)
     elif not is_same(target, source):
-        with _outside_inference():
+        with outside_inference():
             value = read(*source).cpu()
             if not _link(target, source):
                 store(hook, name, value)
             _leave_on_meta(module, name, value)
         _serve_from(target, source)
-
-
-@contextlib.contextmanager
-def tied_apart(model: Any) -> Iterator[None]:
-    """Around a ``tie_weights``: tied weights stay where they are, with the value of the one that owns it.
-
-    Upstream lets the modules share one parameter, be it on meta. Does nothing where nothing is offloaded.
-    """
-    if not any(placement.offload_hook(module) for module in walk.modules(model)):
-        yield
-        return
-    pairs = tied(model, declared=True)
-    before = {place: place[0]._parameters[place[1]] for pair in pairs for place in pair}
-    yield
-    for target, source in pairs:
-        shared = source[0]._parameters[source[1]]
-        if target[0]._parameters[target[1]] is shared is not before[target]:
-            target[0]._parameters[target[1]] = before[target]
-            tie(target, source)
 
 
 @contextlib.contextmanager
@@ -264,7 +252,9 @@ def _move_hook(old: Any, new: Any) -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     add_hook_to_module(new, ModelHook())
-    vars(new)["_hf_hook"] = vars(old)["_hf_hook"]
+    vars(new).update(
+        {name: value for name, value in vars(old).items() if name in ("_hf_hook", placement.COPYS_WEIGHT)}
+    )
 
 
 def store(hook: Any, name: str, value: Any, *, in_place: bool = False) -> None:
@@ -398,7 +388,8 @@ def _serve_from(offloaded: Place, resident: Place) -> None:
 
 
 @contextlib.contextmanager
-def _outside_inference() -> Iterator[None]:
+def outside_inference() -> Iterator[None]:
+    """New tensors inside are as those that a model is loaded with, in inference mode, too."""
     import torch
 
     with torch.inference_mode(False), torch.no_grad():

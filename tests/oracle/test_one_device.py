@@ -102,7 +102,8 @@ ASKING = {
         "_base", "_is_additive", "_refuse_offloaded_biases", "inject_adapter", "modules_to_save_update",
         "move_adapter_to_device_of_base_layer", "replace_module", "trainable_tokens_update_layer",
     },
-    "stored_weights.py": {"gathered", "tied_apart"},
+    "stored_weights.py": {"gathered"},
+    "tied_weights.py": {"tied_apart"},
 }  # fmt: skip
 
 

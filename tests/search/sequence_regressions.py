@@ -160,4 +160,60 @@ REGRESSIONS = [
         ),
         id="saved-without-hooks",
     ),
+    # Seed 1244: forward: logits differs
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(
+                    ("", "main"),
+                    ("lm_head", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="save-embedding", number=1, trainable=True, way="peft"),
+                operation("tie_weights"),
+                operation("forward", prompt="text"),
+            ),
+        ),
+        id="tied-to-a-copy",
+    ),
+    # Seed 855: train: what is shown differs
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(
+                    ("", "main"),
+                    ("model.embed_tokens", "offloaded"),
+                    ("lm_head", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation(
+                    "load_adapter", adapter="a", kind="save-embedding", number=1, trainable=True, way="transformers"
+                ),
+                operation("tie_weights"),
+                operation("load_adapter", adapter="b", kind="text", number=0, trainable=True, way="transformers"),
+                operation("train", prompt="text", accumulate=1, mode="train"),
+            ),
+        ),
+        id="trained-with-a-copy",
+    ),
+    # Seed 1921: forward: logits differs
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(
+                    ("", "main"),
+                    ("model.embed_tokens", "offloaded"),
+                    ("lm_head", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="save-embedding", number=1, trainable=True, way="peft"),
+                operation("resize_token_embeddings", tokens=256, mean=True),
+                operation("forward", prompt="text"),
+            ),
+        ),
+        id="resized-with-a-copy",
+    ),
 ]

@@ -16,7 +16,9 @@ A checkpoint in torch's own format holds both names. ``PreTrainedModel.tie_weigh
 which a tensor on meta does not have. With this patch, it skips such pairs.
 
 ``tie_weights`` of a dispatched model, which ``resize_token_embeddings`` calls, too, would give both modules one
-parameter, be it on meta: NaN, or the old weight. Each keeps its place, and gets the value that is tied. Outputs are
+parameter, be it on meta: NaN, or the old weight. Each keeps its place, and gets the value that is tied. Where an
+adapter's trainable copy stands in for the embedding (``modules_to_save``), upstream ties the head to the copy: the
+head shares it on the device, learns with it, and is offloaded again when it is tied to the embedding. Outputs are
 bit-exact.
 
 Remove when: transformers indexes a tied weight under all its names and loads those that stay in memory.
@@ -30,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import device_maps
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import tied_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -77,7 +79,7 @@ def tie_weights(
 ) -> Any:
     # A checkpoint in torch's own format holds both names. Upstream compares their values, which meta does not have.
     if missing_keys is None:
-        with stored_weights.tied_apart(self):
+        with tied_weights.tied_apart(self):
             return original(self, missing_keys, *args, **kwargs)
     pairs = self.all_tied_weights_keys
     apart = {

@@ -1,0 +1,112 @@
+"""``tie_weights`` of a split model, also where the embedding has a trainable copy (``modules_to_save``).
+
+Upstream ties the head to the weight that the embedding computes with: that of the active adapter's copy, if there is
+one. A copy is on the device, and the head shares its parameter, as on one device: it learns with the copy, and keeps
+the weight when the adapter is deleted. The head is not offloaded as long. The next ``tie_weights`` to the embedding's
+own weight offloads it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from gemma4_compat._models import placement, walk
+from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload.stored_weights import Place
+
+
+@contextlib.contextmanager
+def tied_apart(model: Any) -> Iterator[None]:
+    """Around a ``tie_weights``: tied weights stay where they are, with the value of the one that owns it.
+
+    Upstream lets the modules share one parameter, be it on meta. Does nothing where nothing is offloaded.
+
+    Of an embedding with a trainable copy (``modules_to_save``) upstream ties the copy. It is on the device, and the
+    head shares it, as on one device: it learns with the copy, and keeps it when the adapter is deleted.
+    """
+    if not any(
+        placement.offload_hook(module) or placement.COPYS_WEIGHT in vars(module) for module in walk.modules(model)
+    ):
+        yield
+        return
+    pairs = stored_weights.tied(model, declared=True)
+    before = {place: place[0]._parameters[place[1]] for pair in pairs for place in pair}
+    yield
+    for target, source in pairs:
+        (module, name), was_copys = target, placement.COPYS_WEIGHT in vars(target[0])
+        shared = module._parameters[name]
+        if shared is source[0]._parameters[source[1]]:
+            _offload_again(target, shared is not before[target])
+            if shared is not before[target] and stored_weights.is_apart(target, source):
+                module._parameters[name] = before[target]
+                if was_copys:  # which keeps its value
+                    module._parameters[name] = _like(target, shared)
+                stored_weights.tie(target, source)
+        elif shared is not before[target]:
+            copied = next((place for place in _copies(model) if place[0]._parameters[place[1]] is shared), None)
+            if copied is not None:
+                module._parameters[name] = before[target]
+                share(target, copied)
+
+
+def share(target: Place, copied: Place) -> None:
+    """Let ``target`` share the weight of an adapter's copy, and not be offloaded while it does."""
+    (module, name), parameter = target, copied[0]._parameters[copied[1]]
+    own: dict[str, Any] = module.__dict__
+    hook = placement.offload_hook(module)
+    if placement.offload_hook(copied[0]) is not None or not _computes_on(module, parameter.device):
+        stored_weights.tie(target, copied)
+        own[placement.COPYS_WEIGHT] = None
+        return
+    module._parameters[name] = parameter
+    own.setdefault(placement.COPYS_WEIGHT, None)
+    if hook is not None:
+        hook.offload, own[placement.COPYS_WEIGHT] = False, hook
+
+
+def _computes_on(module: Any, device: Any) -> bool:
+    own = placement.hook_device(module)
+    return own is None or (own.type == device.type and own.index in (None, device.index))
+
+
+def shared_with_copies(model: Any) -> list[tuple[Place, Place]]:
+    """Before a dispatch: the parameters that are those of adapters' copies as well, each with the copy's."""
+    if any(placement.COPYS_WEIGHT in vars(module) for module in walk.modules(model)):
+        for target, source in stored_weights.tied(model, declared=True):
+            if target[0]._parameters[target[1]] is source[0]._parameters[source[1]]:  # the copy is the embedding now
+                target[0].__dict__.pop(placement.COPYS_WEIGHT, None)
+    copies = {id(module._parameters[name]): (module, name) for module, name in _copies(model)}
+    inside = {module for module, _ in copies.values()}
+    return [
+        ((module, name), copies[id(parameter)])
+        for module in walk.modules(model)
+        if copies and module not in inside
+        for name, parameter in module._parameters.items()
+        if id(parameter) in copies
+    ]
+
+
+def _copies(model: Any) -> list[Place]:
+    """The parameters of adapters' copies of modules."""
+    wrappers = [module._modules.get("modules_to_save") for module in walk.modules(model)]
+    copies = [part for wrapper in wrappers if wrapper is not None for part in wrapper.modules()]
+    return [(part, name) for part in copies for name, value in part._parameters.items() if value is not None]
+
+
+def _offload_again(target: Place, tied_anew: bool) -> None:
+    """Undo :func:`share`; the weight itself is the caller's."""
+    attributes: dict[str, Any] = target[0].__dict__
+    hook, own = attributes.pop(placement.COPYS_WEIGHT, None), attributes.get("_hf_hook")
+    if tied_anew and hook is not None and hook in getattr(own, "hooks", (own,)):  # not one of an earlier dispatch
+        hook.offload = True
+
+
+def _like(target: Place, owners: Any) -> Any:
+    import torch
+
+    with stored_weights.outside_inference():
+        offloaded = placement.offload_hook(target[0]) is not None
+        value = owners.data.to("meta") if offloaded else target[0]._parameters[target[1]].data.clone()
+        return torch.nn.Parameter(value, requires_grad=owners.requires_grad)
