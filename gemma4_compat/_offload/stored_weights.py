@@ -149,6 +149,38 @@ def tie(target: Place, source: Place) -> None:
 
 
 @contextlib.contextmanager
+def replaced(model: Any) -> Iterator[None]:
+    """Around code that gives modules other parameters: those of offloaded modules are stored afterwards.
+
+    Upstream leaves such a parameter where it was put; the module's next forward would compute with the old value.
+    """
+    before = {
+        (module, name): parameter
+        for module in walk.modules(model)
+        if placement.offload_hook(module) is not None
+        for name, parameter in module._parameters.items()
+    }
+    try:
+        yield
+    except BaseException:
+        for (module, name), parameter in before.items():
+            module._parameters[name] = parameter
+        raise
+    for (module, name), parameter in before.items():
+        now, hook = module._parameters.get(name), placement.offload_hook(module)
+        if now is None or now is parameter or now.device.type == "meta" or hook is None:
+            continue
+        if not holds(module, name, now):
+            write(module, name, now, in_place=False)
+            continue
+        with _outside_inference():
+            stored = host_memory.stored(hook.weights_map, name)
+            if not stored.on_disk:  # accelerate would take the parameter that it was tied to
+                _forget_address(hook, stored.raw)
+            _leave_on_meta(module, name, now)
+
+
+@contextlib.contextmanager
 def tied_apart(model: Any) -> Iterator[None]:
     """Around a ``tie_weights``: tied weights stay where they are, with the value of the one that owns it.
 

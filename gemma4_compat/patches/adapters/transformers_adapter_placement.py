@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models.placement import map_owner, offload_hook
+from gemma4_compat._offload import stored_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -38,7 +39,8 @@ def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         for name, device in placement.items()
     }
     try:
-        return original(self, *args, **kwargs)
+        with stored_weights.replaced(self):  # an adapter may come with the embeddings of its base
+            return original(self, *args, **kwargs)
     finally:
         self.hf_device_map = placement
 
