@@ -170,14 +170,11 @@ def replaced(model: Any) -> Iterator[None]:
         now, hook = module._parameters.get(name), placement.offload_hook(module)
         if now is None or now is parameter or now.device.type == "meta" or hook is None:
             continue
-        if not holds(module, name, now):
+        if host_memory.stored(hook.weights_map, name).on_disk and holds(module, name, now):
+            with _outside_inference():
+                _leave_on_meta(module, name, now)
+        else:  # in host memory also the same value: upstream's is no longer that of the weight it was tied to
             write(module, name, now, in_place=False)
-            continue
-        with _outside_inference():
-            stored = host_memory.stored(hook.weights_map, name)
-            if not stored.on_disk:  # accelerate would take the parameter that it was tied to
-                _forget_address(hook, stored.raw)
-            _leave_on_meta(module, name, now)
 
 
 @contextlib.contextmanager

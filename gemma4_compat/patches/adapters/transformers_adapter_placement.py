@@ -10,8 +10,9 @@ while their layer computes on the GPU.
 
 Fix: While the adapter loads, the map names the device where each module *computes* instead of the one where its
 weights are stored. Where the hooks were removed and the map was left behind, it names the device where the weights
-are. The map is restored afterwards. The patch that keeps PEFT from dispatching a base model again creates the
-adapter layers in the right place.
+are. The map is restored afterwards. Base weights that the adapter brings (its embeddings) replace those that
+accelerate's hook reads. The patch that keeps PEFT from dispatching a base model again creates the adapter layers in
+the right place.
 
 Remove when: ``PeftAdapterMixin.load_adapter`` loads adapter weights onto the execution device of their layer.
 """
