@@ -339,6 +339,8 @@ class OffloadedWeight:
         """Give the module its parameter on meta."""
         self.module._parameters[self._name] = self._meta
         if not self.is_reusable:
+            if self._state is not None and self._parameter is not None:
+                quant_states.note_dtype(self._parameter.quant_state)
             self._parameter = None
         if self._is_int8 and vars(self.module).get("state") is not None:
             int8_state.reset(self.module)

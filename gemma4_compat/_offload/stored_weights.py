@@ -164,6 +164,34 @@ def tie(target: Place, source: Place) -> None:
 
 
 @contextlib.contextmanager
+def replaced(model: Any) -> Iterator[None]:
+    """Around code that gives modules other parameters: those of offloaded modules are stored afterwards.
+
+    Upstream leaves such a parameter where it was put; the module's next forward would compute with the old value.
+    """
+    before = {
+        (module, name): parameter
+        for module in walk.modules(model)
+        if placement.offload_hook(module) is not None
+        for name, parameter in module._parameters.items()
+    }
+    try:
+        yield
+    except BaseException:
+        for (module, name), parameter in before.items():
+            module._parameters[name] = parameter
+        raise
+    for (module, name), parameter in before.items():
+        now, hook = module._parameters.get(name), placement.offload_hook(module)
+        if now is None or now is parameter or now.device.type == "meta" or hook is None:
+            continue
+        if host_memory.stored(hook.weights_map, name).on_disk and holds(module, name, now):
+            with _outside_inference():
+                _leave_on_meta(module, name, now)
+        else:  # in host memory also the same value: upstream's is no longer that of the weight it was tied to
+            write(module, name, now, in_place=False)
+
+
 def gathered(model: Any, getters: list[Callable[[], Any]], device: Any = None) -> Iterator[None]:
     """Inside, modules have their weights and no accelerate hooks, and what is tied is one parameter.
 

@@ -80,6 +80,26 @@ def over_plain_weight(layer: Any, weight: Any = None) -> Any:
     return plain
 
 
+def shallow_copy(base: Any) -> Any:
+    """A quantized layer over the same packed weight, without hooks. What a forward changes is the copy's own."""
+    import torch
+
+    copied, weight = copy.copy(base), base.weight
+    attributes = vars(copied)
+    for name in ("forward", "_old_forward", "_hf_hook"):  # accelerate's call those of the original
+        attributes.pop(name, None)
+    for name, value in attributes.items():
+        if isinstance(value, (dict, list)):
+            attributes[name] = value.copy()
+    own = torch.Tensor._make_subclass(type(weight), weight.data, weight.requires_grad)
+    vars(own).update(vars(weight))
+    copied._parameters["weight"] = own
+    for holder, name in ((own, "quant_state"), (copied, "quant_state"), (copied, "state")):  # in 4-bit, and in 8-bit
+        if name in vars(holder):
+            setattr(holder, name, copy.copy(vars(holder)[name]))
+    return copied
+
+
 def with_base(layer: Any, base: Any) -> Any:
     """Another layer with the same adapters over ``base``. Merging it leaves ``layer`` as it is."""
     copied = copy.copy(layer)

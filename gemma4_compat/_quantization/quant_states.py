@@ -31,11 +31,22 @@ def host_copy(state: Any) -> Any:
     if is_pristine(state):
         return state
     if ORIGIN in vars(state):
+        note_dtype(state)
         return vars(state)[ORIGIN]
     copied = _copy(state, "cpu", copy=False)  # what is on the host already is shared
     setattr(copied, PRISTINE, True)
     setattr(state, ORIGIN, copied)  # accelerate moves each parameter twice; one copy serves both
     return copied
+
+
+def note_dtype(state: Any) -> None:
+    """Let the pristine state, if there is one, have the dtype that a forward gave to its copy.
+
+    On a CPU bitsandbytes before 0.50 sets it to that of the input. From then on the weight is dequantized to it.
+    """
+    pristine = vars(state).get(ORIGIN)
+    if pristine is not None:
+        pristine.dtype = vars(state).get(UNPACKED, vars(state))["dtype"]
 
 
 def device_copy(pristine: Any, device: Any) -> Any:

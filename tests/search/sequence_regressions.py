@@ -216,4 +216,70 @@ REGRESSIONS = [
         ),
         id="resized-with-a-copy",
     ),
+    # Seed 246: logits off by 0.34
+    pytest.param(
+        Sequence(
+            case=Case(
+                model="conditional",
+                layers=4,
+                kv_shared=1,
+                per_layer=True,
+                quantization="4bit",
+                placement=(
+                    ("", "main"),
+                    ("model.language_model.embed_tokens", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="head", number=0, trainable=True, way="transformers"),
+                operation("load_adapter", adapter="b", kind="text", number=0, trainable=True, way="transformers"),
+                operation("forward", prompt="text"),
+                operation("forward", gradients=True, prompt="text"),
+            ),
+        ),
+        id="embeddings-of-an-adapter",
+    ),
+    # Seed 498, with bitsandbytes before 0.50: logits off by 2.64
+    pytest.param(
+        Sequence(
+            case=Case(
+                layers=5,
+                quantization="4bit-double",
+                placement=(
+                    ("", "main"),
+                    ("model.layers.0", "offloaded"),
+                    ("model.layers.2", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="text", number=0, trainable=False, way="peft"),
+                operation("merge_and_unload"),
+                operation("new_adapter", adapter="a", kind="dora"),
+                operation("forward", prompt="text"),
+            ),
+        ),
+        id="dora-after-a-merge",
+    ),
+    # Seeds 498 and 1816, with bitsandbytes before 0.50: logits off by 1.29
+    pytest.param(
+        Sequence(
+            case=Case(
+                layers=5,
+                quantization="4bit",
+                placement=(
+                    ("", "main"),
+                    ("model.layers.0", "offloaded"),
+                    ("model.layers.2", "offloaded"),
+                ),
+            ),
+            operations=(
+                operation("load_adapter", adapter="a", kind="text", number=0, trainable=True, way="peft"),
+                operation("merge_and_unload"),
+                operation("failing_backward", layer=4),
+                operation("new_adapter", adapter="a", kind="dora"),
+                operation("forward", prompt="text"),
+            ),
+        ),
+        id="dora-after-a-merge-and-a-backward",
+    ),
 ]

@@ -35,7 +35,7 @@ from gemma4_compat._adapters import rollback
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, walk
-from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, with_base
+from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -120,37 +120,33 @@ def _difference(layer: Any, dtype: Any) -> str | None:
     """Why this layer's output is wrong, compared with the same layer over the dequantized weight, or None."""
     import torch
 
+    layer = _settled(layer)
     base = layer.get_base_layer()
     x = torch.randn(4, base.in_features, generator=torch.Generator().manual_seed(0)).to(base.weight.device, dtype)
-    layer = _settled(layer)
-    modes = [(module, module.training) for module in base.modules()]
     layer.eval()
     base.train()  # in eval mode bitsandbytes may repack the weight for the CPU
-    try:
-        with torch.no_grad():
-            try:
-                found = type(layer).forward(layer, x)
-            except (RuntimeError, TypeError) as error:
-                return " ".join(str(error).split())
-            copied = over_plain_weight(layer)
-            copied.get_base_layer().to(dtype)
-            try:
-                wanted = type(copied).forward(copied, x)
-            except (RuntimeError, TypeError):  # then the comparison tells nothing about the layer
-                return None
-    finally:
-        for module, training in modes:
-            module.training = training
+    with torch.no_grad():
+        try:
+            found = type(layer).forward(layer, x)
+        except (RuntimeError, TypeError) as error:
+            return " ".join(str(error).split())
+        copied = over_plain_weight(layer)
+        copied.get_base_layer().to(dtype)
+        try:
+            wanted = type(copied).forward(copied, x)
+        except (RuntimeError, TypeError):  # then the comparison tells nothing about the layer
+            return None
     share = float((found.float() - wanted.float()).norm() / wanted.float().norm())
     return None if share < _TOLERANCE else f"its output is wrong by {share:.1f} times its size"
 
 
 def _settled(layer: Any) -> Any:
-    """A copy over the same base, its adapter weights in float32 as PEFT makes them once all layers are there.
+    """A copy over a copy of the base, its adapter weights in float32 as PEFT makes them once all layers are there.
 
-    Until then VeRA's weights have mixed dtypes before PEFT 0.19, and no layer runs, over any weight.
+    Until then VeRA's weights have mixed dtypes before PEFT 0.19, and no layer runs, over any weight. The base is
+    another one because bitsandbytes notes the dtype of an input: in the layer, and before 0.50 in the weight's state.
     """
-    copied = with_base(layer, layer.base_layer)
+    copied = with_base(layer, shallow_copy(layer.base_layer))
     children = copied._modules
     for name, child in children.items():
         if name != "base_layer":

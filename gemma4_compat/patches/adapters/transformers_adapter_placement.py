@@ -10,8 +10,9 @@ while their layer computes on the GPU.
 
 Fix: While the adapter loads, the map names the device where each module *computes* instead of the one where its
 weights are stored. Where the hooks were removed and the map was left behind, it names the device where the weights
-are. The map is restored afterwards. The patch that keeps PEFT from dispatching a base model again creates the
-adapter layers in the right place.
+are. The map is restored afterwards. Base weights that the adapter brings (its embeddings) replace those that
+accelerate's hook reads. The patch that keeps PEFT from dispatching a base model again creates the adapter layers in
+the right place.
 
 Remove when: ``PeftAdapterMixin.load_adapter`` loads adapter weights onto the execution device of their layer.
 """
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models.placement import map_owner, offload_hook
+from gemma4_compat._offload import stored_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -38,7 +40,8 @@ def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         for name, device in placement.items()
     }
     try:
-        return original(self, *args, **kwargs)
+        with stored_weights.replaced(self):  # an adapter may come with the embeddings of its base
+            return original(self, *args, **kwargs)
     finally:
         self.hf_device_map = placement
 

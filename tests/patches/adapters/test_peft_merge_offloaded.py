@@ -166,3 +166,40 @@ def test_merge_and_unload_onloads_one_layer_at_a_time(workspace: Any) -> None:
             module._hf_hook.pre_forward = spy
     model.merge_and_unload()
     assert len(onloaded) == 2, "q_proj and up_proj of the offloaded layer that has an adapter"
+
+
+def dora_after_a_merge(workspace: Any, base: Any) -> list[Any]:
+    """Logits of a new DoRA on a merged model, once before and once after a backward pass through the merged one."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    model = PeftModel.from_pretrained(base, adapter(workspace, "layers")).merge_and_unload()
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        config = LoraConfig(r=4, use_dora=True, init_lora_weights=False, target_modules=LAYERS)
+        dora = get_peft_model(model, config)
+        found += [weight.detach().clone() for name, weight in dora.named_parameters() if "magnitude" in name]
+        found.append(tied_halves.logits(workspace, dora.eval()))
+        model = dora.unload()
+        inputs = workspace.inputs(text_only=True)
+        inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_()
+        model(**inputs).logits.sum().backward()
+    return found
+
+
+@functools.cache
+def expected_dora(workspace: Any, quantization: str | None) -> list[Any]:
+    return dora_after_a_merge(workspace, workspace.load(quantization))
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit", "4bit-double", "8bit"])
+@pytest.mark.parametrize("place", ["disk", "ram"])
+def test_a_merged_layer_gets_a_dora(workspace: Any, place: str, quantization: str | None) -> None:
+    import torch
+
+    names = (f"{LAYER}.mlp", f"{LAYER}.self_attn", "model.language_model.layers.0")
+    split = tied_halves.split(workspace, place, names, quantization)
+    found = dora_after_a_merge(workspace, split)
+    for first, second in zip(expected_dora(workspace, quantization), found, strict=True):
+        assert torch.equal(first, second)
