@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._models import placement, walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import quant_states
 
@@ -186,12 +186,13 @@ def replaced(model: Any) -> Iterator[None]:
         if now is None or now is parameter or now.device.type == "meta" or hook is None:
             continue
         if host_memory.stored(hook.weights_map, name).on_disk and holds(module, name, now):
-            with _outside_inference():
+            with outside_inference():
                 _leave_on_meta(module, name, now)
         else:  # in host memory also the same value: upstream's is no longer that of the weight it was tied to
             write(module, name, now, in_place=False)
 
 
+@contextlib.contextmanager
 def gathered(model: Any, getters: list[Callable[[], Any]], device: Any = None) -> Iterator[None]:
     """Inside, modules have their weights and no accelerate hooks, and what is tied is one parameter.
 
