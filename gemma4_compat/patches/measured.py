@@ -85,7 +85,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-resize-offloaded": ("transformers.modeling_utils", "transformers.models.gemma4.modeling_gemma4"),
     "transformers-rotary-order": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
     "transformers-save-offloaded-unified": ("transformers.integrations.accelerate",),
-    "transformers-save-tied-offloaded": ("transformers.modeling_utils",),
+    "transformers-save-tied-offloaded": ("transformers.modeling_utils", "transformers.integrations.accelerate"),
     "transformers-shared-kv": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified"),
     "transformers-sliding-cache": ("transformers.cache_utils",),
     "transformers-static-cache": ("transformers.cache_utils",),
