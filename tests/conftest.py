@@ -28,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every test, not only those of the fast suite")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """With pytest-xdist, tests of one ``xdist_group`` are for one worker: what is slow to find out is found out once."""
+    if getattr(config.option, "dist", None) == "load":
+        config.option.dist = "loadgroup"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked ``full``, unless it was asked for: with ``--full``, or by naming files or folders."""
     everything = {str(config.rootpath / path) for path in config.getini("testpaths")}

@@ -150,6 +150,12 @@ def test_the_patches_it_needs_exist_and_are_others(patch: Patch) -> None:
     assert len(set(patch.needs)) == len(patch.needs)
 
 
+def test_the_patches_it_comes_after_do_not_follow_it(patch: Patch) -> None:
+    """Where patches replace one function, the order of the registry says which is on top, whichever is applied first."""
+    order = [other.id for other in gemma4_compat.patches()]
+    assert set(patch.after) <= set(order[: order.index(patch.id)])
+
+
 def test_docs_failure_points_md_lists_it_under_each_failure_point_it_names_and_no_other(patch: Patch) -> None:
     assert {name for name, point in MAP.items() if patch.id in point.patches} == set(patch.failure_points)
 
