@@ -151,7 +151,7 @@ def test_the_patches_it_needs_exist_and_are_others(patch: Patch) -> None:
 
 
 def test_the_patches_it_comes_after_do_not_follow_it(patch: Patch) -> None:
-    """Where patches replace one function, the order of the registry says which is on top, whichever is applied first."""
+    """The registry's order says which of two patches of one function is on top, whichever is applied first."""
     order = [other.id for other in gemma4_compat.patches()]
     assert set(patch.after) <= set(order[: order.index(patch.id)])
 
