@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With pytest-xdist, one worker has all tests of an ``xdist_group``: what is slow to find out is found out once."""
+    """With pytest-xdist, one worker has all tests of an ``xdist_group``, and finds out once what they share."""
     if getattr(config.option, "dist", None) == "load":
         config.option.dist = "loadgroup"
 

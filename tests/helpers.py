@@ -279,3 +279,22 @@ def child(
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cells of a grid in which every two values of different factors meet: a tenth to a third of all of them.
+
+    What only three values together show is for the random search (``tests/search``).
+    """
+    cells = list(itertools.product(*(range(len(factor)) for factor in factors)))
+
+    def pairs(cell: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+        return set(itertools.combinations(enumerate(cell), 2))
+
+    missing = set().union(*map(pairs, cells))
+    chosen = []
+    while missing:
+        best = max(cells, key=lambda cell: len(pairs(cell) & missing))
+        missing -= pairs(best)
+        chosen.append(best)
+    return [tuple(factor[index] for factor, index in zip(factors, cell, strict=True)) for cell in sorted(chosen)]
