@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import pairwise
 from tests.patches.adapters import tied_halves
 from tests.patches.adapters.tied_halves import HALVES, LAYERS, PLACES
 
@@ -76,12 +77,10 @@ def expected(workspace: Any, operation: Any, *arguments: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("place", "ran"), [*((place, False) for place in PLACES), ("disk", True)], ids=[*PLACES, "disk, after a forward"]
+    ("adapter", "half", "place", "ran"), pairwise(list(ADAPTERS), list(HALVES), PLACES, [False, True])
 )
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("adapter", ADAPTERS)
 def test_is_loaded_and_trained_as_on_one_device(
-    workspace: Any, adapter: str, place: str, half: str, ran: bool
+    workspace: Any, adapter: str, half: str, place: str, ran: bool
 ) -> None:
     for operation, *arguments in (
         (loaded, adapter, "PeftModel"),

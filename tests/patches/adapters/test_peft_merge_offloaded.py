@@ -13,6 +13,7 @@ import gemma4_compat
 from gemma4_compat._models import placement
 from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat.patches.adapters.peft_merge_offloaded import PATCH
+from tests.helpers import pairwise
 from tests.patches.adapters import tied_halves
 from tests.patches.adapters.tied_halves import EMBEDDING, HALVES, LAYERS, PLACES
 from tests.patches.promise import Promise
@@ -98,9 +99,7 @@ def test_an_offloaded_layer_is_merged_and_unmerged_as_on_one_device(
     assert tied_halves.same(expected(workspace, "layers", sequence, quantization), found)
 
 
-@pytest.mark.parametrize("targets", ["embedding", "head", "both"])
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "half", "targets"), pairwise(PLACES, list(HALVES), ["embedding", "head", "both"]))
 def test_tied_weights_that_are_apart_are_merged_together(workspace: Any, place: str, half: str, targets: str) -> None:
     for sequence in (SEQUENCES[0], SEQUENCES[-1]):
         model = tied_halves.split(workspace, place, HALVES[half])

@@ -11,6 +11,7 @@ import pytest
 
 from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat.patches.checkpoints.peft_save_offloaded import PATCH
+from tests.helpers import pairwise
 from tests.patches.adapters import tied_halves
 from tests.patches.adapters.tied_halves import HALVES, LAYERS, PLACES
 from tests.patches.promise import Promise
@@ -46,14 +47,16 @@ def expected(workspace: Any, targets: str, embeddings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("targets", "embeddings"), [("embedding", "auto"), ("head", "auto"), ("layers", True), ("head", False)]
+    ("targets_and_embeddings", "half", "place", "after_forward"),
+    pairwise(
+        [("embedding", "auto"), ("head", "auto"), ("layers", True), ("head", False)],
+        *(list(HALVES), PLACES, [False, True]),
+    ),
 )
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("after_forward", [False, True], ids=["at once", "after a forward"])
 def test_the_saved_adapter_is_that_of_one_device(
-    workspace: Any, place: str, half: str, targets: str, embeddings: Any, after_forward: bool
+    workspace: Any, targets_and_embeddings: tuple[str, Any], half: str, place: str, after_forward: bool
 ) -> None:
+    targets, embeddings = targets_and_embeddings
     model = tied_halves.split(workspace, place, HALVES[half])
     if after_forward:
         tied_halves.logits(workspace, model)

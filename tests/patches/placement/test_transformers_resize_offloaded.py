@@ -12,6 +12,7 @@ import pytest
 from gemma4_compat._offload import stored_weights
 from gemma4_compat._reproduction.workspace import Workspace, difference
 from gemma4_compat.patches.placement.transformers_resize_offloaded import PATCH
+from tests.helpers import pairwise
 from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, PER_LAYER, split
 from tests.patches.promise import Promise
 
@@ -31,9 +32,7 @@ def resize(model: Any, tokens: int | None, **options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["before a forward", "after"])
-@pytest.mark.parametrize("offloaded", OFFLOADED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "offloaded", "used"), pairwise(KINDS, list(OFFLOADED), [False, True]))
 def test_is_as_on_one_device(workspace: Any, tmp_path: Path, kind: str, offloaded: str, used: bool) -> None:
     for number, (tokens, options) in enumerate(
         [(300, {}), (300, {"mean_resizing": False}), (240, {}), (None, {"pad_to_multiple_of": 100})]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import pairwise
 from tests.patches.placement.splits import EMBEDDING, HEAD, KINDS, split
 
 
@@ -217,9 +218,9 @@ def expected(workspace: Any) -> Callable[[Any], list[Any]]:
     return answers
 
 
-@pytest.mark.parametrize("offloaded", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lived", LIVES)
+@pytest.mark.parametrize(
+    ("lived", "kind", "offloaded"), pairwise(LIVES, KINDS, [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)]), ids=str
+)
 def test_the_head_is_tied_to_the_copy(
     workspace: Any,
     expected: Callable[[Any], list[Any]],
