@@ -28,12 +28,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every test, not only those of the fast suite")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """With pytest-xdist, one worker has all tests of an ``xdist_group``, and finds out once what they share."""
-    if getattr(config.option, "dist", None) == "load":
-        config.option.dist = "loadgroup"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked ``full``, unless it was asked for: with ``--full``, or by naming files or folders."""
     everything = {str(config.rootpath / path) for path in config.getini("testpaths")}

@@ -21,14 +21,6 @@ PATCHES = gemma4_compat.patches()
 MODULES = list(dict.fromkeys(target.module for patch in PATCHES for target in patch.targets))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs the same children goes to one worker."""
-    for item in items:
-        if "inside" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("inside"))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that takes ``patch`` is run for every patch of the registry."""
     if "patch" in metafunc.fixturenames:
