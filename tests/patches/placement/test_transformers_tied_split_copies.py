@@ -219,7 +219,9 @@ def expected(workspace: Any) -> Callable[[Any], list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("lived", "kind", "offloaded"), pairwise(LIVES, KINDS, [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)]), ids=str
+    ("lived", "kind", "offloaded"),
+    pairwise(LIVES, KINDS, [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_head_is_tied_to_the_copy(
     workspace: Any,
