@@ -174,12 +174,11 @@ def test_a_forward_reads_no_offloaded_embedding_as_a_whole(
     assert not [key for key in read if "embed_tokens" in key]
 
 
-@pytest.mark.parametrize("offloaded", WEIGHTS)
-def test_compiled(workspace: Any, way: str, offloaded: str) -> None:
+def test_compiled(workspace: Any, way: str) -> None:
     import torch
 
     torch.compiler.reset()
-    model = split(workspace, *WEIGHTS[offloaded])
+    model = split(workspace, *WEIGHTS["all"])
     batch = tiny.inputs(workspace.main, text_only=True)
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():

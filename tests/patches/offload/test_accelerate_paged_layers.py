@@ -13,6 +13,7 @@ from gemma4_compat._offload import idle_hooks, streaming
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_paged_layers import PATCH
+from tests.helpers import pairwise
 from tests.patches.offload.streamed_models import (
     INFERENCE,
     LAYER,
@@ -131,9 +132,13 @@ def user_hook() -> Any:
     return Counted()
 
 
-@pytest.mark.parametrize("when", ["fresh", "after forwards"])
-@pytest.mark.parametrize("append", [True, False], ids=["sequential", "alone"])
-@pytest.mark.parametrize("name", [f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp", "model.language_model.layers.1.mlp", LAYER])
+@pytest.mark.parametrize(
+    ("name", "append", "when"),
+    pairwise(
+        [f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp", "model.language_model.layers.1.mlp", LAYER],
+        *([True, False], ["fresh", "after forwards"]),
+    ),
+)
 def test_a_hook_of_the_user_runs(
     workspace: Any, one_device: Callable[..., Any], name: str, append: bool, when: str
 ) -> None:
@@ -196,15 +201,14 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("quantization", [None, "4bit"])
-def test_torch_compile(workspace: Any, one_device: Callable[..., Any], quantization: str | None) -> None:
+def test_torch_compile(workspace: Any, one_device: Callable[..., Any]) -> None:
     import torch
 
-    model = split(workspace, quantization, "layers")
+    model = split(workspace, "4bit", "layers")
     compiled = torch.compile(model, backend="eager")
     batch = tiny.inputs(workspace.main)
     with torch.no_grad():
-        for expected in one_device(quantization, None).logits:
+        for expected in one_device("4bit", None).logits:
             assert torch.equal(compiled(**batch).logits.float().cpu(), expected)
     assert_as_accelerate_left_it(model)
 
