@@ -282,7 +282,7 @@ def child(
 
 
 def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Cells of a grid in which every two values of different factors meet: a tenth to a third of all of them.
+    """Cells of a grid, few of them, in which every two values of different factors meet (all-pairs testing).
 
     What only three values together show is for the random search (``tests/search``).
     """

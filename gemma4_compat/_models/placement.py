@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-#: On a module that shares the weight of an adapter's copy (``modules_to_save``) for now: its hook, which does not
-#: offload as long; None where the module was not offloaded.
+#: An attribute of a module that shares the weight of an adapter's copy (``modules_to_save``): the module's hook, which
+#: does not offload meanwhile, or None where the module was not offloaded.
 COPYS_WEIGHT = "_gemma4_compat_copys_weight"
 
 

@@ -1,7 +1,7 @@
 """Tied weights that a dispatch has taken apart, and that are one parameter again without their hooks.
 
-accelerate gives each offloaded module a parameter of its own, and brings it back as that. On one device a tied weight
-is one parameter, which is saved once and trained once.
+accelerate gives each offloaded module a parameter of its own, and it stays one when the hooks are removed. On one
+device a tied weight is one parameter, which is saved once and trained once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODEL = "_gemma4_compat_tied_in"  # on a module with a tied weight
 
 
 class _Reference:
-    """A weak one to a model. In a copy of the model it is to the copy; in one of a part, or a pickle, to nothing."""
+    """A weak reference to a model. A deep copy of the model has one to the copy; a copy of a part has none."""
 
     def __init__(self, model: Any) -> None:
         self.get = (lambda: None) if model is None else weakref.ref(model)

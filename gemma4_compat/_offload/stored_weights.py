@@ -83,9 +83,13 @@ def is_shared(model: Any, name: str, owner: str) -> bool:
     return first is not None and second is not None and is_same(first, second)
 
 
-def pairs(model: Any) -> list[tuple[Place, Place]]:
-    """Target and source of each tied weight of a model, offloaded or not."""
+def pairs(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
+    """Target and source of each tied weight of a model, offloaded or not; with ``declared`` also of what the model
+    would tie, and has not.
+    """
     names = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    if declared:
+        names.update(model.get_expanded_tied_weights_keys(all_submodels=True))
     found = [(_place(model, target), _place(model, source)) for target, source in names.items()]
     return [(target, source) for target, source in found if target and source]
 
@@ -105,17 +109,12 @@ def equal(a: Any, b: Any) -> bool:
 def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
     """Target and source of each tied weight with one of the two offloaded.
 
-    A target that shares the weight of an adapter's copy is none, but with ``declared``, which also finds what the
-    model would tie, and has not.
+    A target that shares the weight of an adapter's copy is left out, but not with ``declared`` (see :func:`pairs`).
     """
-    names = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    if declared:
-        names.update(model.get_expanded_tied_weights_keys(all_submodels=True))
-    found = [(_place(model, target), _place(model, source)) for target, source in names.items()]
     return [
         (target, source)
-        for target, source in found
-        if target and source and (declared if placement.COPYS_WEIGHT in vars(target[0]) else is_apart(target, source))
+        for target, source in pairs(model, declared=declared)
+        if (declared if placement.COPYS_WEIGHT in vars(target[0]) else is_apart(target, source))
     ]
 
 

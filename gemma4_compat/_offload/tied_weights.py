@@ -2,8 +2,8 @@
 
 Upstream ties the head to the weight that the embedding computes with: that of the active adapter's copy, if there is
 one. A copy is on the device, and the head shares its parameter, as on one device: it learns with the copy, and keeps
-the weight when the adapter is deleted. The head is not offloaded as long. The next ``tie_weights`` to the embedding's
-own weight offloads it again.
+the weight when the adapter is deleted. Meanwhile the head is not offloaded. The next ``tie_weights`` to the own weight
+of the embedding offloads it again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ def tied_apart(model: Any) -> Iterator[None]:
     """Around a ``tie_weights``: tied weights stay where they are, with the value of the one that owns it.
 
     Upstream lets the modules share one parameter, be it on meta. Does nothing where nothing is offloaded.
-
-    Of an embedding with a trainable copy (``modules_to_save``) upstream ties the copy. It is on the device, and the
-    head shares it, as on one device: it learns with the copy, and keeps it when the adapter is deleted.
     """
     if not any(
         placement.offload_hook(module) or placement.COPYS_WEIGHT in vars(module) for module in walk.modules(model)

@@ -95,6 +95,7 @@ PATCH = Patch(
             module="transformers.integrations.accelerate",
             name="load_offloaded_parameter",
             replacement=load_offloaded_parameter,
+            group="dtypes",
         ),
     ),
     reproduce=reproduce,

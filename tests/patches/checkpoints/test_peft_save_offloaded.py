@@ -50,7 +50,9 @@ def expected(workspace: Any, targets: str, embeddings: Any) -> dict[str, Any]:
     ("targets_and_embeddings", "half", "place", "after_forward"),
     pairwise(
         [("embedding", "auto"), ("head", "auto"), ("layers", True), ("head", False)],
-        *(list(HALVES), PLACES, [False, True]),
+        list(HALVES),
+        PLACES,
+        [False, True],
     ),
 )
 def test_the_saved_adapter_is_that_of_one_device(

@@ -136,7 +136,8 @@ def user_hook() -> Any:
     ("name", "append", "when"),
     pairwise(
         [f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp", "model.language_model.layers.1.mlp", LAYER],
-        *([True, False], ["fresh", "after forwards"]),
+        [True, False],
+        ["fresh", "after forwards"],
     ),
 )
 def test_a_hook_of_the_user_runs(
