@@ -21,12 +21,17 @@ NUMBERS = {patch.id: index % SHARES for index, patch in enumerate(gemma4_compat.
 
 
 @pytest.fixture(scope="module")
-def finding() -> Callable[[str], findings.Finding]:
+def finding(request: pytest.FixtureRequest) -> Callable[[str], findings.Finding]:
     known: dict[str, findings.Finding] = {}
+    selected = {item.callspec.params.get("patch_id") for item in request.session.items if hasattr(item, "callspec")}
 
     def find(patch_id: str) -> findings.Finding:
         if patch_id not in known:
-            share = [item for item in gemma4_compat.patches() if NUMBERS[item.id] == NUMBERS[patch_id]]
+            share = [
+                item
+                for item in gemma4_compat.patches()
+                if NUMBERS[item.id] == NUMBERS[patch_id] and item.id in selected
+            ]
             known.update({item.id: item for item in findings.examine(share, keep=False, note=print)})
         return known[patch_id]
 
