@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from tools.pages.markers import ROOT
 
@@ -22,9 +23,14 @@ def search_section() -> str:
         )
         rows.append(
             f"| {stack} ([raw](docs/search/{file.name}), {run['date']}) | {run['main device']} | {run['cases']} "
-            f"{tried[run.get('search', 'placements')]} | {len(run['failing'])} | `{run['command']}` |"
+            f"{tried[run.get('search', 'placements')]}{_package(run)} | {len(run['failing'])} | `{run['command']}` |"
         )
     return "\n".join(rows)
+
+
+def _package(run: dict[str, Any]) -> str:
+    """Which code was searched, where it was not that of the commit that has the result."""
+    return f", the package at {run['package']}" if "package" in run else ""
 
 
 def upstream_section() -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tools.pages import gpu
 from tools.pages.markers import ROOT, shorten
 
 _INTRODUCTION = """\
@@ -51,12 +52,28 @@ def page() -> str:
                 f"| {name} | {found['exact']:,} of {run['forwards']:,} | {by_thread} | {raised} | {found['seconds']} |"
             )
         parts.append(_part(file, run, f"{run['threads']} threads", rows))
+    for run, title in gpu.runs():
+        rows = ["| offloaded to, weights, adapter | exact answers | raised | seconds |", "|---|---|---|---|"]
+        rows += [_gpu_row(name, found) for name, found in sorted(run["measured"].items()) if name.startswith(_GPU)]
+        if len(rows) > 2:
+            parts += [f"On a GPU, 1,000 forwards from 4 threads, {title.replace('PAGE', '')}", "", *rows, ""]
     parts.append(_LEFTOVERS)
     for file, run in _runs("leftovers"):
         rows = ["| offloaded to, weights | left behind | files mapped | memory a load |", "|---|---|---|---|"]
         rows += [f"| {name} | {_left(found)} |" for name, found in run["measured"].items()]
         parts.append(_part(file, run, f"{run['loads']} loads", rows))
     return "\n".join(parts).rstrip() + "\n"
+
+
+#: What the names of GPU measurements of threads begin with.
+_GPU = "threads "
+
+
+def _gpu_row(name: str, found: dict[str, Any]) -> str:
+    store, weights, adapter = name.removeprefix(_GPU).split()
+    raised = shorten("; ".join(found["raised"])) or "nothing"
+    who = "no adapter" if adapter == "None" else "LoRA"
+    return f"| {store}, {weights}, {who} | {found['exact']:,} | {raised} | {found['seconds']} |"
 
 
 def _left(found: dict[str, Any]) -> str:
