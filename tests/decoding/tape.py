@@ -1,11 +1,12 @@
 """A stand-in for a CUDA graph: a tape records the operations of a step on the CPU, and plays them again.
 
-As a graph does, it holds memory, not modules: a replay reads what is in a weight's memory now, and nothing of a
-weight, adapter or hook that was replaced since. As in a capture, nothing that the step does to memory happens; what it
-does to Python objects does. And what no capture permits, a value that Python asks for, is refused.
+As a graph does, it holds addresses, not modules: a replay reads what is in a weight's memory now, and nothing of a
+weight, adapter or hook that was put in its place. It keeps no memory alive but what the step allocated. As in a
+capture, nothing that the step does to memory happens; what it does to Python objects does. What no capture permits is
+refused: a value that Python asks for, or ``torch.tensor(a_list)``, which copies from the host.
 
-Where it differs: host and device are one. A copy from the host is an operation like others, ``torch.tensor(...)`` is a
-constant, and ``.item()`` of a tensor that would be on the host is refused, too.
+Where it differs: host and device are one. So a copy from the host is an operation like others, and what would be
+permitted on the host, such as ``.item()``, is refused, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,8 +36,12 @@ class Tape:
     """
 
     def __init__(self, device: Any = None, pool: Any = None) -> None:
-        self.device, self.pool, self.replays = device, pool, 0
+        self.replays = 0
         self._recorder: _Recorder | None = None
+
+    @staticmethod
+    def new_pool() -> Any:
+        """Nothing: each tape has its own memory."""
 
     def capture(self, run: Callable[[], T]) -> T:
         """Call ``run`` once and record it. The tensors that it returns are garbage until a replay.
@@ -61,7 +67,7 @@ class Tape:
         """Do what was recorded, to the memory as it is now.
 
         Raises:
-            RuntimeError: nothing is recorded; or memory from before the capture was freed, in it or since.
+            RuntimeError: nothing is recorded; or memory from before the capture has been freed, in it or since.
         """
         if self._recorder is None:
             raise RuntimeError("a replay without a capture")
@@ -76,7 +82,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self.refused = ""  # why the capture is invalid, whoever caught the error
         self._operations: list[tuple[Any, Any, Any, list[tuple[int, Any]]]] = []
-        self._before: dict[int, tuple[Any, int, int]] = {}  # storage, address and size of memory from before
+        # Memory from before: the storage (weakly), its address and size, and the tensors in recorded operations that
+        # a replay places there, each with its offset, sizes and strides.
+        self._before: dict[int, tuple[Any, int, int]] = {}
+        self._placed: list[tuple[Any, int, tuple[Any, ...]]] = []
         self._saved: dict[int, tuple[Any, Any]] = {}  # storage, and its bytes before the first write
         self._results: dict[int, Any] = {}  # storages that operations gave
         self._aliases: dict[int, list[Any]] = {}  # of those, in recorded operations
@@ -90,8 +99,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         if _needs_a_value(op, args, kwargs):
             self.refused = f"operation not permitted when stream is capturing: {op}"
             raise RuntimeError(self.refused)
-        changes_metadata = torch.Tag.inplace_view in op.tags
-        written = [] if changes_metadata else list(_written(op, args, kwargs))
+        if op is torch.ops.aten.lift_fresh.default:  # a constant
+            self._results[args[0].untyped_storage()._cdata] = args[0].untyped_storage()
+        written = [] if torch.Tag.inplace_view in op.tags else list(_written(op, args, kwargs))
         for tensor in written:
             self._save(tensor.untyped_storage())
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
@@ -105,8 +115,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         if op.overloadpacket.__name__.startswith(("empty", "new_empty")):
             return output  # no kernel
         if written or fresh:  # not a view, which is the same memory
-            recorded, named, results = _pytree.tree_map_only(torch.Tensor, self._alias, (args, kwargs, fresh))
-            self._operations.append((op, recorded, named, results))
+            args, kwargs, fresh = _pytree.tree_map_only(torch.Tensor, self._alias, (args, kwargs, fresh))
+            self._operations.append((op, args, kwargs, fresh))
         return output
 
     def _save(self, storage: Any) -> None:
@@ -115,16 +125,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._saved[key] = storage, storage.clone()
 
     def _alias(self, tensor: Any) -> Any:
-        """A tensor of the same memory that stays as it is: ``.data = `` on this one leaves it there."""
+        """A tensor of the same memory that stays there, whatever Python does to this one (``.data = ``)."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         alias = torch.ops.aten.alias.default(tensor)
         if key in self._pool and size:
-            return _move(alias, self._pool[key][1])
+            return alias.set_(self._pool[key][1], *_layout(alias))
         if key in self._results:
             self._aliases.setdefault(key, []).append(alias)
         elif size:
             self._before.setdefault(key, (storage, storage.data_ptr(), size))
+            self._placed.append((alias, key, _layout(alias)))
         return alias
 
     @contextlib.contextmanager
@@ -160,31 +171,49 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def undo(self) -> None:
         """Memory from before gets its bytes back; what was allocated since holds garbage, for no kernel ran."""
-        for aliases, storage in self._moves:
-            for alias in aliases:
-                _move(alias, storage)
-        written = {tensor.untyped_storage()._cdata for *_, fresh in self._operations for _, tensor in fresh}
-        for key, storage in self._results.items():
-            if key in written:
+        with torch.inference_mode():
+            for aliases, storage in self._moves:
+                for alias in aliases:
+                    alias.set_(storage, *_layout(alias))
+            written = {tensor.untyped_storage()._cdata for *_, fresh in self._operations for _, tensor in fresh}
+            for key, storage in self._results.items():
+                if key in written:
+                    storage.fill_(_GARBAGE)
+            for storage, _ in self._pool.values():
                 storage.fill_(_GARBAGE)
-        for storage, _ in self._pool.values():
-            storage.fill_(_GARBAGE)
-        for storage, saved in self._saved.values():
-            storage.copy_(saved)
+            for storage, saved in self._saved.values():
+                storage.copy_(saved)
+            self._let_go()
         for known in (self._results, self._aliases, self._saved, self._pool, self._moves):
             known.clear()
+        self._before = {key: (StorageWeakRef(storage), *place) for key, (storage, *place) in self._before.items()}
 
     def replay(self) -> None:
-        for storage, address, size in self._before.values():
-            if (storage.data_ptr(), storage.nbytes()) != (address, size):
+        memory = {}
+        for key, (reference, address, size) in self._before.items():
+            storage = memory[key] = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None or (storage.data_ptr(), storage.nbytes()) != (address, size):
                 raise RuntimeError("an illegal memory access was encountered: the replay reads memory that was freed")
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):  # kernels, and nothing around them
-            for op, args, kwargs, results in self._operations:
-                output = op(*args, **kwargs)
-                if results:
-                    leaves = _pytree.tree_leaves(output)
-                    for position, tensor in results:
-                        tensor.copy_(leaves[position])
+            for tensor, key, layout in self._placed:
+                tensor.set_(memory[key], *layout)
+            try:
+                self._run()
+            finally:
+                self._let_go()
+
+    def _run(self) -> None:
+        for op, args, kwargs, results in self._operations:
+            output = op(*args, **kwargs)
+            if results:
+                leaves = _pytree.tree_leaves(output)
+                for position, tensor in results:
+                    tensor.copy_(leaves[position])
+
+    def _let_go(self) -> None:
+        nothing = torch.UntypedStorage(0)
+        for tensor, _, _ in self._placed:
+            tensor.set_(nothing, 0, (0,))
 
 
 def _needs_a_value(op: Any, args: Any, kwargs: Any) -> bool:
@@ -199,6 +228,8 @@ def _needs_a_value(op: Any, args: Any, kwargs: Any) -> bool:
     if op.name().startswith("bitsandbytes::int8_vectorwise_quant"):  # it looks for outliers itself
         threshold = args[1] if len(args) > 1 else kwargs.get("threshold", 0.0)
         return threshold > 0
+    if op is aten.lift_fresh.default:  # torch.tensor: a single number can be an argument of a kernel
+        return args[0].dim() > 0
     return op is aten.equal.default or any(
         tag in tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     )
@@ -215,6 +246,5 @@ def _tensors(tree: Any) -> Iterator[Any]:
     return (leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def _move(tensor: Any, storage: Any) -> Any:
-    """The tensor, over other memory of the same layout."""
-    return tensor.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.size(), tensor.stride()

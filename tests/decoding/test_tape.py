@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
 from tests.decoding.tape import Tape
@@ -75,12 +76,36 @@ def test_memory_is_read_as_it_is_and_replaced_weights_are_not_seen(counter: Coun
         tape.replay()
         expected = counter.linear(x)
         assert torch.equal(output, expected)
+        kept = counter.linear.weight.detach(), counter.linear.bias.detach()
         counter.linear.weight.data = torch.zeros(3, 3)  # the same parameter, at another address
         tape.replay()
         assert torch.equal(output, expected)
         counter.linear = nn.Linear(3, 3)
         tape.replay()
         assert torch.equal(output, expected)
+        del kept
+        with pytest.raises(RuntimeError, match="memory that was freed"):
+            tape.replay()
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_storage_Use_Count"), reason="this PyTorch does not say who holds a storage")
+def test_it_keeps_no_memory_alive_but_its_own(counter: Counter, x: Any) -> None:
+    def held() -> list[int]:
+        return [
+            torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+            for tensor in (counter.count, counter.linear.weight, x)
+        ]
+
+    before, tape = held(), Tape()
+    output = tape.capture(lambda: counter(x))
+    assert held() == before
+    tape.replay()
+    assert held() == before
+    own = StorageWeakRef(output.untyped_storage())
+    del output
+    assert not own.expired()
+    del tape
+    assert own.expired()
 
 
 def test_shapes_that_change_in_place() -> None:
@@ -146,7 +171,8 @@ def test_memory_without_a_kernel_that_writes_it_is_left_alone(x: Any) -> None:
         lambda x: x.masked_select(x > 0),
         lambda x: x.__setitem__(x > 0, torch.ones(6)),
         lambda x: torch.equal(x, x),
-        lambda x: x.repeat_interleave(torch.tensor([1, 2]), dim=0),
+        lambda x: x.repeat_interleave(x[:, 0].long(), dim=0),
+        lambda x: x[torch.tensor([1])],
     ],
 )
 def test_what_a_capture_refuses(x: Any, operation: Callable[[Any], Any]) -> None:
@@ -174,9 +200,10 @@ def test_what_a_capture_refuses(x: Any, operation: Callable[[Any], Any]) -> None
     [
         lambda x: x.masked_fill(x > 0, 7),
         lambda x: x.__setitem__(x > 0, 7),
-        lambda x: x[:, torch.tensor([0, 2])],
+        lambda x: x[:, torch.arange(2)],
+        lambda x: torch.where(x > 0, x, torch.tensor(-1.0)),
         lambda x: torch.where(x > 0, x, 0),
-        lambda x: x.repeat_interleave(torch.tensor([1, 2]), dim=0, output_size=3),
+        lambda x: x.repeat_interleave(x[:, 0].long(), dim=0, output_size=2),
         lambda x: x.flatten().sort(),
     ],
 )

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from gemma4_compat._decoding import static_caches
+from gemma4_compat._offload import streaming
 from tests.decoding.tape import Tape
 
 PROMPT, TOKENS = 4, 12  # tiny models have a window of 8: it is not yet full, fills and is full
@@ -28,43 +30,26 @@ class Decoder:
         self.before_replay: Callable[[], Any] = lambda: None
 
     def __call__(self, past_key_values: Any, **inputs: Any) -> Any:
-        layers = [layer for layer in past_key_values.layers if hasattr(layer, "cumulative_length_int")]
-        key = tuple(layer.cumulative_length_int >= layer.max_cache_len for layer in layers)
-        if key not in self.steps:
-            self.steps[key] = None
+        kind = tuple(static_caches.is_full(layer) for layer in static_caches.sliding(past_key_values))
+        if kind not in self.steps:
+            self.steps[kind] = None
             self.counts["eager"] += 1
             return self.model(past_key_values=past_key_values, **inputs)
-        if self.steps[key] is None:
-            static = _pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
-            tape = Tape()
-            self.drop_prefetched()
-            output = tape.capture(lambda: self.model(past_key_values=past_key_values, **static))
-            self.drop_prefetched()
-            self.steps[key] = tape, static, output
+        if self.steps[kind] is None:
+            tape, static = Tape(), _pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
+            with static_caches.capturable(past_key_values), streaming.captured(streaming.streamers(self.model)):
+                output = tape.capture(lambda: self.model(past_key_values=past_key_values, **static))
+            self.steps[kind] = tape, static, output
             self.counts["captured"] += 1
-        else:
-            for layer in layers:
-                layer.cumulative_length_int += 1
-        tape, static, output = self.steps[key]
+        tape, static, output = self.steps[kind]
         for old, new in zip(_pytree.tree_leaves(static), _pytree.tree_leaves(inputs), strict=True):
             if isinstance(old, torch.Tensor):
                 old.copy_(new)
         self.before_replay()
         tape.replay()
+        static_caches.advance(past_key_values)
         self.counts["replayed"] += 1
         return output
-
-    def drop_prefetched(self) -> None:
-        """A group on the device before a capture is freed in it, and one that it leaves there was never copied."""
-        from gemma4_compat._offload import streaming
-
-        for layer in self.model.modules():
-            if streaming.is_streamed(layer):
-                hook = next(iter(layer._forward_pre_hooks.values()))
-                streamer = getattr(hook, "__wrapped__", hook).__self__
-                if streamer._prefetched is not None:
-                    streamer._free(streamer._prefetched)
-                    streamer._prefetched = None
 
 
 def generate(model: Any, decoder: Decoder | None = None, **options: Any) -> Any:
