@@ -88,7 +88,7 @@ def test_memory_is_read_as_it_is_and_replaced_weights_are_not_seen(counter: Coun
             tape.replay()
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_storage_Use_Count"), reason="this PyTorch does not say who holds a storage")
+@pytest.mark.skipif(not hasattr(torch._C, "_storage_Use_Count"), reason="this PyTorch does not count holders")
 def test_it_keeps_no_memory_alive_but_its_own(counter: Counter, x: Any) -> None:
     def held() -> list[int]:
         return [
