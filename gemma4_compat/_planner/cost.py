@@ -210,7 +210,7 @@ def _seen(attention: Attention, load: Load, *, prefill: bool) -> int:
 
 
 def _prompt_in_static_cache(layers: Collection[Block], load: Load, item: int) -> int:
-    """A static cache keeps a window of the prompt, by a copy; the layer itself, and those that share, see all of it."""
+    """A static cache copies a window of the prompt; the layer itself, and those that share with it, see all of it."""
     widths = [
         block.attention.kv_heads * block.attention.head_dim
         for block in layers
