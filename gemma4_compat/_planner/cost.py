@@ -158,7 +158,8 @@ def graph(
 ) -> int:
     """Bytes of the memory pool of the graphs that fast decoding replays on one accelerator; 0 without ``load.fast``.
 
-    Nothing else can use a pool's memory as long as its graphs live, which is from one generation to the next. It has
+    Nothing else can use a pool's memory as long as its graphs live, which is from one generation to the next: all of
+    it is ``torch.cuda.memory_reserved``, though ``memory_allocated`` is only what is read after a replay. It has
 
     - the temporaries of one step, what :func:`activations` counts without the KV cache: the graphs are replayed one
       after the other, so the largest is enough (times ``COSTS.graph_pool``);

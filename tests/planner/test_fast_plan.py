@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat._decoding import obstacles
 from gemma4_compat._models import variants
 from gemma4_compat._planner import code, cost, layout
 from gemma4_compat._planner import plan as _plan
@@ -20,7 +21,7 @@ from gemma4_compat._planner.blueprint import Blueprint, describe, rounded
 from gemma4_compat._planner.cost import COSTS, Load
 from gemma4_compat._reproduction import tiny_configs
 from tests.planner.measured import cached, storages, watched
-from tests.planner.models import VARIANTS, planned
+from tests.planner.models import VARIANTS, planned, run
 from tests.planner.test_arithmetic import LEAST, LOAD, MIB, MODEL, a_plan, away
 
 FAST = replace(LOAD, fast=True)
@@ -236,6 +237,25 @@ def test_a_plan_says_why_it_is_without(
     assert any(use.graph for use in placed.use.values()) is (not reason)
 
 
+@pytest.mark.parametrize("quantization, split", [(None, False), (None, True), ("4bit", False), ("8bit", False)])
+def test_a_plan_is_without_it_where_the_loaded_model_is(
+    workspace: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, quantization: str | None, split: bool
+) -> None:
+    """``decode_fast`` finds the same on the model that the plan's code loads; a CPU stands for the card."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint = str(workspace.checkpoint)
+    described = planned(_plan.build.on_meta(checkpoint)[0], quantization)
+    budget = layout.smallest_budget(described, Load(context=64)) if split else WIDE
+    plan = gemma4_compat.plan_device_map(checkpoint, {"cpu": budget}, context=64, quantize=quantization, cpu=0)
+    placed = layout.layout(described, {"cpu": budget}, Load(context=64), cpu=0)
+    assert plan.device_map == placed.device_map
+    slow_because = _plan._slow_anywhere(described, {0: budget}) or _plan._slow_here(described, placed)
+    obstacle = obstacles.find_before_a_forward(run(plan)["model"]) or ""
+    assert bool(slow_because) is bool(obstacle), (slow_because, obstacle)
+    for word in ("8-bit", "disk"):
+        assert (word in slow_because) is (word in obstacle)
+
+
 def test_towers_on_disk_do_not_matter() -> None:
     """They run in the prefill, which is not replayed."""
     model = replace(MODEL, blocks=tuple(block for block in MODEL.blocks if block.kind != "per_layer_embedding"))
@@ -262,6 +282,7 @@ def test_the_code_ends_with_it_and_says_what_it_does(workspace: Any) -> None:
     lines = plan.code.splitlines()
     assert lines[-3:] == ["model.eval()", f"# {code.FAST}.", "gemma4_compat.decode_fast(model)"]
     assert "PeftModel.from_pretrained" in lines[-4]
+    assert callable(gemma4_compat.decode_fast)
     compile(plan.code, "plan", "exec")
 
 
