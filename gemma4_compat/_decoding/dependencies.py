@@ -32,7 +32,7 @@ class Dependencies:
         modules: all of them; the first one is the model.
         configs: dictionaries of its configurations: how attention and experts are computed.
         streamed: asked before every replay: whether a streamed layer's weights, on the host, are still those.
-        on_gone: called when one of the modules is deleted.
+        on_gone: called with this snapshot, once or more, when one of the modules is deleted.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class Dependencies:
         modules: list[Any],
         configs: Iterable[dict[str, Any]],
         streamed: Callable[[], bool],
-        on_gone: Callable[[], None],
+        on_gone: Callable[[Dependencies], None],
     ) -> None:
-        self._streamed = streamed
+        self._streamed, self._gone = streamed, False
         self._often, self._seldom = _Entries(), _Entries()
         self._adapters = _Values()
         self._addresses: list[int] = []
         self._tensors: list[weakref.ref[Any]] = []
         self._hooks: list[dict[Any, Any]] = []
         self._ignored = {*_of_every_module(), *_ADAPTER}
-        self._modules = [weakref.ref(module, lambda _ref: on_gone()) for module in modules]
+        self._modules = [weakref.ref(module, lambda _ref: self._release(on_gone)) for module in modules]
         for index, module in enumerate(modules):
             self._add(module, first=index == 0)
         self._hook_numbers = list(map(len, self._hooks))
@@ -57,6 +57,12 @@ class Dependencies:
         for config in configs:
             for key in ("_attn_implementation_internal", "_experts_implementation_internal"):
                 self._configs.add(config, key)
+
+    def _release(self, on_gone: Callable[[Dependencies], None]) -> None:
+        """A module is deleted, and its weights with it."""
+        self._often, self._seldom, self._hooks = _Entries(), _Entries(), []
+        self._gone = True
+        on_gone(self)
 
     def _add(self, module: Any, *, first: bool) -> None:
         attributes = vars(module)
@@ -109,7 +115,7 @@ class Dependencies:
         """The same, whichever adapters are active."""
         import torch
 
-        if list(map(len, self._hooks)) != self._hook_numbers or not self._often.hold():
+        if self._gone or list(map(len, self._hooks)) != self._hook_numbers or not self._often.hold():
             return False
         with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
             try:

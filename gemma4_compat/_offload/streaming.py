@@ -208,8 +208,10 @@ class LayerStreamer:
             yield
             return
         self._copies.follow_current_stream()
-        yield
-        self._copies.join_current_stream()
+        try:
+            yield
+        finally:  # a capture whose streams have not joined again cannot even be ended
+            self._copies.join_current_stream()
 
     def after_capture(self) -> None:
         """Free what a capture that failed has left on the device, and forget its events."""
