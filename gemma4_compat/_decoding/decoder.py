@@ -130,10 +130,10 @@ class Decoding:
         return variant
 
     def _dependencies(self, model: Any) -> Dependencies:
-        streamers = streaming.streamers(model)
+        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
         configs = [vars(config) for config in (model.config, model.config.get_text_config())]
         modules = obstacles.modules_of_a_step(model)
-        return Dependencies(modules, configs, lambda: all(one.is_current() for one in streamers), self._forget)
+        return Dependencies(modules, configs, groups, self._forget)
 
     def run(self, model: Any, step: steps.Step, *, first: bool) -> Any:
         """One step, replayed if it can be. ``first``: of a ``generate``.

@@ -187,10 +187,6 @@ class LayerStreamer:
         """The groups that it has made, in the first forward."""
         return [group for group in self._groups if group is not None]
 
-    def is_current(self) -> bool:
-        """Whether the layers' weights on the host are those of the groups."""
-        return not any(group is not None and group.is_stale() for group in self._groups)
-
     def before_capture(self) -> None:
         """Leave nothing on the device, and nothing to wait for that happened before."""
         self._again, self._cyclic = self._cyclic, False
