@@ -49,12 +49,16 @@ class Dependencies:
         self._tensors: list[weakref.ref[Any]] = []  # on the device
         self._metas: list[weakref.ref[Any]] = []  # offloaded
         self._hooks: list[dict[Any, Any]] = []
+        self._no_hooks: list[dict[Any, Any]] = []
         self._ignored = {*_of_every_module(), *_ADAPTER}
         self._modules = [weakref.ref(module, lambda _ref: self._release(on_gone)) for module in modules]
         for index, module in enumerate(modules):
             self._add(module, first=index == 0)
-        for where, key in (entry for group in groups for entry in group.watched_entries()):
-            self._often.add(where, key)
+        for group in groups:
+            for where, key in group.host_entries():
+                self._often.add(where, key)
+            for where, key in group.hook_entries():
+                self._seldom.add(where, key)
         self._dtypes = list(map(_dtype, self._metas))
         self._hook_numbers = list(map(len, self._hooks))
         self._configs = _Values()
@@ -64,7 +68,8 @@ class Dependencies:
 
     def _release(self, on_gone: Callable[[Dependencies], None]) -> None:
         """A module is deleted, and its weights with it."""
-        self._often, self._seldom, self._hooks = _Entries(), _Entries(), []
+        self._often, self._seldom = _Entries(), _Entries()
+        self._hooks, self._no_hooks = [], []
         self._gone = True
         on_gone(self)
 
@@ -77,11 +82,11 @@ class Dependencies:
                     self._add_tensor(tensor)
         for name in attributes["_modules"]:
             self._seldom.add(attributes["_modules"], name)
-        if first or "forward" in attributes:
-            self._often.add(attributes, "forward")
-        (self._often if first else self._seldom).add(attributes, "training")
+        often = self._often if first else self._seldom
+        often.add(attributes, "forward")
+        often.add(attributes, "training")
         for kind in _HOOKS:
-            self._hooks.append(attributes[kind])
+            (self._hooks if attributes[kind] else self._no_hooks).append(attributes[kind])
             for key in attributes[kind]:
                 self._seldom.add(attributes[kind], key)
         for key in _ADAPTER:
@@ -121,18 +126,20 @@ class Dependencies:
         """The same, whichever adapters are active."""
         import torch
 
-        if self._gone or list(map(len, self._hooks)) != self._hook_numbers or not self._often.hold():
+        if self._gone or any(self._no_hooks) or list(map(len, self._hooks)) != self._hook_numbers:
+            return False
+        if not self._often.hold():
             return False
         with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
             try:
                 found = list(map(torch.Tensor.data_ptr, [reference() for reference in self._tensors]))
             except TypeError:  # one of them is gone
                 return False
-        return found == self._addresses and list(map(_dtype, self._metas)) == self._dtypes
+        return found == self._addresses
 
     def hold_in_full(self) -> bool:
         """Whether nothing else of the modules has changed either. Made for every ``generate``."""
-        return self._seldom.hold()
+        return self._seldom.hold() and list(map(_dtype, self._metas)) == self._dtypes
 
 
 class _Entries:

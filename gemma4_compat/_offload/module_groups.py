@@ -129,9 +129,15 @@ class ModuleGroup:
                 return True
         return False
 
-    def watched_entries(self) -> list[tuple[dict[Any, Any], Any]]:
-        """Dictionaries and keys under which :meth:`is_stale` expects the objects that are there now."""
-        return [entry for weight in self._weights for entry in weight.watched_entries()]
+    def host_entries(self) -> list[tuple[dict[Any, Any], Any]]:
+        """Dictionaries and keys under which the host keeps the weights."""
+        stored = (weight.stored for weight in self._weights)
+        return [(one.holder, one.key) for one in stored if one.holder is not None]
+
+    def hook_entries(self) -> list[tuple[dict[Any, Any], Any]]:
+        """Dictionaries and keys of the hooks that say where the host keeps the weights."""
+        hooks = [vars(weight.hook) for weight in self._weights]
+        return [(hook, key) for hook in hooks for key in ("weights_map", "offload")]
 
     def watch_outputs(self, on_output: Callable[[Any], None]) -> None:
         """Have ``on_output`` called with the outputs of modules with weights, in forwards that are ``watched``."""
@@ -249,12 +255,13 @@ class OffloadedWeight:
 
     Attributes:
         module: the module that has the parameter.
+        hook: accelerate's, which offloads it.
         stored: where the host keeps its data.
     """
 
     def __init__(self, module: Any, name: str, meta: Any, hook: Any, stored: Any, quantization: list[Any]) -> None:
         self.module, self.stored = module, stored
-        self._name, self._meta, self._hook = name, meta, hook
+        self._name, self._meta, self.hook = name, meta, hook
         self._hooks, self._map = vars(module)["_hf_hook"], hook.weights_map
         self._forward = vars(module)["forward"]
         self._value, self._state = stored.raw, vars(meta).get("quant_state")
@@ -324,16 +331,9 @@ class OffloadedWeight:
         attributes, stored = vars(self.module), self.stored
         return (
             *(attributes["_parameters"], self._name, self._meta, self._dtype, self._state),
-            *(attributes, self._forward, self._hooks, self._hook, self._map),
+            *(attributes, self._forward, self._hooks, self.hook, self._map),
             *(stored.holder, stored.key, self._value),
         )
-
-    def watched_entries(self) -> list[tuple[dict[Any, Any], Any]]:
-        """See :meth:`ModuleGroup.watched_entries`."""
-        attributes, hook, stored = vars(self.module), vars(self._hook), self.stored
-        found = [(attributes["_parameters"], self._name), (attributes, "_hf_hook"), (attributes, "forward")]
-        found += [(hook, "weights_map"), (hook, "offload")]
-        return found if stored.holder is None else [*found, (stored.holder, stored.key)]
 
     @property
     def is_reusable(self) -> bool:
