@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from gemma4_compat._decoding.fast import decode_fast as decode_fast
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
     from gemma4_compat._merge.result import MergeReport as MergeReport
@@ -56,6 +57,7 @@ __all__ = [
     "Severity",
     "SkipModule",
     "__version__",
+    "decode_fast",
     "find_meta_tensors",
     "input_device",
     "install",
@@ -82,6 +84,7 @@ _LAZY = {
     "Problem": "gemma4_compat._scan.result",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._planner.skip_modules",
+    "decode_fast": "gemma4_compat._decoding.fast",
     "find_meta_tensors": "gemma4_compat._models.inspection",
     "input_device": "gemma4_compat._models.inspection",
 }

@@ -84,6 +84,11 @@ def uninstall(model: Any) -> None:
         handle.remove()
 
 
+def of(model: Any) -> ModelLock | None:
+    """The lock of a dispatched model; None of one that has none."""
+    return next((lock for lock in list(_locks) if model in lock.modules), None)
+
+
 class ModelLock:
     """Held by the forwards of one thread, or by backward passes."""
 
@@ -136,6 +141,34 @@ class ModelLock:
                 if self._entered or self._is_called_in(around):
                     return
             self._give_back()
+
+    def hold(self, frame: Any) -> bool:
+        """Take the lock for a function that does what a forward does, without a module's call.
+
+        Args:
+            frame: that function's, which is on the stack until :meth:`release`.
+
+        Returns:
+            False where it is part of something that holds the lock already: then there is nothing to release.
+        """
+        thread = threading.get_ident()
+        with _mutex:
+            if self._thread == thread:
+                around = list(_frames(frame))
+                self._drop_ended(around)
+                if self._entered or self._is_called_in(around):
+                    return False
+            elif self._thread is not None or self._backwards or self._queue:
+                self._wait(lambda first: first and self._thread is None and not self._backwards)
+            self._thread, self._outermost = thread, 0
+            self._entered[:] = [_key(frame)]
+        return True
+
+    def release(self) -> None:
+        """Give back what :meth:`hold` took."""
+        with _mutex:
+            if self._thread == threading.get_ident():
+                self._give_back()
 
     def begin_backward(self, at_end: Callable[[int], None] | None = None) -> None:
         """Take the lock for the backward pass that is running in this thread, until it is over.

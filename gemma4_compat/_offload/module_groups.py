@@ -61,6 +61,15 @@ class ModuleGroup:
         self._snapshot = [weight.snapshot() for weight in weights]
         self._swaps: list[tuple[dict[str, Any], str, Any]] = []
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether a copy reads files."""
+        return self._on_disk
+
+    def modules(self) -> list[Any]:
+        """Those whose weights are in the group."""
+        return [weight.module for weight in self._weights]
+
     @classmethod
     def from_layer(cls, layer: Any) -> ModuleGroup | None:
         """The group of a layer as it is now; None for a layer without weights to stream, or left to accelerate."""

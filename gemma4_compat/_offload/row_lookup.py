@@ -155,6 +155,12 @@ def lookup_for(hook: Any, module: Any) -> Lookup | None:
     return found
 
 
+def known(hook: Any) -> Lookup | None:
+    """The lookup that the last forward of this hook's module took; None where it took none."""
+    found: Lookup | None = vars(hook).get(_STATE)
+    return found
+
+
 def current(hook: Any) -> Lookup | None:
     """The lookup whose weight the hook's module holds just now."""
     found: Lookup | None = vars(hook).get(_STATE)

@@ -27,19 +27,22 @@ The streaming hooks belong to the model: they stay, and work, when the patch tha
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._models import placement
+from gemma4_compat._offload.copy_stream import CopyStream
 from gemma4_compat._offload.model_lock import ModelLock
 from gemma4_compat._offload.module_groups import ModuleGroup
 
 _KEPT_IN_BACKWARD = 2  # groups: of the layer that a backward pass is in, and of the one it comes from
 
-# The two hooks of each streamed layer.
+# The two hooks of each streamed layer, and what it is streamed by.
 _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_streamers: weakref.WeakKeyDictionary[Any, LayerStreamer] = weakref.WeakKeyDictionary()
 
 
 def install(model: Any, lock: ModelLock | None = None) -> int:
@@ -68,6 +71,7 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
                 # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
                 before = torch.compiler.disable(streamer.pre_forward)
                 after = torch.compiler.disable(streamer.post_forward)
+                _streamers[layer] = streamer
                 _handles[layer] = (
                     layer.register_forward_pre_hook(before, prepend=True),
                     layer.register_forward_hook(after, always_call=True),
@@ -84,6 +88,7 @@ def uninstall(model: Any) -> None:
 
 def forget(layer: Any) -> None:
     """Remove the streaming hooks of one layer; without accelerate's hook as well, it can be pickled again."""
+    _streamers.pop(layer, None)
     for handle in _handles.pop(layer, ()):
         handle.remove()
 
@@ -91,6 +96,36 @@ def forget(layer: Any) -> None:
 def is_streamed(layer: Any) -> bool:
     """Whether a layer has the streaming hooks, which take the model's lock."""
     return layer in _handles
+
+
+def streamers(model: Any) -> list[LayerStreamer]:
+    """Those of a model's lists of layers."""
+    return list(dict.fromkeys(_streamers[module] for module in model.modules() if module in _streamers))
+
+
+def streamed_modules(model: Any) -> dict[Any, str]:
+    """Every module whose weights a streamer has in a group: ``"disk"`` where a copy reads files, else ``"memory"``."""
+    return {
+        module: "disk" if group.on_disk else "memory"
+        for streamer in streamers(model)
+        for group in streamer.groups()
+        for module in group.modules()
+    }
+
+
+@contextlib.contextmanager
+def captured(found: list[LayerStreamer]) -> Iterator[None]:
+    """For a forward that is captured as a CUDA graph: what it needs is in the graph, and nothing is left over from it.
+
+    Enter it before the capture begins. Inside the capture, enter :meth:`LayerStreamer.forked`.
+    """
+    for streamer in found:
+        streamer.before_capture()
+    try:
+        yield
+    finally:
+        for streamer in found:
+            streamer.after_capture()
 
 
 class LayerStreamer:
@@ -107,7 +142,7 @@ class LayerStreamer:
         self._layers = [weakref.ref(layer) for layer in layers]
         # A deep copy of a layer has the same hooks and is not in here: it stays with accelerate's.
         self._positions = weakref.WeakKeyDictionary({layer: index for index, layer in enumerate(layers)})
-        self._cyclic = cyclic
+        self._cyclic = self._again = cyclic
         self._groups: list[ModuleGroup | None] = []  # by position; None: left to accelerate's hooks
         self._copies: CopyStream | None = None
         # Bytes of the largest group. Every group takes as much, so that each fits where another was.
@@ -147,6 +182,47 @@ class LayerStreamer:
         group.on_output(output)
         if not self._is_kept(group):  # recomputed by checkpointing: its backward comes next
             self._free(group)
+
+    def groups(self) -> list[ModuleGroup]:
+        """The groups that it has made, in the first forward."""
+        return [group for group in self._groups if group is not None]
+
+    def is_current(self) -> bool:
+        """Whether the layers' weights on the host are those of the groups."""
+        return not any(group is not None and group.is_stale() for group in self._groups)
+
+    def before_capture(self) -> None:
+        """Leave nothing on the device, and nothing to wait for that happened before."""
+        self._again, self._cyclic = self._cyclic, False
+        if self._copies is not None:
+            if self._prefetched is not None and not self._is_kept(self._prefetched):
+                self._free(self._prefetched)
+            self._prefetched = None
+            self._copies.synchronize()
+            self._copies.forget_computed()
+
+    @contextlib.contextmanager
+    def forked(self) -> Iterator[None]:
+        """Inside a capture: copies belong to it, too, and are over when it ends."""
+        if self._copies is None:
+            yield
+            return
+        self._copies.follow_current_stream()
+        yield
+        self._copies.join_current_stream()
+
+    def after_capture(self) -> None:
+        """Free what a capture that failed has left on the device, and forget its events."""
+        self._cyclic = self._again
+        if self._copies is not None:
+            for group in self.groups():
+                if group.on_device and not self._is_kept(group):
+                    if group.onloaded:
+                        group.offload_()
+                    group.free()
+                    group.on_device = False
+            self._prefetched = None
+            self._copies.forget_computed()
 
     def _watch_gradients(self, position: int, group: ModuleGroup, output: Any) -> None:
         """Onload the group when a gradient reaches ``output``, that of a layer or of a module in it."""
@@ -297,71 +373,6 @@ class _InGraph:
 
     def __del__(self) -> None:
         self._streamer.graph_is_gone(self._group)
-
-
-class CopyStream:
-    """The stream on which module groups are copied to a device, and its order with the streams that compute.
-
-    Groups are allocated, and their memory is used again, on this stream alone. A copy waits for whatever was computed
-    with the groups that were freed before it; a computation waits for the copy of its group.
-    """
-
-    def __init__(self, device: Any) -> None:
-        import torch
-
-        self.device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._computed: dict[Any, Any] = {}  # by computing stream: the event after its last use of a group
-
-    def start_copy(self, group: ModuleGroup, size: int) -> None:
-        """Allocate ``size`` bytes for the group and issue its copy, without waiting for it."""
-        import torch
-
-        if self._stream is None:
-            group.allocate(size)
-            group.copy_from_host()
-        else:
-            with torch.cuda.stream(self._stream):
-                group.allocate(size)
-                for event in self._computed.values():
-                    self._stream.wait_event(event)
-                group.copy_from_host()
-                group.copied = group.copied or torch.cuda.Event()
-                group.copied.record(self._stream)
-        group.on_device = True
-
-    def wait_for_copy(self, group: ModuleGroup) -> None:
-        """Here streaming waits for its copy: the current stream does, the host does not.
-
-        What the current stream computes from now on finds the group's weights. Nothing else waits for them, and
-        without a stream (on a CPU) the copy is complete when :meth:`start_copy` returns.
-        """
-        import torch
-
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_event(group.copied)
-
-    def synchronize(self) -> None:
-        """Wait for everything on the device."""
-        import torch
-
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)
-
-    def free(self, group: ModuleGroup) -> None:
-        """Free the group's memory after what the current stream has computed with it."""
-        import torch
-
-        if not group.on_device:
-            return
-        if self._stream is not None:
-            stream = torch.cuda.current_stream(self.device)
-            event = self._computed.get(stream)
-            if event is None:
-                event = self._computed[stream] = torch.cuda.Event()
-            event.record(stream)
-        group.free()
-        group.on_device = False
 
 
 def _tensors(output: Any) -> Iterator[Any]:

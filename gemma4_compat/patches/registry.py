@@ -94,6 +94,7 @@ PATCHES: tuple[str, ...] = (
     "offload.transformers_offloaded_embedding",
     "offload.transformers_model_device",
     "offload.transformers_pipeline_device",
+    "generation.transformers_graph_decoding",
     "adapters.transformers_dequantized_adapter",
     "training.transformers_reentrant_checkpointing",
 )

@@ -1,0 +1,300 @@
+"""The call that ``generate`` takes for its steps: a step of one token is replayed where that is known to be exact."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from gemma4_compat._decoding import obstacles, static_caches, steps
+from gemma4_compat._decoding.dependencies import Dependencies
+from gemma4_compat._decoding.recording import RECORDERS, Recording
+from gemma4_compat._models import family
+from gemma4_compat._offload import model_lock, streaming
+
+#: Graphs of one model, of all caches and adapters. The one that was used longest ago goes first.
+MAX_GRAPHS = 8
+#: Sets of adapters whose graphs are kept.
+_MAX_VARIANTS = 4
+_MAX_KINDS = 64
+_ATTRIBUTE = "_gemma4_compat_decoding"  # of a model
+_log = logging.getLogger("gemma4_compat")
+
+
+@dataclass
+class Statistics:
+    """What became of the one-token steps of a model.
+
+    Attributes:
+        replayed: steps that were replayed, the captured ones among them.
+        captured: graphs that were made.
+        eager: steps that ran as ever: the first of each kind, and those that could not be captured.
+        capture_seconds: for all captures together.
+        reasons: why steps ran as ever, but for the first of each kind.
+    """
+
+    replayed: int = 0
+    captured: int = 0
+    eager: int = 0
+    capture_seconds: float = 0.0
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass
+class _Graph:
+    """One captured step."""
+
+    recording: Recording
+    inputs: list[Any]  # the tensors that it reads its inputs from
+    outputs: Any  # of steps.kept
+
+
+@dataclass
+class _Variant:
+    """The model with some of its adapters active."""
+
+    dependencies: Dependencies
+    graphs: collections.OrderedDict[Any, _Graph] = field(default_factory=collections.OrderedDict)
+    seen: set[Any] = field(default_factory=set)  # kinds of steps that have run once
+    refused: set[Any] = field(default_factory=set)  # kinds of steps that could not be captured
+
+
+class Decoding:
+    """What a model keeps for fast decoding: its graphs, and the memory of its last static cache.
+
+    Kept by the model, for as long as it lives. A copy of the model, or a pickled one, has none.
+    """
+
+    def __init__(self) -> None:
+        self.statistics = Statistics()
+        self.preferred = False  # over compiling, where transformers would
+        self.lock = threading.RLock()
+        self.memories: list[static_caches.Memory] = []
+        self._variants: list[_Variant] = []
+        self._pool: Any = None
+        self._stream: Any = None  # of the last replay
+
+    def __deepcopy__(self, _memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+    def clear(self) -> None:
+        """Let every graph go."""
+        self._variants = []
+
+    def reason(self, text: str) -> None:
+        """Note, and say once, why steps run as ever."""
+        if text not in self.statistics.reasons:
+            self.statistics.reasons += (text,)
+            _log.warning("gemma4_compat: decoding without a CUDA graph: %s", text)
+
+    def tidy(self, cache: Any) -> None:
+        """Before a ``generate``: let go of caches that are gone, all but one, which lends its memory to ``cache``."""
+        with self.lock:
+            idle = [memory for memory in self.memories if not memory.in_use]
+            for memory in idle[:-1]:
+                self._drop(memory)
+            if idle and static_caches.tensors(cache) is None:
+                idle[-1].lend(cache, self._drop)
+
+    def _drop(self, memory: static_caches.Memory) -> None:
+        """Let go of the memory of a cache, and of the graphs that hold its addresses."""
+        with self.lock:
+            self.memories = [other for other in self.memories if other is not memory]
+            for variant in self._variants:
+                for key in [key for key in variant.graphs if key[0] == memory.addresses]:
+                    del variant.graphs[key]
+
+    def variant(self, model: Any, *, in_full: bool) -> _Variant:
+        """That of the model as it is now; ``in_full``: looked at closely."""
+        for index, variant in enumerate(self._variants):
+            if variant.dependencies.hold() and not (in_full and not variant.dependencies.hold_in_full()):
+                if index:
+                    self._variants.insert(0, self._variants.pop(index))
+                return variant
+        # Other adapters, then, or another model: graphs of the latter are of no use any more.
+        self._variants = [
+            variant
+            for variant in self._variants
+            if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
+        ]
+        self._variants.insert(0, _Variant(self._dependencies(model)))
+        del self._variants[_MAX_VARIANTS:]
+        return self._variants[0]
+
+    def _dependencies(self, model: Any) -> Dependencies:
+        streamers = streaming.streamers(model)
+        configs = [vars(config) for config in (model.config, model.config.get_text_config())]
+        modules = obstacles.modules_of_a_step(model)
+        return Dependencies(modules, configs, lambda: all(one.is_current() for one in streamers), self.clear)
+
+    def run(self, model: Any, step: steps.Step, *, first: bool) -> Any:
+        """One step, replayed if it can be. ``first``: of a ``generate``.
+
+        Returns:
+            the model's output; None, and nothing is done, for a step that cannot be captured.
+        """
+        variant, kind = self.variant(model, in_full=first), step.kind
+        if kind in variant.refused:
+            return None
+        graph = variant.graphs.get((step.addresses, kind))
+        if graph is None:
+            if kind not in variant.seen:
+                return self._run_first(model, step, variant)
+            graph = self._capture(model, step, variant)
+            if graph is None:
+                return None
+        variant.graphs.move_to_end((step.addresses, kind))
+        return self._replay(graph, step)
+
+    def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
+        """The first step of its kind runs as ever: libraries set themselves up, hooks settle."""
+        obstacle = obstacles.find(model, obstacles.modules_of_a_step(model))
+        if obstacle is None and len(variant.seen) == _MAX_KINDS:
+            obstacle = "the shapes of the inputs change with every token"
+        if obstacle is not None:
+            self.reason(obstacle)
+            variant.refused.add(step.kind)
+            return None
+        outputs = model(**step.inputs)
+        self.statistics.eager += 1
+        self.variant(model, in_full=False).seen.add(step.kind)
+        return outputs
+
+    def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
+        """A graph of the step, which is not done yet; None, with model and cache as they were, if there is none."""
+        device = obstacles.device(obstacles.modules_of_a_step(model))
+        recorder = RECORDERS[device.type]
+        if self._pool is None:
+            self._pool = recorder.new_pool()
+        self._make_room()
+        recording, static = recorder(device, self._pool), step.static_inputs()
+        streamers = streaming.streamers(model)
+        begun = time.perf_counter()
+
+        def forward() -> Any:
+            with contextlib.ExitStack() as stack:
+                for streamer in streamers:
+                    stack.enter_context(streamer.forked())
+                return model(**static)
+
+        try:
+            with static_caches.capturable(step.cache), streaming.captured(streamers):
+                outputs = recording.capture(forward)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the step runs as ever
+            while error.__context__ is not None:  # what made the capture fail, before it failed to end
+                error = error.__context__  # type: ignore[assignment]
+            self.reason(f"a capture failed with {type(error).__name__}: {' '.join(str(error).split()):.200}")
+            variant.refused.add(step.kind)
+            return None
+        self.statistics.captured += 1
+        self.statistics.capture_seconds += time.perf_counter() - begun
+        if step.addresses not in {memory.addresses for memory in self.memories}:
+            self.memories.append(static_caches.Memory(step.cache))
+        graph = _Graph(recording, steps.tensors(static), steps.kept(outputs, step.cache))
+        variant.graphs[step.addresses, step.kind] = graph
+        return graph
+
+    def _make_room(self) -> None:
+        while sum(len(variant.graphs) for variant in self._variants) >= MAX_GRAPHS:
+            oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
+            oldest.graphs.popitem(last=False)
+
+    def _replay(self, graph: _Graph, step: steps.Step) -> Any:
+        import torch
+
+        stream = torch.cuda.current_stream(step.device) if step.device.type == "cuda" else None
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        for static, given in zip(graph.inputs, step.tensors):
+            static.copy_(given)
+        graph.recording.replay()
+        static_caches.advance(step.cache)
+        self.statistics.replayed += 1
+        return steps.copied(graph.outputs, step.cache)
+
+
+class Decoder:
+    """In place of ``model.__call__``, for one ``generate``.
+
+    Args:
+        model: a transformers model.
+        decoding: of :func:`of`.
+    """
+
+    def __init__(self, model: Any, decoding: Decoding) -> None:
+        self.model, self._decoding = model, decoding
+        self._first, self._given_up = True, False
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """What ``model(*args, **inputs)`` returns; for one token, without running its Python."""
+        step = None if args else steps.Step.of(inputs)
+        if step is None:
+            return self.model(*args, **inputs)
+        if not self._given_up:
+            outputs = self._run(step)
+            if outputs is not None:
+                return outputs
+            self._given_up = True
+        self._decoding.statistics.eager += 1
+        return self.model(**inputs)
+
+    def _run(self, step: steps.Step) -> Any:
+        if step.obstacle is not None:
+            self._decoding.reason(step.obstacle)
+            return None
+        lock = model_lock.of(self.model)
+        held = lock is not None and lock.hold(sys._getframe())
+        try:
+            with self._decoding.lock:
+                first, self._first = self._first, False
+                return self._decoding.run(self.model, step, first=first)
+        finally:
+            if held:
+                assert lock is not None
+                lock.release()
+
+
+def of(model: Any) -> Decoding:
+    """What this model keeps for fast decoding."""
+    found: Decoding | None = vars(model).get(_ATTRIBUTE)
+    if found is None:
+        found = vars(model)[_ATTRIBUTE] = Decoding()
+    return found
+
+
+def is_preferred(model: Any) -> bool:
+    """Whether a replay is preferred to a compiled step (``gemma4_compat.decode_fast``)."""
+    found: Decoding | None = vars(model).get(_ATTRIBUTE)
+    return found is not None and found.preferred
+
+
+def statistics(model: Any) -> Statistics:
+    """What became of the one-token steps of ``model``, which may be wrapped by PEFT."""
+    inner = getattr(model, "get_base_model", None)
+    return of(model if inner is None else inner()).statistics
+
+
+def decoder_for(model: Any, cache: Any) -> Decoder | None:
+    """A decoder for a ``generate`` with this cache; None where its steps would run as ever anyway.
+
+    Args:
+        model: a transformers model.
+        cache: what ``generate`` passes as ``past_key_values``.
+    """
+    if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
+        return None
+    if model.device.type not in RECORDERS:
+        return None
+    decoding = of(model)
+    decoding.tidy(cache)
+    return Decoder(model, decoding)
+

@@ -1,0 +1,185 @@
+"""What a captured step has read that a replay would not notice: weights by address, hooks, adapters, modes.
+
+A graph reads memory, so a weight that was changed in place is seen. It does not see that a module has another weight
+now, or another hook, or that another adapter is active. :meth:`Dependencies.hold` looks at that before every replay,
+mostly in C: an entry is a dictionary, a key, and the object that was there. What programs do not change between two
+tokens of one ``generate`` (attributes of modules, their children) is looked at once for each ``generate``, by
+:meth:`Dependencies.hold_in_full`.
+
+Nothing here keeps a module or a tensor alive. When a module of the model is deleted, everything is let go.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gemma4_compat._quantization import quant_states
+
+#: Attributes of PEFT's layers that say which adapters compute, and how strongly.
+_ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
+_ADAPTER_DICTS = ("scaling",)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_SIMPLE = (str, int, float, bool, type(None))
+
+
+class Dependencies:
+    """A snapshot of the modules that compute a step.
+
+    Args:
+        modules: all of them; the first one is the model.
+        configs: dictionaries of its configurations: how attention and experts are computed.
+        streamed: asked before every replay: whether a streamed layer's weights, on the host, are still those.
+        on_gone: called when one of the modules is deleted.
+    """
+
+    def __init__(
+        self,
+        modules: list[Any],
+        configs: Iterable[dict[str, Any]],
+        streamed: Callable[[], bool],
+        on_gone: Callable[[], None],
+    ) -> None:
+        self._streamed = streamed
+        self._often, self._seldom = _Entries(), _Entries()
+        self._adapters = _Values()
+        self._addresses: list[int] = []
+        self._tensors: list[weakref.ref[Any]] = []
+        self._hooks: list[dict[Any, Any]] = []
+        self._ignored = {*_of_every_module(), *_ADAPTER}
+        self._modules = [weakref.ref(module, lambda _ref: on_gone()) for module in modules]
+        for index, module in enumerate(modules):
+            self._add(module, first=index == 0)
+        self._hook_numbers = list(map(len, self._hooks))
+        self._configs = _Values()
+        for config in configs:
+            for key in ("_attn_implementation_internal", "_experts_implementation_internal"):
+                self._configs.add(config, key)
+
+    def _add(self, module: Any, *, first: bool) -> None:
+        attributes = vars(module)
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in attributes[kind].items():
+                self._often.add(attributes[kind], name)
+                if tensor is not None:
+                    self._add_tensor(tensor)
+        for name in attributes["_modules"]:
+            self._seldom.add(attributes["_modules"], name)
+        if first or "forward" in attributes:
+            self._often.add(attributes, "forward")
+        (self._often if first else self._seldom).add(attributes, "training")
+        for kind in _HOOKS:
+            self._hooks.append(attributes[kind])
+            for key in attributes[kind]:
+                self._seldom.add(attributes[kind], key)
+        for key in _ADAPTER:
+            if key in attributes:
+                self._adapters.add(attributes, key)
+        for key in _ADAPTER_DICTS:
+            if isinstance(attributes.get(key), dict):
+                for name in attributes[key]:
+                    self._adapters.add(attributes[key], name)
+        for key, value in () if first else attributes.items():  # generate() keeps things on the model itself
+            if key not in self._ignored:
+                self._seldom.add(attributes, key)
+                if isinstance(value, dict):
+                    for name in value:
+                        self._seldom.add(value, name)
+
+    def _add_tensor(self, tensor: Any) -> None:
+        state = vars(tensor).get("quant_state")
+        if state is not None:
+            self._often.add(vars(tensor), "quant_state")
+            for holder in (state, vars(state).get("state2")):
+                if holder is not None:
+                    for key in ("absmax", "code", "offset", "state2"):
+                        self._often.add(vars(holder), key)
+        for part in (tensor, *(() if state is None else quant_states.tensors(state))):
+            if part.device.type != "meta":
+                self._tensors.append(weakref.ref(part))
+                self._addresses.append(part.data_ptr())
+
+    def hold(self) -> bool:
+        """Whether a replay would compute what the model computes now. Made for every token."""
+        return self.weights_hold() and self._adapters.hold() and self._configs.hold()
+
+    def weights_hold(self) -> bool:
+        """The same, whichever adapters are active."""
+        import torch
+
+        if list(map(len, self._hooks)) != self._hook_numbers or not self._often.hold():
+            return False
+        with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
+            try:
+                found = list(map(torch.Tensor.data_ptr, [reference() for reference in self._tensors]))
+            except TypeError:  # one of them is gone
+                return False
+        return found == self._addresses and self._streamed()
+
+    def hold_in_full(self) -> bool:
+        """Whether nothing else of the modules has changed either. Made for every ``generate``."""
+        return self._seldom.hold()
+
+
+class _Entries:
+    """Of dictionaries: which object is under a key."""
+
+    def __init__(self) -> None:
+        self._weak: tuple[list[Any], ...] = ([], [], [])  # dictionaries, keys, references to the objects
+        self._constant: tuple[list[Any], ...] = ([], [], [])  # the objects themselves: numbers, names, None
+        self._numbered: tuple[list[Any], ...] = ([], [], [])  # their ids: containers
+
+    def add(self, where: dict[Any, Any], key: Any) -> None:
+        """Note what is under ``key`` now."""
+        value = where.get(key)
+        if isinstance(value, _SIMPLE):
+            kind, kept = self._constant, value
+        elif isinstance(value, (dict, list, tuple, set)):
+            kind, kept = self._numbered, id(value)
+        else:
+            try:
+                kind, kept = self._weak, weakref.ref(value)
+            except TypeError:
+                kind, kept = self._numbered, id(value)
+        for entries, entry in zip(kind, (where, key, kept)):
+            entries.append(entry)
+
+    def hold(self) -> bool:
+        """Whether the same objects are there."""
+        dicts, keys, references = self._weak
+        objects = [reference() for reference in references]
+        if not all(map(operator.is_, map(dict.get, dicts, keys), objects)):
+            return False
+        dicts, keys, objects = self._constant
+        if not all(map(operator.is_, map(dict.get, dicts, keys), objects)):
+            return False
+        dicts, keys, numbers = self._numbered
+        return list(map(id, map(dict.get, dicts, keys))) == numbers
+
+
+class _Values:
+    """Of dictionaries: which value is under a key; one that is equal is the same."""
+
+    def __init__(self) -> None:
+        self._dicts: list[dict[Any, Any]] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+
+    def add(self, where: dict[Any, Any], key: Any) -> None:
+        """Note the value under ``key``: a number, a name, or a list of names, which is copied."""
+        self._dicts.append(where)
+        self._keys.append(key)
+        value = where.get(key)
+        self._values.append(list(value) if isinstance(value, list) else value)
+
+    def hold(self) -> bool:
+        """Whether equal values are there."""
+        return list(map(dict.get, self._dicts, self._keys)) == self._values
+
+
+def _of_every_module() -> frozenset[str]:
+    import torch
+
+    return frozenset(vars(torch.nn.Module()))

@@ -1,0 +1,137 @@
+"""Why the step of a model cannot be captured: where its Python has to run for every token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gemma4_compat._models import placement
+from gemma4_compat._offload import host_memory, row_lookup, streaming
+
+#: Parts that a step without images and sounds does not go through.
+_MEDIA = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
+#: Whose hooks do the same for every token.
+_LIBRARIES = ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes", "torch")
+
+
+def modules_of_a_step(model: Any) -> list[Any]:
+    """The model and every module in it that may compute a step, outside towers and their embedders."""
+    found: list[Any] = []
+
+    def visit(module: Any) -> None:
+        found.append(module)
+        for name, child in module.named_children():
+            if name not in _MEDIA:
+                visit(child)
+
+    visit(model)
+    return list(dict.fromkeys(found))
+
+
+def find(model: Any, modules: list[Any]) -> str | None:
+    """The first reason for which this model decodes as ever; None where nothing is known to be in the way.
+
+    Args:
+        model: a transformers model that has run a forward.
+        modules: of :func:`modules_of_a_step`.
+    """
+    if any(module.training for module in modules):
+        return "the model is in training mode (model.eval() ends it)"
+    return next(itertools.chain(_lasting(modules), _offloaded(model, modules), _of_hooks(model, modules)), None)
+
+
+def find_before_a_forward(model: Any) -> str | None:
+    """The first reason that is known without a forward, and that stays: 8-bit weights, weights on disk, devices."""
+    modules = modules_of_a_step(model)
+    return next(itertools.chain(_lasting(modules), _on_disk(model, modules)), None)
+
+
+def _lasting(modules: list[Any]) -> Iterator[str]:
+    if any(type(module).__name__ == "Linear8bitLt" or _has_int8(module) for module in modules):
+        yield "8-bit layers of bitsandbytes synchronize with the host for every token"
+    devices = _devices(modules)
+    if len(devices) > 1:
+        yield f"it computes on several devices ({', '.join(sorted(map(str, devices)))})"
+
+
+def _of_hooks(model: Any, modules: list[Any]) -> Iterator[str]:
+    for module in modules:
+        for function in _hooks(module):
+            if not _is_known(function):
+                yield f"a hook on {_name(model, module)} has to run for every token ({_text(function)})"
+
+
+def _has_int8(module: Any) -> bool:
+    return any(type(parameter).__name__ == "Int8Params" for parameter in module._parameters.values())
+
+
+def device(modules: list[Any]) -> Any:
+    """Where these modules compute: the first device of one that does."""
+    return next(iter(_devices(modules)), None)
+
+
+def _devices(modules: list[Any]) -> dict[Any, None]:
+    found: dict[Any, None] = {}
+    for module in modules:
+        where = placement.execution_device(module)
+        if where is not None:
+            found[where] = None
+            continue
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.device.type != "meta":
+                found[tensor.device] = None
+    return found
+
+
+def _on_disk(model: Any, modules: list[Any]) -> Iterator[str]:
+    for module in modules:
+        hook = placement.offload_hook(module)
+        for name, parameter in module._parameters.items() if hook is not None else ():
+            if parameter is not None and host_memory.stored(hook.weights_map, name).on_disk:
+                yield _reads_disk(model, module)
+
+
+def _reads_disk(model: Any, module: Any) -> str:
+    return f"{_name(model, module)} is on disk, and the host reads it for every token"
+
+
+def _offloaded(model: Any, modules: list[Any]) -> Iterator[str]:
+    streamed = streaming.streamed_modules(model)
+    for module in modules:
+        hook = placement.offload_hook(module)
+        if hook is None or not any(tensor is not None for tensor in module._parameters.values()):
+            continue
+        where = streamed.get(module)
+        if where is None and isinstance(row_lookup.known(hook), row_lookup.Lookup):
+            where = "in place" if row_lookup.known(hook).in_place else "rows"
+        if where == "disk":
+            yield _reads_disk(model, module)
+        elif where == "rows":
+            yield f"the rows of {_name(model, module)} are gathered by the host, since its memory is not pinned"
+        elif where is None:
+            yield f"{_name(model, module)} is offloaded as a whole and copied by accelerate's hook for every token"
+
+
+def _hooks(module: Any) -> Iterator[Callable[..., Any]]:
+    yield from module._forward_pre_hooks.values()
+    yield from module._forward_hooks.values()
+
+
+def _is_known(function: Any) -> bool:
+    return str(_origin(function)).partition(".")[0] in _LIBRARIES
+
+
+def _origin(function: Any) -> str:
+    inner = getattr(function, "func", function)  # of a functools.partial
+    inner = getattr(inner, "__wrapped__", inner)
+    return getattr(inner, "__module__", None) or type(inner).__module__
+
+
+def _text(function: Any) -> str:
+    inner = getattr(function, "func", function)
+    return f"{_origin(function)}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+
+
+def _name(model: Any, module: Any) -> str:
+    return next((name for name, other in model.named_modules() if other is module), "") or type(module).__name__

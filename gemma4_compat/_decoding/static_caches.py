@@ -1,0 +1,189 @@
+"""The tensors of a static cache: graphs hold their addresses.
+
+A layer is one of transformers' ``StaticLayer`` or ``StaticSlidingWindowLayer`` (5.5.0 to 5.23.0 at least): ``keys``
+and ``values`` of shape [batch, heads, length, width], ``cumulative_length``, an integer tensor on their device, and
+for a sliding one ``cumulative_length_int``, which decides between two ways of an update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def is_static(cache: Any) -> bool:
+    """Whether every layer of this cache is static and stays where it is."""
+    layers = getattr(cache, "layers", None)
+    if not layers or getattr(cache, "offloading", False):
+        return False
+    return all(type(layer).__name__ in _LAYERS for layer in layers) and bool(list(_holding(cache)))
+
+
+#: The last one stands for a layer that shares another one's keys (5.23).
+_LAYERS = ("StaticLayer", "StaticSlidingWindowLayer", "DummyLayer")
+
+
+def _holding(cache: Any) -> Iterator[Any]:
+    """The layers that hold keys of their own."""
+    return (layer for layer in cache.layers if type(layer).__name__ != "DummyLayer")
+
+
+def tensors(cache: Any) -> tuple[Any, ...] | None:
+    """All tensors of a cache, in order; None before its first forward."""
+    found: list[Any] = []
+    for layer in _holding(cache):
+        if not layer.is_initialized:
+            return None
+        found += (layer.keys, layer.values, layer.cumulative_length)
+    return tuple(found)
+
+
+def sliding(cache: Any) -> list[Any]:
+    """The sliding layers, whose updates depend on a number that Python counts."""
+    return [layer for layer in _holding(cache) if type(layer).__name__ == "StaticSlidingWindowLayer"]
+
+
+def is_full(layer: Any) -> bool:
+    """Whether a sliding layer drops a token for each that it gets: the other way of its update."""
+    return bool(layer.cumulative_length_int >= layer.max_cache_len)
+
+
+@contextlib.contextmanager
+def capturable(cache: Any) -> Iterator[None]:
+    """Inside, an update of one token does nothing that a capture refuses; the numbers that count do not advance."""
+    counted = [(layer, layer.cumulative_length_int) for layer in sliding(cache)]
+    full = [layer for layer, _ in counted if is_full(layer)]
+    for layer in full:
+        layer.update = functools.partial(_update_full, layer)
+    try:
+        yield
+    finally:
+        for layer in full:
+            del layer.update
+        for layer, length in counted:
+            layer.cumulative_length_int = length
+
+
+def _update_full(layer: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
+    """``StaticSlidingWindowLayer.update`` of a full layer, without its index, which it copies from the host."""
+    import torch
+
+    for held, new in ((layer.keys, keys), (layer.values, values)):
+        held.copy_(torch.cat((held[:, :, 1:], new.to(held.dtype)), dim=-2))
+    layer.cumulative_length_int += 1
+    return layer.keys, layer.values
+
+
+def advance(cache: Any) -> None:
+    """Count the token that a replay has added."""
+    for layer in sliding(cache):
+        layer.cumulative_length_int += 1
+
+
+@contextlib.contextmanager
+def reordered_in_place(cache: Any) -> Iterator[None]:
+    """Inside, ``cache.reorder_cache`` (beams) writes into the tensors there are instead of replacing them."""
+    layers = list(_holding(cache))
+    for layer in layers:
+        layer.reorder_cache = functools.partial(_reorder, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.reorder_cache
+
+
+def _reorder(layer: Any, beams: Any) -> None:
+    if layer.is_initialized:
+        for held in (layer.keys, layer.values):
+            held.copy_(held.index_select(0, beams.to(held.device)))
+
+
+class Memory:
+    """The tensors of one cache, kept for the next one of the same shapes.
+
+    Since transformers 5.15 each ``generate`` has a cache of its own; a graph of the last one serves the next one if
+    that lies in the same memory. Before, transformers kept the cache itself.
+
+    Args:
+        cache: its layers hold their tensors.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        found = tensors(cache)
+        assert found is not None
+        self.tensors = found
+        self.addresses = addresses(found)
+        self._cache = weakref.ref(cache)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its cache is alive, or somebody else holds one of its tensors."""
+        return self._cache() is not None or _any_held(self.tensors)
+
+    def lend(self, cache: Any, on_refused: Callable[[Memory], None]) -> None:
+        """Have the layers of a new cache take these tensors, zeroed, in place of new ones.
+
+        Args:
+            cache: no forward has filled it.
+            on_refused: called with this memory if one of the layers gets other keys than these can hold.
+        """
+        layers = list(_holding(cache))
+        keys = self.tensors[::3]
+        if len(layers) != len(keys) or any(
+            layer.max_cache_len != held.shape[2] for layer, held in zip(layers, keys)
+        ):
+            on_refused(self)
+            return
+        self._cache = weakref.ref(cache)
+        for index, layer in enumerate(layers):
+            own = self.tensors[3 * index : 3 * index + 3]
+            layer.lazy_initialization = functools.partial(_initialize, layer, own, lambda: on_refused(self))
+
+
+def addresses(found: tuple[Any, ...]) -> tuple[int, ...]:
+    """Where tensors lie on their device."""
+    return tuple([tensor.data_ptr() for tensor in found])
+
+
+def _initialize(
+    layer: Any, own: tuple[Any, ...], on_refused: Callable[[], None], *args: Any, **kwargs: Any
+) -> None:
+    """``StaticLayer.lazy_initialization``, then ``own`` in place of its tensors if they are alike."""
+    del layer.lazy_initialization
+    layer.lazy_initialization(*args, **kwargs)
+    fresh = (layer.keys, layer.values, layer.cumulative_length)
+    if all(map(_alike, own, fresh)):
+        for tensor in own:
+            tensor.zero_()
+        layer.keys, layer.values, layer.cumulative_length = own
+    else:
+        on_refused()
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return (one.shape, one.dtype, one.device, one.stride(), one.is_inference()) == (
+        *(other.shape, other.dtype, other.device, other.stride()),
+        other.is_inference(),
+    )
+
+
+def _any_held(found: tuple[Any, ...]) -> bool:
+    """Whether anybody holds one of these tensors, or a view of it, but the tuple that they are in."""
+    import torch
+
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return True
+    nobodys = (torch.empty(1),)
+    (alone,) = map(_holders, nobodys)
+    return any(holders != alone for holders in map(_holders, found))
+
+
+def _holders(tensor: Any) -> tuple[int, int]:
+    import torch
+
+    return sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,0 +1,144 @@
+"""One step of a ``generate``: its inputs, and what it has in common with other steps that one graph serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gemma4_compat._decoding import static_caches
+
+#: Growing with the text, and read in the prompt only (transformers 5.5; later releases leave it out themselves).
+_OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
+
+
+class Step:
+    """A forward of one token for each row of a batch, with a static cache that has been filled.
+
+    Attributes:
+        inputs: of the model's forward, by name.
+        cache: ``past_key_values`` among them.
+        device: of the input ids, a ``torch.device``.
+        tensors: those in the inputs, in order.
+        addresses: of the cache's tensors.
+        kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
+    """
+
+    def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
+        self.inputs, self.cache = inputs, cache
+        self.device = inputs["input_ids"].device
+        self.tensors = tensors(inputs)
+        self.addresses = static_caches.addresses(found)
+        self.kind = self._kind()
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any]) -> Step | None:
+        """The step with these inputs; None where it reads more than a token, or has another cache."""
+        cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+        if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):
+            return None
+        found = static_caches.tensors(cache)
+        if found is None:
+            return None
+        if isinstance(inputs.get("attention_mask"), dict):  # which is all that the forward reads of these
+            inputs = {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
+        return cls(inputs, cache, found)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why this step cannot be captured, whatever the model."""
+        import torch
+
+        if torch.is_grad_enabled():
+            return "gradients are enabled"
+        if torch.is_autocast_enabled(self.device.type):
+            return "autocast keeps casts of weights that a replay would not renew"
+        if any(tensor.device != self.device for tensor in self.tensors):
+            return "the inputs are on several devices"
+        return None
+
+    def _kind(self) -> tuple[Any, ...]:
+        import torch
+
+        return (
+            tuple(map(static_caches.is_full, static_caches.sliding(self.cache))),
+            tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]),
+            tuple(_names(self.inputs)),
+            torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        )
+
+    def static_inputs(self) -> dict[str, Any]:
+        """The inputs with tensors of their own, which a graph reads."""
+        import torch
+
+        with torch.inference_mode(False), torch.no_grad():
+            return {name: value if value is self.cache else _own(value) for name, value in self.inputs.items()}
+
+
+def tensors(value: Any) -> list[Any]:
+    """The tensors in nested dictionaries, in order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in tensors(part)]
+    return []
+
+
+def _names(inputs: dict[str, Any]) -> Iterator[Any]:
+    """Names, and values that are not tensors."""
+    import torch
+
+    for name, value in inputs.items():
+        if isinstance(value, dict):
+            yield name
+            yield tuple(_names(value))
+        elif isinstance(value, torch.Tensor) or name == "past_key_values":
+            yield name
+        else:
+            yield name, value if value.__hash__ is not None else id(value)
+
+
+def _own(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        own = torch.empty_like(value)
+        own.copy_(value)
+        return own
+    if isinstance(value, dict):
+        return type(value)((name, _own(part)) for name, part in value.items())
+    return value
+
+
+#: Stands for the cache in the output of a captured step.
+_CACHE = object()
+
+
+def kept(value: Any, cache: Any) -> Any:
+    """The output of a captured step, without its cache, which it must not keep alive."""
+    return _CACHE if value is cache else _rebuilt(value, lambda part: kept(part, cache))
+
+
+def copied(value: Any, cache: Any) -> Any:
+    """The kept output of a replayed step, with tensors of its own and the cache of this step."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return cache if value is _CACHE else _rebuilt(value, lambda part: copied(part, cache))
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        parts = {name: change(part) for name, part in value.items()}
+        return parts if type(value) is dict else type(value)(**parts)  # a ModelOutput
+    if isinstance(value, (tuple, list)):
+        return type(value)([change(part) for part in value])
+    return value

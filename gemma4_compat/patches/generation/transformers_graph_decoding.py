@@ -1,0 +1,122 @@
+"""With a static cache, the decoding step of a quantized, offloaded or adapted model is replayed as one CUDA graph.
+
+Symptom: silent: ``generate(cache_implementation="static")`` decodes a 4-bit or offloaded Gemma 4 at the speed of
+Python: 11 to 19 tokens a second on any GPU, where the same kernels take a fifth of the time.
+
+Cause: A static cache exists to be compiled, but ``GenerationMixin._valid_auto_compile_criteria`` is False for every
+model quantized by bitsandbytes and for every device map with ``"cpu"`` or ``"disk"`` in it. Each token then costs
+22,000 to 36,000 calls of Python functions, and the GPU waits for them.
+
+Fix: For Gemma 4 on CUDA, where transformers takes its compiled call, it gets one that replays: the step of one token
+is captured once as a CUDA graph and launched again for each token after it. The kernels are those of the step run
+eagerly, so tokens and logits are the same bits. Weights, hooks, adapters and the cache are looked at before each
+replay. What transformers compiles itself is left to it, unless ``gemma4_compat.decode_fast(model)`` asked for a
+replay. What cannot be captured (8-bit layers, weights on disk, hooks of users, several devices) runs as before, and
+the log says why. ``disable_compile=True`` turns it off.
+
+Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call for
+each kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._decoding import decoder, static_caches
+from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+# The decoder that `_sample` asks for next, of each thread: it asks for the criteria and the call in one expression.
+_next = threading.local()
+
+
+def valid_auto_compile_criteria(
+    original: Callable[..., bool], self: Any, model_kwargs: Any, generation_config: Any, *args: Any, **kwargs: Any
+) -> bool:
+    found = original(self, model_kwargs, generation_config, *args, **kwargs)
+    _next.decoder = None
+    if generation_config.disable_compile or (found and not decoder.is_preferred(self)):
+        return found
+    _next.decoder = decoder.decoder_for(self, model_kwargs.get("past_key_values"))
+    return found or _next.decoder is not None
+
+
+def compiled_call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    given, _next.decoder = getattr(_next, "decoder", None), None
+    return given if given is not None and given.model is self else original(self, *args, **kwargs)
+
+
+def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    cache, config = kwargs.get("past_key_values"), kwargs.get("generation_config")
+    given = None if config is None or config.disable_compile else decoder.decoder_for(self, cache)
+    if given is None:
+        return original(self, *args, **kwargs)
+    with static_caches.reordered_in_place(cache):
+        return original(_Called(self, given), *args, **kwargs)
+
+
+class _Called:
+    """A model whose call is a decoder's. Everything else is the model's."""
+
+    def __init__(self, model: Any, given: decoder.Decoder) -> None:
+        self._model, self._given = model, given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._given(*args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+
+    model = workspace.load("4bit")
+    options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 8, "do_sample": False}
+    options |= {"cache_implementation": "static", "return_dict_in_generate": True, "output_logits": True}
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    with torch.no_grad():
+        expected = model.generate(**options, disable_compile=True)
+        layer = model.model.language_model.layers[0].mlp
+        found = model.generate(**options)
+    return Outcome(False, "")
+
+
+PATCH = Patch(
+    id="transformers-graph-decoding",
+    severity=Severity.SPEED,
+    failure_points=("F69",),
+    distribution="transformers",
+    affected=">=5.5",
+    after=("transformers-model-device",),
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._valid_auto_compile_criteria",
+            replacement=valid_auto_compile_criteria,
+        ),
+        Target(
+            module="transformers.modeling_utils",
+            name="PreTrainedModel.get_compiled_call",
+            replacement=compiled_call,
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._beam_search",
+            replacement=beam_search,
+        ),
+    ),
+    reproduce=reproduce,
+)
