@@ -162,13 +162,14 @@ def _speed(run: Data) -> str:
                 _seconds(summary["first_token_s"], "eager", "replayed"),
                 f"{summary['capture_s']:.2f} s",
                 _gib(summary["peak_gib"], "eager", "replayed"),
+                _gib(summary["peak_reserved_gib"], "eager", "replayed"),
                 f"{summary['planned_gib']:.2f}",
             ]
         )
     return _table(
         (
             *("placement", "tok/s eager", "tok/s replayed", "ratio", "of the bus' bound"),
-            *("first token, eager / replayed", "captures of a call", "VRAM peak, GiB", "planned"),
+            *("first token, eager / replayed", "captures of a call", "VRAM peak, GiB", "reserved", "planned"),
         ),
         rows,
     )
