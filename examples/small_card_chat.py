@@ -175,6 +175,8 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
         from peft import PeftModel
 
         loaded = PeftModel.from_pretrained(loaded, given.adapter)
+    if plan.fast and on_gpu:
+        gemma4_compat.decode_fast(loaded)
     return loaded.eval()
 
 

@@ -147,6 +147,7 @@ def plan_device_map(
     disk: int | str | None = None,
     attention: str = "sdpa",
     balanced: bool = False,
+    fast: bool = True,
 ) -> Plan:
     """A device map for ``model`` that stays inside ``vram`` while loading, in the prefill and while decoding.
 
@@ -174,6 +175,8 @@ def plan_device_map(
         disk: disk space for what is offloaded; default: as much as it takes.
         attention: "sdpa" or "eager".
         balanced: over several accelerators, about the same on each; otherwise the first are filled.
+        fast: decode with :func:`decode_fast` where it applies, and leave room for its static cache and graphs;
+            otherwise ``slow_because`` says why not.
 
     Returns:
         The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
@@ -198,6 +201,7 @@ def plan_device_map(
         disk=disk,
         attention=attention,
         balanced=balanced,
+        fast=fast,
     )
 
 

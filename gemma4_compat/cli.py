@@ -197,6 +197,9 @@ def plan(
     audio: Annotated[bool, typer.Option("--audio", help="Inputs contain audio.")] = False,
     cpu: Annotated[str | None, typer.Option("--cpu", help="Host memory for what is offloaded.")] = None,
     disk: Annotated[str | None, typer.Option("--disk", help="Disk space for what is offloaded.")] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast/--no-fast", help="Room for gemma4_compat.decode_fast, and the call in the code.")
+    ] = True,
     as_json: _Json = False,
 ) -> None:
     """Which part of a model goes where in the memory there is, what that will use, and the code that loads it.
@@ -219,6 +222,7 @@ def plan(
             audio=audio,
             cpu=cpu,
             disk=disk,
+            fast=fast,
         )
     except gemma4_compat.Gemma4CompatError as error:
         _fail(str(error))

@@ -85,9 +85,9 @@ class Decoding:
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
-    def clear(self) -> None:
-        """Let every graph go."""
-        self._variants = []
+    def _forget(self, dependencies: Dependencies) -> None:
+        """Let the graphs go that depend on a module that is gone."""
+        self._variants = [variant for variant in self._variants if variant.dependencies is not dependencies]
 
     def reason(self, text: str) -> None:
         """Note, and say once, why steps run as ever."""
@@ -117,7 +117,7 @@ class Decoding:
         for index, variant in enumerate(self._variants):
             if variant.dependencies.hold() and not (in_full and not variant.dependencies.hold_in_full()):
                 if index:
-                    self._variants.insert(0, self._variants.pop(index))
+                    self._variants = [variant, *(other for other in self._variants if other is not variant)]
                 return variant
         # Other adapters, then, or another model: graphs of the latter are of no use any more.
         self._variants = [
@@ -125,15 +125,15 @@ class Decoding:
             for variant in self._variants
             if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
         ]
-        self._variants.insert(0, _Variant(self._dependencies(model)))
-        del self._variants[_MAX_VARIANTS:]
-        return self._variants[0]
+        variant = _Variant(self._dependencies(model))
+        self._variants = [variant, *self._variants[: _MAX_VARIANTS - 1]]
+        return variant
 
     def _dependencies(self, model: Any) -> Dependencies:
-        streamers = streaming.streamers(model)
+        groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
         configs = [vars(config) for config in (model.config, model.config.get_text_config())]
         modules = obstacles.modules_of_a_step(model)
-        return Dependencies(modules, configs, lambda: all(one.is_current() for one in streamers), self.clear)
+        return Dependencies(modules, configs, groups, self._forget)
 
     def run(self, model: Any, step: steps.Step, *, first: bool) -> Any:
         """One step, replayed if it can be. ``first``: of a ``generate``.
@@ -170,12 +170,11 @@ class Decoding:
 
     def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
         """A graph of the step, which is not done yet; None, with model and cache as they were, if there is none."""
-        device = obstacles.device(obstacles.modules_of_a_step(model))
-        recorder = RECORDERS[device.type]
-        if self._pool is None:
-            self._pool = recorder.new_pool()
+        recorder = RECORDERS[step.device.type]
         self._make_room()
-        recording, static = recorder(device, self._pool), step.static_inputs()
+        if not any(variant.graphs for variant in self._variants):  # a pool without a graph cannot be used again
+            self._pool = recorder.new_pool()
+        recording, static = recorder(step.device, self._pool), step.static_inputs()
         streamers = streaming.streamers(model)
         begun = time.perf_counter()
 

@@ -31,32 +31,42 @@ class Dependencies:
     Args:
         modules: all of them; the first one is the model.
         configs: dictionaries of its configurations: how attention and experts are computed.
-        streamed: asked before every replay: whether a streamed layer's weights, on the host, are still those.
-        on_gone: called when one of the modules is deleted.
+        groups: the module groups of streamed layers: their weights are on the host.
+        on_gone: called with this snapshot, once or more, when one of the modules is deleted.
     """
 
     def __init__(
         self,
         modules: list[Any],
         configs: Iterable[dict[str, Any]],
-        streamed: Callable[[], bool],
-        on_gone: Callable[[], None],
+        groups: list[Any],
+        on_gone: Callable[[Dependencies], None],
     ) -> None:
-        self._streamed = streamed
+        self._gone = False
         self._often, self._seldom = _Entries(), _Entries()
         self._adapters = _Values()
         self._addresses: list[int] = []
-        self._tensors: list[weakref.ref[Any]] = []
+        self._tensors: list[weakref.ref[Any]] = []  # on the device
+        self._metas: list[weakref.ref[Any]] = []  # offloaded
         self._hooks: list[dict[Any, Any]] = []
         self._ignored = {*_of_every_module(), *_ADAPTER}
-        self._modules = [weakref.ref(module, lambda _ref: on_gone()) for module in modules]
+        self._modules = [weakref.ref(module, lambda _ref: self._release(on_gone)) for module in modules]
         for index, module in enumerate(modules):
             self._add(module, first=index == 0)
+        for where, key in (entry for group in groups for entry in group.watched_entries()):
+            self._often.add(where, key)
+        self._dtypes = list(map(_dtype, self._metas))
         self._hook_numbers = list(map(len, self._hooks))
         self._configs = _Values()
         for config in configs:
             for key in ("_attn_implementation_internal", "_experts_implementation_internal"):
                 self._configs.add(config, key)
+
+    def _release(self, on_gone: Callable[[Dependencies], None]) -> None:
+        """A module is deleted, and its weights with it."""
+        self._often, self._seldom, self._hooks = _Entries(), _Entries(), []
+        self._gone = True
+        on_gone(self)
 
     def _add(self, module: Any, *, first: bool) -> None:
         attributes = vars(module)
@@ -97,7 +107,9 @@ class Dependencies:
                     for key in ("absmax", "code", "offset", "state2"):
                         self._often.add(vars(holder), key)
         for part in (tensor, *(() if state is None else quant_states.tensors(state))):
-            if part.device.type != "meta":
+            if part.device.type == "meta":
+                self._metas.append(weakref.ref(part))
+            else:
                 self._tensors.append(weakref.ref(part))
                 self._addresses.append(part.data_ptr())
 
@@ -109,14 +121,14 @@ class Dependencies:
         """The same, whichever adapters are active."""
         import torch
 
-        if list(map(len, self._hooks)) != self._hook_numbers or not self._often.hold():
+        if self._gone or list(map(len, self._hooks)) != self._hook_numbers or not self._often.hold():
             return False
         with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
             try:
                 found = list(map(torch.Tensor.data_ptr, [reference() for reference in self._tensors]))
             except TypeError:  # one of them is gone
                 return False
-        return found == self._addresses and self._streamed()
+        return found == self._addresses and list(map(_dtype, self._metas)) == self._dtypes
 
     def hold_in_full(self) -> bool:
         """Whether nothing else of the modules has changed either. Made for every ``generate``."""
@@ -177,6 +189,10 @@ class _Values:
     def hold(self) -> bool:
         """Whether equal values are there."""
         return list(map(dict.get, self._dicts, self._keys)) == self._values
+
+
+def _dtype(reference: weakref.ref[Any]) -> Any:
+    return getattr(reference(), "dtype", None)
 
 
 def _of_every_module() -> frozenset[str]:

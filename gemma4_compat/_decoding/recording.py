@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
@@ -61,32 +62,45 @@ class CudaRecording:
         stream = _streams.get(self._device)
         if stream is None:
             stream = _streams[self._device] = torch.cuda.Stream(self._device)
-        context = torch.cuda.graph(self._graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
-        with torch.cuda.device(self._device), _without_collection():
-            try:
-                with context:
-                    return run()
-            except BaseException:
-                self._end_failed()
-                raise
+        with _capturing, _without_collection(), torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # what is cached cannot be given to the graph's pool in a capture
+            with torch.cuda.stream(stream):
+                self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                    self._graph.capture_end()
+                except BaseException:
+                    self._abandon()
+                    raise
+        return result
 
     def replay(self) -> None:
         """Launch the graph."""
         self._graph.replay()
 
-    def _end_failed(self) -> None:
-        """Take the allocator out of the pool: a capture that fails to end leaves it there (PyTorch 2.4 to 2.13)."""
+    def _abandon(self) -> None:
+        """End a capture that has failed."""
         import torch
 
-        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        if end is not None:
-            with contextlib.suppress(RuntimeError):  # it has been taken out
-                end(self._device.index, self._pool)
-        torch.cuda.synchronize(self._device)
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            # CUDA has ended it, and PyTorch (2.4 to 2.13) stops there: the allocator goes on filling the pool, and
+            # random numbers are still drawn as in a capture.
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            torch._C._cuda_releasePool(self._device.index, self._pool)
+            another = torch.cuda.CUDAGraph()
+            another.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            torch.zeros(1, device=self._device)
+            another.capture_end()
 
 
 #: One for each device: cuBLAS takes a workspace for each stream that it meets.
 _streams: dict[Any, Any] = {}
+
+#: One capture at a time in a process.
+_capturing = threading.Lock()
 
 #: By type of device. Tests add one for the CPU.
 RECORDERS: dict[str, type[Recording]] = {"cuda": CudaRecording}

@@ -129,6 +129,10 @@ class ModuleGroup:
                 return True
         return False
 
+    def watched_entries(self) -> list[tuple[dict[Any, Any], Any]]:
+        """Dictionaries and keys under which :meth:`is_stale` expects the objects that are there now."""
+        return [entry for weight in self._weights for entry in weight.watched_entries()]
+
     def watch_outputs(self, on_output: Callable[[Any], None]) -> None:
         """Have ``on_output`` called with the outputs of modules with weights, in forwards that are ``watched``."""
         self.on_output = on_output
@@ -323,6 +327,13 @@ class OffloadedWeight:
             *(attributes, self._forward, self._hooks, self._hook, self._map),
             *(stored.holder, stored.key, self._value),
         )
+
+    def watched_entries(self) -> list[tuple[dict[Any, Any], Any]]:
+        """See :meth:`ModuleGroup.watched_entries`."""
+        attributes, hook, stored = vars(self.module), vars(self._hook), self.stored
+        found = [(attributes["_parameters"], self._name), (attributes, "_hf_hook"), (attributes, "forward")]
+        found += [(hook, "weights_map"), (hook, "offload")]
+        return found if stored.holder is None else [*found, (stored.holder, stored.key)]
 
     @property
     def is_reusable(self) -> bool:

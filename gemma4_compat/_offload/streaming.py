@@ -187,10 +187,6 @@ class LayerStreamer:
         """The groups that it has made, in the first forward."""
         return [group for group in self._groups if group is not None]
 
-    def is_current(self) -> bool:
-        """Whether the layers' weights on the host are those of the groups."""
-        return not any(group is not None and group.is_stale() for group in self._groups)
-
     def before_capture(self) -> None:
         """Leave nothing on the device, and nothing to wait for that happened before."""
         self._again, self._cyclic = self._cyclic, False
@@ -208,8 +204,10 @@ class LayerStreamer:
             yield
             return
         self._copies.follow_current_stream()
-        yield
-        self._copies.join_current_stream()
+        try:
+            yield
+        finally:  # a capture whose streams have not joined again cannot even be ended
+            self._copies.join_current_stream()
 
     def after_capture(self) -> None:
         """Free what a capture that failed has left on the device, and forget its events."""

@@ -106,6 +106,10 @@ class Blueprint:
             all scores; decided by its own function.
         one_hot_positions: whether this transformers looks image positions up with a one-hot matrix.
         one_query: whether this transformers takes only the last position through the KV-shared layers of a prefill.
+        one_query_packed: whether this transformers computes one query with a mask without repeating keys and values
+            for every head.
+        static_masks: whether this transformers masks what of a static cache the prompt does not fill, by a mask of all
+            of it; decided by its own function.
     """
 
     blocks: tuple[Block, ...]
@@ -122,6 +126,8 @@ class Blueprint:
     math_attention: bool = False
     one_hot_positions: bool = False
     one_query: bool = False
+    one_query_packed: bool = False
+    static_masks: bool = False
 
     @property
     def layers(self) -> tuple[Block, ...]:
@@ -353,6 +359,8 @@ def _shapes(model: Any, text: Any) -> dict[str, Any]:
         "math_attention": _math_attention(),
         "one_hot_positions": _one_hot_positions(),
         "one_query": hasattr(type(text), "_maybe_slice_kv_shared_inputs"),
+        "one_query_packed": _one_query_packed(),
+        "static_masks": _static_masks(),
     }
     if getattr(text_config, "enable_moe_block", False):
         shapes["experts"] = (text_config.num_experts, text_config.top_k_experts, text_config.moe_intermediate_size)
@@ -372,6 +380,21 @@ def _math_attention() -> bool:
     key = torch.empty(1, 1, 1, 512, device="meta")
     given = {"attention_mask": None, "key": key, "value": key}
     return bool(use_gqa_in_sdpa(**{name: given[name] for name in inspect.signature(use_gqa_in_sdpa).parameters}))
+
+
+def _one_query_packed() -> bool:
+    from transformers.integrations import sdpa_attention
+
+    return hasattr(sdpa_attention, "pack_gqa")
+
+
+def _static_masks() -> bool:
+    from transformers.masking_utils import _ignore_causal_mask_sdpa
+
+    given = dict.fromkeys(("padding_mask", "local_attention_size")) | {"q_offset": 0, "kv_offset": 0}
+    given |= {"q_length": 2, "query_length": 2, "kv_length": 4}  # a prompt of two in a cache of four
+    names = inspect.signature(_ignore_causal_mask_sdpa).parameters
+    return not _ignore_causal_mask_sdpa(**{name: given[name] for name in names})
 
 
 def _one_hot_positions() -> bool:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from gemma4_compat._planner.result import Plan
 
 
+#: What fast decoding is.
+FAST = "Static cache; the decoding step is replayed as one CUDA graph: same tokens as with disable_compile=True"
+
+
 def loading_code(
     plan: Plan, *, skip: Sequence[str], adapter: str | Path | None, quantize_experts: bool, attention: str
 ) -> str:
@@ -45,7 +49,9 @@ def loading_code(
     else:
         lines += call
     lines += [f"model = PeftModel.from_pretrained(model, {_quoted(str(adapter))})"] if adapter is not None else []
-    return "\n".join([*lines, "model.eval()"])
+    lines += ["model.eval()"]
+    lines += [f"# {FAST}.", "gemma4_compat.decode_fast(model)"] if plan.fast else []
+    return "\n".join(lines)
 
 
 def _quantization_config(quantization: str, skip: Sequence[str], *, offloads: bool) -> list[str]:

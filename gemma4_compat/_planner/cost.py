@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from gemma4_compat._planner.blueprint import Block, Blueprint, rounded
+from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,13 @@ class Costs:
         image_tokens: soft tokens of one image.
         audio_frames: mel frames of one audio input (30 s).
         slack: share of everything else that fragmentation and small temporaries take.
+        graph_pool: bytes that the memory pool of a graph keeps, for each byte of temporaries that a step has in use at
+            its peak. 1 is what an allocator without fragmentation keeps; not measured yet.
+        graph_slots: buffers that streamed layers have in that pool, beside the ``slots`` of eager forwards.
+        graphs: graphs that a generation needs at most, one pool for all of them: one while the sliding windows fill
+            up, one when they are full. Each keeps its logits.
+        bus: which share of the speed of the bus replay reached, at least and at most, with all layers streamed (E2B
+            and E4B, double quantization, LoRA, one H200).
     """
 
     blas_workspace: int = 32 << 20
@@ -38,6 +45,10 @@ class Costs:
     image_tokens: int = 280
     audio_frames: int = 3000
     slack: float = 0.01
+    graph_pool: float = 1.0
+    graph_slots: int = 2
+    graphs: int = 2
+    bus: tuple[float, float] = (0.92, 0.97)
 
 
 COSTS = Costs()
@@ -54,6 +65,7 @@ class Load:
         vision: whether images are given (one a sequence).
         audio: whether audio is given (30 s a sequence).
         attention: "sdpa" or "eager".
+        fast: decoding is that of ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
         weights_only: keep no room for the KV cache and the temporaries, as upstream's maps keep none.
     """
 
@@ -63,6 +75,7 @@ class Load:
     vision: bool = False
     audio: bool = False
     attention: str = "sdpa"
+    fast: bool = False
     weights_only: bool = False
 
     @property
@@ -72,18 +85,18 @@ class Load:
 
 
 def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
-    """Bytes one decoder layer holds in transformers' ``DynamicCache``.
+    """Bytes one decoder layer holds in transformers' ``DynamicCache``, and with ``load.fast`` in a ``StaticCache``.
 
     KV-shared layers hold none. A full layer holds all of the context. A sliding layer holds ``sliding_window`` tokens
     while decoding; but what it keeps after a prompt is a *view* of the keys of the whole prompt, so in the prefill
     every layer holds all of it, until its next update. Layers with ``attention_k_eq_v``, which take values from
-    keys, still hold both.
+    keys, still hold both. A static cache has from the beginning what it will hold at the end of the context.
     """
     attention = block.attention
     if attention is None or attention.shared or load.weights_only:
         return 0
     tokens = load.context
-    if prefill:
+    if prefill and not load.fast:
         tokens = load.prefill
     elif attention.window is not None:
         tokens = min(tokens, attention.window)
@@ -110,6 +123,11 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
       quantized experts (while decoding: of those that are hit), and 8-bit's quantized inputs and int32 products;
     - LoRA: the layer's widest input and output in fp32.
 
+    With a static cache (``load.fast``) a layer sees all of it, filled or not: a step always has masks, so keys and
+    values are repeated where one query does not do without, and no kernel is "math"; a cache does not grow, a full
+    window is written anew; after a prompt that is longer than the window, one sliding layer's keys and values of all
+    of it are there, for that layer or for those that share them.
+
     Where transformers takes only the last position through the KV-shared layers of a prefill (5.23), they count as in
     decoding.
     """
@@ -121,50 +139,102 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
     alive = tokens * item * 2 * (blueprint.hidden + wide)
     if prefill and layers:
         alive += 2 * item * load.prefill * sum({block.attention.head_dim for block in layers if block.attention})
-        alive += _mask(layers, load)
+        alive += _prompt_in_static_cache(layers, load, item)
+    if prefill or load.fast:
+        alive += _masks(blueprint, layers, load, prefill=prefill)
     cache = sum(kv_cache(block, load, item, prefill=prefill) for block in layers)
     stages = [COSTS.norm * tokens * blueprint.hidden]
     stages += [_layer(blueprint, block, load, prefill=prefill) for block in layers]
     first = 0
     if head:
         stages.append(COSTS.logits * load.batch * blueprint.vocabulary)
-        first = (COSTS.per_layer_inputs - 2 * item) * tokens * wide + (0 if prefill else cache)
+        # Before a prefill there is no cache, but a static one may be that of the generation before.
+        first = (COSTS.per_layer_inputs - 2 * item) * tokens * wide + (0 if prefill and not load.fast else cache)
     return alive + max(first, cache + max(stages))
 
 
-def _mask(layers: Collection[Block], load: Load) -> int:
-    """Masks of one byte a pair with SDPA (none while the prompt fits the window), bf16 with eager attention."""
-    eager = load.attention == "eager"
-    windows = {block.attention.window for block in layers if block.attention}
-    masks = sum(1 for window in windows if eager or (window is not None and load.prefill > window))
-    return int(masks * load.batch * load.prefill**2 * (2 if eager else 1))
+def graph(
+    blueprint: Blueprint, layers: Collection[Block], streamed: Collection[int], load: Load, *, head: bool
+) -> int:
+    """Bytes of the memory pool of the graphs that fast decoding replays on one accelerator; 0 without ``load.fast``.
+
+    Nothing else can use a pool's memory as long as its graphs live, which is from one generation to the next: all of
+    it is ``torch.cuda.memory_reserved``, though ``memory_allocated`` is only what is read after a replay. It has
+
+    - the temporaries of one step, what :func:`activations` counts without the KV cache: the graphs are replayed one
+      after the other, so the largest is enough (times ``COSTS.graph_pool``);
+    - slots for streamed layers, as large as the largest, beside those of eager forwards (``COSTS.graph_slots``);
+    - what cuBLAS keeps for the stream of the capture (``COSTS.blas_workspace``: one for each stream);
+    - the logits of each graph (``COSTS.graphs`` batch vocabulary e), which are read after the replay.
+
+    Args:
+        blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
+        layers: that are computed there.
+        streamed: bytes of each streamed one of them.
+        load: what the model has to compute.
+        head: whether the logits are computed there.
+    """
+    if not load.fast or load.weights_only:
+        return 0
+    cache = sum(kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
+    step = activations(blueprint, layers, load, prefill=False, head=head) - cache
+    slots = max(streamed, default=0) * min(COSTS.graph_slots, len(streamed))
+    logits = rounded(load.batch * blueprint.vocabulary * blueprint.item) if head else 0
+    return int(COSTS.graph_pool * step) + slots + COSTS.blas_workspace + COSTS.graphs * logits
+
+
+def _masks(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool) -> int:
+    """Masks of one byte a pair with SDPA, bf16 with eager attention; one for all layers of a kind."""
+    size = 2 if load.attention == "eager" else 1
+    attentions = {block.attention.window: block.attention for block in layers if block.attention}.values()
+    masked = [attention for attention in attentions if _is_masked(blueprint, attention, load, prefill=prefill)]
+    rows = load.prefill if prefill else 1
+    return sum(load.batch * rows * _seen(attention, load, prefill=prefill) * size for attention in masked)
+
+
+def _is_masked(blueprint: Blueprint, attention: Attention, load: Load, *, prefill: bool) -> bool:
+    """Whether there is a mask, without padding: SDPA needs none while the prompt fits the window."""
+    if load.attention == "eager":
+        return True
+    if not load.fast:
+        return prefill and attention.window is not None and load.prefill > attention.window
+    # For one query of a static cache there is one always; for a prompt, that of a window that such a cache can fill.
+    return not prefill or blueprint.static_masks or (attention.window is not None and load.context >= attention.window)
+
+
+def _seen(attention: Attention, load: Load, *, prefill: bool) -> int:
+    """Tokens whose keys a layer's kernel gets."""
+    window = load.context if attention.window is None else attention.window
+    if prefill and (not load.fast or load.prefill > window):
+        return load.prefill
+    return min(load.context, window)
+
+
+def _prompt_in_static_cache(layers: Collection[Block], load: Load, item: int) -> int:
+    """A static cache copies a window of the prompt; the layer itself, and those that share with it, see all of it."""
+    widths = [
+        block.attention.kv_heads * block.attention.head_dim
+        for block in layers
+        if block.attention and block.attention.window is not None and load.prefill > block.attention.window
+    ]
+    return 2 * load.batch * load.prefill * max(widths, default=0) * item if load.fast else 0
 
 
 def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> int:
     attention = block.attention
     assert attention is not None  # a decoder layer
-    rows = load.prefill if prefill and not (attention.shared and blueprint.one_query) else 1
+    # SDPA takes no single position of a prompt without a mask, which a static cache needs not have.
+    one_query = blueprint.one_query and (load.attention == "eager" or not load.fast)
+    rows = load.prefill if prefill and not (attention.shared and one_query) else 1
     tokens = load.batch * rows
     item, hidden = blueprint.item, blueprint.hidden
     width = attention.heads * attention.head_dim
     residual = 2 * tokens * hidden * item  # the stream, and what a norm made of it
-    seen = load.prefill if prefill else load.context
-    if attention.window is not None and not prefill:
-        seen = min(seen, attention.window)
-    keys = load.batch * seen * width  # of every head
-    scores = load.batch * attention.heads * rows * seen
-    kernel = tokens * width * item  # queries
-    repeated = 1 < attention.kv_heads < attention.heads  # one head is shown to all as a view
-    if load.attention == "eager":
-        kernel += (2 * keys * item if repeated else 0) + COSTS.eager_scores * scores
-    else:
-        kernel += tokens * width * (item + 4)  # output, accumulator
-        if attention.head_dim > 256 and blueprint.math_attention:
-            kernel += 2 * keys * (item + 4) + 2 * 4 * scores
-        elif repeated and rows > 1 and (attention.head_dim > 256 or seen > (attention.window or seen)):
-            kernel += 2 * keys * item
-    if not prefill:  # a layer's old and new cache are both there while it grows
+    kernel = _kernel(blueprint, attention, load, rows, prefill=prefill)
+    if not prefill and not load.fast:  # a layer's old and new cache are both there while it grows
         kernel += kv_cache(block, load, item, prefill=False)
+    elif not prefill and attention.window is not None and load.context > attention.window:
+        kernel = max(kernel, tokens * width * item + kv_cache(block, load, item, prefill=False))
     projected = tokens * width * (item + COSTS.norm)
     mlp = 3 * tokens * block.intermediate * item
     many = tokens > 1
@@ -181,6 +251,30 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
             experts += block.experts
     lora = tokens * 4 * (block.intermediate + hidden) if block.adapter else 0
     return residual + workspace + lora + max(projected, kernel, mlp, experts, COSTS.norm * tokens * hidden)
+
+
+def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *, prefill: bool) -> int:
+    """Queries, output and whatever else a layer's attention has of its own, for ``rows`` queries a sequence."""
+    item = blueprint.item
+    width = attention.heads * attention.head_dim
+    queries = load.batch * rows * width
+    seen = _seen(attention, load, prefill=prefill)
+    keys = load.batch * seen * width  # of every head
+    pairs = load.batch * rows * seen
+    repeated = 2 * keys * item if 1 < attention.kv_heads < attention.heads else 0  # one head is shown to all as a view
+    if load.attention == "eager":
+        return queries * item + repeated + COSTS.eager_scores * attention.heads * pairs
+    kernel = queries * (2 * item + 4)  # in, out, and an accumulator
+    masked = load.fast and _is_masked(blueprint, attention, load, prefill=prefill)
+    if masked:  # added to the scores, so in their dtype
+        kernel += pairs * (item + 1)
+    if attention.head_dim > 256 and blueprint.math_attention and not masked:
+        kernel += 2 * keys * (item + 4) + 2 * 4 * attention.heads * pairs
+    elif masked:
+        kernel += 0 if rows == 1 and blueprint.one_query_packed else repeated
+    elif rows > 1 and (attention.head_dim > 256 or seen > (attention.window or seen)):
+        kernel += repeated
+    return kernel
 
 
 def tower_activations(blueprint: Blueprint, load: Load) -> int:

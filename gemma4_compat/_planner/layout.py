@@ -31,6 +31,7 @@ class Use:
         pages: buffers for the streamed layers.
         adapter: LoRA weights, those of streamed layers included.
         kv: KV cache at the end of the context.
+        graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
         loading: peak in ``from_pretrained``.
         prefill: peak of the first forward, towers included.
         decode: peak while decoding, at the end of the context.
@@ -45,6 +46,7 @@ class Use:
     prefill: int
     decode: int
     budget: int
+    graph: int = 0
 
     @property
     def peak(self) -> int:
@@ -63,6 +65,7 @@ class Layout:
         cpu: bytes in host memory, streamed layers padded.
         disk: bytes on disk.
         paged: names of the decoder layers that are streamed.
+        brought: bytes of those layers, which each token brings over the bus.
     """
 
     device_map: dict[str, int | str]
@@ -70,6 +73,7 @@ class Layout:
     cpu: int
     disk: int
     paged: tuple[str, ...]
+    brought: int = 0
 
     @property
     def offloads(self) -> bool:
@@ -311,7 +315,9 @@ def use_of(
     if paged and not quantize_offloaded:  # computed as they are: no dequantized copy
         layers = [replace(block, workspace=0, experts=0) if block in paged else block for block in layers]
     kv = sum(cost.kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
-    held = weights + pages + adapter + (0 if load.weights_only else COSTS.blas_workspace)
+    streamed = [_size(block, quantize_offloaded).allocated for block in paged]
+    graph = cost.graph(blueprint, layers, streamed, load, head=main)
+    held = weights + pages + adapter + graph + (0 if load.weights_only else COSTS.blas_workspace)
     prefill = cost.activations(blueprint, layers, load, prefill=True, head=main)
     decode = cost.activations(blueprint, layers, load, prefill=False, head=main)
     if main:
@@ -327,6 +333,7 @@ def use_of(
         prefill=_with_slack(held + prefill, load),
         decode=_with_slack(held + decode, load),
         budget=budget,
+        graph=graph,
     )
 
 
@@ -396,6 +403,7 @@ def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
         cpu=sum(in_host.values()),
         disk=wanted,
         paged=tuple(block.name for block in found.paged),
+        brought=sum(_size(block, found.quantize_offloaded).nbytes for block in found.paged),
     )
 
 

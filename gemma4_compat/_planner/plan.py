@@ -37,6 +37,7 @@ def plan_device_map(
     disk: int | str | None = None,
     attention: str = "sdpa",
     balanced: bool = False,
+    fast: bool = True,
 ) -> Plan:
     """A device map for ``model`` that stays inside ``vram``; see :func:`gemma4_compat.plan_device_map`."""
     built, name, assumed = build.on_meta(model)
@@ -45,17 +46,15 @@ def plan_device_map(
     cut = _blueprint(built, quantization, adapter, experts=quantize_experts or stored)
     budgets = _budgets(vram)
     load = Load(context=context, batch=batch, prompt=prompt, vision=vision, audio=audio, attention=attention)
-    placed = layout.layout(
-        cut,
-        budgets,
-        load,
-        cpu=None if cpu is None else parse_size(cpu),
-        disk=None if disk is None else parse_size(disk),
-        quantize_offloaded=quantization is not None,
-        balanced=balanced,
-    )
+    options: dict[str, Any] = {
+        "cpu": None if cpu is None else parse_size(cpu),
+        "disk": None if disk is None else parse_size(disk),
+        "quantize_offloaded": quantization is not None,
+        "balanced": balanced,
+    }
+    placed, load, slow_because = _placed(cut, budgets, load, options, fast=fast)
     limit = int(built.config.get_text_config().max_position_embeddings)
-    found = _plan(name, cut, quantization, placed, load)
+    found = replace(_plan(name, cut, quantization, placed, load), slow_because=slow_because)
     return replace(
         found,
         longest_context=layout.longest_context(
@@ -72,6 +71,44 @@ def plan_device_map(
     )
 
 
+def _placed(
+    cut: Blueprint, budgets: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
+) -> tuple[Layout, Load, str]:
+    """The layout, the load it was made for, and why that is without fast decoding; empty where it is with it.
+
+    Fast decoding is worth more than what leaves the accelerator for its cache and graphs.
+    """
+    slow_because = _slow_anywhere(cut, budgets) if fast else "it was not asked for"
+    if not slow_because:
+        wanted = replace(load, fast=True)
+        try:
+            placed = layout.layout(cut, budgets, wanted, **options)
+        except Gemma4CompatError:  # if the rest does not fit either, the error below says so
+            slow_because = "its static cache, the prefill into it and its graphs do not fit"
+        else:
+            slow_because = _slow_here(cut, placed)
+            if not slow_because:
+                return placed, wanted, ""
+    return layout.layout(cut, budgets, load, **options), load, slow_because
+
+
+def _slow_anywhere(cut: Blueprint, budgets: Mapping[int | str, int]) -> str:
+    if not all(isinstance(device, int) or device.partition(":")[0] == "cuda" for device in budgets):
+        return "graphs need CUDA"
+    if cut.quantization == "8bit":
+        return "bitsandbytes' 8-bit layers synchronize with the host in each step"
+    return ""
+
+
+def _slow_here(cut: Blueprint, placed: Layout) -> str:
+    # A tower runs once a prompt, which is not replayed.
+    if any(placed.device_map[block.name] == "disk" for block in cut.blocks if block.kind != "tower"):
+        return "weights on disk are read by the host for every token"
+    if len(placed.use) > 1:
+        return "a graph is of one accelerator"
+    return ""
+
+
 def _plan(name: str, cut: Blueprint, quantization: str | None, placed: Layout, load: Load) -> Plan:
     """What the layout of a model says; the caller adds the longest context and the code."""
     return Plan(
@@ -85,6 +122,9 @@ def _plan(name: str, cut: Blueprint, quantization: str | None, placed: Layout, l
         cpu=placed.cpu,
         disk=placed.disk,
         paged=placed.paged,
+        brought=placed.brought,
+        fast=load.fast,
+        slow_because="",
         context=load.context,
         batch=load.batch,
         vision=load.vision,

@@ -23,6 +23,9 @@ class Plan:
         cpu: bytes in host memory.
         disk: bytes on disk.
         paged: decoder layers that are streamed: copied to the accelerator while the ones before them compute.
+        brought: bytes of those layers, which each token brings over the bus.
+        fast: whether the code calls ``gemma4_compat.decode_fast``, and ``use`` has room for its cache and graphs.
+        slow_because: why it does not; empty where it does.
         context: tokens of a sequence it was made for; ``batch``, ``vision`` and ``audio`` likewise.
         longest_context: the longest that fits this map, at most what the model was made for.
         assumed: what was taken for granted; empty for a checkpoint.
@@ -39,6 +42,9 @@ class Plan:
     cpu: int
     disk: int
     paged: tuple[str, ...]
+    brought: int
+    fast: bool
+    slow_because: str
     context: int
     batch: int
     vision: bool
@@ -49,7 +55,7 @@ class Plan:
 
     def as_data(self) -> dict[str, Any]:
         """Everything, as plain data: bytes are integers, the map's keys in order."""
-        names = ("weights", "pages", "adapter", "kv", "loading", "prefill", "decode", "peak", "budget")
+        names = ("weights", "pages", "adapter", "kv", "graph", "loading", "prefill", "decode", "peak", "budget")
         data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "use"}
         data["paged"] = list(self.paged)
         data["use"] = {str(device): {name: getattr(use, name) for name in names} for device, use in self.use.items()}

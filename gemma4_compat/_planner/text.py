@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gemma4_compat._engine.text import runs_text, size_text
-from gemma4_compat._planner.code import grouped
+from gemma4_compat._planner.code import FAST, grouped
+from gemma4_compat._planner.cost import COSTS
 from gemma4_compat._planner.layout import Use
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> s
             *_map(plan, width),
             "",
             *_peaks(plan, width),
+            "",
+            *_decoding(plan, width),
             "",
             plan.code,
         ]
@@ -105,3 +108,19 @@ def _peaks(plan: Plan, width: int) -> Iterator[str]:
             f"{device}: {', '.join(phases)}", width, initial_indent="  ", subsequent_indent="    "
         )
     yield from textwrap.wrap(f"Longest context that fits this map: {plan.longest_context} tokens.", width)
+
+
+def _decoding(plan: Plan, width: int) -> Iterator[str]:
+    if not plan.fast:
+        yield from textwrap.wrap(f"No fast decoding: {plan.slow_because}.", width)
+        return
+    pools = sum(use.graph for use in plan.use.values())
+    text = f"Fast decoding (gemma4_compat.decode_fast): {FAST[0].lower()}{FAST[1:]}. "
+    text += f"Its graphs keep {size_text(pools)}."
+    if plan.brought:
+        least, most = (round(100 * share) for share in COSTS.bus)
+        text += f" The bus bounds its speed: each token brings {size_text(plan.brought)} over it. Replay of streamed "
+        text += f"layers reached {least} to {most} % of the bus where it was measured."
+    else:
+        text += " The card bounds its speed."
+    yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

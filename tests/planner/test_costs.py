@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +11,13 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import build, variants
 from gemma4_compat._planner import cost
-from gemma4_compat._planner.blueprint import Blueprint, adapter_sizes, describe, rounded
+from gemma4_compat._planner.blueprint import adapter_sizes, describe, rounded
 from gemma4_compat._planner.cost import Load
 from gemma4_compat._reproduction import tiny_configs
+from tests.planner.measured import cached, storages, watched
 from tests.planner.models import VARIANTS, on_meta, planned
 
 # ----------------------------------------------------------------------------------------------------------- KV cache
-
-
-def storages(cache: Any) -> int:
-    """Bytes of the distinct storages of a cache's keys and values."""
-    found = {}
-    for layer in cache.layers:
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            if tensor is not None and tensor.numel():
-                storage = tensor.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
 
 
 @pytest.mark.parametrize("context", [3, 7, 8, 9, 40])
@@ -59,13 +45,6 @@ def test_the_cache_holds_what_is_planned(context: int, batch: int, window: int) 
     assert storages(cache) == cached(blueprint, Load(context=context + 1, batch=batch), prefill=False)
 
 
-def cached(blueprint: Blueprint, load: Load, *, prefill: bool) -> int:
-    monkey = pytest.MonkeyPatch()
-    with monkey.context() as patched:
-        patched.setattr(cost, "rounded", lambda nbytes: nbytes)  # storages are not rounded on the CPU
-        return sum(cost.kv_cache(block, load, 2, prefill=prefill) for block in blueprint.layers)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_large_variants_hold_keys_and_values_both(variant: str) -> None:
     """``attention_k_eq_v`` saves a projection, not cache."""
@@ -79,43 +58,6 @@ def test_large_variants_hold_keys_and_values_both(variant: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- temporaries
-
-
-@contextlib.contextmanager
-def watched() -> Iterator[dict[str, int]]:
-    """``peak``: the most bytes that storages made inside were alive at once. Counts on meta as well."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    counts = {"now": 0, "peak": 0}
-    alive: set[int] = set()
-
-    def gone(key: int, nbytes: int) -> None:
-        alive.discard(key)
-        counts["now"] -= nbytes
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            before = {
-                item.untyped_storage()._cdata
-                for item in torch.utils._pytree.tree_leaves((args, kwargs))
-                if isinstance(item, torch.Tensor)
-            }
-            out = func(*args, **(kwargs or {}))
-            for tensor in torch.utils._pytree.tree_leaves(out):
-                if isinstance(tensor, torch.Tensor):
-                    storage = tensor.untyped_storage()
-                    key = storage._cdata
-                    if key not in alive and key not in before:
-                        alive.add(key)
-                        counts["now"] += storage.nbytes()
-                        weakref.finalize(storage, gone, key, storage.nbytes())
-            counts["peak"] = max(counts["peak"], counts["now"])
-            return out
-
-    gc.collect()
-    with Watch():
-        yield counts
 
 
 @pytest.mark.parametrize("tokens", [512, 2048])

@@ -62,6 +62,7 @@ def plan() -> dict[str, int | str]:
         disk=1 << 40,
         attention="sdpa",
         balanced=False,
+        fast=False,
     )
     assert_type(made, Plan)
     assert_type(made.longest_context, int)
