@@ -1,4 +1,5 @@
-"""Tables and pictures of the committed runs of adapter_load.py, idle_shim.py, model_lock.py and alternatives.py.
+"""Tables and pictures of the committed runs of adapter_load.py, idle_shim.py, model_lock.py, alternatives.py and
+graph_decoding.py.
 
 python benchmarks/compare_report.py            print the tables, draw docs/<benchmark>.png
 python benchmarks/compare_report.py --no-plot  print the tables
@@ -17,6 +18,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import graph_decoding_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -293,6 +296,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "idle_shim": idle_shim,
     "model_lock": model_lock,
     "alternatives": alternatives,
+    "graph_decoding": graph_decoding_report.table,
 }
 TITLES = {
     "adapter_load": "Adapter load with the shim, as a share of upstream's time: less is better",

@@ -89,21 +89,55 @@ def streamed_bytes(model: Any) -> int:
 
 def predicted(shape: str, case: Case, folder: Path, placement: dict[str, Any]) -> dict[str, Any]:
     """GiB that the planner's model of memory gives for this placement, phase by phase, as they are measured."""
+    use = planned_use(
+        folder,
+        placement,
+        quantization="4bit-double" if case.double else "4bit",
+        skip=quantization(shape, case).llm_int8_skip_modules,
+        adapter=case.adapter,
+        quantize_offloaded=case.quantize or case.budget is not None,
+    )
+    lengths = SHAPES[shape].prefill
+    return {
+        "load": use(PROMPT, PROMPT).loading / GIB,
+        "prefill": {str(length): use(length, length).prefill / GIB for length in lengths},
+        "decode": use(PROMPT + NEW_TOKENS, PROMPT).decode / GIB,
+    }
+
+
+def planned_use(
+    folder: Path,
+    placement: dict[str, Any],
+    *,
+    quantization: str | None,
+    skip: list[str],
+    adapter: bool,
+    quantize_offloaded: bool,
+    experts: bool = False,
+    **load: Any,
+) -> Callable[[int, int], Any]:
+    """The planner's model of memory for a placement of the checkpoint in ``folder``: what the main device uses for a
+    context and a prompt of so many tokens. ``load``: further fields of the planner's ``Load``.
+    """
     import torch
-    from transformers import AutoConfig, Gemma4ForConditionalGeneration
+    import transformers
+    from transformers import AutoConfig
 
     from gemma4_compat._planner import blueprint as blueprints
     from gemma4_compat._planner import cost, layout
     from gemma4_compat._quantization import config
+    from gemma4_compat._reproduction import tiny_models
 
+    checkpoint = folder / "checkpoint"
     with torch.device("meta"):
-        model = Gemma4ForConditionalGeneration(AutoConfig.from_pretrained(folder / "checkpoint")).to(torch.bfloat16)
-    skip = quantization(shape, case).llm_int8_skip_modules
+        built = getattr(transformers, tiny_models.class_name(checkpoint))(AutoConfig.from_pretrained(checkpoint))
+    model = built.to(torch.bfloat16)
     blueprint = blueprints.describe(
         model,
-        "4bit-double" if case.double else "4bit",
+        quantization,
         config.linear_names(model, skip),
-        adapter=blueprints.adapter_sizes(folder / "adapter") if case.adapter else None,
+        adapter=blueprints.adapter_sizes(folder / "adapter") if adapter else None,
+        experts=experts,
     )
 
     def place(name: str) -> str:
@@ -122,18 +156,13 @@ def predicted(shape: str, case: Case, folder: Path, placement: dict[str, Any]) -
             resident,
             paged,
             [block for block in away if block.kind != "layer"],
-            cost.Load(context=context, prompt=tokens),
+            cost.Load(context=context, prompt=tokens, **load),
             budget=0,
             main=True,
-            quantize_offloaded=case.quantize or case.budget is not None,
+            quantize_offloaded=quantize_offloaded,
         )
 
-    lengths = SHAPES[shape].prefill
-    return {
-        "load": use(PROMPT, PROMPT).loading / GIB,
-        "prefill": {str(length): use(length, length).prefill / GIB for length in lengths},
-        "decode": use(PROMPT + NEW_TOKENS, PROMPT).decode / GIB,
-    }
+    return use
 
 
 def _away() -> tuple[str, ...]:

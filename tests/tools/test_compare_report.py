@@ -18,6 +18,8 @@ import adapter_load as adapter_load_script  # noqa: E402
 import alternatives as alternatives_script  # noqa: E402
 import common  # noqa: E402
 import compare_report as report  # noqa: E402
+import graph_decoding_measure  # noqa: E402
+import graph_decoding_report  # noqa: E402
 import idle_shim as idle_shim_script  # noqa: E402
 
 BENCHMARKS = tuple(report.TABLES)
@@ -32,6 +34,10 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(report, "PLOTS", tmp_path)
     shutil.copytree(SAMPLES, tmp_path / "results" / "2026-11-21-cpu")
     return tmp_path / "results" / "2026-11-21-cpu"
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    return [rows(part) for part in text.split("\n\n") if part.startswith("|")]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -57,9 +63,10 @@ def test_a_section_is_a_table_with_the_command_and_the_stack(benchmark: str) -> 
     assert f"`python benchmarks/{benchmark}.py --shape tiny" in text
     assert "transformers 5.23.0" in text
     assert (f"{benchmark}.png" in text) == (benchmark in PICTURED)
-    titles, _, *lines = rows(text)
-    assert len(lines) >= 2
-    assert {len(line) for line in lines} == {len(titles)}
+    assert len(tables(text)) >= 1
+    for titles, _, *lines in tables(text):
+        assert len(lines) >= 1
+        assert {len(line) for line in lines} == {len(titles)}
 
 
 def test_the_summary_has_a_row_for_each_shape_on_each_stack(results: Path) -> None:
@@ -108,6 +115,51 @@ def test_a_picture_that_is_missing_or_of_other_data_is_stale(results: Path) -> N
     run["choices"]["ours-split"]["share"] = 0.123
     file.write_text(json.dumps(run), encoding="utf-8")
     assert [path.stem for path in report.stale()] == ["alternatives"]
+
+
+@pytest.mark.usefixtures("results")
+def test_decoding_has_a_table_of_speed_bits_answers_compiling_and_endurance(results: Path) -> None:
+    speed, bits, short, compiled, endurance = tables(report.section("graph_decoding"))
+    assert [line[0] for line in speed[2:]] == ["everything on the GPU", "everything on the GPU, LoRA"]
+    assert bits[0][-1] == "adapter switched"
+    assert bits[2][-1] == "-", "nothing to switch"
+    assert set(bits[3][1:]) == {"0.0"}
+    assert [line[0] for line in compiled[2:]] == ["compiled by upstream", "decode_fast, eager", "decode_fast"]
+    assert short[2][1].count("->") == len(endurance[2:]) == 1
+
+
+def test_other_bits_and_growing_memory_are_problems(results: Path) -> None:
+    run = json.loads((results / "graph_decoding-tiny.json").read_text(encoding="utf-8"))
+    assert graph_decoding_report.problems(run) == []
+    adapted = run["cases"]["gpu+lora"]
+    adapted["bits"]["beams"]["logits_differ_by"] = 0.5
+    adapted["endurance"]["summary"] |= {"wrong": 2, "resident_gib": [1.0, 1.1]}
+    bits, wrong, grown = graph_decoding_report.problems(run)
+    assert bits == "gpu+lora, beams: **0.5**"
+    assert "2 of" in wrong
+    assert "[1.0, 1.1] GiB are held" in grown
+
+
+def test_nothing_replayed_is_a_problem_where_there_is_a_gpu(results: Path) -> None:
+    run = json.loads((results / "graph_decoding-tiny.json").read_text(encoding="utf-8"))
+    run["machine"]["device"] = "a GPU"
+    for entry in (*run["cases"].values(), run["compiled"]["replayed"]):
+        entry["speed"]["summary"]["steps"]["replayed"] = [98, 98]
+    assert graph_decoding_report.problems(run) == []
+    run["cases"]["gpu"]["speed"]["summary"] |= {"steps": {"replayed": [98, 0]}, "reasons": ["it is an 8-bit model"]}
+    assert graph_decoding_report.problems(run) == ["gpu: nothing was replayed: it is an 8-bit model"]
+
+
+def test_every_kind_of_call_comes_again_and_again() -> None:
+    calls = graph_decoding_measure.schedule([None, "default"], 10_000, 7)
+    kinds = [(call["batch"], call["prompt"], call["adapter"]) for call in calls]
+    period = len(set(kinds))
+    assert period == 12
+    assert len(calls) >= 4 * period
+    for first in range(0, len(calls) - period, period):
+        assert len(set(kinds[first : first + period])) == period
+    assert sum(call["batch"] * call["tokens"] for call in calls) >= 10_000
+    assert [call["number"] for call in calls if call["check"]] == list(range(0, len(calls), 7))
 
 
 def test_a_shim_that_leaves_more_on_the_card_is_a_problem() -> None:

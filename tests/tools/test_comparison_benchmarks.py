@@ -13,7 +13,7 @@ from tests.helpers import ROOT, child
 pytestmark = pytest.mark.full
 
 
-def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
+def run(name: str, folder: Path, *options: str, left_out: list[str] | None = None) -> dict[str, Any]:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     out = folder / "results" / f"{name}-tiny.json"
     fixed = ["--shape", "tiny", "--minutes", "8", "--out", str(out), "--work", str(folder)]
@@ -24,7 +24,7 @@ def run(name: str, folder: Path, *options: str) -> dict[str, Any]:
     assert [path.name for path in folder.iterdir()] == ["results"], "the checkpoint is removed"
     found: dict[str, Any] = json.loads(text)
     assert set(found["machine"]["versions"]) >= {"transformers", "accelerate", "peft", "bitsandbytes", "torch"}
-    assert found["not_run"] == []
+    assert found["not_run"] == (left_out or [])
     return found
 
 
@@ -77,7 +77,32 @@ def test_the_alternatives_are_compared_with_the_same_weights_on_one_device(tmp_p
     assert 0 < ours["share"] < 10
 
 
-@pytest.mark.parametrize("name", ["adapter_load", "idle_shim", "model_lock", "alternatives"])
+def test_both_ways_to_decode_are_timed_and_compared(tmp_path: Path) -> None:
+    cases, parts = "gpu,gpu+lora,auto-2", "speed,bits,short,endurance"
+    fixed = ["--rounds", "1", "--answers", "4", "--endurance-tokens", "300"]
+    found = run(
+        "graph_decoding", tmp_path, "--cases", cases, "--parts", parts, *fixed, left_out=["auto-2 (needs a GPU)"]
+    )
+    assert list(found["cases"]) == ["gpu", "gpu+lora"]
+    for entry in found["cases"].values():
+        assert entry["speed"]["summary"]["ratio"]["of"] == 1
+        assert entry["load"]["planned_gib"]["peak"] > 0
+        assert {data["logits_differ_by"] for data in entry["bits"].values()} == {0.0}
+        assert all(data["tokens_equal"] and data["logits"] >= 12 for data in entry["bits"].values())
+        assert [len(seconds) for seconds in entry["short"]["4"].values()] == [3, 1]
+    with_adapter = found["cases"]["gpu+lora"]
+    assert with_adapter["bits"].keys() - found["cases"]["gpu"]["bits"].keys() == {"adapter switched"}
+    assert with_adapter["endurance"]["summary"]["tokens"] >= 300
+    assert with_adapter["endurance"]["summary"]["wrong"] == 0 < with_adapter["endurance"]["summary"]["compared"]
+
+
+def test_upstream_compiles_in_a_process_of_its_own(tmp_path: Path) -> None:
+    found = run("graph_decoding", tmp_path, "--cases", "gpu", "--parts", "compiled", "--rounds", "1")
+    assert list(found["compiled"]["upstream"]["speed"]["first"]) == ["compiled"]
+    assert set(found["compiled"]["replayed"]["speed"]["first"]) == {"eager", "replayed"}
+
+
+@pytest.mark.parametrize("name", ["adapter_load", "idle_shim", "model_lock", "alternatives", "graph_decoding"])
 def test_bad_arguments_are_one_clear_error(name: str) -> None:
     done = child(str(ROOT / "benchmarks" / f"{name}.py"))
     assert done.code == 2
