@@ -13,7 +13,7 @@ from typing import Any
 
 from gemma4_compat._decoding import obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
-from gemma4_compat._decoding.recording import RECORDERS, Recording
+from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
 from gemma4_compat._offload import model_lock, streaming
 
@@ -185,7 +185,7 @@ class Decoding:
                 return model(**static)
 
         try:
-            with static_caches.capturable(step.cache), streaming.captured(streamers):
+            with capturing, static_caches.capturable(step.cache), streaming.captured(streamers):
                 outputs = recording.capture(forward)
         except Exception as error:  # noqa: BLE001  # whatever it is, the step runs as ever
             while error.__context__ is not None:  # what made the capture fail, before it failed to end
@@ -209,10 +209,11 @@ class Decoding:
     def _replay(self, graph: _Graph, step: steps.Step) -> Any:
         import torch
 
-        stream = torch.cuda.current_stream(step.device) if step.device.type == "cuda" else None
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
+        if step.device.type == "cuda":
+            stream = torch.cuda.current_stream(step.device)
+            if self._stream is not None and stream != self._stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
         for static, given in zip(graph.inputs, step.tensors):
             static.copy_(given)
         graph.recording.replay()
@@ -296,4 +297,3 @@ def decoder_for(model: Any, cache: Any) -> Decoder | None:
     decoding = of(model)
     decoding.tidy(cache)
     return Decoder(model, decoding)
-

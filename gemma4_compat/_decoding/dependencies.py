@@ -153,8 +153,9 @@ class _Entries:
     def add(self, where: dict[Any, Any], key: Any) -> None:
         """Note what is under ``key`` now."""
         value = where.get(key)
+        kept: Any = value
         if isinstance(value, _SIMPLE):
-            kind, kept = self._constant, value
+            kind = self._constant
         elif isinstance(value, (dict, list, tuple, set)):
             kind, kept = self._numbered, id(value)
         else:

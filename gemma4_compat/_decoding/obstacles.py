@@ -103,8 +103,9 @@ def _offloaded(model: Any, modules: list[Any]) -> Iterator[str]:
         if hook is None or not any(tensor is not None for tensor in module._parameters.values()):
             continue
         where = streamed.get(module)
-        if where is None and isinstance(row_lookup.known(hook), row_lookup.Lookup):
-            where = "in place" if row_lookup.known(hook).in_place else "rows"
+        lookup = row_lookup.known(hook)
+        if where is None and lookup is not None:
+            where = "in place" if lookup.in_place else "rows"
         if where == "disk":
             yield _reads_disk(model, module)
         elif where == "rows":

@@ -62,7 +62,7 @@ class CudaRecording:
         stream = _streams.get(self._device)
         if stream is None:
             stream = _streams[self._device] = torch.cuda.Stream(self._device)
-        with _capturing, _without_collection(), torch.cuda.device(self._device):
+        with _without_collection(), torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()  # what is cached cannot be given to the graph's pool in a capture
             with torch.cuda.stream(stream):
@@ -99,8 +99,8 @@ class CudaRecording:
 #: One for each device: cuBLAS takes a workspace for each stream that it meets.
 _streams: dict[Any, Any] = {}
 
-#: One capture at a time in a process.
-_capturing = threading.Lock()
+#: Held in a capture: there is one at a time in a process.
+capturing = threading.Lock()
 
 #: By type of device. Tests add one for the CPU.
 RECORDERS: dict[str, type[Recording]] = {"cuda": CudaRecording}

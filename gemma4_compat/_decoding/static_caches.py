@@ -134,9 +134,7 @@ class Memory:
         """
         layers = list(_holding(cache))
         keys = self.tensors[::3]
-        if len(layers) != len(keys) or any(
-            layer.max_cache_len != held.shape[2] for layer, held in zip(layers, keys)
-        ):
+        if len(layers) != len(keys) or any(layer.max_cache_len != held.shape[2] for layer, held in zip(layers, keys)):
             on_refused(self)
             return
         self._cache = weakref.ref(cache)
@@ -150,9 +148,7 @@ def addresses(found: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple([tensor.data_ptr() for tensor in found])
 
 
-def _initialize(
-    layer: Any, own: tuple[Any, ...], on_refused: Callable[[], None], *args: Any, **kwargs: Any
-) -> None:
+def _initialize(layer: Any, own: tuple[Any, ...], on_refused: Callable[[], None], *args: Any, **kwargs: Any) -> None:
     """``StaticLayer.lazy_initialization``, then ``own`` in place of its tensors if they are alike."""
     del layer.lazy_initialization
     layer.lazy_initialization(*args, **kwargs)

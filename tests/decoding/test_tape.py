@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from tests.decoding.tape import Tape
+from gemma4_compat._reproduction.tape import Tape
 
 
 class Counter(nn.Module):

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from gemma4_compat._decoding import static_caches
 from gemma4_compat._offload import streaming
-from tests.decoding.tape import Tape
+from gemma4_compat._reproduction.tape import Tape
 
 PROMPT, TOKENS = 4, 12  # tiny models have a window of 8: it is not yet full, fills and is full
 

@@ -28,6 +28,17 @@ _GARBAGE = 0xFF  # the byte in memory that no kernel has written: NaN in any flo
 _under_way = threading.Lock()
 
 
+@contextlib.contextmanager
+def standing_in(recorders: dict[str, Any]) -> Iterator[None]:
+    """Inside, tapes record on the CPU, unless something does already.
+
+    Args:
+        recorders: ``gemma4_compat._decoding.recording.RECORDERS``.
+    """
+    with mock.patch.dict(recorders, {"cpu": Tape} | recorders):
+        yield
+
+
 class Tape:
     """A recorded step, with the protocol of ``gemma4_compat._decoding.recording``.
 
@@ -222,14 +233,14 @@ def _needs_a_value(op: Any, args: Any, kwargs: Any) -> bool:
     if op.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put):
         masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
         # With a number for its value, `x[mask] = 0`, it is `masked_fill_`.
-        return masked and (op.overloadpacket is aten.index or args[2].dim() > 0)
+        return bool(masked and (op.overloadpacket is aten.index or args[2].dim() > 0))
     if op.overloadpacket is aten.repeat_interleave:
         return kwargs.get("output_size") is None
     if op.name().startswith("bitsandbytes::int8_vectorwise_quant"):  # it looks for outliers itself
         threshold = args[1] if len(args) > 1 else kwargs.get("threshold", 0.0)
-        return threshold > 0
+        return bool(threshold > 0)
     if op is aten.lift_fresh.default:  # torch.tensor: a single number can be an argument of a kernel
-        return args[0].dim() > 0
+        return bool(args[0].dim() > 0)
     return op is aten.equal.default or any(
         tag in tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
     )
