@@ -162,7 +162,9 @@ def load(where: str, folder: Path) -> Any:
 
 
 def planned_gib(where: str, adapter: bool, folder: Path, placement: dict[str, Any], prompt: int, new: int) -> Any:
-    """What the planner expects the main device to hold at most: in the prefill, while decoding, in both."""
+    """What the planner expects the main device to hold with replay at most: in the prefill, while decoding, in both;
+    and of that, the memory pool of the graphs.
+    """
     use = small_card_measure.planned_use(
         folder,
         placement,
@@ -171,8 +173,10 @@ def planned_gib(where: str, adapter: bool, folder: Path, placement: dict[str, An
         adapter=adapter,
         quantize_offloaded=True,
         experts=where != "bf16",
+        fast=True,
     )(prompt + new, prompt)
-    return {"prefill": use.prefill / GIB, "decode": use.decode / GIB, "peak": max(use.prefill, use.decode) / GIB}
+    found = {"prefill": use.prefill, "decode": use.decode, "peak": max(use.prefill, use.decode), "graph": use.graph}
+    return {name: nbytes / GIB for name, nbytes in found.items()}
 
 
 def adapt(model: Any, folder: Path) -> Any:
