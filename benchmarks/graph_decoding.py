@@ -74,7 +74,7 @@ class Run:
         kind = f"{do} {sorted(item for item in more.items() if item[0] in ('way', 'tokens', 'where'))}"
         left = self.deadline - time.monotonic()
         if left <= self.took.get(kind, 0.0):
-            self.result["not_run"].append(name)
+            self.result["not_run"] += [name] * (name not in self.result["not_run"])
             if left <= 0:
                 raise Stopped(name)
             return {"error": "no time"}
