@@ -73,6 +73,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "Severity",
         "SkipModule",
         "__version__",
+        "decode_fast",
         "find_meta_tensors",
         "input_device",
         "install",
