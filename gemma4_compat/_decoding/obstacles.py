@@ -36,8 +36,9 @@ def find(model: Any, modules: list[Any]) -> str | None:
         model: a transformers model that has run a forward.
         modules: of :func:`modules_of_a_step`.
     """
-    if any(module.training for module in modules):
-        return "the model is in training mode (model.eval() ends it)"
+    for module in modules:
+        if module.training:
+            return f"{_name(model, module)} is in training mode (model.eval() ends it)"
     return next(itertools.chain(_lasting(modules), _offloaded(model, modules), _of_hooks(model, modules)), None)
 
 

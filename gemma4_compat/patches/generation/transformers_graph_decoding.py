@@ -33,7 +33,30 @@ if TYPE_CHECKING:
 
 # The decoder that `_sample` asks for next, of each thread: it asks for the criteria and the call in one expression.
 _next = threading.local()
+#: Of ``transformers.generation.GenerationMode``: those that read one token at a time.
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _TOKENS = 8
+
+
+def prepare_cache(
+    original: Callable[..., Any],
+    self: Any,
+    generation_config: Any,
+    model_kwargs: Any,
+    generation_mode: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if (
+        decoder.is_preferred(self)
+        and self.device.type in RECORDERS
+        and generation_mode.value in _MODES
+        and generation_config.cache_implementation is None
+        and generation_config.use_cache is not False
+        and model_kwargs.get("past_key_values") is None
+    ):
+        generation_config.cache_implementation = "static"  # of this call: it is a copy
+    return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
 
 def valid_auto_compile_criteria(
@@ -114,12 +137,17 @@ PATCH = Patch(
     failure_points=("F52",),
     distribution="transformers",
     affected=">=5.5",
-    after=("transformers-model-device",),
+    after=("transformers-model-device", "transformers-assisted-cache"),
     targets=(
         Target(
             module="transformers.generation.utils",
             name="GenerationMixin._valid_auto_compile_criteria",
             replacement=valid_auto_compile_criteria,
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._prepare_cache_for_generation",
+            replacement=prepare_cache,
         ),
         Target(
             module="transformers.modeling_utils",
