@@ -24,8 +24,8 @@ Run = Callable[[dict[str, Any]], Outputs]
 class Models:
     """Each model, loaded once.
 
-    ``where``: everything on the "device"; table of embeddings and towers on the "host"; and every layer "streamed". A
-    CPU has no pinned memory to read rows of a table from: there it stays, and a "host" is for a GPU only.
+    ``where``: everything on the "device"; table of embeddings and towers on the "host"; and every layer "streamed", with
+    the table where it is on a CPU, which has no pinned memory to read its rows from.
     """
 
     def __init__(self, workspace: Any) -> None:
@@ -58,7 +58,7 @@ class Models:
 
         main = torch.device(self.workspace.main)
         placement = tiny.device_map(model, "towers", main=main, offloaded="cpu")
-        if main.type != "cpu":
+        if main.type != "cpu" or not streamed:
             placement[TABLE] = "cpu"
         if streamed:
             placement |= {name: "cpu" for name in placement if ".layers." in name}

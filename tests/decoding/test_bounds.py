@@ -44,7 +44,7 @@ def test_thirty_calls_of_many_kinds(models: Models) -> None:
         model.set_adapter(chance.choice(["default", "second", "third", "fourth", "fifth"]))
         given = text(model, chance.choice([3, 9]), batch=chance.choice([1, 2]), seed=chance.randrange(9))
         options = chance.choice([{}, {"num_beams": 2}, {"output_hidden_states": True}])
-        found = whole(model, given, **options)
+        found = whole(model, given, new=4, **options)
         held = (held + [found.past_key_values])[-chance.choice([1, 3]) :]
         del found
         within_bounds(model, alive=len(held) + 1)

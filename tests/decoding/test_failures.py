@@ -12,7 +12,9 @@ pytest.importorskip("bitsandbytes")
 
 from gemma4_compat._decoding import decoder
 from gemma4_compat._offload import model_lock, streaming
+from gemma4_compat._reproduction import tape
 from tests.decoding.calls import (
+    TABLE,
     WINDOW,
     Models,
     ask,
@@ -25,6 +27,7 @@ from tests.decoding.calls import (
     steps,
     text,
 )
+from tests.offload import threads
 
 EAGER = {"disable_compile": True}
 
@@ -47,9 +50,7 @@ def _raises_from_another(_states: Any) -> None:
 
 
 def capturing() -> bool:
-    import torch
-
-    return torch.cuda.is_current_stream_capturing()
+    return tape._under_way.locked()
 
 
 def failing(model: Any, fails: Callable[[Any], None], layer: int = 3) -> list[Callable[[Any], None]]:
@@ -110,7 +111,7 @@ def test_a_capture_that_fails(
 def nothing_is_left(model: Any) -> None:
     """Nothing on the device that belongs on the host, nobody in the model, no stream of the capture."""
     for streamer in streaming.streamers(model):
-        assert streamer._cyclic
+        assert streamer._cyclic == streamer._again
         for group in streamer.groups():
             assert not group.onloaded
             assert not group.on_device or group is streamer._prefetched
@@ -160,7 +161,7 @@ def test_a_recorder_that_fails(models: Models, tapes: Any, monkeypatch: pytest.M
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no memory for that")
 
-    monkeypatch.setattr(tapes, name, staticmethod(fails) if name == "new_pool" else fails, raising=True)
+    monkeypatch.setattr(tapes, name, staticmethod(fails) if name == "new_pool" else fails)
     model = models.fresh(None)
     compared(model, ask(model), replays=False)
     (reason,) = steps(model).reasons
@@ -210,16 +211,18 @@ def test_shapes_that_change_with_every_token(
     assert steps(model).reasons == ("the shapes of the inputs change with every token",)
 
 
-@pytest.mark.parametrize(
-    ("store", "words"), [("disk", "is on disk"), ("ram", "are gathered by the host, since its memory is not pinned")]
-)
-def test_what_a_host_has_to_do_for_every_token(models: Models, tapes: Any, store: str, words: str) -> None:
-    from tests.offload import threads
-
-    model = threads.split(models.workspace, store)
+def test_weights_on_disk(models: Models, tapes: Any) -> None:
+    model = threads.split(models.workspace, "disk")
     compared(model, ask(model), replays=False)
     (reason,) = steps(model).reasons
-    assert words in reason
+    assert "is on disk" in reason
+
+
+def test_rows_that_the_host_gathers(models: Models, tapes: Any) -> None:
+    model = models.fresh(None, where="host")
+    compared(model, ask(model), replays=False)
+    (reason,) = steps(model).reasons
+    assert reason == f"the rows of {TABLE} are gathered by the host, since its memory is not pinned"
 
 
 def test_int8(models: Models, tapes: Any) -> None:
