@@ -24,8 +24,8 @@ Run = Callable[[dict[str, Any]], Outputs]
 class Models:
     """Each model, loaded once.
 
-    ``where``: everything on the "device"; table of embeddings and towers on the "host"; and every layer "streamed", with
-    the table where it is on a CPU, which has no pinned memory to read its rows from.
+    ``where``: everything on the "device"; the table of embeddings and towers on the "host"; and every layer
+    "streamed".
     """
 
     def __init__(self, workspace: Any) -> None:
@@ -58,8 +58,7 @@ class Models:
 
         main = torch.device(self.workspace.main)
         placement = tiny.device_map(model, "towers", main=main, offloaded="cpu")
-        if main.type != "cpu" or not streamed:
-            placement[TABLE] = "cpu"
+        placement[TABLE] = "cpu"
         if streamed:
             placement |= {name: "cpu" for name in placement if ".layers." in name}
         skip = [*model._skip_keys_device_placement, "shared_kv_states"]

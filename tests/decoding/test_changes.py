@@ -13,6 +13,7 @@ from gemma4_compat._models import placement
 from tests.decoding.calls import (
     CHANGES,
     CHANGES_OF_QUANTIZED,
+    TABLE,
     Models,
     ask,
     base,
@@ -171,17 +172,15 @@ def test_a_streamed_weight_changed_on_the_host(models: Models) -> None:
     noticed(models.fresh(where="streamed"), changed)
 
 
-@pytest.mark.parametrize("quantization", [None, "4bit-double"])
-def test_a_streamed_weight_replaced_on_the_host(models: Models, quantization: str | None) -> None:
+@pytest.mark.parametrize(("part", "in_place"), [("layer", False), ("layer", True), ("table", True)])
+def test_a_weight_changed_on_the_host(models: Models, part: str, in_place: bool) -> None:
     def changed(model: Any) -> None:
-        hook = placement.offload_hook(layers(model)[1].input_layernorm)
-        weights = hook.weights_map
-        key = f"{weights.prefix}weight"
-        weights.dataset.state_dict[key] = weights.dataset.state_dict[key] * -1.5
+        module = layers(model)[1].input_layernorm if part == "layer" else model.get_submodule(TABLE)
+        weights = placement.offload_hook(module).weights_map
+        if in_place:
+            weights["weight"].mul_(-1.5)
+        else:
+            key = f"{weights.prefix}weight"
+            weights.dataset.state_dict[key] = weights.dataset.state_dict[key] * -1.5
 
-    noticed(models.fresh(quantization, where="streamed"), changed)
-
-
-def test_a_streamed_weight_changed_in_place_on_the_host(models: Models) -> None:
-    model = models.fresh(where="streamed")
-    noticed(model, lambda _: placement.offload_hook(layers(model)[1].input_layernorm).weights_map["weight"].mul_(-1.5))
+    noticed(models.fresh("4bit-double", where="streamed"), changed)
