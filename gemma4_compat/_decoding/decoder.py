@@ -172,19 +172,19 @@ class Decoding:
         """A graph of the step, which is not done yet; None, with model and cache as they were, if there is none."""
         recorder = RECORDERS[step.device.type]
         self._make_room()
-        if not any(variant.graphs for variant in self._variants):  # a pool without a graph cannot be used again
-            self._pool = recorder.new_pool()
-        recording, static = recorder(step.device, self._pool), step.static_inputs()
         streamers = streaming.streamers(model)
         begun = time.perf_counter()
-
-        def forward() -> Any:
-            with contextlib.ExitStack() as stack:
-                for streamer in streamers:
-                    stack.enter_context(streamer.forked())
-                return model(**static)
-
         try:
+            if not any(variant.graphs for variant in self._variants):  # a pool without a graph cannot be used again
+                self._pool = recorder.new_pool()
+            recording, static = recorder(step.device, self._pool), step.static_inputs()
+
+            def forward() -> Any:
+                with contextlib.ExitStack() as stack:
+                    for streamer in streamers:
+                        stack.enter_context(streamer.forked())
+                    return model(**static)
+
             with capturing, static_caches.capturable(step.cache), streaming.captured(streamers):
                 outputs = recording.capture(forward)
         except Exception as error:  # noqa: BLE001  # whatever it is, the step runs as ever

@@ -21,6 +21,8 @@ from gemma4_compat._quantization import quant_states
 #: Attributes of PEFT's layers that say which adapters compute, and how strongly.
 _ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _ADAPTER_DICTS = ("scaling",)
+#: Attributes of configurations, which a logits processor may change, too.
+_IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _SIMPLE = (str, int, float, bool, type(None))
 
@@ -30,7 +32,7 @@ class Dependencies:
 
     Args:
         modules: all of them; the first one is the model.
-        configs: dictionaries of its configurations: how attention and experts are computed.
+        configs: dictionaries of its configurations.
         groups: the module groups of streamed layers: their weights are on the host.
         on_gone: called with this snapshot, once or more, when one of the modules is deleted.
     """
@@ -63,8 +65,10 @@ class Dependencies:
         self._hook_numbers = list(map(len, self._hooks))
         self._configs = _Values()
         for config in configs:
-            for key in ("_attn_implementation_internal", "_experts_implementation_internal"):
+            for key in _IMPLEMENTATIONS:
                 self._configs.add(config, key)
+            for key in config.keys() - set(_IMPLEMENTATIONS):
+                self._seldom.add(config, key)
 
     def _release(self, on_gone: Callable[[Dependencies], None]) -> None:
         """A module is deleted, and its weights with it."""
@@ -169,8 +173,10 @@ class _Entries:
     def hold(self) -> bool:
         """Whether the same objects are there."""
         dicts, keys, references = self._weak
-        objects = [reference() for reference in references]
-        if not all(map(operator.is_, map(dict.get, dicts, keys), objects)):
+        try:  # of one object there is one such reference; that of an object that is gone is no other's
+            if not all(map(operator.is_, map(weakref.ref, map(dict.get, dicts, keys)), references)):
+                return False
+        except TypeError:  # nothing is there now, or a number
             return False
         dicts, keys, objects = self._constant
         if not all(map(operator.is_, map(dict.get, dicts, keys), objects)):

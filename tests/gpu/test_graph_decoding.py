@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 from collections.abc import Callable
@@ -11,145 +10,36 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat import _decoding
-from gemma4_compat._models import placement as _placement
-from gemma4_compat._reproduction import tiny
+from gemma4_compat._models import placement
+from tests.decoding.calls import (
+    CHANGES,
+    NEW,
+    PATCH,
+    SCENARIOS,
+    Models,
+    ask,
+    compared,
+    differ,
+    generate,
+    layers,
+    static_cache,
+    steps,
+    text,
+)
 from tests.offload import threads
 
-PATCH = "transformers-graph-decoding"
-NEW = 8
 QUANTIZATIONS = (None, "4bit-double", "4bit")
-PLACEMENTS = ("gpu", "host", "streamed")
-TABLE = "model.language_model.embed_tokens_per_layer"
+PLACEMENTS = ("device", "host", "streamed")
 #: Every quantization in every place; each of both with an adapter and without.
 CELLS = [
     (quantization, (None, "language")[index % 2], where)
     for index, (quantization, where) in enumerate(itertools.product(QUANTIZATIONS, PLACEMENTS))
 ]
-Outputs = list[Any]
-#: Runs a ``generate`` or several, given further arguments for each.
-Run = Callable[[dict[str, Any]], Outputs]
-
-
-class Models:
-    """Each model, loaded once."""
-
-    def __init__(self, workspace: Any) -> None:
-        self.workspace = workspace
-        self.known: dict[tuple[Any, ...], Any] = {}
-
-    def __call__(
-        self, quantization: str | None = "4bit-double", adapter: str | None = None, where: str = "gpu"
-    ) -> Any:
-        key = quantization, adapter, where
-        if key not in self.known:
-            self.known[key] = self.fresh(*key)
-        return self.known[key]
-
-    def fresh(self, quantization: str | None = "4bit-double", adapter: str | None = None, where: str = "gpu") -> Any:
-        """A model of the test's own, to change."""
-        workspace = self.workspace
-        model = workspace.load(quantization)
-        if where != "gpu":
-            placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
-            placement[TABLE] = workspace.offloaded
-            if where == "streamed":
-                placement |= {name: workspace.offloaded for name in placement if ".layers." in name}
-            model = workspace.dispatch_map(model, placement)
-        elif quantization is None:  # which transformers would compile
-            gemma4_compat.decode_fast(model)
-            model.generation_config.cache_implementation = None  # each call says
-        return threads.adapted(workspace, model, adapter).eval()
 
 
 @pytest.fixture(scope="module")
 def models(workspace: Any) -> Models:
     return Models(workspace)
-
-
-def steps(model: Any) -> Any:
-    return dataclasses.replace(_decoding.statistics(model))
-
-
-def text(model: Any, length: int = 24, *, batch: int = 1, seed: int = 7) -> dict[str, Any]:
-    """Every second sequence of a batch is padded on the left."""
-    import torch
-
-    ids = torch.randint(3, 240, (batch, length), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(ids)
-    ids[1::2, : length // 3], mask[1::2, : length // 3] = 0, 0
-    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
-
-
-def generate(model: Any, batch: dict[str, Any], way: dict[str, Any], *, new: int = NEW, **options: Any) -> Any:
-    import torch
-
-    torch.manual_seed(3)
-    asked = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new}
-    cache = {} if "past_key_values" in options else {"cache_implementation": "static"}
-    kept = {"return_dict_in_generate": True, "output_logits": True}
-    return model.generate(**batch, **{**asked, **cache, **kept, **options, **way})
-
-
-def compared(model: Any, run: Run, *, replays: bool = True) -> Outputs:
-    """The outputs of ``run``, which are the same both ways; unless ``replays``, nothing is replayed."""
-    import torch
-
-    before = steps(model).replayed
-    found = run({})
-    after = steps(model).replayed
-    assert (after > before) == replays, steps(model)
-    expected = run({"disable_compile": True})
-    assert steps(model).replayed == after
-    assert len(found) == len(expected) > 0
-    for one, other in zip(expected, found, strict=True):
-        assert torch.equal(one.sequences, other.sequences)
-        assert len(one.logits) == len(other.logits) > 0
-        assert all(torch.equal(*pair) for pair in zip(one.logits, other.logits))
-    return found
-
-
-def differ(some: Outputs, others: Outputs) -> bool:
-    """Whether the answers are others: those of a stale graph would show."""
-    import torch
-
-    return not any(torch.equal(one.logits[-1], other.logits[-1]) for one, other in zip(some, others, strict=True))
-
-
-def ask(model: Any, **options: Any) -> Run:
-    return lambda way: [generate(model, text(model), way, **options)]
-
-
-def turns(model: Any) -> Run:
-    """Three turns on one cache: each goes on from all that was said."""
-
-    def run(way: dict[str, Any]) -> Outputs:
-        import torch
-        from transformers import StaticCache
-
-        cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=64)
-        found: Outputs = []
-        ids = text(model, 5)["input_ids"]
-        for turn in range(3):
-            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            found.append(generate(model, batch, way, past_key_values=cache))
-            ids = torch.cat([found[-1].sequences, text(model, 4, seed=turn)["input_ids"]], dim=-1)
-        return found
-
-    return run
-
-
-SCENARIOS: dict[str, Callable[[Any, Models], Run]] = {
-    "greedy": lambda model, _: ask(model),
-    "sampled": lambda model, _: ask(model, do_sample=True, temperature=0.8, top_k=50),
-    "several": lambda model, _: ask(model, do_sample=True, num_return_sequences=3),
-    "beams": lambda model, _: ask(model, num_beams=3),
-    "padded": lambda model, _: lambda way: [generate(model, text(model, batch=2), way)],
-    "media": lambda model, models: lambda way: [generate(model, models.workspace.inputs(), way)],
-    # The window has 8 tokens.
-    "across the window": lambda model, _: lambda way: [generate(model, text(model, 3), way, new=12)],
-    "three turns": lambda model, _: turns(model),
-}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -197,55 +87,6 @@ def test_adapters_switched_disabled_and_merged_between_calls(models: Models, qua
     compared(model, ask(model))
 
 
-CHANGES: dict[str, Callable[[Any], None]] = {}
-
-
-def change(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    CHANGES[function.__name__.strip("_").replace("_", " ")] = function
-    return function
-
-
-@change
-def _in_place(model: Any) -> None:
-    layers(model)[1].input_layernorm.weight.data.mul_(-1.5)
-
-
-@change
-def _new_data(model: Any) -> None:
-    weight = layers(model)[1].mlp.up_proj.weight
-    weight.data = weight.data.flip(0).contiguous()
-
-
-@change
-def _new_parameter(model: Any) -> None:
-    import torch
-
-    norm = layers(model)[1].post_attention_layernorm
-    norm.weight = torch.nn.Parameter(-norm.weight.detach(), requires_grad=False)
-
-
-@change
-def _another_module(model: Any) -> None:
-    layers(model)[1].mlp, layers(model)[2].mlp = layers(model)[2].mlp, layers(model)[1].mlp
-
-
-@change
-def _weights_loaded(model: Any) -> None:
-    norm = layers(model)[2].input_layernorm
-    norm.load_state_dict({"weight": -norm.weight.data})
-
-
-@change
-def _another_activation(model: Any) -> None:
-    import torch
-
-    layers(model)[0].mlp.act_fn = torch.nn.ReLU().eval()
-
-
-def layers(model: Any) -> Any:
-    return model.model.language_model.layers
-
-
 @pytest.mark.parametrize("quantization", [None, "4bit-double"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_is_noticed_before_a_replay(models: Models, what: str, quantization: str | None) -> None:
@@ -259,7 +100,7 @@ def test_a_streamed_weight_changed_on_the_host_is_read_anew(models: Models) -> N
     model = models.fresh(where="streamed")
     before = compared(model, ask(model))
     norm = layers(model)[1].input_layernorm
-    with _placement.weights_brought_in(norm):
+    with placement.weights_brought_in(norm):
         norm.weight.data = norm.weight.data * -1.5
     assert differ(before, compared(model, ask(model)))
 
@@ -339,13 +180,12 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(
 def test_two_threads_at_once(models: Models, where: str) -> None:
     """Each with a cache of its own: before transformers 5.15 the one that ``generate`` makes is the model's."""
     import torch
-    from transformers import StaticCache
 
     model = models.fresh(where=where)
     wrong: list[int] = []
 
     def answer(index: int, way: dict[str, Any]) -> Any:
-        cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=32)
+        cache = static_cache(model, 32)
         return generate(model, text(model, 12, seed=index), way, past_key_values=cache).sequences
 
     def work(index: int) -> None:

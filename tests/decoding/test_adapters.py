@@ -1,0 +1,135 @@
+"""Which adapters compute, and how strongly, is looked at before every replay."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+pytest.importorskip("bitsandbytes")
+
+from tests.decoding.calls import Models, ask, base, compared, differ, generate, layers, steps, text
+
+pytestmark = pytest.mark.usefixtures("tapes")
+
+
+def with_two(models: Models, quantization: str | None = None) -> Any:
+    model = models.fresh(quantization, "language")
+    model.load_adapter(models.workspace.adapter("all"), "second")
+    return model.eval()
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+def test_switched_disabled_merged_scaled_and_deleted(models: Models, quantization: str | None) -> None:
+    model = with_two(models, quantization)
+    first = compared(model, ask(model))
+    model.set_adapter("second")
+    second = compared(model, ask(model))
+    assert differ(first, second)
+    with model.disable_adapter():
+        plain = compared(model, ask(model))
+    assert differ(plain, first)
+    assert differ(plain, second)
+    model.set_adapter("default")
+    assert not differ(compared(model, ask(model)), first)
+    linear = layers(model)[1].mlp.up_proj
+    linear.set_scale("default", 3.0)
+    scaled = compared(model, ask(model))
+    assert differ(scaled, first)
+    linear.set_scale("default", 1.0)
+    assert not differ(compared(model, ask(model)), first)
+    model.merge_adapter()
+    merged = compared(model, ask(model))
+    assert differ(merged, plain)
+    model.unmerge_adapter()
+    compared(model, ask(model))
+    model.delete_adapter("second")
+    compared(model, ask(model))
+    assert steps(model).reasons == ()
+
+
+def test_one_that_was_active_before_is_not_captured_again(models: Models) -> None:
+    model = with_two(models)
+    answers: dict[Any, Any] = {}
+    for turn in range(3):
+        for name in ("default", "second", None):
+            if name is None:
+                with model.disable_adapter():
+                    answer = generate(model, text(model))
+            else:
+                model.set_adapter(name)
+                answer = generate(model, text(model))
+            assert turn == 0 or not differ([answers[name]], [answer])
+            answers[name] = answer
+    assert (steps(model).captured, steps(model).eager) == (3, 3)
+
+
+def test_switched_between_two_tokens(models: Models) -> None:
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    model = with_two(models)
+
+    class Switches(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            model.set_adapter("second" if input_ids.shape[1] % 5 > 2 else "default")
+            return scores
+
+    model.set_adapter("default")
+    plain = compared(model, ask(model, new=12))
+    switched = compared(model, ask(model, new=12, logits_processor=LogitsProcessorList([Switches()])))
+    assert differ(plain, switched)
+    assert steps(model).captured <= 3
+
+
+def test_the_adapters_of_transformers_itself(models: Models) -> None:
+    model = models.fresh(None)
+    plain = compared(model, ask(model))
+    model.load_adapter(models.workspace.adapter("language"), adapter_name="one")
+    model.eval()
+    one = compared(model, ask(model))
+    assert differ(plain, one)
+    model.disable_adapters()
+    assert not differ(compared(model, ask(model)), plain)
+    model.enable_adapters()
+    assert not differ(compared(model, ask(model)), one)
+
+
+def test_an_adapter_for_each_row_is_not_captured(models: Models) -> None:
+    """PEFT hooks its linears for one call, and picks rows by lists, which the host copies."""
+    model = with_two(models)
+    answers = []
+    for names in (["default", "second"], ["second", "__base__"], ["default", "second"]):
+        asked = {**text(model, batch=2), "adapter_names": names}
+        answers.append(compared(model, lambda way, asked=asked: [generate(model, asked, way)], replays=False))
+    assert differ(answers[0], answers[1])
+    assert not differ(answers[0], answers[2])
+    (reason,) = steps(model).reasons
+    assert "a capture failed" in reason
+    compared(model, ask(model))
+
+
+def test_weights_of_an_adapter(models: Models) -> None:
+    model = with_two(models)
+    before = compared(model, ask(model))
+    layers(model)[1].mlp.up_proj.lora_B["default"].weight.data.mul_(4)
+    captured = steps(model).captured
+    changed = compared(model, ask(model))
+    assert differ(before, changed)
+    assert steps(model).captured == captured
+    weight = layers(model)[1].mlp.up_proj.lora_B["default"].weight
+    weight.data = weight.data / 4
+    assert not differ(compared(model, ask(model)), before)
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+def test_merged_for_good_its_weights_are_let_go(models: Models, quantization: str | None) -> None:
+    model = models.fresh(quantization, "language")
+    compared(model, ask(model))
+    lora = weakref.ref(layers(model)[1].mlp.up_proj.lora_A["default"].weight)
+    model = model.merge_and_unload()
+    gc.collect()
+    assert lora() is None
+    compared(model, ask(model))
+    assert "lora" not in str(base(model))
