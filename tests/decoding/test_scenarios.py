@@ -131,6 +131,7 @@ def test_inference_mode_and_back(models: Models) -> None:
     for _ in range(2):
         with torch.inference_mode():
             compared(model, ask(model))
+        vars(model).pop("_cache", None)  # which transformers keeps (before 5.15), and cannot reset outside
         compared(model, ask(model))
     assert steps(model).reasons == ()
 
@@ -152,8 +153,9 @@ def test_the_text_only_class(models: Models, quantization: str | None) -> None:
     assert steps(model).reasons == ()
 
 
-@pytest.mark.parametrize("quantization", [None, "4bit"])
-@pytest.mark.parametrize("variant", variants.NAMES)
+@pytest.mark.parametrize(
+    ("variant", "quantization"), [*((name, None) for name in variants.NAMES), ("26B-A4B", "4bit"), ("31B", "4bit")]
+)
 def test_every_variant(models: Models, variant: str, quantization: str | None) -> None:
     import transformers
 
@@ -161,6 +163,5 @@ def test_every_variant(models: Models, variant: str, quantization: str | None) -
         pytest.skip("this transformers has no gemma4_unified")
     checkpoint = models.workspace.cached(tiny_models.build_checkpoint, variant=variant)
     model = tiny.load(checkpoint, quantization)
-    compared(model, ask(model))
-    compared(model, lambda way: [generate(model, text(model, 3, batch=2), way, new=WINDOW + 2)])
+    compared(model, lambda way: [generate(model, text(model, 5, batch=2), way, new=WINDOW)])
     assert steps(model).reasons == ()
