@@ -34,6 +34,7 @@ def within_bounds(model: Any, alive: int = 0) -> None:
     assert {key[0] for variant in kept._variants for key in variant.graphs} <= addresses
 
 
+@pytest.mark.full
 def test_thirty_calls_of_many_kinds(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "MAX_GRAPHS", 3)
     monkeypatch.setattr(decoder, "_MAX_VARIANTS", 2)
@@ -47,7 +48,7 @@ def test_thirty_calls_of_many_kinds(models: Models, monkeypatch: pytest.MonkeyPa
         model.set_adapter(chance.choice(names))
         given = text(model, chance.choice([3, 9]), batch=chance.choice([1, 2]), seed=chance.randrange(9))
         found = whole(model, given, new=chance.choice([3, 4]), **chance.choice([{}, {"output_hidden_states": True}]))
-        held = (held + [found.past_key_values])[-chance.choice([1, 3]) :]
+        held = [*held, found.past_key_values][-chance.choice([1, 3]) :]
         del found
         within_bounds(model, alive=len(held) + 1)
     assert steps(model).captured > decoder.MAX_GRAPHS
@@ -59,6 +60,7 @@ def test_thirty_calls_of_many_kinds(models: Models, monkeypatch: pytest.MonkeyPa
     compared(model, ask(model))
 
 
+@pytest.mark.full
 def test_memory_is_flat(models: Models) -> None:
     model = models.fresh(None)
     sizes = []
