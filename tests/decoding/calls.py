@@ -13,7 +13,7 @@ from gemma4_compat._reproduction import tiny
 from tests.offload import threads
 
 PATCH = "transformers-graph-decoding"
-NEW = 5  # tokens: of a prompt, of an eager step, and three of replays
+NEW = 4  # tokens: of a prompt, of an eager step, and two of replays
 WINDOW = 8  # of tiny models
 TABLE = "model.language_model.embed_tokens_per_layer"
 Outputs = list[Any]

@@ -21,7 +21,7 @@ def with_two(models: Models, quantization: str | None = None) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("4bit-double", marks=pytest.mark.full)])
 def test_switched_disabled_merged_scaled_and_deleted(models: Models, quantization: str | None) -> None:
     model = with_two(models, quantization)
     first = compared(model, ask(model))
@@ -123,7 +123,7 @@ def test_weights_of_an_adapter(models: Models) -> None:
     assert not differ(compared(model, ask(model)), before)
 
 
-@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("4bit-double", marks=pytest.mark.full)])
 def test_merged_for_good_its_weights_are_let_go(models: Models, quantization: str | None) -> None:
     model = models.fresh(quantization, "language")
     compared(model, ask(model))

@@ -34,6 +34,7 @@ def within_bounds(model: Any, alive: int = 0) -> None:
     assert {key[0] for variant in kept._variants for key in variant.graphs} <= addresses
 
 
+@pytest.mark.full
 def test_thirty_calls_of_many_kinds(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "MAX_GRAPHS", 3)
     monkeypatch.setattr(decoder, "_MAX_VARIANTS", 2)
@@ -59,6 +60,7 @@ def test_thirty_calls_of_many_kinds(models: Models, monkeypatch: pytest.MonkeyPa
     compared(model, ask(model))
 
 
+@pytest.mark.full
 def test_memory_is_flat(models: Models) -> None:
     model = models.fresh(None)
     sizes = []

@@ -42,6 +42,7 @@ def test_a_change(models: Models, what: str) -> None:
     noticed(models.fresh(None), CHANGES[what])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", CHANGES_OF_QUANTIZED)
 def test_a_change_of_a_quantized_model(models: Models, what: str) -> None:
     noticed(models.fresh(), CHANGES_OF_QUANTIZED[what])
@@ -99,8 +100,10 @@ def test_another_cache(models: Models) -> None:
     assert steps(model).replayed > 0
 
 
-@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("where", ["model", "layer", "inside"])
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [("register_forward_hook", "model"), ("register_forward_pre_hook", "layer"), ("register_forward_hook", "inside")],
+)
 def test_a_hook_of_the_user_runs_for_every_token_until_it_is_removed(models: Models, kind: str, where: str) -> None:
     model = models.fresh()
     (before,) = compared(model, ask(model))

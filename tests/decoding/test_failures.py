@@ -75,13 +75,12 @@ def failing(model: Any, fails: Callable[[Any], None], layer: int = 3) -> list[Ca
     return actions
 
 
-@pytest.mark.parametrize("where", ["device", "streamed"])
 @pytest.mark.parametrize(
-    ("fails", "reason"),
+    ("fails", "reason", "where"),
     [
-        (_item, "RuntimeError: operation not permitted when stream is capturing"),
-        (_raises, "ValueError: not today, really"),
-        (_raises_from_another, "KeyError: 'first'"),
+        (_item, "RuntimeError: operation not permitted when stream is capturing", "streamed"),
+        (_raises, "ValueError: not today, really", "device"),
+        (_raises_from_another, "KeyError: 'first'", "device"),
     ],
 )
 def test_a_capture_that_fails(
@@ -122,9 +121,10 @@ def nothing_is_left(model: Any) -> None:
     decoder.of(model).lock.release()
 
 
-@pytest.mark.parametrize("length", [2, WINDOW + 3])
-@pytest.mark.parametrize("where", ["device", "streamed"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(
+    ("where", "length", "error"),
+    [("device", 2, SystemExit), ("device", WINDOW + 3, KeyboardInterrupt), ("streamed", 2, KeyboardInterrupt)],
+)
 def test_an_interruption_goes_through_and_the_step_can_be_done_again(
     models: Models, tapes: Any, where: str, length: int, error: type[BaseException]
 ) -> None:
