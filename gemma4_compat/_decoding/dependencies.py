@@ -53,6 +53,8 @@ class Dependencies:
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
         self._ignored = {*_of_every_module(), *_ADAPTER}
+        kinds = dict.fromkeys(map(type, modules))
+        self._forwards = [(kind, kind.forward) for kind in kinds]  # somebody may replace those, too
         self._modules = [weakref.ref(module, lambda _ref: self._release(on_gone)) for module in modules]
         for index, module in enumerate(modules):
             self._add(module, first=index == 0)
@@ -143,6 +145,8 @@ class Dependencies:
 
     def hold_in_full(self) -> bool:
         """Whether nothing else of the modules has changed either. Made for every ``generate``."""
+        if any(kind.forward is not forward for kind, forward in self._forwards):
+            return False
         return self._seldom.hold() and list(map(_dtype, self._metas)) == self._dtypes
 
 

@@ -48,6 +48,17 @@ def test_a_change_of_a_quantized_model(models: Models, what: str) -> None:
     noticed(models.fresh(), CHANGES_OF_QUANTIZED[what])
 
 
+def test_a_forward_of_a_class(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.fresh(None)
+    kind = type(layers(model)[0].mlp)
+    forward = kind.forward
+
+    def change(_model: Any) -> None:
+        monkeypatch.setattr(kind, "forward", lambda self, states: -forward(self, states))
+
+    noticed(model, change)
+
+
 def test_a_cast(models: Models) -> None:
     import torch
 
