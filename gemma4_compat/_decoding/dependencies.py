@@ -53,7 +53,7 @@ class Dependencies:
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
         self._ignored = {*_of_every_module(), *_ADAPTER}
-        kinds = dict.fromkeys(map(type, modules))
+        kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
         self._forwards = [(kind, kind.forward) for kind in kinds]  # somebody may replace those, too
         self._modules = [weakref.ref(module, lambda _ref: self._release(on_gone)) for module in modules]
         for index, module in enumerate(modules):
