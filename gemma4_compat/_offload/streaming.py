@@ -40,9 +40,9 @@ from gemma4_compat._offload.module_groups import ModuleGroup
 
 _KEPT_IN_BACKWARD = 2  # groups: of the layer that a backward pass is in, and of the one it comes from
 
-# The two hooks of each streamed layer, and what it is streamed by.
+# The two hooks of each streamed layer, and what it is streamed by, which the hooks keep alive.
 _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
-_streamers: weakref.WeakKeyDictionary[Any, LayerStreamer] = weakref.WeakKeyDictionary()
+_streamers: weakref.WeakKeyDictionary[Any, weakref.ref[LayerStreamer]] = weakref.WeakKeyDictionary()
 
 
 def install(model: Any, lock: ModelLock | None = None) -> int:
@@ -71,7 +71,7 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
                 # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
                 before = torch.compiler.disable(streamer.pre_forward)
                 after = torch.compiler.disable(streamer.post_forward)
-                _streamers[layer] = streamer
+                _streamers[layer] = weakref.ref(streamer)
                 _handles[layer] = (
                     layer.register_forward_pre_hook(before, prepend=True),
                     layer.register_forward_hook(after, always_call=True),
@@ -100,7 +100,8 @@ def is_streamed(layer: Any) -> bool:
 
 def streamers(model: Any) -> list[LayerStreamer]:
     """Those of a model's lists of layers."""
-    return list(dict.fromkeys(_streamers[module] for module in model.modules() if module in _streamers))
+    found = (_streamers[module]() for module in model.modules() if module in _streamers)
+    return list(dict.fromkeys(streamer for streamer in found if streamer is not None))
 
 
 def streamed_modules(model: Any) -> dict[Any, str]:

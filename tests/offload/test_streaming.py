@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -350,6 +352,18 @@ def test_install_says_how_many_and_uninstall_leaves_no_hooks(dispatched: Callabl
     streaming.uninstall(model)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.layers)
     assert streaming.install(toy(2)) == 0
+
+
+def test_a_deleted_model_is_gone_after_one_collection(dispatched: Callable[..., Any]) -> None:
+    import torch
+
+    model = dispatched(toy())
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+    gone = [weakref.ref(module) for module in model.modules()]
+    del model
+    gc.collect()
+    assert {reference() for reference in gone} == {None}
 
 
 def test_a_list_inside_a_streamed_layer_has_no_groups_of_its_own(dispatched: Callable[..., Any]) -> None:
