@@ -358,6 +358,7 @@ def test_a_deleted_model_is_gone_after_one_collection(dispatched: Callable[..., 
     import torch
 
     model = dispatched(toy())
+    assert streaming.install(model) == 5
     with torch.no_grad():
         model(torch.ones(1, 8))
     gone = [weakref.ref(module) for module in model.modules()]
