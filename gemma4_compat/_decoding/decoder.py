@@ -21,6 +21,7 @@ from gemma4_compat._offload import model_lock, streaming
 MAX_GRAPHS = 8
 #: Sets of adapters whose graphs are kept.
 _MAX_VARIANTS = 4
+#: Kinds of steps of one variant. More of them means that no step is like the one before.
 _MAX_KINDS = 64
 _ATTRIBUTE = "_gemma4_compat_decoding"  # of a model
 _log = logging.getLogger("gemma4_compat")

@@ -67,11 +67,6 @@ def _has_int8(module: Any) -> bool:
     return any(type(parameter).__name__ == "Int8Params" for parameter in module._parameters.values())
 
 
-def device(modules: list[Any]) -> Any:
-    """Where these modules compute: the first device of one that does."""
-    return next(iter(_devices(modules)), None)
-
-
 def _devices(modules: list[Any]) -> dict[Any, None]:
     found: dict[Any, None] = {}
     for module in modules:

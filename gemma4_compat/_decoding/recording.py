@@ -86,7 +86,7 @@ class CudaRecording:
         try:
             self._graph.capture_end()
         except RuntimeError:
-            # CUDA has ended it, and PyTorch (2.4 to 2.13) stops there: the allocator goes on filling the pool, and
+            # CUDA has ended it, and PyTorch (seen with 2.11) stops there: the allocator goes on filling the pool, and
             # random numbers are still drawn as in a capture.
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
             torch._C._cuda_releasePool(self._device.index, self._pool)

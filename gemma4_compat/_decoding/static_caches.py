@@ -57,15 +57,24 @@ def capturable(cache: Any) -> Iterator[None]:
     """Inside, an update of one token does nothing that a capture refuses; the numbers that count do not advance."""
     counted = [(layer, layer.cumulative_length_int) for layer in sliding(cache)]
     full = [layer for layer, _ in counted if is_full(layer)]
-    for layer in full:
-        layer.update = functools.partial(_update_full, layer)
+    try:
+        with _overridden(full, "update", _update_full):
+            yield
+    finally:
+        for layer, length in counted:
+            layer.cumulative_length_int = length
+
+
+@contextlib.contextmanager
+def _overridden(layers: list[Any], method: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``function`` is that method of each of these layers."""
+    for layer in layers:
+        setattr(layer, method, functools.partial(function, layer))
     try:
         yield
     finally:
-        for layer in full:
-            del layer.update
-        for layer, length in counted:
-            layer.cumulative_length_int = length
+        for layer in layers:
+            delattr(layer, method)
 
 
 def _update_full(layer: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
@@ -87,14 +96,8 @@ def advance(cache: Any) -> None:
 @contextlib.contextmanager
 def reordered_in_place(cache: Any) -> Iterator[None]:
     """Inside, ``cache.reorder_cache`` (beams) writes into the tensors there are instead of replacing them."""
-    layers = list(_holding(cache))
-    for layer in layers:
-        layer.reorder_cache = functools.partial(_reorder, layer)
-    try:
+    with _overridden(list(_holding(cache)), "reorder_cache", _reorder):
         yield
-    finally:
-        for layer in layers:
-            del layer.reorder_cache
 
 
 def _reorder(layer: Any, beams: Any) -> None:

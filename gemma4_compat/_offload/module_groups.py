@@ -29,6 +29,7 @@ class ModuleGroup:
     Attributes:
         device: where the layer computes.
         size: bytes.
+        on_disk: a copy reads files.
         on_device: the group has its memory on the device. The copy into it was issued, and may still run.
         copied: the event after that copy; None on a device without streams.
         onloaded: the layer's modules have their weights, and no hooks.
@@ -51,7 +52,7 @@ class ModuleGroup:
                 self._offsets.append(offset)
                 offset += -(-source.size // ALIGNMENT) * ALIGNMENT
         self.size = offset
-        self._on_disk = any(weight.stored.on_disk for weight in weights)
+        self.on_disk = any(weight.stored.on_disk for weight in weights)
         self._host_buffer: Any = None
         self._pinned: Any = None  # keeps the host buffer pinned
         self._buffer: Any = None  # on the device
@@ -60,11 +61,6 @@ class ModuleGroup:
         # is_stale and onload_ run for every token, so these are plain tuples.
         self._snapshot = [weight.snapshot() for weight in weights]
         self._swaps: list[tuple[dict[str, Any], str, Any]] = []
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether a copy reads files."""
-        return self._on_disk
 
     def modules(self) -> list[Any]:
         """Those whose weights are in the group."""
@@ -197,7 +193,7 @@ class ModuleGroup:
         # `_filled` counts its own versions: a second copy brings the same values, and autograd must not take the
         # tensors it kept for changed.
         with torch.no_grad():
-            if self._on_disk:
+            if self.on_disk:
                 self._copy_from_disk(self._filled)
             else:
                 if self._host_buffer is None:

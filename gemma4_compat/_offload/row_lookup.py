@@ -163,7 +163,7 @@ def known(hook: Any) -> Lookup | None:
 
 def current(hook: Any) -> Lookup | None:
     """The lookup whose weight the hook's module holds just now."""
-    found: Lookup | None = vars(hook).get(_STATE)
+    found = known(hook)
     return None if found is None or found.meta is None else found
 
 

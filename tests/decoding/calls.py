@@ -319,3 +319,39 @@ def _nested_scales(model: Any) -> None:
         state.offset, state.state2.absmax = state.offset * 3, state.state2.absmax * 2
     else:
         state.absmax = state.absmax * 2
+
+
+def failing(model: Any, fails: Callable[[Any], None], layer: int = 3) -> list[Callable[[Any], None]]:
+    """Have a module of a layer call ``fails``, for as long as it is in the list."""
+    import torch
+
+    actions = [fails]
+
+    class Activation(torch.nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, states: Any) -> Any:
+            for action in actions:
+                action(states)
+            return self.inner(states)
+
+    mlp = layers(model)[layer].mlp
+    mlp.act_fn = Activation(mlp.act_fn).eval()
+    return actions
+
+
+def switched(model: Any) -> tuple[Outputs, Outputs]:
+    """The answers with the first of two adapters, and with none; after the second one, and the first one again."""
+    first = compared(model, ask(model))
+    model.set_adapter("second")
+    second = compared(model, ask(model))
+    assert differ(first, second)
+    with model.disable_adapter():
+        plain = compared(model, ask(model))
+    assert differ(plain, first)
+    assert differ(plain, second)
+    model.set_adapter("default")
+    assert not differ(compared(model, ask(model)), first)
+    return first, plain

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
-from tests.decoding.calls import Models, ask, base, compared, differ, generate, layers, steps, text
+from tests.decoding.calls import Models, ask, base, compared, differ, generate, layers, steps, switched, text
 
 pytestmark = pytest.mark.usefixtures("tapes")
 
@@ -24,16 +24,7 @@ def with_two(models: Models, quantization: str | None = None) -> Any:
 @pytest.mark.parametrize("quantization", [None, pytest.param("4bit-double", marks=pytest.mark.full)])
 def test_switched_disabled_merged_scaled_and_deleted(models: Models, quantization: str | None) -> None:
     model = with_two(models, quantization)
-    first = compared(model, ask(model))
-    model.set_adapter("second")
-    second = compared(model, ask(model))
-    assert differ(first, second)
-    with model.disable_adapter():
-        plain = compared(model, ask(model))
-    assert differ(plain, first)
-    assert differ(plain, second)
-    model.set_adapter("default")
-    assert not differ(compared(model, ask(model)), first)
+    first, plain = switched(model)
     linear = layers(model)[1].mlp.up_proj
     linear.set_scale("default", 3.0)
     scaled = compared(model, ask(model))

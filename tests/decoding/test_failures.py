@@ -22,8 +22,8 @@ from tests.decoding.calls import (
     assert_equal,
     compared,
     differ,
+    failing,
     generate,
-    layers,
     static_cache,
     steps,
     text,
@@ -52,27 +52,6 @@ def _raises_from_another(_states: Any) -> None:
 
 def capturing() -> bool:
     return tape._under_way.locked()
-
-
-def failing(model: Any, fails: Callable[[Any], None], layer: int = 3) -> list[Callable[[Any], None]]:
-    """Have a module of a layer call ``fails``, for as long as it is in the list."""
-    import torch
-
-    actions = [fails]
-
-    class Activation(torch.nn.Module):
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, states: Any) -> Any:
-            for action in actions:
-                action(states)
-            return self.inner(states)
-
-    mlp = layers(model)[layer].mlp
-    mlp.act_fn = Activation(mlp.act_fn).eval()
-    return actions
 
 
 @pytest.mark.parametrize(

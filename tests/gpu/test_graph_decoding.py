@@ -20,10 +20,12 @@ from tests.decoding.calls import (
     ask,
     compared,
     differ,
+    failing,
     generate,
     layers,
     static_cache,
     steps,
+    switched,
     text,
 )
 from tests.offload import threads
@@ -69,16 +71,7 @@ def test_the_second_call_of_a_kind_captures_nothing(models: Models, where: str) 
 def test_adapters_switched_disabled_and_merged_between_calls(models: Models, quantization: str | None) -> None:
     model = models.fresh(quantization, "language")
     model.load_adapter(models.workspace.adapter("all"), "second")
-    first = compared(model, ask(model))
-    model.set_adapter("second")
-    second = compared(model, ask(model))
-    assert differ(first, second)
-    with model.disable_adapter():
-        plain = compared(model, ask(model))
-    assert differ(plain, first)
-    assert differ(plain, second)
-    model.set_adapter("default")
-    assert not differ(compared(model, ask(model)), first)
+    switched(model)
     model.merge_adapter()
     compared(model, ask(model))
     model.unmerge_adapter()
@@ -150,22 +143,8 @@ def _takes_all_memory(states: Any) -> None:
 def test_a_capture_that_fails_leaves_everything_as_it_was(
     models: Models, where: str, fails: Callable[[Any], None]
 ) -> None:
-    import torch
-
-    class Activation(torch.nn.Module):
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, states: Any) -> Any:
-            for action in actions:
-                action(states)
-            return self.inner(states)
-
-    actions = [fails]
     model = models.fresh(where=where)
-    mlp = layers(model)[3].mlp
-    mlp.act_fn = Activation(mlp.act_fn).eval()
+    actions = failing(model, fails)
     failed = compared(model, ask(model), replays=False)
     (reason,) = steps(model).reasons
     assert "capture" in reason
