@@ -150,8 +150,8 @@ def _forward(state: State) -> Operation:
 
 
 def _generate(state: State) -> Operation:
-    mode = state.choose.choice(("greedy", "sample", "beams"))
-    return operation("generate", prompt=state.choose.choice(state.prompts), mode=mode)
+    mode, static = state.choose.choice(("greedy", "sample", "beams")), state.choose.random() < 0.5
+    return operation("generate", prompt=state.choose.choice(state.prompts), mode=mode, static=static)
 
 
 def _turns(state: State) -> Operation:
