@@ -22,14 +22,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from gemma4_compat._engine import detection, hooks, notice, settings, versions
+from gemma4_compat._engine import detection, hooks, notice, report, settings, versions
 from gemma4_compat._engine.changes import ChangeSet, restore
 from gemma4_compat._engine.gate import DISABLED, Gate
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
 from gemma4_compat._engine.record import Record
 from gemma4_compat._errors import Gemma4CompatError
-
-ISSUES = "https://github.com/gemma4-compat/gemma4-compat/issues"
 
 
 class Engine:
@@ -140,7 +138,7 @@ class Engine:
         for message in warnings if raises else [*warnings, *refusals]:
             notice.warn(message, self._libraries)
         if raises and refusals:
-            raise Gemma4CompatError("\n".join(refusals))
+            raise Gemma4CompatError("\n".join(dict.fromkeys(refusals)))
 
     def _fail_broken(self, records: Iterable[Record]) -> None:
         """Patches whose files could not be imported, and are wanted now."""
@@ -424,16 +422,7 @@ class Engine:
 
     def _report_failure(self, record: Record) -> None:
         status = record.status
-        happened = "was not applied, nothing was changed"
-        if status.state is PatchState.APPLIED:
-            happened = "was applied in part"
-        without = f"Without it: {record.patch.first_symptom} " if record.is_loaded and record.patch.symptom else ""
-        seen = f" [{', '.join(f'{name} {version}' for name, version in status.versions.items())}]"
-        message = (
-            f"patch {record.id!r} {happened}: {status.reason}{seen if status.versions else ''}. {without}"
-            f"(`gemma4-compat doctor {record.id}` looks whether it is still so). Please report it at "
-            f"{ISSUES}; GEMMA4_COMPAT_DISABLE={record.id} silences this."
-        )
+        message = report.failure_text(status, record.patch.first_symptom if record.is_loaded else "")
         if self._gate.settings.strict:
             # It makes the import fail; the same import, tried again, must not succeed unpatched.
             # (Of one that is applied in part, the group that is missing is looked at again in any case.)
