@@ -52,9 +52,13 @@ def _add_rule(autoreload: Any) -> None:
 
 def _applies(old: Any, new: Any) -> bool:
     functions = [_function(item) for item in (old, new)]
-    return all(isinstance(item, FunctionType) for item in functions) and any(
-        item in _followed or changes.upstream_of(item) is not None for item in functions
-    )
+    return all(isinstance(item, FunctionType) for item in functions) and any(map(_concerns, functions))
+
+
+def _concerns(function: Any) -> bool:
+    """Whether it is a function that a patch has installed, or that came in its place."""
+    known = changes.upstream_of(function) is not None
+    return known or (isinstance(function, FunctionType) and function in _followed)
 
 
 def _upstream(function: FunctionType) -> FunctionType:
@@ -72,7 +76,7 @@ def _keep_out(deduperreload: Any) -> None:
         return
 
     def patch_function(cls: Any, to_patch_to: Any, to_patch_from: Any, is_method: bool) -> None:
-        if changes.upstream_of(to_patch_to) is not None:  # IPython then reloads the module
+        if _concerns(to_patch_to):  # IPython then reloads the module
             raise ValueError(f"{to_patch_to.__qualname__} is replaced by a patch of gemma4_compat")
         before.__func__(cls, to_patch_to, to_patch_from, is_method)
 
