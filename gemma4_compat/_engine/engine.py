@@ -21,7 +21,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from gemma4_compat._engine import detection, hooks, settings, versions
-from gemma4_compat._engine.changes import ChangeSet, restore
+from gemma4_compat._engine.changes import ChangeSet, reach, restore
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
 from gemma4_compat._engine.record import Record
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
@@ -48,6 +48,7 @@ class Engine:
         self._imported: set[str] = set()  # modules whose hook has fired
         self._two_copies: set[str] = set()  # distributions already warned about
         self._too_old: set[str] = set()  # the same
+        self._notices: set[str] = set()  # what was said of many patches
 
     def patches(self) -> tuple[Patch, ...]:
         """All patches, in the order in which they are applied, but for those whose file cannot be imported."""
@@ -76,6 +77,8 @@ class Engine:
             for name in there:
                 self._apply_again(name, reloaded=False)
         self._apply_ready(late=True)
+        with self._locked():
+            reach(edits for record in self._records.values() if (edits := record.changes) is not None)
 
     def status(self) -> dict[str, PatchStatus]:
         """Where every patch is, by id. For patches still waiting, decided from the releases installed now."""
@@ -271,11 +274,12 @@ class Engine:
         self._warn_two_copies(releases)
         if state is PatchState.SKIPPED:
             self._report_too_old(record)
+        notice = None if found is None else found.notice
         if state is PatchState.FAILED:
             record.again = ready != patch.groups.keys()  # another group of it may be known
-            self._report_failure(record)
+            self._report_failure(record, notice)
         elif applied and found is not None and found.reason:
-            self._report_failure(record)
+            self._report_failure(record, notice)
 
     def _gate(self, patch: Patch) -> tuple[PatchState, str, dict[str, str]]:
         """What settings and versions alone decide. PENDING means: nothing against it."""
@@ -386,11 +390,13 @@ class Engine:
         reason = status.reason
         if overridden := record.changes.overridden():
             reason += f"; replaced by another library since: {', '.join(overridden)}"
+        if unreached := record.changes.unreached():
+            reason += f"; places that took what it replaces before, and call the original: {unreached}"
         if unmet := tuple(name for name in record.patch.needs if self._is_off(name)):
             reason += (
                 f"; not exact without {', '.join(f'{name} ({self._records[name].status.state})' for name in unmet)}"
             )
-        return dataclasses.replace(status, reason=reason, overridden=overridden, unmet=unmet)
+        return dataclasses.replace(status, reason=reason, overridden=overridden, unmet=unmet, unreached=unreached)
 
     def _is_off(self, patch_id: str) -> bool:
         """Whether a patch is off that could be on. One whose library is absent, or has no defect, is not missed."""
@@ -414,7 +420,8 @@ class Engine:
                 self._too_old.add(name)
                 _warn(message)
 
-    def _report_failure(self, record: Record) -> None:
+    def _report_failure(self, record: Record, notice: str | None = None) -> None:
+        """Once a patch; or, where one cause keeps many off, the ``notice`` of it, once for all."""
         status = record.status
         happened = "was not applied, nothing was changed"
         if status.state is PatchState.APPLIED:
@@ -431,9 +438,13 @@ class Engine:
             # (Of one that is applied in part, the group that is missing is looked at again in any case.)
             record.again = status.state is not PatchState.APPLIED
             raise Gemma4CompatError(message)
+        if notice is not None and notice not in self._notices:
+            self._notices.add(notice)
+            _warn(f"{notice} First: {status.reason}.")
         if not record.warned:
             record.warned = True
-            _warn(message)
+            if notice is None:
+                _warn(message)
 
 
 def _warn(message: str) -> None:
