@@ -220,13 +220,13 @@ class ChangeSet:
         return tuple(left)
 
 
-def reach(edits: Iterable[ChangeSet]) -> None:
+def reach(edits: Iterable[ChangeSet | None]) -> None:
     """Give the replacements to modules that took a function before, under whatever name.
 
     The module that defines it is left out: had the patch been there first, its own names would lead past it, too.
     """
     latest: dict[int, FunctionType] = {}
-    for installed, original in (pair for changes in edits for pair in changes._functions):
+    for installed, original in (pair for changes in edits if changes is not None for pair in changes._functions):
         latest[id(original)] = installed
     if not latest or not _holders({_upstream(installed) for installed in latest.values()}):
         return
@@ -256,9 +256,28 @@ def _holders(functions: set[Any]) -> int:
     own = Counter(map(id, gc.get_referents(*ours)))
     spare, *counts = [sys.getrefcount(item) for item in (lambda: None, *functions)]
     suspects = [function for function, count in zip(functions, counts) if count > spare + own[id(function)] + 1]
+    if not suspects:
+        return 0
     skipped = {id(item) for item in (*ours, functions, suspects)}
-    found = gc.get_referrers(*suspects) if suspects else []
-    return sum(id(item) not in skipped and not isinstance(item, FrameType) for item in found)
+    called = _called()
+    return sum(
+        id(item) not in skipped
+        and not isinstance(item, FrameType)
+        and not (isinstance(item, tuple) and len(item) > 0 and id(item[0]) in called)
+        for item in gc.get_referrers(*suspects)
+    )
+
+
+def _called() -> set[int]:
+    """Ids of the functions that replacements are given just now, in any thread, in a tuple with their arguments."""
+    found = set()
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_globals is globals() and "original" in frame.f_code.co_freevars:
+                found.add(id(frame.f_locals["original"]))
+            frame = frame.f_back
+    return found
 
 
 def restore(functions: list[tuple[FunctionType, Any]]) -> None:

@@ -77,8 +77,6 @@ class Engine:
             for name in there:
                 self._apply_again(name, reloaded=False)
         self._apply_ready(late=True)
-        with self._locked():
-            reach(edits for record in self._records.values() if (edits := record.changes) is not None)
 
     def status(self) -> dict[str, PatchStatus]:
         """Where every patch is, by id. For patches still waiting, decided from the releases installed now."""
@@ -188,6 +186,7 @@ class Engine:
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
         """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""
+        waited: list[Record] = []
         with self._locked():
             for record in self._records.values():
                 waits = (record.again and trigger) or record.status.state is PatchState.PENDING
@@ -195,8 +194,10 @@ class Engine:
                     continue
                 if ready := self._ready(record.patch):
                     self._decide(record, ready, late=late)
+                    waited += [record] if late or len(record.modules) > 1 else []
                 else:
                     record.enter(PatchState.PENDING, detection.waiting(record.patch, self._imported))
+            reach(record.changes for record in waited)
 
     def _ready(self, patch: Patch) -> frozenset[str]:
         """The groups of targets whose modules are all there."""
@@ -374,6 +375,7 @@ class Engine:
                     other.changes = None
                     other.enter(PatchState.FAILED, f"{type(error).__name__}: {error}", versions=other.status.versions)
                     self._report_failure(other)
+            reach(other.changes for other in covering)
 
     # --------------------------------------------------------------------------------------------------- what is said
 
