@@ -18,10 +18,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat
 from gemma4_compat._doctor import children
-from gemma4_compat._engine import versions
+from gemma4_compat._engine import notice, versions
 from tests.helpers import Library
 
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
+
+#: Warnings of the engine that pyproject.toml's filter has turned into errors. They are never raised.
+_shown: list[str] = []
+notice.show = lambda warning, file, line: _shown.append(f"{file}:{line}: {warning}")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -44,6 +48,13 @@ def pytest_collection_finish() -> None:
     now = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
     if now != _SETTINGS:
         raise pytest.UsageError(f"importing the tests changed the shim's settings: {_SETTINGS} became {now}")
+
+
+@pytest.fixture(autouse=True)
+def _a_patch_that_could_not_apply_is_a_failure() -> Iterator[None]:
+    yield
+    said, _shown[:] = _shown[:], []
+    assert not said
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from typing import Any
 
 from gemma4_compat._doctor import children
 from gemma4_compat._engine import versions as _versions
-from gemma4_compat._engine.engine import ISSUES
 from gemma4_compat._engine.patch import Patch
+from gemma4_compat._engine.report import ISSUES
 from gemma4_compat._errors import Gemma4CompatError
 
 STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")

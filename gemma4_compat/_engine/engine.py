@@ -4,10 +4,13 @@ Rules:
 
 1. The version says *may*, the loaded code says *is*; both are needed. Below the oldest supported release the version
    says no; beyond the newest measured one only code that has not changed since says yes.
-2. ``applied`` is set after the last edit. A failed patch leaves no trace and never breaks the user's import; one whose
-   file cannot be imported is a failed patch.
+2. ``applied`` is set after the last edit. A failed patch leaves no trace and never breaks the user's import, unless
+   GEMMA4_COMPAT_STRICT asks for that: then it breaks that import, and no other. One whose file cannot be imported is a
+   failed patch.
 3. Nothing is imported under the lock: it is taken inside import hooks, and waiting there for a module that another
    thread is importing would be a deadlock. Nothing upstream is imported at all.
+4. Everything is decided before anything is said, and that after the lock is released: who hears it may raise.
+5. Asking changes nothing: ``status`` says what would be decided, and decides nothing.
 """
 
 from __future__ import annotations
@@ -15,19 +18,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
-from gemma4_compat._engine import detection, hooks, settings, versions
+from gemma4_compat._engine import detection, hooks, notice, report, settings, versions
 from gemma4_compat._engine.changes import ChangeSet, reach, restore
+from gemma4_compat._engine.gate import DISABLED, Gate
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
 from gemma4_compat._engine.record import Record
-from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
-
-_T = TypeVar("_T")
-ISSUES = "https://github.com/gemma4-compat/gemma4-compat/issues"
+from gemma4_compat._errors import Gemma4CompatError
 
 
 class Engine:
@@ -41,25 +41,27 @@ class Engine:
     def __init__(self, patches: Iterable[Patch | LatePatch], oldest: Mapping[str, str] = versions.OLDEST) -> None:
         self._lock = threading.RLock()
         self._records = {patch.id: Record(patch) for patch in patches}
-        self._oldest = oldest
-        self._metadata: dict[tuple[Callable[[str], Any], str], Any] = {}  # what was read while the lock was held
-        self._settings = settings.Settings()
+        self._gate = Gate(oldest)
         self._hooked: set[str] = set()  # modules that have a hook; hooks cannot be taken back, so one is enough
         self._imported: set[str] = set()  # modules whose hook has fired
         self._two_copies: set[str] = set()  # distributions already warned about
         self._too_old: set[str] = set()  # the same
         self._notices: set[str] = set()  # what was said of many patches
+        self._warnings: list[str] = []  # to be said when the lock is released
+        self._refusals: list[str] = []  # the same; errors, where GEMMA4_COMPAT_STRICT is set
+        self._libraries = {name.partition(".")[0] for record in self._records.values() for name in record.modules}
 
     def patches(self) -> tuple[Patch, ...]:
         """All patches, in the order in which they are applied, but for those whose file cannot be imported."""
-        self._load(self._records.values())
+        for record in self._records.values():
+            record.load()
         return tuple(record.patch for record in self._records.values() if record.is_loaded)
 
     def install(self) -> None:
         """Arm every patch that is not applied. What is imported already is patched at once, the rest on import."""
         read = settings.read(self._records)
         with self._locked():
-            self._settings = read
+            self._gate.settings = read
             for record in self._records.values():
                 if record.status.state is not PatchState.APPLIED:
                     record.broken = None
@@ -70,22 +72,31 @@ class Engine:
         # Outside the lock: a module that another thread finishes importing now fires its hook, which takes the lock.
         for name in fresh:
             hooks.when_imported(name, self._on_import)
-        hooks.sweep()
         there = {name for name in modules if name in self._imported or hooks.is_imported(name)}
-        self._load(record for record in self._records.values() if record.modules & there)
+        for name in there:
+            hooks.seen(name)
+        absent = {name for name in modules if name not in there and hooks.is_absent(name)}
+        for record in self._records.values():
+            if record.modules & (there | absent):
+                record.load()
         with self._locked():
+            self._fail_broken(self._records.values())
             for name in there:
                 self._apply_again(name, reloaded=False)
-        self._apply_ready(late=True)
+            self._apply_ready(late=True)
+            self._fail_hopeless(absent)
 
     def status(self) -> dict[str, PatchStatus]:
-        """Where every patch is, by id. For patches still waiting, decided from the releases installed now."""
-        self._load(self._records.values())
-        hooks.sweep()
-        self._apply_ready(late=True)  # a hook registered while its module was being searched for is never called
-        self._fail_hopeless()
+        """Where every patch is, by id. For patches still waiting, what the releases installed now say of them.
+
+        Applies nothing, warns of nothing and raises nothing.
+        """
+        waiting = [record for record in self._records.values() if record.status.state is PatchState.PENDING]
+        absent = {name for name in {name for record in waiting for name in record.modules} if hooks.is_absent(name)}
+        for record in self._records.values():
+            record.load()
         with self._locked():
-            return {patch_id: self._status(record) for patch_id, record in self._records.items()}
+            return {patch_id: self._status(record, absent) for patch_id, record in self._records.items()}
 
     def revert(self, patch_id: str | None = None) -> dict[str, PatchStatus]:
         """Undo one patch, or all, newest first, and keep it off until :meth:`install`. Returns the new status.
@@ -95,7 +106,9 @@ class Engine:
         """
         if patch_id is not None and patch_id not in self._records:
             raise Gemma4CompatError(settings.unknown_id(patch_id, self._records))
-        self._load(record for record in self._records.values() if patch_id in (None, record.id))
+        for record in self._records.values():
+            if patch_id in (None, record.id):
+                record.load()
         with self._locked():
             elsewhere: list[tuple[FunctionType, Any]] = []
             try:
@@ -111,48 +124,63 @@ class Engine:
     # ------------------------------------------------------------------------------------------------------ decisions
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Metadata is read once while the lock is held: it is slow to read, and may be another the next time."""
+    def _locked(self, *, raises: bool = True) -> Iterator[None]:
+        """Metadata is read once while the lock is held: it is slow to read, and may be another the next time.
+
+        What is to be said, is said when the lock is released; with ``raises``, refusals are errors.
+        """
         with self._lock:
-            self._metadata.clear()
-            yield
+            self._gate.forget()
+            try:
+                yield
+            finally:
+                warnings, self._warnings = self._warnings, []
+                refusals, self._refusals = self._refusals, []
+        for message in warnings if raises else [*warnings, *refusals]:
+            notice.warn(message, self._libraries)
+        if raises and refusals:
+            raise Gemma4CompatError("\n".join(dict.fromkeys(refusals)))
 
-    def _read(self, look_up: Callable[[str], _T], name: str) -> _T:
-        key = (look_up, name)
-        if key not in self._metadata:
-            self._metadata[key] = look_up(name)
-        value: _T = self._metadata[key]
-        return value
+    def _fail_broken(self, records: Iterable[Record]) -> None:
+        """Patches whose files could not be imported, and are wanted now."""
+        for record in records:
+            if record.broken is not None and (record.again or record.status.state is PatchState.PENDING):
+                record.enter(*self._broken(record))
+                if record.status.state is PatchState.FAILED:
+                    self._report_failure(record)
 
-    def _load(self, records: Iterable[Record]) -> None:
-        """Import the files of these patches. Not under the lock."""
-        wanted = list(records)
-        for record in wanted:
-            record.load()
-        with self._locked():
-            for record in wanted:
-                if record.broken is not None and record.status.state is PatchState.PENDING:
-                    disabled = record.id in self._settings.disabled
-                    state = PatchState.SKIPPED if disabled else PatchState.FAILED
-                    record.enter(state, "disabled by GEMMA4_COMPAT_DISABLE" if disabled else record.broken)
-                    if not disabled:
-                        self._report_failure(record)
+    def _broken(self, record: Record) -> tuple[PatchState, str]:
+        if record.id in self._gate.settings.disabled:
+            return PatchState.SKIPPED, DISABLED
+        return PatchState.FAILED, record.broken or ""
 
-    def _on_import(self, name: str) -> None:
+    def _on_import(self, name: str, own: bool) -> None:
+        """A module is imported, or reloaded; ``own``: by the import that is going on."""
         self._imported.add(name)
-        self._load(record for record in self._records.values() if name in record.modules)
-        with self._locked():
-            self._apply_again(name, reloaded=True)
-            for record in self._records.values():
-                if record.changes is None or name not in record.modules:
-                    continue
-                groups = record.patch.groups
-                if not any(name in groups[group] for group in record.groups):  # decide again, with this module
-                    with self._uncovered(record):
-                        record.changes.undo()
-                        record.changes = None
-                    self._decide(record, self._ready(record.patch), late=record.status.late)
-        self._apply_ready(late=False, trigger=name)
+        concerned = [record for record in self._records.values() if name in record.modules]
+        for record in concerned:
+            record.load()
+        try:
+            with self._locked(raises=own):
+                self._fail_broken(concerned)
+                self._apply_again(name, reloaded=True)
+                self._regroup(name)
+                self._apply_ready(late=not own, trigger=name)
+        except BaseException:
+            self._imported.discard(name)
+            raise
+
+    def _regroup(self, name: str) -> None:
+        """Decide again about patches that were applied without the groups of this module."""
+        for record in self._records.values():
+            if record.changes is None or name not in record.modules:
+                continue
+            groups = record.patch.groups
+            if not any(name in groups[group] for group in record.groups):
+                with self._uncovered(record):
+                    record.changes.undo()
+                    record.changes = None
+                self._decide(record, self._ready(record.patch), late=record.status.late)
 
     def _apply_again(self, name: str, *, reloaded: bool) -> None:
         """Apply patches again whose functions in this module are defined anew: it was executed a second time.
@@ -187,17 +215,16 @@ class Engine:
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
         """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""
         waited: list[Record] = []
-        with self._locked():
-            for record in self._records.values():
-                waits = (record.again and trigger) or record.status.state is PatchState.PENDING
-                if not waits or not record.is_loaded or (trigger and trigger not in record.patch.modules):
-                    continue
-                if ready := self._ready(record.patch):
-                    self._decide(record, ready, late=late)
-                    waited += [record] if late or len(record.modules) > 1 else []
-                else:
-                    record.enter(PatchState.PENDING, detection.waiting(record.patch, self._imported))
-            reach(record.changes for record in waited)
+        for record in self._records.values():
+            waits = (record.again and trigger) or record.status.state is PatchState.PENDING
+            if not waits or not record.is_loaded or (trigger and trigger not in record.patch.modules):
+                continue
+            if ready := self._ready(record.patch):
+                self._decide(record, ready, late=late)
+                waited += [record] if late or len(record.modules) > 1 else []
+            else:
+                record.enter(PatchState.PENDING, detection.waiting(record.patch, self._imported))
+        reach(record.changes for record in waited)
 
     def _ready(self, patch: Patch) -> frozenset[str]:
         """The groups of targets whose modules are all there."""
@@ -207,44 +234,44 @@ class Engine:
             if all(name in self._imported or hooks.is_imported(name) for name in modules)
         )
 
-    def _fail_hopeless(self) -> None:
+    def _fail_hopeless(self, absent: set[str]) -> None:
         """Patches that wait for a module which the loaded release does not have: say so, instead of waiting on.
 
         Looked for where somebody asks, and not in import hooks, where a search of the disk costs too much.
         """
-        with self._locked():
-            waiting = [
-                record
-                for record in self._records.values()
-                if record.is_loaded and record.status.state is PatchState.PENDING
-            ]
-        absent = {
-            name for name in {name for record in waiting for name in record.patch.modules} if hooks.is_absent(name)
-        }
-        with self._locked():
-            for record in waiting if absent else ():
-                patch = record.patch
-                gone = [
-                    next((name for name in modules if name in absent and not hooks.is_imported(name)), None)
-                    for modules in patch.groups.values()
-                ]
-                state, _, releases = self._gate(patch)
-                if None not in gone and record.status.state is state is PatchState.PENDING:
-                    version = f"{patch.distribution} {releases[patch.distribution]}"
-                    reason = detection.explained(patch, releases, f"module {gone[0]} does not exist in {version}")
-                    record.enter(PatchState.FAILED, reason, versions=releases, detection=Detection.UNKNOWN)
-                    record.again = True  # should it be made after all
-                    self._report_failure(record)
+        for record in self._records.values() if absent else ():
+            if (found := self._hopeless(record, absent)) is not None:
+                reason, releases = found
+                record.enter(PatchState.FAILED, reason, versions=releases, detection=Detection.UNKNOWN)
+                record.again = True  # should it be made after all
+                self._report_failure(record)
+
+    def _hopeless(self, record: Record, absent: set[str]) -> tuple[str, dict[str, str]] | None:
+        """Reason and releases, where every group of a waiting patch needs one of these modules."""
+        if not record.is_loaded or record.status.state is not PatchState.PENDING:
+            return None
+        patch = record.patch
+        gone = [
+            next((name for name in modules if name in absent and not hooks.is_imported(name)), None)
+            for modules in patch.groups.values()
+        ]
+        if None in gone:
+            return None
+        state, _, releases = self._gate.decide(patch)
+        if state is not PatchState.PENDING:
+            return None
+        what = f"module {gone[0]} does not exist in {patch.distribution} {releases[patch.distribution]}"
+        return detection.explained(patch, releases, what), releases
 
     def _decide(self, record: Record, ready: frozenset[str], *, late: bool) -> None:
         patch = record.patch
         record.again = False
         found = None
-        state, reason, releases = self._gate(patch)
+        state, reason, releases = self._gate.decide(patch)
         if state is PatchState.PENDING:
             edits = ChangeSet(patch.id)
             try:
-                self._check_loaded(patch)
+                self._gate.check_loaded(patch)
                 found = detection.detect(patch, ready, releases)
                 reason = found.reason
                 if found.detection is Detection.AFFECTED:
@@ -271,7 +298,6 @@ class Engine:
         applied = state is PatchState.APPLIED
         said = None if found is None else found.detection
         record.enter(state, reason, versions=releases, late=late and applied, detection=said)
-        # Last, when everything is decided: a user may have turned warnings into errors.
         self._warn_two_copies(releases)
         if state is PatchState.SKIPPED:
             self._report_too_old(record)
@@ -282,48 +308,13 @@ class Engine:
         elif applied and found is not None and found.reason:
             self._report_failure(record, notice)
 
-    def _gate(self, patch: Patch) -> tuple[PatchState, str, dict[str, str]]:
-        """What settings and versions alone decide. PENDING means: nothing against it."""
-        requirements = [versions.requirement(text) for text in patch.requires]
-        names = [patch.distribution, *(name for name, _ in requirements)]
-        # The loaded one counts, else the installed one.
-        current = {name: versions.loaded(name) or self._read(versions.installed, name) for name in names}
-        releases = {name: version for name, version in current.items() if version is not None}
-        if patch.id in self._settings.disabled:
-            return PatchState.SKIPPED, "disabled by GEMMA4_COMPAT_DISABLE", releases
-        for name in names:
-            if name not in releases:
-                return PatchState.SKIPPED, f"{name} is not installed", releases
-        for name in names:
-            if (too_old := versions.too_old(name, releases[name], self._oldest)) is not None:
-                return PatchState.SKIPPED, too_old, releases
-        version = releases[patch.distribution]
-        if not versions.admits(patch.affected, version):
-            fixed = f" (fixed in {patch.fixed})" if patch.fixed else ""
-            reason = f"{patch.distribution} {version} is outside {patch.affected}{fixed}"
-            return PatchState.NOT_NEEDED, reason, releases
-        for name, specifier in requirements:
-            if not versions.admits(specifier, releases[name]):
-                reason = f"only needed with {name}{specifier}; {name} is {releases[name]}"
-                return PatchState.SKIPPED, reason, releases
-        return PatchState.PENDING, "", releases
-
-    def _check_loaded(self, patch: Patch) -> None:
-        for name in [patch.distribution, *(versions.requirement(text)[0] for text in patch.requires)]:
-            loaded, installed = versions.loaded(name), self._read(versions.installed, name)
-            if loaded and installed and versions.differ(loaded, installed):
-                raise Gemma4CompatError(
-                    f"{name} {loaded} is loaded but {installed} is installed now (upgraded while Python was "
-                    "running?); restart Python"
-                )
-
     def _warn_two_copies(self, names: Iterable[str]) -> None:
         for name in names:
-            found = self._read(versions.copies, name)
+            found = self._gate.copies(name)
             if len(set(found.values())) > 1 and name not in self._two_copies:
                 self._two_copies.add(name)
                 listed = ", ".join(f"{version} in {folder}" for folder, version in found.items())
-                _warn(
+                self._warnings.append(
                     f"several releases of {name} are on sys.path: {listed}. Python uses the first; remove the others."
                 )
 
@@ -331,7 +322,9 @@ class Engine:
         record.again = False
         if record.changes is None:
             # One that waits for a module it will never need, on this release, stays not needed.
-            if record.status.state is PatchState.PENDING and self._gate(record.patch)[0] is PatchState.PENDING:
+            if record.status.state is PatchState.PENDING and (
+                not record.is_loaded or self._gate.decide(record.patch)[0] is PatchState.PENDING
+            ):
                 record.enter(PatchState.REVERTED, "reverted before it was applied; install() arms it again")
             return
         with self._uncovered(record):
@@ -379,14 +372,10 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------- what is said
 
-    def _status(self, record: Record) -> PatchStatus:
+    def _status(self, record: Record, absent: set[str]) -> PatchStatus:
         status = record.status
-        if not record.is_loaded:
-            return status
         if status.state is PatchState.PENDING:
-            state, reason, releases = self._gate(record.patch)
-            reason = status.reason if state is PatchState.PENDING else reason
-            return PatchStatus(id=status.id, state=state, reason=reason, versions=releases, at=status.at)
+            return self._pending(record, absent)
         if record.changes is None:
             return status
         reason = status.reason
@@ -400,54 +389,56 @@ class Engine:
             )
         return dataclasses.replace(status, reason=reason, overridden=overridden, unmet=unmet, unreached=unreached)
 
+    def _pending(self, record: Record, absent: set[str]) -> PatchStatus:
+        """What will become of a patch that waits, as far as that can be told."""
+        if not record.is_loaded:
+            state, reason = self._broken(record)
+            return dataclasses.replace(record.status, state=state, reason=reason)
+        if (hopeless := self._hopeless(record, absent)) is not None:
+            reason, releases = hopeless
+            failed = dataclasses.replace(record.status, state=PatchState.FAILED, reason=reason, versions=releases)
+            return dataclasses.replace(failed, detection=Detection.UNKNOWN)
+        state, reason, releases = self._gate.decide(record.patch)
+        if state is PatchState.PENDING:
+            reason = detection.waiting(record.patch, self._imported)
+            if self._ready(record.patch):
+                reason = "its library is imported, by an import that began before install(); install() applies it now"
+        return dataclasses.replace(record.status, state=state, reason=reason, versions=releases)
+
     def _is_off(self, patch_id: str) -> bool:
         """Whether a patch is off that could be on. One whose library is absent, or has no defect, is not missed."""
         record = self._records.get(patch_id)
         if record is None:  # an engine with some of the patches
             return False
-        skipped = record.status.state is PatchState.SKIPPED and record.id in self._settings.disabled
+        skipped = record.status.state is PatchState.SKIPPED and record.id in self._gate.settings.disabled
         return skipped or record.status.state in (PatchState.FAILED, PatchState.REVERTED)
 
     def _report_too_old(self, record: Record) -> None:
         """Once a library, when it is loaded: an old one that is only installed harms nobody."""
         for name, version in record.status.versions.items():
-            too_old = versions.too_old(name, version, self._oldest)
+            too_old = versions.too_old(name, version, self._gate.oldest)
             if record.status.reason != too_old or not versions.is_loaded(name):
                 continue
             message = f"{too_old}. Nothing that concerns it is repaired; GEMMA4_COMPAT_DISABLE=all silences this."
-            if self._settings.strict:
+            if self._gate.settings.strict:
                 record.again = True  # see _report_failure
-                raise Gemma4CompatError(message)
-            if name not in self._too_old:
+                self._refusals.append(message)
+            elif name not in self._too_old:
                 self._too_old.add(name)
-                _warn(message)
+                self._warnings.append(message)
+            return
 
     def _report_failure(self, record: Record, notice: str | None = None) -> None:
         """Once a patch; or, where one cause keeps many off, the ``notice`` of it, once for all."""
         status = record.status
-        happened = "was not applied, nothing was changed"
-        if status.state is PatchState.APPLIED:
-            happened = "was applied in part"
-        without = f"Without it: {record.patch.first_symptom} " if record.is_loaded and record.patch.symptom else ""
-        seen = f" [{', '.join(f'{name} {version}' for name, version in status.versions.items())}]"
-        message = (
-            f"patch {record.id!r} {happened}: {status.reason}{seen if status.versions else ''}. {without}"
-            f"(`gemma4-compat doctor {record.id}` looks whether it is still so). Please report it at "
-            f"{ISSUES}; GEMMA4_COMPAT_DISABLE={record.id} silences this."
-        )
-        if self._settings.strict:
+        message = report.failure_text(status, record.patch.first_symptom if record.is_loaded else "")
+        if self._gate.settings.strict:
             # It makes the import fail; the same import, tried again, must not succeed unpatched.
             # (Of one that is applied in part, the group that is missing is looked at again in any case.)
             record.again = status.state is not PatchState.APPLIED
-            raise Gemma4CompatError(message)
-        if notice is not None and notice not in self._notices:
+            self._refusals.append(message)
+        elif not record.warned and notice not in self._notices:
+            self._warnings.append(notice or message)
+        record.warned = True
+        if notice is not None:
             self._notices.add(notice)
-            _warn(f"{notice} First: {status.reason}.")
-        if not record.warned:
-            record.warned = True
-            if notice is None:
-                _warn(message)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, Gemma4CompatWarning, stacklevel=2)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._engine.patch import Patch, PatchStatus
+from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
 from gemma4_compat._engine.text import table_text
+
+ISSUES = "https://github.com/gemma4-compat/gemma4-compat/issues"
 
 
 def status_data(status: PatchStatus) -> dict[str, Any]:
@@ -72,3 +74,17 @@ def explanation_text(patch: Patch, status: PatchStatus) -> str:
     # A value of several lines is several rows, the first with the name.
     fields = [(name * (index == 0), line) for name, value in rows for index, line in enumerate(value.split("\n"))]
     return f"{patch.id} ({patch.area})\n{patch.documentation}\n\n{table_text(fields)}"
+
+
+def failure_text(status: PatchStatus, symptom: str) -> str:
+    """What a user is told of a patch that was not applied, or in part, and so of a ``symptom`` that stays."""
+    happened = "was not applied, nothing was changed"
+    if status.state is PatchState.APPLIED:
+        happened = "was applied in part"
+    without = f"Without it: {symptom} " if symptom else ""
+    seen = f" [{', '.join(f'{name} {version}' for name, version in status.versions.items())}]"
+    return (
+        f"patch {status.id!r} {happened}: {status.reason}{seen if status.versions else ''}. {without}"
+        f"(`gemma4-compat doctor {status.id}` looks whether it is still so). Please report it at "
+        f"{ISSUES}; GEMMA4_COMPAT_DISABLE={status.id} silences this."
+    )

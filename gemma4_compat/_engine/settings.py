@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._engine import notice
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -62,16 +61,12 @@ def _ids(variable: str, environ: Mapping[str, str], known: Collection[str], *, w
             chosen.add(item)
         else:
             advice = " Write ids separated by commas" + (", or 'all'." if wildcard else ".")
-            _warn(f"{variable}: {unknown_id(item, known)}{advice}")
+            notice.warn(f"{variable}: {unknown_id(item, known)}{advice}")
     return frozenset(chosen)
 
 
 def _flag(variable: str, environ: Mapping[str, str]) -> bool:
     value = environ.get(variable, "").strip().lower()
     if value not in _TRUE | _FALSE:
-        _warn(f"{variable}={value!r} is neither on nor off and is ignored; set it to 1, or unset it.")
+        notice.warn(f"{variable}={value!r} is neither on nor off and is ignored; set it to 1, or unset it.")
     return value in _TRUE
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, Gemma4CompatWarning, stacklevel=2)

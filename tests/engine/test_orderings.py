@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 import pytest
@@ -122,30 +122,24 @@ def test_an_import_blocked_by_none_in_sys_modules_is_not_an_import(
     assert engine.status()[ID].state is PatchState.PENDING
 
 
-@pytest.mark.parametrize("noticed_by", ["status", "install", "next import"])
-def test_a_half_imported_module_is_patched_once_it_is_complete(
-    create: Callable[..., Library], noticed_by: str
-) -> None:
-    library = create(core=CALLS_ARM, unrelated="")
+def test_a_half_imported_module_is_patched_when_its_import_ends(create: Callable[..., Library]) -> None:
+    library = create(core=CALLS_ARM)
     engines = armed_in_the_middle(library)
     core = library.load()
     assert core.AT_ITS_END == 2, "the half-built module was patched"
-    if noticed_by == "next import":
-        library.load("unrelated")
-    else:
-        getattr(engines[0], noticed_by)()
     assert core.double(2) == ("patched", 4)
     assert applied(engines[0])
+    assert not engines[0].status()[ID].late
+    assert type(core.__spec__) is ModuleSpec
 
 
-def test_the_import_that_notices_a_completed_module_is_not_missed_itself(create: Callable[..., Library]) -> None:
-    library = create(core=CALLS_ARM, other=CORE)
-    other = library.patch(library.target("triple", module="other"), id="fakelib-triple")
-    engines = armed_in_the_middle(library, library.patch(), other)
+def test_two_engines_armed_in_one_half_imported_module(create: Callable[..., Library]) -> None:
+    library = create(core=CALLS_ARM + "LIBRARY.arm()\n")
+    patches = [library.patch(), library.patch(library.target("triple"), id="fakelib-triple")]
+    vars(importlib.import_module(library.name))["arm"] = lambda: installed(patches.pop())
     core = library.load()
-    assert library.load("other").triple(2) == ("patched", 6)
-    assert core.double(2) == ("patched", 4)
-    assert engines[0].status()["fakelib-triple"].state is PatchState.APPLIED
+    assert (core.double(2), core.triple(2)) == (("patched", 4), ("patched", 6))
+    assert type(core.__spec__) is ModuleSpec
 
 
 def test_a_half_imported_module_that_fails_is_patched_at_its_next_import(create: Callable[..., Library]) -> None:
@@ -186,10 +180,8 @@ def test_a_module_that_another_thread_is_importing_is_left_alone_until_it_is_com
     assert library.load().double(2) == ("patched", 4)
 
 
-def test_arming_while_another_thread_is_looking_for_the_module_does_not_miss_it(
-    library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The finder of import hooks was asked already, so a hook registered now is too late to be called."""
+def looked_for(library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine that is armed while the module is looked for: the finder of import hooks was asked already."""
     engine = Engine([library.patch()])
 
     class SlowFinder:
@@ -199,9 +191,38 @@ def test_arming_while_another_thread_is_looking_for_the_module_does_not_miss_it(
 
     position = sys.meta_path.index(PathFinder)
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:position], SlowFinder(), *sys.meta_path[position:]])
+    return engine
+
+
+@pytest.mark.parametrize("noticed_by", ["install", "the next import"])
+def test_a_module_that_another_thread_is_looking_for_is_not_missed(
+    library: Library,
+    thread: Callable[..., threading.Thread],
+    monkeypatch: pytest.MonkeyPatch,
+    noticed_by: str,
+) -> None:
+    library.write("other", "")
+    engine = looked_for(library, thread, monkeypatch)
     core = library.load()
+    status = engine.status()[ID]
+    assert (status.state, core.double(2)) == (PatchState.PENDING, 4)
+    assert "; install() applies it now" in status.reason
+    if noticed_by == "install":
+        engine.install()
+    else:
+        library.load("other")
     assert applied(engine)
+    assert engine.status()[ID].late
     assert core.double(2) == ("patched", 4)
+
+
+def test_a_module_that_was_being_looked_for_is_noticed_by_what_it_imports(
+    create: Callable[..., Library], thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = create(core=CORE + "import LIBRARY.other\n", other="")
+    engine = looked_for(library, thread, monkeypatch)
+    assert library.load().double(2) == ("patched", 4)
+    assert not engine.status()[ID].late
 
 
 def test_eight_threads_arm_while_one_imports(

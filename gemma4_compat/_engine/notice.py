@@ -1,0 +1,44 @@
+"""Warnings of the engine: they point at the user's line, and are never an exception.
+
+Most are given inside an import. One that a filter turns into an error (``-W error``, pytest's ``filterwarnings``)
+would make that import fail, and the next one succeed without the repair. Whoever wants an error sets
+``GEMMA4_COMPAT_STRICT``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Collection
+from types import FrameType
+
+from gemma4_compat._errors import Gemma4CompatWarning
+
+_MACHINERY = {"gemma4_compat", "contextlib", "importlib", "_frozen_importlib", "_frozen_importlib_external", "wrapt"}
+
+
+def warn(message: str, libraries: Collection[str] = ()) -> None:
+    """Warn about the line outside this package, the import machinery and these ``libraries`` that led here.
+
+    A filter decides whether it is shown, and how often; one that raises only has it shown.
+    """
+    frame = _caller({*_MACHINERY, *libraries})
+    file, line, names = frame.f_code.co_filename, frame.f_lineno, frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    try:
+        warnings.warn_explicit(message, Gemma4CompatWarning, file, line, names.get("__name__"), registry)
+    except Gemma4CompatWarning as warning:
+        show(warning, file, line)
+
+
+def show(warning: Gemma4CompatWarning, file: str, line: int) -> None:
+    """Show a warning that a filter has turned into an exception."""
+    warnings.showwarning(warning, Gemma4CompatWarning, file, line)
+
+
+def _caller(skipped: Collection[str]) -> FrameType:
+    """The innermost frame whose top-level package is not skipped; the outermost one where all are."""
+    frame = sys._getframe(1)
+    while str(frame.f_globals.get("__name__")).partition(".")[0] in skipped and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
