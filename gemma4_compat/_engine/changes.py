@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -259,7 +260,7 @@ def _holders(functions: set[Any]) -> int:
     if not suspects:
         return 0
     skipped = {id(item) for item in (*ours, functions, suspects)}
-    called = _called()
+    called = set(map(id, suspects)) if _calling() else set()
     return sum(
         id(item) not in skipped
         and not isinstance(item, FrameType)
@@ -268,16 +269,17 @@ def _holders(functions: set[Any]) -> int:
     )
 
 
-def _called() -> set[int]:
-    """Ids of the functions that replacements are given just now, in any thread, in a tuple with their arguments."""
-    found = set()
-    for innermost in sys._current_frames().values():
+def _calling() -> bool:
+    """Whether any thread is in a function of ours just now: its original is then in a tuple with the arguments."""
+    frames = sys._current_frames()
+    frames[threading.get_ident()] = sys._getframe(1)  # not this one, which would then hold itself
+    for innermost in frames.values():
         frame: FrameType | None = innermost
         while frame is not None:
             if frame.f_globals is globals() and "original" in frame.f_code.co_freevars:
-                found.add(id(frame.f_locals["original"]))
+                return True
             frame = frame.f_back
-    return found
+    return False
 
 
 def restore(functions: list[tuple[FunctionType, Any]]) -> None:
