@@ -46,7 +46,7 @@ def test_status_as_json() -> None:
     data = json.loads(cli_says("status", "--json").stdout)
     assert [item["id"] for item in data] == IDS
     for item, status in zip(data, gemma4_compat.status().values()):
-        assert set(item) == {"id", "state", "reason", "versions", "late", "overridden", "unmet"}
+        assert set(item) == {"id", "state", "reason", "versions", "late", "overridden", "unmet", "unreached"}
         assert item["state"] == status.state
         assert item["versions"] == dict(status.versions)
 

@@ -7,28 +7,33 @@ Hazards this file exists for:
   Of what a function closes over dynamo knows lists and functions; an object of a class of ours ends the graph.
 * Undoing through ``getattr``/``setattr`` turns static methods into methods and leaves strays on subclasses. Only the
   raw slot, ``vars(owner)[name]``, is saved and restored.
-* ``from x import f`` gave ``f`` to other modules. Every module that holds the same object under the same name gets the
-  replacement; the undo finds the replacement wherever it went since.
+* ``from x import f`` gave ``f`` to other modules. Every module that holds the same object gets the replacement; the
+  undo finds the replacement wherever it went since. What else took ``f`` (registries, class attributes, closures,
+  bound methods) keeps it, and is counted.
 * Objects keep our function: a bound method (accelerate's ``module._old_forward``) outlives the undo. It becomes a
   pass-through, and the next installation puts the same function back, so that it works again there, too.
 * A reload executes a module again, in the same namespace: its functions and classes are new. The old classes still
   have instances, and other modules still hold the old functions; these keep what was installed in them.
 * Another library may wrap our replacement. Taking ours out from under it would drop its wrapper, so the slot is left
-  and our function becomes a pass-through.
+  and our function becomes a pass-through, which the next installation switches on again where it is.
+* Who reads the traceback of an upstream error looks for upstream's lines and their own. Of ours one is left.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
 
-@dataclass
+@dataclass(slots=True)  # what it refers to is counted
 class _Switch:
     """What an installed function calls: ``state[0]``, the replacement, or, where that is None, the original."""
 
@@ -39,6 +44,7 @@ class _Switch:
 
 _ABSENT = object()
 _OURS = "__gemma4_compat__"  # on every function we install: the patch's id
+_PACKAGE = __name__.partition(".")[0]
 # What we installed. The mark alone does not tell: a foreign functools.wraps around ours copies it. The switch is no
 # attribute of the function: accelerate copies those, and models are deep-copied.
 _installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDictionary()
@@ -47,7 +53,7 @@ _installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDi
 _latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Edit:
     owner: Any
     name: str
@@ -80,6 +86,12 @@ class ChangeSet:
         raw = raw_slot(owner, attribute)
         label = f"{module}.{name}"
         self._labels.add(label)
+        if (kept := beneath(raw, self.patch_id, label)) is not None and not _installed[kept].changes.active:
+            self._switch_on(kept, replacement)
+            self._journal.append(_Edit(owner, attribute, raw, kept, label))
+            if not isinstance(owner, type):
+                self._functions.append((kept, _installed[kept].original))
+            return
         if isinstance(raw, (staticmethod, classmethod)):
             installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label))
         elif isinstance(raw, property):
@@ -89,7 +101,7 @@ class ChangeSet:
         before = vars(owner).get(attribute, _ABSENT)
         if before is _ABSENT and isinstance(owner, type):
             # Inherited: the name it is pickled by would otherwise lead to the base class, and to another function.
-            function = _function(installed)
+            function = function_of(installed)
             function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{attribute}"
         self._set(owner, attribute, before, installed, label)
         if isinstance(installed, FunctionType) and not isinstance(owner, type):
@@ -103,7 +115,7 @@ class ChangeSet:
         if f"{module}.{name}" not in self._labels:
             return False
         try:
-            current = _function(raw_slot(*resolve_owner(module, name)))
+            current = function_of(raw_slot(*resolve_owner(module, name)))
         except (KeyError, AttributeError):
             return False
         while current not in self._wrappers:
@@ -127,22 +139,33 @@ class ChangeSet:
         kept = _latest.get((self.patch_id, label))
         known = None if kept is None else _installed[kept]
         if kept is not None and known is not None and known.original is original and not known.changes.active:
-            known.state[0], known.changes = replacement, self
-            self._wrappers.add(kept)
+            self._switch_on(kept, replacement)
             return kept
         state: list[Callable[..., Any] | None] = [replacement]
+        code = _upstream(original).__code__
 
         @functools.wraps(original, updated=())
         def installed(*args: Any, **kwargs: Any) -> Any:
             now = state[0]
-            return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
+            try:
+                return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
+            except BaseException as error:  # broad: it goes on to the caller, without what lies between
+                if (rest := _from_upstream(error.__traceback__, code)) is None:
+                    raise
+                raise error.with_traceback(rest)  # noqa: B904  # the same error, from nothing new
 
         vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
+        function.__defaults__, function.__kwdefaults__ = original.__defaults__, original.__kwdefaults__  # to be read
         _installed[function] = _Switch(original, state, self)
         _latest[self.patch_id, label] = function
         self._wrappers.add(function)
         return function
+
+    def _switch_on(self, kept: FunctionType, replacement: Callable[..., Any]) -> None:
+        known = _installed[kept]
+        known.state[0], known.changes = replacement, self
+        self._wrappers.add(kept)
 
     def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:
         self._journal.append(_Edit(owner, name, before, after, label))
@@ -157,12 +180,17 @@ class ChangeSet:
 
         Not the one of an edit: where two modules were reloaded, the second has what was installed in the first.
         """
-        current = _function(raw)
+        current = function_of(raw)
         while current not in self._wrappers:
             if not isinstance(current, FunctionType) or current not in _installed:
                 return False
             current = vars(current)["__wrapped__"]
         return True
+
+    def unreached(self) -> int:
+        """How many objects still hold a function that was replaced. They took it before, and call it as it was."""
+        inherited = {function_of(edit.after) for edit in self._journal if edit.before is _ABSENT}  # the base keeps it
+        return _holders({_upstream(function) for function in self._wrappers if function not in inherited})
 
     def undo(self, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> tuple[str, ...]:
         """Restore every raw slot, newest first. Returns the labels of those that had to be left to somebody else.
@@ -193,6 +221,67 @@ class ChangeSet:
         return tuple(left)
 
 
+def reach(edits: Iterable[ChangeSet | None]) -> None:
+    """Give the replacements to modules that took a function before, under whatever name.
+
+    The module that defines it is left out: had the patch been there first, its own names would lead past it, too.
+    """
+    latest: dict[int, FunctionType] = {}
+    for installed, original in (pair for changes in edits if changes is not None for pair in changes._functions):
+        latest[id(original)] = installed
+    if not latest or not _holders({_upstream(installed) for installed in latest.values()}):
+        return
+    for namespace in _modules():
+        for name, value in list(vars(namespace).items()):
+            function = value
+            while id(function) in latest and latest[id(function)].__module__ != namespace.__name__:
+                function = latest[id(function)]  # one patch's replacement is another's original
+            if function is not value:
+                setattr(namespace, name, function)
+
+
+def _holders(functions: set[Any]) -> int:
+    """How many objects hold one of these upstream functions, but for what is needed to replace them.
+
+    Their reference counts say that none does, which is the rule; else the heap is searched.
+    """
+    ours: list[Any] = []
+    for installed, switch in list(_installed.items()):
+        if _upstream(installed) in functions:
+            ours += [*(installed.__closure__ or ()), vars(installed), switch]
+            ours += [item for pair in ((edit, edit.before) for edit in switch.changes._journal) for item in pair]
+            ours += switch.changes._functions
+    ours += [cell for function in functions for cell in function.__closure__ or ()]  # it may call itself
+    ours += [vars(item) for item in ours if isinstance(item, (staticmethod, classmethod))]
+    ours = list({id(item): item for item in ours if not isinstance(item, FunctionType)}.values())
+    own = Counter(map(id, gc.get_referents(*ours)))
+    spare, *counts = [sys.getrefcount(item) for item in (lambda: None, *functions)]
+    suspects = [function for function, count in zip(functions, counts) if count > spare + own[id(function)] + 1]
+    if not suspects:
+        return 0
+    skipped = {id(item) for item in (*ours, functions, suspects)}
+    called = set(map(id, suspects)) if _calling() else set()
+    return sum(
+        id(item) not in skipped
+        and not isinstance(item, FrameType)
+        and not (isinstance(item, tuple) and len(item) > 0 and id(item[0]) in called)
+        for item in gc.get_referrers(*suspects)
+    )
+
+
+def _calling() -> bool:
+    """Whether any thread is in a function of ours just now: its original is then in a tuple with the arguments."""
+    frames = sys._current_frames()
+    frames[threading.get_ident()] = sys._getframe(1)  # not this one, which would then hold itself
+    for innermost in frames.values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_globals is globals() and "original" in frame.f_code.co_freevars:
+                return True
+            frame = frame.f_back
+    return False
+
+
 def restore(functions: list[tuple[FunctionType, Any]]) -> None:
     """Pairs (installed, original): wherever a module holds the first, put the second."""
     originals = {id(installed): original for installed, original in functions}
@@ -207,9 +296,41 @@ def restore(functions: list[tuple[FunctionType, Any]]) -> None:
                 setattr(namespace, name, original)
 
 
-def _function(raw: Any) -> Any:
+def function_of(raw: Any) -> Any:
     """The function in a raw slot: a static or class method's, a property's getter, or what is there itself."""
     return raw.fget if isinstance(raw, property) else getattr(raw, "__func__", raw)
+
+
+def is_installed(function: Any) -> bool:
+    """Whether a patch, applied or undone, has put this function somewhere."""
+    return type(function) is FunctionType and function in _installed  # a proxy, such as wrapt's, says it is one
+
+
+def beneath(raw: Any, patch_id: str, label: str) -> FunctionType | None:
+    """What a patch last put in place of ``label``, where it lies below others' wrappers in a raw slot."""
+    kept = _latest.get((patch_id, label))
+    current = function_of(raw)
+    seen = set()
+    while current is not None and current is not kept and id(current) not in seen:
+        seen.add(id(current))
+        current = getattr(current, "__wrapped__", None)
+    return kept if current is kept else None
+
+
+def _upstream(function: Any) -> Any:
+    """What lies below the functions that we have put on top of each other."""
+    while is_installed(function):
+        function = _installed[function].original
+    return function
+
+
+def _from_upstream(traceback: TracebackType | None, code: CodeType) -> TracebackType | None:
+    """A traceback from where it reaches ``code``; None where it does not, or not by way of this package alone."""
+    while traceback is not None and traceback.tb_frame.f_code is not code:
+        if str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] != _PACKAGE:
+            return None
+        traceback = traceback.tb_next
+    return traceback
 
 
 def resolve_owner(module: str, name: str) -> tuple[Any, str]:

@@ -11,8 +11,19 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from gemma4_compat._engine import changes, hooks, versions
-from gemma4_compat._engine.fingerprint import fingerprint
+from gemma4_compat._engine.fingerprint import fingerprint, stranger
 from gemma4_compat._engine.patch import Detection, Patch, Target
+
+NO_SOURCE = (
+    "patches stay off where a library is installed without its .py files (frozen, or compiled to .pyc alone): they "
+    "replace no code that cannot be compared with what they were proven on. Install the sources, too (PyInstaller: "
+    "module_collection_mode 'pyz+py' for the library); `gemma4_compat.status()` names the patches, "
+    "GEMMA4_COMPAT_DISABLE=all silences this."
+)
+
+
+class _NoSource(str):
+    """A reason: the code that is loaded has no source to compare."""
 
 
 class Found(NamedTuple):
@@ -22,11 +33,13 @@ class Found(NamedTuple):
         detection: AFFECTED where at least one group of targets is to be replaced.
         reason: why it is not; where it is, why other groups are not.
         groups: of targets to replace.
+        notice: what the user is told of all patches that fail for this reason, in place of a warning for each.
     """
 
     detection: Detection
     reason: str = ""
     groups: frozenset[str] = frozenset()
+    notice: str | None = None
 
 
 def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) -> Found:
@@ -41,9 +54,11 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
         return Found(said, f"looked at the loaded {patch.distribution} on this host: {said.replace('_', ' ')}")
     unknown = {group: why for group in patch.groups if group in ready and (why := _unknown(patch, group, releases))}
     known = frozenset(ready) - unknown.keys()
+    notice = NO_SOURCE if any(isinstance(why, _NoSource) for why in unknown.values()) else None
     if not known:
-        return Found(Detection.UNKNOWN, next(iter(unknown.values())))
-    return Found(Detection.AFFECTED, "; ".join(f"not in {group}: {why}" for group, why in unknown.items()), known)
+        return Found(Detection.UNKNOWN, next(iter(unknown.values())), notice=notice)
+    reason = "; ".join(f"not in {group}: {why}" for group, why in unknown.items())
+    return Found(Detection.AFFECTED, reason, known, notice)
 
 
 def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet) -> None:
@@ -94,15 +109,30 @@ def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> str | Non
             if target.optional:
                 continue
             return explained(patch, releases, f"{target} does not exist")
-        owner, attribute = changes.resolve_owner(target.module, target.name)
-        found = fingerprint(changes.raw_slot(owner, attribute))
+        raw = changes.raw_slot(*changes.resolve_owner(target.module, target.name))
+        try:
+            found = fingerprint(raw)
+        except OSError as error:
+            return _NoSource(f"the source of {target} is not there ({error})")
         if found not in target.known:
             if is_unmeasured(patch, releases):
                 what = f"{target} is not the code this was proven on (fingerprint {found})"
             else:
                 what = f"the code of {target} is unknown (fingerprint {found}): edited, or replaced by another library"
             return explained(patch, releases, what)
+        if (wrapper := _wrapped_by(patch, target, raw)) is not None:
+            return (
+                f"{wrapper} wraps {target}, and this was not proven on top of it; import gemma4_compat first, so that "
+                "it wraps what is repaired"
+            )
     return None
+
+
+def _wrapped_by(patch: Patch, target: Target, raw: object) -> str | None:
+    """Who else has wrapped the code of a target, and not what this patch put there."""
+    if changes.beneath(raw, patch.id, str(target)) is not None:
+        return None
+    return stranger(changes.function_of(raw), changes.is_installed)
 
 
 def _exists(target: Target) -> bool:

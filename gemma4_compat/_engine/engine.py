@@ -23,7 +23,7 @@ from types import FunctionType
 from typing import Any
 
 from gemma4_compat._engine import autoreload, detection, hooks, notice, report, settings, versions
-from gemma4_compat._engine.changes import ChangeSet, restore
+from gemma4_compat._engine.changes import ChangeSet, reach, restore
 from gemma4_compat._engine.gate import DISABLED, Gate
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
 from gemma4_compat._engine.record import Record
@@ -46,6 +46,7 @@ class Engine:
         self._imported: set[str] = set()  # modules whose hook has fired
         self._two_copies: set[str] = set()  # distributions already warned about
         self._too_old: set[str] = set()  # the same
+        self._notices: set[str] = set()  # what was said of many patches
         self._warnings: list[str] = []  # to be said when the lock is released
         self._refusals: list[str] = []  # the same; errors, where GEMMA4_COMPAT_STRICT is set
         self._libraries = {name.partition(".")[0] for record in self._records.values() for name in record.modules}
@@ -214,14 +215,17 @@ class Engine:
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
         """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""
+        waited: list[Record] = []
         for record in self._records.values():
             waits = (record.again and trigger) or record.status.state is PatchState.PENDING
             if not waits or not record.is_loaded or (trigger and trigger not in record.patch.modules):
                 continue
             if ready := self._ready(record.patch):
                 self._decide(record, ready, late=late)
+                waited += [record] if late or len(record.modules) > 1 else []
             else:
                 record.enter(PatchState.PENDING, detection.waiting(record.patch, self._imported))
+        reach(record.changes for record in waited)
 
     def _ready(self, patch: Patch) -> frozenset[str]:
         """The groups of targets whose modules are all there."""
@@ -298,11 +302,12 @@ class Engine:
         self._warn_two_copies(releases)
         if state is PatchState.SKIPPED:
             self._report_too_old(record)
+        notice = None if found is None else found.notice
         if state is PatchState.FAILED:
             record.again = ready != patch.groups.keys()  # another group of it may be known
-            self._report_failure(record)
+            self._report_failure(record, notice)
         elif applied and found is not None and found.reason:
-            self._report_failure(record)
+            self._report_failure(record, notice)
 
     def _warn_two_copies(self, names: Iterable[str]) -> None:
         for name in names:
@@ -364,6 +369,7 @@ class Engine:
                     other.changes = None
                     other.enter(PatchState.FAILED, f"{type(error).__name__}: {error}", versions=other.status.versions)
                     self._report_failure(other)
+            reach(other.changes for other in covering)
 
     # --------------------------------------------------------------------------------------------------- what is said
 
@@ -376,11 +382,13 @@ class Engine:
         reason = status.reason
         if overridden := record.changes.overridden():
             reason += f"; replaced by another library since: {', '.join(overridden)}"
+        if unreached := record.changes.unreached():
+            reason += f"; places that took what it replaces before, and call the original: {unreached}"
         if unmet := tuple(name for name in record.patch.needs if self._is_off(name)):
             reason += (
                 f"; not exact without {', '.join(f'{name} ({self._records[name].status.state})' for name in unmet)}"
             )
-        return dataclasses.replace(status, reason=reason, overridden=overridden, unmet=unmet)
+        return dataclasses.replace(status, reason=reason, overridden=overridden, unmet=unmet, unreached=unreached)
 
     def _pending(self, record: Record, absent: set[str]) -> PatchStatus:
         """What will become of a patch that waits, as far as that can be told."""
@@ -421,7 +429,8 @@ class Engine:
                 self._warnings.append(message)
             return
 
-    def _report_failure(self, record: Record) -> None:
+    def _report_failure(self, record: Record, notice: str | None = None) -> None:
+        """Once a patch; or, where one cause keeps many off, the ``notice`` of it, once for all."""
         status = record.status
         message = report.failure_text(status, record.patch.first_symptom if record.is_loaded else "")
         if self._gate.settings.strict:
@@ -429,6 +438,8 @@ class Engine:
             # (Of one that is applied in part, the group that is missing is looked at again in any case.)
             record.again = status.state is not PatchState.APPLIED
             self._refusals.append(message)
-        elif not record.warned:
-            record.warned = True
-            self._warnings.append(message)
+        elif not record.warned and notice not in self._notices:
+            self._warnings.append(notice or message)
+        record.warned = True
+        if notice is not None:
+            self._notices.add(notice)

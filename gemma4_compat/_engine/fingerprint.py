@@ -4,7 +4,8 @@ It is taken from the syntax tree, not from byte code, so it is the same on every
 fingerprints it was proven on, and code it has never seen is never replaced.
 
 It is of one function. What that function calls may have changed although the fingerprint has not, and no fingerprint
-sees that; the reproductions, which ``doctor`` runs, are there for it.
+sees that; the reproductions, which ``doctor`` runs, are there for it. What lies *around* the function is upstream's
+decorators, which the fingerprint has in it, or somebody else's wrapper, which :func:`stranger` finds.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ import inspect
 import textwrap
 import types
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Absent from the tree of some Python versions, or without meaning at run time.
 _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_params", "type_comment", "kind", "ctx"})
+
+# ``torch.compile`` and ``torch.compiler.disable``: what they run is the function that they were given.
+_TRANSPARENT = "torch._dynamo"
 
 # Finding the source of a function and parsing it is most of what a decision costs, and an engine decides again.
 _known: dict[int, tuple[weakref.ref[types.CodeType], str]] = {}
@@ -46,15 +51,67 @@ def fingerprint(function: Any) -> str:
     return _known[key][1]
 
 
+def stranger(function: Any, ours: Callable[[Any], bool]) -> str | None:
+    """The outermost wrapper that is not upstream's own, as "module.name"; None where there is none.
+
+    Upstream's own are made in the library that the function comes from, or by one of the decorators in its source.
+
+    Args:
+        function: what a name leads to, with ``__wrapped__`` on every wrapper.
+        ours: whether a wrapper is one that a patch has installed.
+    """
+    layers: list[Any] = []
+    inspect.unwrap(function, stop=lambda layer: layers.append(layer))
+    inner = inspect.unwrap(function)
+    home = _package(inner)
+    decorators: Counter[str] | None = None
+    for layer in layers:
+        if ours(layer) or _package(layer) == home or _module(layer).startswith(_TRANSPARENT):
+            continue
+        if decorators is None:
+            decorators = _decorators(inner)
+        if not decorators[_package(layer)]:
+            name = layer.__code__.co_name if type(layer) is types.FunctionType else type(layer).__name__
+            return f"{_module(layer)}.{name}"
+        decorators[_package(layer)] -= 1
+    return None
+
+
+def _module(layer: Any) -> str:
+    """The module that defines a wrapper; ``functools.wraps`` gave it the ``__module__`` of what it wraps."""
+    if type(layer) is types.FunctionType:  # a proxy, such as wrapt's, says that it is one
+        return str(layer.__globals__.get("__name__"))
+    return type(layer).__module__
+
+
+def _package(layer: Any) -> str:
+    return _module(layer).partition(".")[0]
+
+
+def _decorators(function: types.FunctionType) -> Counter[str]:
+    """The packages that the decorators in a function's source come from."""
+    found: Counter[str] = Counter()
+    definition = _parsed(inspect.getsource(function)).body[0]
+    for decorator in getattr(definition, "decorator_list", ()):
+        root = next((node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)), "")
+        held = function.__globals__.get(root)
+        named = held.__name__ if isinstance(held, types.ModuleType) else getattr(held, "__module__", None)
+        found[str(named).partition(".")[0]] += 1
+    return found
+
+
 def fingerprint_source(source: str) -> str:
     """The fingerprint of source text that holds one function definition."""
+    return hashlib.sha256("\n".join(_walk(_parsed(source))).encode()).hexdigest()[:12]
+
+
+def _parsed(source: str) -> ast.Module:
     try:
-        tree = ast.parse(textwrap.dedent(source))
+        return ast.parse(textwrap.dedent(source))
     except IndentationError:  # a comment or a docstring's line at the margin kept it from being dedented
         (block,) = ast.parse(f"if True:\n{source}").body
         assert isinstance(block, ast.If)
-        tree = ast.Module(body=block.body, type_ignores=[])
-    return hashlib.sha256("\n".join(_walk(tree)).encode()).hexdigest()[:12]
+        return ast.Module(body=block.body, type_ignores=[])
 
 
 def _walk(node: ast.AST) -> Iterator[str]:

@@ -211,6 +211,8 @@ class PatchStatus:
         reason: why it is in that state, in one sentence.
         versions: releases seen when that was decided, by distribution (absent ones are left out).
         late: applied after its library had been imported; names other modules had taken by then were rebound.
+        unreached: objects that had taken a replaced function before, and still call it as it was: registries, class
+            attributes, closures, bound methods of models that were split by then.
         overridden: replaced functions that another library has replaced again since.
         unmet: ids of patches that this one needs to be exact and that are off: disabled, failed or reverted.
         detection: what the loaded code said; None where it was not looked at, or looking at it was not what failed.
@@ -224,5 +226,6 @@ class PatchStatus:
     late: bool = False
     overridden: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
+    unreached: int = 0
     detection: Detection | None = None
     at: float = 0.0

@@ -20,6 +20,7 @@ def status_data(status: PatchStatus) -> dict[str, Any]:
         "late": status.late,
         "overridden": list(status.overridden),
         "unmet": list(status.unmet),
+        "unreached": status.unreached,
     }
 
 

@@ -207,15 +207,27 @@ def test_a_replacement_of_a_static_or_class_method_is_noticed(library: Library, 
     assert raw(core.Layer, attribute) is theirs
 
 
-def test_installing_again_over_a_foreign_wrapper_repairs_once(library: Library) -> None:
-    core = library.load()
-    engine = installed(library.patch())
-    core.double = foreign(core.double)
-    engine.revert()
-    engine.install()
-    assert core.double(2) == ("patched", ("foreign", 4))
-    engine.revert()
-    assert core.double(2) == ("foreign", 4)
+@pytest.mark.parametrize("name, arguments", [("double", (2,)), ("Layer.forward", (None, 3)), ("Layer.scale", (0.4,))])
+def test_installing_again_below_a_foreign_wrapper_switches_ours_on_where_it_is(
+    create: Callable[..., Library], name: str, arguments: tuple[Any, ...]
+) -> None:
+    library = create(api=ALIAS)
+    core, api = library.load(), library.load("api")
+    path, _, attribute = name.rpartition(".")
+    owner = getattr(core, path) if path else core
+    engine = installed(library.patch(library.target(name)))
+    wrapper = foreign(getattr(owner, attribute))
+    setattr(owner, attribute, wrapper if name != "Layer.scale" else staticmethod(wrapper))
+    for _ in range(2):
+        assert function(core, name)(*arguments) == ("foreign", ("patched", 4))
+        status = engine.status()["fakelib-double"]
+        assert (status.state, status.overridden) == (PatchState.APPLIED, (f"{core.__name__}.{name}",))
+        assert name != "double" or api.double(2) == ("patched", 4)
+        status = engine.revert()["fakelib-double"]
+        assert "ours stays under it and passes through" in status.reason
+        assert function(core, name)(*arguments) == ("foreign", 4)
+        assert api.double(2) == 4
+        engine.install()
 
 
 def test_a_wrapper_that_is_taken_off_again_leaves_ours_in_charge(library: Library) -> None:
