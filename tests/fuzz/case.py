@@ -64,7 +64,7 @@ class Case:
     @property
     def nbytes(self) -> int:
         """Bytes of all files and options."""
-        return sum(file.nbytes for file in self.files.values()) + len(repr(dict(self.options)))
+        return sum(file.nbytes for file in self.files.values()) + len(_source(dict(self.options)))
 
     def write(self, folder: Path) -> None:
         """Write the files into ``folder``, which is emptied first."""
@@ -117,8 +117,8 @@ def _file(data: Mapping[str, Any]) -> File:
 
 def _option_data(value: Any) -> Any:
     """JSON keeps no tuples, no bytes, no whole numbers of 5,000 digits: those are written as Python."""
-    plain = json.loads(json.dumps(value, default=repr)) if not _is_huge(value) else None
-    return value if repr(plain) == repr(value) else {"python": _source(value)}
+    is_plain = not _is_huge(value) and repr(json.loads(json.dumps(value, default=repr))) == repr(value)
+    return value if is_plain else {"python": _source(value)}
 
 
 def _is_huge(value: Any) -> bool:

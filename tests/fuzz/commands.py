@@ -31,7 +31,7 @@ def valid_json(data: Any) -> None:
 
 
 def call(case: Case, folder: Path, out: Path) -> Any:
-    """Run the command; raise :class:`ViolationError` for what it must not print, ``Gemma4CompatError`` for status 2."""
+    """Run the command; ``ViolationError`` for what it must not print, ``Gemma4CompatError`` for exit status 2."""
     from typer.testing import CliRunner
 
     from gemma4_compat import cli
@@ -139,8 +139,12 @@ light = st.one_of(
 )
 
 
+def _text(value: Any) -> str:
+    return hex(value) if isinstance(value, int) and value.bit_length() > 10_000 else str(value)
+
+
 def _given(option: str, found: st.SearchStrategy[Any]) -> st.SearchStrategy[list[str]]:
-    return st.just([]) | st.just([]) | found.map(lambda value: [option, str(value)])
+    return st.just([]) | st.just([]) | found.map(lambda value: [option, _text(value)])
 
 
 def _together(*parts: list[str]) -> list[str]:
@@ -151,7 +155,7 @@ _number = st.sampled_from(["1", "64"]) | _word
 _plan_options = st.builds(
     _together,
     st.sampled_from(["8GiB", "24GiB"]).map(lambda size: ["--vram", size])
-    | options.size.map(lambda size: ["--vram", str(size)]),
+    | options.size.map(lambda size: ["--vram", _text(size)]),
     _given("--context", _number),
     _given("--batch", _number),
     _given("--prompt", _number),

@@ -158,16 +158,8 @@ _CHANGES = {
 }
 _FORBIDDEN = frozenset(
     [
-        "os.system",
-        "os.exec",
-        "os.fork",
-        "os.posix_spawn",
-        "subprocess.Popen",
-        "pickle.find_class",
-        "socket.connect",
-        "socket.getaddrinfo",
-        "socket.bind",
-        "webbrowser.open",
+        *("os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.Popen", "pickle.find_class"),
+        *("socket.connect", "socket.getaddrinfo", "socket.bind", "webbrowser.open"),
     ]
 )
 

@@ -38,7 +38,15 @@ _SIZES = (
     ),
     *("8589934592", "8EiB", "1.GiB", ".5GiB", "1,5GiB", "0:8GiB", "cpu=8GiB", "\x1b[31m8GiB", "\ud800", "MAX", "auto"),
 )
-size = st.sampled_from(_SIZES) | values.text | values.number | st.just([]) | st.just({}) | st.just(b"8GiB")
+size = (
+    st.sampled_from(_SIZES)
+    | st.just(10**5000)
+    | values.text
+    | values.number
+    | st.just([])
+    | st.just({})
+    | st.just(b"8GiB")
+)
 vram = (
     st.sampled_from(["8GiB", "24GiB", 8 << 30, 1])
     | size
