@@ -30,7 +30,7 @@ from tests.merge.adapters import assert_same, broken, tensors
         ("half a module", r"the file lacks .*lora_B"),
         ("nan", r"PEFT cannot merge the adapter of .*NaN"),
         ("no config", r"there is no adapter_config.json"),
-        ("no JSON", r"adapter_config.json' cannot be read"),
+        ("no JSON", r"adapter_config.json' is not JSON"),
         ("empty", r"has no weights"),
     ],
 )
