@@ -14,7 +14,7 @@ from typing import Any
 from gemma4_compat._errors import Gemma4CompatError
 
 #: Bits of an element, by the name safetensors has for a type.
-_BITS = {
+BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
@@ -82,7 +82,7 @@ def _tensor(entry: Any, first: int) -> Tensor:
     dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"shape {list(shape)} at {[begin, end]}")
-    if dtype in _BITS and end - begin != prod(shape) * _BITS[dtype] // 8:
+    if dtype in BITS and end - begin != prod(shape) * BITS[dtype] // 8:
         raise ValueError(f"{dtype} of shape {list(shape)} in {end - begin} bytes")
     return Tensor(dtype, shape, first + begin, end - begin)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,12 +84,13 @@ class Requests:
         archive = re.search(r"\.(whl|zip|tar\.[a-z0-9]+)$", text.partition(" ")[0])
         try:
             requirement = None if archive and " @ " not in text else Requirement(text)
-        except (ValueError, SyntaxError) as error:  # packaging 22 evaluates strings; InvalidRequirement is the former
+        except (ValueError, SyntaxError):  # packaging 22 evaluates strings; InvalidRequirement is the former
             if not re.match(r"[./~\\]|[A-Za-z]:\\|[A-Za-z0-9+]+://|file:|[^\s=<>~!;@]+[/\\]", text):
                 hint = (
                     "write it as 'transformers>=5.5', with an operator, a comma between bounds, and ; before a marker"
                 )
-                raise Gemma4CompatError(f"{where}: {text!r} is not a requirement; {hint}") from error
+                # The text is not in the cause either.
+                raise Gemma4CompatError(f"{where}: {self._shown(text)} is not a requirement; {hint}") from None
             requirement = None
         if requirement is None:
             location, *marker = re.split(r"\s*;\s", text, maxsplit=1)
@@ -114,10 +116,17 @@ class Requests:
             named = [canonicalize_name(egg[1])] if egg else parts if remote else parts[-1:]
             name = next((part for part in named if part in self.names), None)
             if name is None and not remote:
-                self.notes.append(f"{where}: what {location} requires is not looked into; ask about its own file, too")
+                path = re.sub(r"\[.*\]$", "", location)
+                shown = location if os.path.exists(path) else "this path"  # noqa: PTH110 - Path raises for odd names
+                self.notes.append(f"{where}: what {shown} requires is not looked into; ask about its own file, too")
         if name not in self.names or not self._holds(marker, name, where, extra):
             return []
         return [_from_location(name, location, where)]
+
+    def _shown(self, text: str) -> str:
+        """A line for a message. One that is not about ``names`` may be of another file, with a secret in it."""
+        name = re.match(r"[A-Za-z0-9._-]+", text)
+        return repr(text) if name and canonicalize_name(name[0]) in self.names else "what is there"
 
     def _holds(self, marker: Marker | None, name: str, where: str, extra: str = "") -> bool:
         if marker is None or evaluate(marker, where, extra):
@@ -156,7 +165,9 @@ def evaluate(marker: Marker, where: str, extra: str = "", lock: Mapping[str, Any
 
 def _from_location(name: str, location: str, where: str) -> Request:
     version = _in_file_name(location)[1]
-    return Request(name, f"=={version}", where) if version else Request(name, "", where, location)
+    if version:
+        return Request(name, f"=={version}", where)
+    return Request(name, "", where, re.sub(r"//[^/@\s]*@", "//****@", location))  # as pip shows credentials
 
 
 def _in_file_name(location: str) -> tuple[str | None, str | None]:
