@@ -16,15 +16,19 @@ def leave_working_directory_out() -> None:
     """Take the working directory from ``sys.path`` in a process that is started as a command of this package, unless
     the package itself is there.
     """
-    arguments = sys.orig_argv
-    if "-m" not in arguments or not sys.path or sys.flags.isolated or getattr(sys.flags, "safe_path", False):
+    # Python has "-m" there until it has found the module.
+    if sys.argv[:1] != ["-m"] or not sys.path or sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
-    module = "".join(arguments[arguments.index("-m") + 1 :][:1])
+    at = next((index for index, argument in enumerate(sys.orig_argv) if argument.startswith("-m")), None)
+    module = "" if at is None else sys.orig_argv[at][2:] or sys.orig_argv[at + 1]
     if module != _COMMAND and not module.startswith(f"{_COMMAND}."):
         return
-    here, first = os.path.realpath(os.getcwd()), os.path.realpath(sys.path[0])  # noqa: PTH109 - pathlib is not loaded
-    package = os.path.realpath(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 - likewise
-    if first == here != package:
+    package = os.path.realpath(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 - pathlib is not loaded
+    try:
+        here = os.path.realpath(os.getcwd())  # noqa: PTH109 - likewise
+    except OSError:  # it is gone: nothing is imported from it
+        return
+    if os.path.realpath(sys.path[0]) == here != package:
         del sys.path[0]
 
 

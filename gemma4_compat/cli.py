@@ -399,12 +399,12 @@ def _fail(message: str) -> Any:
 
 
 def _tell(message: str) -> None:
-    typer.echo(f"gemma4-compat: {printable(message)}", err=True)
+    terminal.write(f"gemma4-compat: {printable(message)}", error=True)
 
 
 def _say(text: str, as_json: bool = False) -> None:
     try:
-        typer.echo(text, err=as_json)  # with --json, standard output holds the JSON and nothing else
+        terminal.write(text, error=as_json)  # with --json, standard output holds the JSON and nothing else
     except BrokenPipeError:
         terminal.discard()
         raise typer.Exit(_SIGPIPE) from None

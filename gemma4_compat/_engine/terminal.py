@@ -48,6 +48,17 @@ def guarded() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
+def write(text: str, *, error: bool = False) -> None:
+    """A line to standard output, or to standard error; to nowhere where the caller has closed it (``>&-``).
+
+    Not by ``typer.echo``, which goes around the guard where it distrusts the encoding.
+    """
+    stream = sys.stderr if error else sys.stdout
+    if stream is not None:
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
 def discard() -> None:
     """Send what is still buffered, and cannot be written, to nowhere: Python would try again at its end."""
     if sys.stdout is not None:

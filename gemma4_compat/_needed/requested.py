@@ -94,7 +94,8 @@ class Requests:
             requirement = None
         if requirement is None:
             location, *marker = re.split(r"\s*;\s", text, maxsplit=1)
-            return self._parse_location(location, parse_marker(marker[0], where) if marker else None, where, extra)
+            found = parse_marker(marker[0], where, shown=False) if marker else None
+            return self._parse_location(location, found, where, extra)
         name = canonicalize_name(requirement.name)
         if name not in self.names or not self._holds(requirement.marker, name, where, extra):
             return []
@@ -140,8 +141,13 @@ def about(name: str, requests: Iterable[Request]) -> list[Request]:
     return [item for item in requests if item.name == name]
 
 
-def parse_marker(text: str, where: str) -> Marker:
-    """An environment marker (PEP 508).
+def without_credentials(location: str) -> str:
+    """A URL as pip shows it."""
+    return re.sub(r"//[^/@\s]*@", "//****@", location)
+
+
+def parse_marker(text: str, where: str, *, shown: bool = True) -> Marker:
+    """An environment marker (PEP 508). ``shown``: whether an error may hold its text.
 
     Raises:
         Gemma4CompatError: it is not one, or needs a newer packaging.
@@ -150,7 +156,8 @@ def parse_marker(text: str, where: str) -> Marker:
         return Marker(text)
     except (ValueError, SyntaxError) as error:
         remedy = "pip install -U packaging" if re.search("extras|dependency_groups", text) else "correct it"
-        raise Gemma4CompatError(f"{where}: the marker {text!r} cannot be read; {remedy}") from error
+        what = f"the marker {text!r}" if shown else "the marker"
+        raise Gemma4CompatError(f"{where}: {what} cannot be read; {remedy}") from (error if shown else None)
 
 
 def evaluate(marker: Marker, where: str, extra: str = "", lock: Mapping[str, Any] | None = None) -> bool:
@@ -167,7 +174,7 @@ def _from_location(name: str, location: str, where: str) -> Request:
     version = _in_file_name(location)[1]
     if version:
         return Request(name, f"=={version}", where)
-    return Request(name, "", where, re.sub(r"//[^/@\s]*@", "//****@", location))  # as pip shows credentials
+    return Request(name, "", where, without_credentials(location))
 
 
 def _in_file_name(location: str) -> tuple[str | None, str | None]:

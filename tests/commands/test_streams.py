@@ -76,10 +76,18 @@ def test_a_file_in_the_working_folder_is_not_imported(tmp_path: Path, name: str)
     assert '"text": 2' in out
 
 
+def test_a_working_folder_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    script = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    gone.mkdir()
+    code, out, error = finished(started("-c", script, "-m", "gemma4_compat", "--version", folder=gone))
+    assert (code, out, error) == (0, f"{gemma4_compat.__version__}\n", "")
+
+
 def test_scripts_of_a_folder_still_find_their_own_modules(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import gemma4_compat, other")
     (tmp_path / "other.py").write_text("print('found')")
-    for arguments in (["-m", "mine"], ["mine.py"], ["-c", "import gemma4_compat, other"]):
+    for arguments in (["-m", "mine"], ["mine.py", "-m", "gemma4_compat"], ["-c", "import gemma4_compat, other"]):
         assert finished(started(*arguments, folder=tmp_path)) == (0, "found\n", "")
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, cli
 from tests.adapters.adapter_files import LORA, PREFIX, lora, write_adapter
+from tests.commands.helpers import command
 
 #: Colours, a title, a line of its own, text that runs backwards, half a surrogate pair, a bell.
 EVIL = "a\x1b[31m\x1b]0;title\x07\nNo problems.\u202etxt\ud800\x9b"
@@ -98,6 +99,14 @@ def test_names_of_folders_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert_shown(done.stdout)
     assert_shown(says("scan", str(folder / "none")).stderr)
     assert_shown(says("scan", str(folder), "one", EVIL).stderr)
+    assert_shown(says("scan", f"--{EVIL}").stderr)
+
+
+def test_an_encoding_that_is_distrusted_shows_control_characters_too(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "häuser\x1b[31m", lora(MODULE))
+    code, out, error = command("scan", str(folder), environment={"PYTHONIOENCODING": "ascii"})
+    assert (code, error) == (0, "")
+    assert "h\\xe4user\\x1b[31m" in out
 
 
 def test_what_other_libraries_print_in_a_command_is_shown_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +150,8 @@ SECRET = "hunter2-hunter2"
         f"--password {SECRET}",
         f"-----BEGIN {SECRET} PRIVATE KEY-----",
         f"password: {SECRET}",
+        f"-r https://me:{SECRET}@example.org/more.txt",
+        f"some/path ; password {SECRET}",
         "${SECRET} and more",
     ],
 )
