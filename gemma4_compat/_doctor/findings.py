@@ -22,7 +22,7 @@ from gemma4_compat._engine.patch import Patch
 from gemma4_compat._errors import Gemma4CompatError
 
 _PREFIX = "gemma4-compat-"
-#: Free bytes asked for: three times what a run of all reproductions wrote on a CPU (157 MiB, `doctor --keep` and `du`).
+#: Free bytes asked for: three times what all reproductions wrote on a CPU (157 MiB; `doctor --keep`, then `du`).
 ROOM = 512 << 20
 
 STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import re
 import warnings
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._adapters import matching
+from gemma4_compat._adapters import matching, saved
 from gemma4_compat._adapters import translation as translations
 from gemma4_compat._adapters.saved import CONFIG, PICKLE, WEIGHTS
 from gemma4_compat._checkpoint import shards
@@ -92,6 +91,7 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
         raise Gemma4CompatError(f"the adapter in {str(folder)!r} has no weights: {WEIGHTS} is empty")
     adapter = Adapter(source, config, entries)
     modules = {name for name, _ in model.named_modules() if name}
+    saved.refuse_unbounded(folder, vars(config), {key: entry.shape for key, entry in entries.items()}, modules)
     translation = translations.translate(entries, modules)
     if not translation.names:
         raise Gemma4CompatError(
@@ -135,15 +135,11 @@ def _config(folder: Path) -> Any:
             f"{str(folder)!r} is not a saved adapter: there is no {CONFIG} in it. "
             "Give the folder save_pretrained wrote"
         )
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        kind = data.get("peft_type")
-    except (OSError, ValueError, AttributeError) as error:
-        raise Gemma4CompatError(f"{str(file)!r} cannot be read: {error}") from error
+    kind = saved.configuration(file).get("peft_type")
     kind = "MISS" if kind == "BONE" and not hasattr(peft.PeftType, "BONE") else kind
     if kind in _PROMPTS:
         raise Gemma4CompatError(f"{kind} changes the prompt, not the weights: there is nothing to merge")
-    if kind not in peft.PeftType.__members__:
+    if not isinstance(kind, str) or kind not in peft.PeftType.__members__:
         raise Gemma4CompatError(
             f"the adapter in {str(folder)!r} has the type {kind!r}, which peft {peft.__version__} does not know. "
             "Install the release it was made with"
@@ -156,7 +152,7 @@ def _config(folder: Path) -> Any:
         )
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
-    except (TypeError, ValueError, KeyError) as error:
+    except Exception as error:
         raise Gemma4CompatError(f"{str(file)!r} is not understood by peft {peft.__version__}: {error}") from error
     if getattr(config, "layer_replication", None):
         raise Gemma4CompatError(

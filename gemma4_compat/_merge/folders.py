@@ -13,6 +13,7 @@ from pathlib import Path
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._engine import temporary
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._reading import json_files
 
 REPORT, REPORT_TEXT = "merge_report.json", "merge_report.txt"
 
@@ -188,7 +189,7 @@ def copy_other_files(base: Path, staging: Path) -> None:
 
 def write_config(base: Path, staging: Path, dtype: str, untied: bool) -> None:
     """Write the base's config.json with the new dtype, without its quantization, and untied if ``untied``."""
-    data = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    data = json_files.settings(base / "config.json")
     data.pop("quantization_config", None)
     parts = [data, *(part for name, part in data.items() if name.endswith("_config") and isinstance(part, dict))]
     for part in parts:

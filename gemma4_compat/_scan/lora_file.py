@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable
 
 from gemma4_compat._adapters import translation
@@ -113,8 +114,8 @@ def _configured(saved: SavedAdapter) -> tuple[int, dict[re.Pattern[str], int]]:
     ranks = [rank, *patterns.values()] if isinstance(patterns, dict) else [None]
     if not all(type(value) is int and value > 0 for value in ranks):
         raise Gemma4CompatError(
-            f"r and rank_pattern in {file!r} are {rank!r} and {patterns!r}; they must be a positive number, and "
-            "positive numbers by pattern"
+            f"r and rank_pattern in {file!r} are {reprlib.repr(rank)} and {reprlib.repr(patterns)}; they must be a "
+            "positive number, and positive numbers by pattern"
         )
     try:
         return rank, {re.compile(rf"(.*\.)?({pattern})$"): value for pattern, value in patterns.items()}
