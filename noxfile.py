@@ -15,7 +15,16 @@ nox.options.reuse_existing_virtualenvs = True
 NEWEST = ("-c", "constraints/newest.txt")
 THREAD = ("-c", "constraints/thread.txt")
 #: What tools/matrix needs beside torch; the libraries under test are installed in each stack.
-MATRIX = ("torch", "uv", "pytest>=8", "packaging>=22", "wrapt>=1.16", "typer>=0.12", "tomli>=2; python_version<'3.11'")
+MATRIX = (
+    "torch",
+    "uv",
+    "pytest>=8",
+    "msgspec>=0.19",
+    "packaging>=22",
+    "wrapt>=1.16",
+    "typer>=0.12",
+    "tomli>=2; python_version<'3.11'",
+)
 
 #: What upstream's tests import beside the libraries (tests/upstream.toml), and what fetches them.
 UPSTREAM = ("attrs", "datasets", "diffusers", "parameterized", "scikit-learn", "scipy", "pip")

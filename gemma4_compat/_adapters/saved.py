@@ -5,10 +5,9 @@ No weights are read, no pickle is opened, no upstream library is imported.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,13 @@ from typing import Any
 from gemma4_compat._adapters import translation
 from gemma4_compat._checkpoint import header
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._reading import files, json_files
+from gemma4_compat._reading import patterns as patterned
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+#: Types whose weights have a side of length ``r``. (LoKr takes the whole matrix where ``r`` is larger than it.)
+_OF_RANK = ("LORA", "HRA", "LOHA", "MISS", "BONE")
 
 #: Where the name of a base module ends in a key and the tuner's part begins.
 _TUNER = re.compile(
@@ -50,11 +54,11 @@ def read(adapter: str | os.PathLike[str]) -> SavedAdapter:
             remedy.
     """
     folder = _folder(adapter)
-    if not (folder / CONFIG).is_file():
+    if not files.exists(folder / CONFIG):
         raise _no_config(folder)
-    if not (folder / WEIGHTS).is_file():
+    if not files.exists(folder / WEIGHTS):
         raise _no_weights(folder)
-    return SavedAdapter(folder, _configuration(folder / CONFIG), header.header(folder / WEIGHTS))
+    return SavedAdapter(folder, configuration(folder / CONFIG), header.header(folder / WEIGHTS))
 
 
 def module_of(key: str) -> str:
@@ -63,21 +67,50 @@ def module_of(key: str) -> str:
     return path.removesuffix(".weight").removesuffix(".bias")
 
 
-def _configuration(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise Gemma4CompatError(f"{str(file)!r} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise Gemma4CompatError(f"{str(file)!r} holds no settings: it is a JSON {type(config).__name__}")
-    return config
+def configuration(file: Path) -> dict[str, Any]:
+    """The settings in an ``adapter_config.json``.
+
+    Raises:
+        Gemma4CompatError: it is damaged, or a setting is not of its type.
+    """
+    from gemma4_compat._reading.formats import AdapterConfig
+
+    return json_files.settings(file, AdapterConfig)
+
+
+def refuse_unbounded(
+    folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], modules: Iterable[str]
+) -> None:
+    """Refuse what makes PEFT take memory or time that the size of the files does not explain.
+
+    Args:
+        folder: of the adapter.
+        config: its settings.
+        shapes: of its tensors, by key.
+        modules: names of the base's modules.
+
+    Raises:
+        Gemma4CompatError: a rank is larger than everything in the file, or a pattern takes too long to match.
+    """
+    where = repr(str(folder / CONFIG))
+    largest = max((extent for shape in shapes.values() for extent in shape), default=0)
+    patterns = config.get("rank_pattern")
+    ranks = {"r": config.get("r"), **(patterns if isinstance(patterns, dict) else {})}
+    if str(config.get("peft_type")).rpartition(".")[2] in _OF_RANK:
+        for name, rank in ranks.items():
+            if isinstance(rank, int) and rank > largest:
+                raise Gemma4CompatError(
+                    f"{name} in {where} is {rank}, and the longest side of a weight beside it is {largest}: "
+                    "configuration and weights are of two different adapters"
+                )
+    patterned.refuse_slow(config, [*modules, *map(module_of, shapes)], where)
 
 
 def _folder(adapter: str | os.PathLike[str]) -> Path:
     path = Path(adapter)
-    if path.is_dir():
+    if files.exists(path, "folder"):
         return path
-    if path.exists():
+    if files.exists(path):
         raise Gemma4CompatError(f"{str(path)!r} is a file; give the folder that it is in")
     name = os.fspath(adapter)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):

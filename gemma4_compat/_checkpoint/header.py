@@ -5,16 +5,17 @@ The safetensors library needs numpy or torch even for shapes, and maps the file.
 
 from __future__ import annotations
 
-import json
+import stat
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._reading import json_files
 
 #: Bits of an element, by the name safetensors has for a type.
-_BITS = {
+BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
@@ -47,7 +48,10 @@ def header(file: Path) -> dict[str, Tensor]:
         Gemma4CompatError: it is not a safetensors file, or it is truncated or damaged.
     """
     try:
-        size = file.stat().st_size
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Gemma4CompatError(f"{str(file)!r} is not a file")
+        size = found.st_size
         stream = file.open("rb")
     except OSError as error:
         raise Gemma4CompatError(f"{str(file)!r} cannot be read: {error.strerror or error}") from error
@@ -58,16 +62,22 @@ def header(file: Path) -> dict[str, Tensor]:
             raise Gemma4CompatError(f"{str(file)!r} is not a safetensors file: {_what_it_is(start)}")
         if 8 + length > size:
             raise _truncated(file, size, 8 + length, "its header alone takes")
+        if length > json_files.TENSORS_LIMIT:
+            raise Gemma4CompatError(
+                f"{str(file)!r} has a header of {length} bytes, and one of at most {json_files.TENSORS_LIMIT} is read: save "
+                "it in several files"
+            )
         stream.seek(8)
         text = stream.read(length)
-    try:
-        entries = json.loads(text)
-        tensors = {key: _tensor(entry, 8 + length) for key, entry in entries.items() if key != "__metadata__"}
-        ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != "__metadata__"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Gemma4CompatError(
-            f"{str(file)!r} is not a safetensors file: its header cannot be read ({error})"
-        ) from error
+    wrong = f"{str(file)!r} is not a safetensors file: its header cannot be read"
+    entries = _entries(text, wrong)
+    tensors = {}
+    for name, entry in entries.items():
+        try:
+            tensors[name] = _tensor(entry, 8 + length)
+        except ValueError as error:
+            raise Gemma4CompatError(f"{wrong} ({name!r}: {error})") from error
+    ends = [tensor.start - 8 - length + tensor.nbytes for tensor in tensors.values()]
     expected = 8 + length + max(ends, default=0)
     if size < expected:
         raise _truncated(file, size, expected, "its header describes")
@@ -78,13 +88,24 @@ def header(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _entries(text: bytes, wrong: str) -> dict[str, Any]:
+    from gemma4_compat._reading import formats
+
+    entries = json_files.of_format(text, dict[formats.Name, formats.Tensor], wrong)
+    entries.pop("__metadata__", None)
+    return entries
+
+
 def _tensor(entry: Any, first: int) -> Tensor:
-    dtype, shape, (begin, end) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
-        raise ValueError(f"shape {list(shape)} at {[begin, end]}")
-    if dtype in _BITS and end - begin != prod(shape) * _BITS[dtype] // 8:
-        raise ValueError(f"{dtype} of shape {list(shape)} in {end - begin} bytes")
-    return Tensor(dtype, shape, first + begin, end - begin)
+    dtype, shape, offsets = entry.dtype, entry.shape, entry.data_offsets
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, tuple)):
+        raise ValueError("it has no dtype, shape or data_offsets")
+    begin, end = offsets
+    if end < begin:
+        raise ValueError(f"it ends at {end}, before it begins at {begin}")
+    if dtype in BITS and end - begin != prod(shape) * BITS[dtype] // 8:
+        raise ValueError(f"{dtype} of shape {shape} in {end - begin} bytes")
+    return Tensor(dtype, tuple(shape), first + begin, end - begin)
 
 
 def _truncated(file: Path, size: int, expected: int, what: str) -> Gemma4CompatError:

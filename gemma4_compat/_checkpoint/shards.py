@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._checkpoint import consistency
 from gemma4_compat._checkpoint.header import header
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._reading import json_files
+from gemma4_compat._reading.files import exists, read_bytes
 
 #: Bytes per piece where a tensor is only copied.
 PIECE = 64 << 20
@@ -58,11 +61,13 @@ def entries(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file, in the order of their bytes.
 
     Raises:
-        Gemma4CompatError: it is not a safetensors file, or it is truncated.
+        Gemma4CompatError: it is not a safetensors file, or it is truncated or damaged.
     """
+    tensors = header(file)
+    consistency.refuse_problems(file, tensors)
     found = [
         Entry(name, _torch_name(file, name, tensor.dtype), tensor.shape, file, tensor.start, tensor.nbytes)
-        for name, tensor in header(file).items()
+        for name, tensor in tensors.items()
     ]
     return {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.start, entry.nbytes))}
 
@@ -128,26 +133,30 @@ def checkpoint(folder: Path) -> dict[str, Entry]:
         Gemma4CompatError: there are no safetensors files, or a shard is missing or damaged.
     """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = sorted(set(names.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Gemma4CompatError(f"{str(index)!r} is not an index of shards: {error!r}") from error
+    if exists(index):
+        names = _weight_map(index)
         found: dict[str, Entry] = {}
-        for file in files:
-            if not (folder / file).is_file():
+        for file in sorted(set(names.values())):
+            consistency.refuse_outside(index, file)
+            if not exists(folder / file):
                 raise Gemma4CompatError(f"{index.name} names the shard {file}, which is not in {str(folder)!r}")
             found |= entries(folder / file)
         if missing := sorted(set(names) - set(found)):
             raise Gemma4CompatError(f"{index.name} in {str(folder)!r} names tensors no shard has: {missing[0]!r}, ...")
         return found
-    if single.is_file():
+    if exists(single):
         return entries(single)
     raise Gemma4CompatError(
         f"there are no weights in safetensors in {str(folder)!r} (model.safetensors, or shards with their index). "
         "Save the model once with save_pretrained, which writes them"
     )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    from gemma4_compat._reading.formats import ShardIndex
+
+    data = read_bytes(index, json_files.TENSORS_LIMIT, "an index of shards")
+    return json_files.of_format(data, ShardIndex, f"{str(index)!r} is not an index of shards").weight_map
 
 
 @dataclass(frozen=True)

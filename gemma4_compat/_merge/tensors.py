@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +14,12 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import weights
 from gemma4_compat._merge.adapter import Adapter, kind_of
 from gemma4_compat._merge.weights import Base
+from gemma4_compat._reading import json_files
 
 
 def tied_sources(model: Any, base: Path) -> dict[str, str]:
     """Tied parameters -> the parameter that holds their values."""
-    data = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    data = json_files.settings(base / "config.json")
     tied = model.config.get_text_config().tie_word_embeddings if "text_config" not in data else None
     if not (model.config.tie_word_embeddings if tied is None else tied):
         return {}

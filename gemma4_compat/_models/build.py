@@ -7,6 +7,7 @@ from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import variants
+from gemma4_compat._reading import files
 
 _CLASSES = {
     "gemma4": "Gemma4ForConditionalGeneration",
@@ -32,7 +33,7 @@ def on_meta(model: Any) -> tuple[Any, str, str]:
     if isinstance(model, torch.nn.Module):
         return model, str(getattr(model, "name_or_path", "")) or "MODEL", ""
     assumed = ""
-    if isinstance(model, transformers.PretrainedConfig):
+    if own := isinstance(model, transformers.PretrainedConfig):
         config, name = model, str(model.name_or_path or "MODEL")
     else:
         config, name, assumed = _configuration(str(model))
@@ -44,29 +45,62 @@ def on_meta(model: Any) -> tuple[Any, str, str]:
     named = (config.architectures or [wanted])[0]
     if named.startswith("Gemma4") and hasattr(transformers, named):
         wanted = named
-    with torch.device("meta"):
-        return getattr(transformers, wanted)._from_config(config, dtype=torch.bfloat16), name, assumed
+    try:
+        with torch.device("meta"):
+            return getattr(transformers, wanted)._from_config(config, dtype=torch.bfloat16), name, assumed
+    except Exception as error:
+        if own:
+            raise
+        raise Gemma4CompatError(
+            f"no model can be built from config.json in {name!r}: {type(error).__name__}: {_line(error)}"
+        ) from error
 
 
 def _configuration(model: str) -> tuple[Any, str, str]:
     from transformers import AutoConfig
 
     variant = variants.find(model)
-    local = Path(model).is_dir()
+    local = files.exists(Path(model), "folder")
     if variant is not None and not local and "/" not in model:
         return variants.config(variant), f"google/gemma-4-{variant}-it", variants.ASSUMED
-    if local and not (Path(model) / "config.json").is_file():
+    file = Path(model) / "config.json" if local else _cached(model)
+    if local and not (file is not None and files.exists(file)):
         raise Gemma4CompatError(f"there is no config.json in the folder {model!r}; give the folder of a checkpoint")
+    if file is not None:
+        _check(file)
     try:
-        # The cache is enough: nothing is downloaded.
-        return AutoConfig.from_pretrained(model, local_files_only=True), model, ""
-    except (OSError, ValueError) as error:
+        # The cache is enough: nothing is downloaded. No code of the folder's runs, nor is anybody asked whether to.
+        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False), model, ""
+    except Exception as error:
         if variant is not None and not local:
             return variants.config(variant), model, f"{model} is not in the cache: {variants.ASSUMED}"
-        if local:
-            line = str(error).strip().splitlines()[0]
-            raise Gemma4CompatError(f"the configuration in {model!r} cannot be read: {line}") from error
+        if file is not None:
+            raise Gemma4CompatError(f"the configuration in {model!r} cannot be read: {_line(error)}") from error
         raise Gemma4CompatError(
             f"{model!r} is not a folder, not a variant ({', '.join(variants.NAMES)}) and not a model in the cache of "
             f"the hub; give one of these, or fetch its configuration with: hf download {model} config.json"
         ) from error
+
+
+def _check(file: Path) -> None:
+    """Refuse a configuration of other types, or of more layers than a model has, before transformers builds them."""
+    from gemma4_compat._reading import json_files
+    from gemma4_compat._reading.formats import ModelConfig
+
+    json_files.settings(file, ModelConfig)
+
+
+def _cached(model: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:300]

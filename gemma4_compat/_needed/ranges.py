@@ -15,16 +15,18 @@ from packaging.version import InvalidVersion, Version
 
 from gemma4_compat._engine import versions
 
+#: Characters of a version number, and bounds of one distribution; real ones have 30 and 10.
+LONGEST, MOST_BOUNDS = 200, 100
+
 _MANY = 10**9  # larger than any part of a real version number
 
 
 def is_version(text: str) -> bool:
     """Whether ``text`` is a version number (PEP 440)."""
     try:
-        Version(text)
+        return len(text) <= LONGEST and bool(Version(text))
     except InvalidVersion:
         return False
-    return True
 
 
 def normalized(*specifiers: str) -> str:

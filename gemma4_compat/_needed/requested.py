@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,17 +11,14 @@ from urllib.parse import unquote
 
 from packaging.markers import Marker
 from packaging.requirements import Requirement
-from packaging.utils import (
-    InvalidSdistFilename,
-    InvalidWheelFilename,
-    canonicalize_name,
-    parse_sdist_filename,
-    parse_wheel_filename,
-)
+from packaging.utils import canonicalize_name, parse_sdist_filename, parse_wheel_filename
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._needed import ranges
 from gemma4_compat._needed.state import DistributionState
+
+#: Characters of a requirement with its marker; the longest markers that resolvers write have 2,000.
+LONGEST = 10_000
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,8 @@ class Requests:
         # Without its extras a project is installed, too: what it always requires includes all that they can require.
         ways = {"": always} if always else {label: about(name, items) for label, items in self.optional.items()}
         ways = {label: items for label, items in ways.items() if items}
-        limits = about(name, self.constraints)
+        limits = list({(item.specifier, item.installed_from): item for item in about(name, self.constraints)}.values())
+        _refuse_many(name, (item.specifier for item in limits))
         if overrides := about(name, self.overrides):
             ways, limits = dict.fromkeys(ways, overrides), overrides if not ways else []
         absence = "" if ways else f"not named in {source}"
@@ -65,6 +64,7 @@ class Requests:
         found: dict[str, None] = {}
         for items in stated.values():
             specifier = ranges.normalized(*(item.specifier for item in items))
+            _refuse_many(name, [*found, specifier])
             if not ranges.admitted((specifier,)):
                 where = ", ".join(dict.fromkeys(item.where for item in items))
                 raise Gemma4CompatError(
@@ -80,25 +80,35 @@ class Requests:
 
     def parse(self, text: str, where: str, *, extra: str = "") -> list[Request]:
         """One requirement (PEP 508, or a path or URL as pip takes them); nothing when it is not about ``names``."""
+        if len(text) > LONGEST:
+            raise Gemma4CompatError(
+                f"{where}: a requirement of {len(text)} characters, and at most {LONGEST} are read; correct it"
+            )
         archive = re.search(r"\.(whl|zip|tar\.[a-z0-9]+)$", text.partition(" ")[0])
         try:
             requirement = None if archive and " @ " not in text else Requirement(text)
-        except (ValueError, SyntaxError) as error:  # packaging 22 evaluates strings; InvalidRequirement is the former
+        # InvalidRequirement is a ValueError; packaging 22 evaluates strings.
+        except (ValueError, SyntaxError, RecursionError):
             if not re.match(r"[./~\\]|[A-Za-z]:\\|[A-Za-z0-9+]+://|file:|[^\s=<>~!;@]+[/\\]", text):
                 hint = (
                     "write it as 'transformers>=5.5', with an operator, a comma between bounds, and ; before a marker"
                 )
-                raise Gemma4CompatError(f"{where}: {text!r} is not a requirement; {hint}") from error
+                # The text is not in the cause either.
+                raise Gemma4CompatError(f"{where}: {self._shown(text)} is not a requirement; {hint}") from None
             requirement = None
         if requirement is None:
-            location, *marker = re.split(r"\s*;\s", text, maxsplit=1)
-            return self._parse_location(location, parse_marker(marker[0], where) if marker else None, where, extra)
+            marker = re.search(r";\s", text)
+            location = text if marker is None else text[: marker.start()].rstrip()
+            condition = None if marker is None else parse_marker(text[marker.end() :], where, shown=False)
+            return self._parse_location(location, condition, where, extra)
         name = canonicalize_name(requirement.name)
         if name not in self.names or not self._holds(requirement.marker, name, where, extra):
             return []
         if requirement.url:
             return [_from_location(name, requirement.url, where)]
         for clause in requirement.specifier:
+            if len(clause.version) > ranges.LONGEST:
+                raise Gemma4CompatError(f"{where}: a version of {len(clause.version)} characters is none; correct it")
             if clause.operator == "===" and not ranges.is_version(clause.version):
                 return [Request(name, "", where, text)]
         return [Request(name, str(requirement.specifier), where)]
@@ -110,14 +120,21 @@ class Requests:
         if name is None:
             egg = re.search(r"[#&]egg=([A-Za-z0-9._-]+)", location)
             parts = re.split(r"[/\\]", re.split(r"[?#]", location)[0].rstrip("/\\"))
-            parts = [canonicalize_name(re.sub(r"(\.git)?(@.*)?(\[.*\])?$", "", part)) for part in parts]
+            parts = [canonicalize_name(re.split(r"[@\[]", part)[0].removesuffix(".git")) for part in parts]
             named = [canonicalize_name(egg[1])] if egg else parts if remote else parts[-1:]
             name = next((part for part in named if part in self.names), None)
             if name is None and not remote:
-                self.notes.append(f"{where}: what {location} requires is not looked into; ask about its own file, too")
+                path = re.sub(r"\[.*\]$", "", location)
+                shown = location if os.path.exists(path) else "this path"  # noqa: PTH110 - Path raises for odd names
+                self.notes.append(f"{where}: what {shown} requires is not looked into; ask about its own file, too")
         if name not in self.names or not self._holds(marker, name, where, extra):
             return []
         return [_from_location(name, location, where)]
+
+    def _shown(self, text: str) -> str:
+        """A line for a message. One that is not about ``names`` may be of another file, with a secret in it."""
+        name = re.match(r"[A-Za-z0-9._-]+", text)
+        return repr(text) if name and canonicalize_name(name[0]) in self.names else "what is there"
 
     def _holds(self, marker: Marker | None, name: str, where: str, extra: str = "") -> bool:
         if marker is None or evaluate(marker, where, extra):
@@ -126,22 +143,43 @@ class Requests:
         return False
 
 
+def _refuse_many(name: str, specifiers: Iterable[str]) -> None:
+    """Every bound is tried with every other, and no project states many."""
+    count = sum(specifier.count(",") + 1 for specifier in dict.fromkeys(specifiers) if specifier)
+    if count > ranges.MOST_BOUNDS:
+        raise Gemma4CompatError(
+            f"{count} bounds are stated for the releases of {name}, and at most {ranges.MOST_BOUNDS} are judged; "
+            "state fewer"
+        )
+
+
+def shortened(text: str, limit: int = 200) -> str:
+    """The beginning of a text, for a message."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 def about(name: str, requests: Iterable[Request]) -> list[Request]:
     """The requests that are about one distribution."""
     return [item for item in requests if item.name == name]
 
 
-def parse_marker(text: str, where: str) -> Marker:
-    """An environment marker (PEP 508).
+def without_credentials(location: str) -> str:
+    """A URL as pip shows it."""
+    return re.sub(r"//[^/@\s]*@", "//****@", location)
+
+
+def parse_marker(text: str, where: str, *, shown: bool = True) -> Marker:
+    """An environment marker (PEP 508). ``shown``: whether an error may hold its text.
 
     Raises:
         Gemma4CompatError: it is not one, or needs a newer packaging.
     """
     try:
         return Marker(text)
-    except (ValueError, SyntaxError) as error:
+    except (ValueError, SyntaxError, RecursionError) as error:
         remedy = "pip install -U packaging" if re.search("extras|dependency_groups", text) else "correct it"
-        raise Gemma4CompatError(f"{where}: the marker {text!r} cannot be read; {remedy}") from error
+        what = f"the marker {shortened(text)!r}" if shown else "the marker"
+        raise Gemma4CompatError(f"{where}: {what} cannot be read; {remedy}") from (error if shown else None)
 
 
 def evaluate(marker: Marker, where: str, extra: str = "", lock: Mapping[str, Any] | None = None) -> bool:
@@ -150,13 +188,16 @@ def evaluate(marker: Marker, where: str, extra: str = "", lock: Mapping[str, Any
         if lock and re.search(r"\b(extras|dependency_groups)\b", str(marker)):  # known to packaging 25 and newer only
             return marker.evaluate(dict(lock), context="lock_file")
         return marker.evaluate({"extra": extra})
-    except ValueError as error:  # undefined comparisons, and in packaging 22 invalid versions
-        raise Gemma4CompatError(f"{where}: the marker {str(marker)!r} has no answer: {error}; correct it") from error
+    except (ValueError, RecursionError) as error:  # undefined comparisons, and in packaging 22 invalid versions
+        shown, reason = shortened(str(marker)), shortened(str(error))
+        raise Gemma4CompatError(f"{where}: the marker {shown!r} has no answer: {reason}; correct it") from error
 
 
 def _from_location(name: str, location: str, where: str) -> Request:
     version = _in_file_name(location)[1]
-    return Request(name, f"=={version}", where) if version else Request(name, "", where, location)
+    if version:
+        return Request(name, f"=={version}", where)
+    return Request(name, "", where, without_credentials(location))
 
 
 def _in_file_name(location: str) -> tuple[str | None, str | None]:
@@ -169,6 +210,6 @@ def _in_file_name(location: str) -> tuple[str | None, str | None]:
             name, version = parse_sdist_filename(last)
         else:
             return None, None
-    except (InvalidWheelFilename, InvalidSdistFilename):
+    except ValueError:  # InvalidWheelFilename and InvalidSdistFilename are one, and int() raises others
         return None, None
     return str(name), str(version)

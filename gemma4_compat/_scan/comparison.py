@@ -6,6 +6,7 @@ configuration as when it loads it.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -18,6 +19,18 @@ from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._scan import configuration, lora_file
 from gemma4_compat._scan.base import Base
 from gemma4_compat._scan.result import TOWERS, Findings, Hit, tower_of
+
+#: What PEFT, torch and ``re`` raise about settings that they cannot use.
+_REFUSALS = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    re.error,
+)
 
 
 class Comparison:
@@ -114,14 +127,14 @@ class Comparison:
                     redirected = tuple(clipped.matched_wrappers(config, self._base.model))
                 with fitting.loading(self._saved.folder, tuple(self._saved.tensors)):
                     adapted = peft.get_peft_model(self._base.model, config, low_cpu_mem_usage=True)
-            except (ValueError, TypeError, RuntimeError, KeyError, AttributeError) as error:
-                reason = str(error).strip().splitlines()[0][:300]
+            except _REFUSALS as error:
+                reason = (str(error).strip().splitlines() or ["without a reason"])[0][:300]
                 message = f"PEFT {peft.__version__} refuses it: {type(error).__name__}: {reason}"
                 self._findings.add("refused", message, ())
                 return
             own = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         self._findings.notes += [
-            str(item.message)
+            str(item.message)[:1000]
             for item in caught
             if "keyword arguments" in str(item.message)  # settings this PEFT does not know and ignores
             or issubclass(item.category, Gemma4CompatWarning)

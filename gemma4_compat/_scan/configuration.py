@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,7 +54,7 @@ def peft_type(saved: SavedAdapter) -> str:
         )
     if not isinstance(name, str) or (name not in _TYPES and name not in _installed_types()):
         raise Gemma4CompatError(
-            f"the peft_type {name!r} in {str(saved.folder / CONFIG)!r} is unknown, also to the PEFT "
+            f"the peft_type {reprlib.repr(name)} in {str(saved.folder / CONFIG)!r} is unknown, also to the PEFT "
             "that is installed; a newer one may have it: pip install -U peft"
         )
     return name
@@ -65,7 +66,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, default in _SETTINGS.items():
         value = config.get(name, default)
         if value != default and value not in ([], {}):
-            changed[name] = sorted(value) if name == "target_modules" and isinstance(value, list) else value
+            changed[name] = sorted(value, key=str) if name == "target_modules" and isinstance(value, list) else value
     return changed
 
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gemma4_compat._adapters import translation
-from gemma4_compat._adapters.saved import SavedAdapter, module_of, read
+from gemma4_compat._adapters.saved import CONFIG, SavedAdapter, module_of, read
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._reading import patterns
 from gemma4_compat._scan import configuration, lora_file
 from gemma4_compat._scan.base import build
 from gemma4_compat._scan.comparison import Comparison
@@ -34,6 +35,7 @@ def scan_adapter(
     quantize = None if quantize == "none" else quantize
     if base is None and quantize is not None:
         raise Gemma4CompatError(f"quantize={quantize!r} is about the base, and none was given; give the base too")
+    patterns.refuse_slow(saved.config, map(module_of, saved.tensors), repr(str(saved.folder / CONFIG)))
     ranks = Ranks(saved, peft_type)
     if base is None:
         return _alone(saved, peft_type, ranks)
@@ -54,11 +56,12 @@ def _against(
 ) -> Scan:
     findings = Findings()
     built = build(base, quantize, findings)
+    patterns.refuse_slow(saved.config, built.modules, repr(str(saved.folder / CONFIG)))
     comparison = Comparison(saved, peft_type, built, findings)
     # Where PEFT says which shapes it wants, those are compared instead of the ranks.
     lora_file.check(saved, peft_type, None if comparison.knows_shapes else ranks, findings)
     comparison.check(renames=renames)
-    findings.problems.sort(key=lambda item: item.id not in ("empty", "refused", "unmatched"))
+    findings.problems.sort(key=lambda item: item.id not in ("damaged", "empty", "refused", "unmatched"))
     return _scan(
         saved,
         peft_type,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable
 
 from gemma4_compat._adapters import translation
-from gemma4_compat._adapters.saved import CONFIG, SavedAdapter
+from gemma4_compat._adapters.saved import CONFIG, WEIGHTS, SavedAdapter
+from gemma4_compat._checkpoint import consistency
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._scan.result import Findings
 
 #: A key of one of the two matrices of a LoRA layer: the stem, and A or B.
-HALF = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")
+HALF = re.compile(r"(?s)(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")
 
 
 class Ranks:
@@ -55,6 +57,13 @@ class Ranks:
 def check(saved: SavedAdapter, peft_type: str, ranks: Ranks | None, findings: Findings) -> None:
     """Add what is wrong with the file; with ``ranks``, also where they differ from the configuration."""
     tensors = saved.tensors
+    damaged = dict(consistency.problems(saved.folder / WEIGHTS, tensors))
+    findings.add(
+        "damaged",
+        "{count} tensors do not lie in the file as safetensors has them, so nothing loads it. {first} "
+        f"{next(iter(damaged.values()), '')}. Get it again",
+        damaged,
+    )
     if not tensors:
         findings.add("empty", "the file has no weights at all: the adapter was saved wrongly", ())
     findings.add(
@@ -105,8 +114,8 @@ def _configured(saved: SavedAdapter) -> tuple[int, dict[re.Pattern[str], int]]:
     ranks = [rank, *patterns.values()] if isinstance(patterns, dict) else [None]
     if not all(type(value) is int and value > 0 for value in ranks):
         raise Gemma4CompatError(
-            f"r and rank_pattern in {file!r} are {rank!r} and {patterns!r}; they must be a positive number, and "
-            "positive numbers by pattern"
+            f"r and rank_pattern in {file!r} are {reprlib.repr(rank)} and {reprlib.repr(patterns)}; they must be a "
+            "positive number, and positive numbers by pattern"
         )
     try:
         return rank, {re.compile(rf"(.*\.)?({pattern})$"): value for pattern, value in patterns.items()}

@@ -20,14 +20,14 @@ from tests.needed.helpers import Ask
             r"requirements.txt line 2: 'transformers=>5' is not a requirement",
         ),
         ("requirements.txt", "a \\\n==1\npeft 0.19", r"line 3: 'peft 0.19' is not a requirement; write it as"),
-        ("requirements.txt", "-r gone.txt", r"line 1: .*gone.txt cannot be read \(No such file .*; name an existing"),
+        ("requirements.txt", "-r gone.txt", r"line 1: .*gone.txt' cannot be read \(No such file .*; name an existing"),
         ("requirements.txt", "-r requirements.txt", r"line 1: .*requirements.txt includes itself; remove"),
         (
             "requirements.txt",
             "peft\npeft==0.19\npeft>=0.20",
             r"no release of peft can be ==0.19,>=0.20 \(.*line 1.* 3\)",
         ),
-        ("requirements.txt", "./peft ; python < 3", r"line 1: the marker 'python < 3' cannot be read; correct it"),
+        ("requirements.txt", "./peft ; python < 3", r"line 1: the marker cannot be read; correct it"),
         ("requirements.txt", "peft ; os_name ~= 'a'", r"line 1: the marker .* has no answer: .*; correct it"),
         (
             "environment.yml",
@@ -56,7 +56,7 @@ from tests.needed.helpers import Ask
         ("pylock.toml", "lock-version = '2.0'", r"pylock.toml has lock-version '2.0'; this reads version 1"),
         ("pylock.toml", "lock-version = '1.0'\npackages = [{}]", r"a package without a name in \[\[packages\]\]"),
         ("uv.lock", "version = 2", r"uv.lock has version 2; this reads version 1: lock again, or upgrade"),
-        ("uv.lock", "version = 1\npackage = [{name = 'peft', version = 1}]", r"the version 1 is not text; lock again"),
+        ("uv.lock", "version = 1\npackage = [{name = 'peft', version = 1}]", r"the version 1 is not one; lock again"),
         ("uv.lock", "version = 1\npackage = 3", r"package is 3; it must be a list"),
     ],
 )
@@ -72,4 +72,4 @@ def test_a_file_that_is_not_there_or_not_text_exits_2_and_prints_nothing(tmp_pat
         result = CliRunner().invoke(cli.app, ["needed", str(tmp_path / name), "--json"])
         assert result.exit_code == 2
         assert result.stdout == ""
-        assert result.stderr.startswith(f"gemma4-compat: {tmp_path / name} {said}")
+        assert result.stderr.replace("'", "").startswith(f"gemma4-compat: {tmp_path / name} {said}")

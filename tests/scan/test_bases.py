@@ -83,7 +83,7 @@ def test_the_12b(tmp_path: Path) -> None:
     "text, message",
     [
         ('{"model_type": "llama"}', "is a llama model, not a Gemma 4"),
-        ("{", "cannot be read"),
+        ("{", "is not JSON"),
         (None, "there is no config.json"),
     ],
 )

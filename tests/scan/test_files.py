@@ -254,8 +254,9 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
         ('{"peft_type": "TELEPATHY"}', "the peft_type 'TELEPATHY'"),
         ('{"peft_type": ["LORA"]}', r"the peft_type ['LORA']"),
         ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is no regular expression"),
-        ('{"peft_type": "LORA", "r": 4, "rank_pattern": [1]}', "they must be a positive number"),
-        ('{"peft_type": "LORA", "r": "4"}', "they must be a positive number"),
+        ('{"peft_type": "LORA", "r": 4, "rank_pattern": [1]}', "rank_pattern: expected object | null, got array"),
+        ('{"peft_type": "LORA", "r": "4"}', "r: expected int | null, got str"),
+        ('{"peft_type": "LORA", "r": 0}', "they must be a positive number"),
         ("\udcff", "is not JSON"),
     ],
 )
@@ -365,6 +366,7 @@ def test_the_json_has_every_attribute_by_its_name(tmp_path: Path) -> None:
     message = data["problems"][0].pop("message")
     assert message.startswith("1 LoRA weights")
     assert data == {
+        "schema": 1,
         "gemma4_compat": gemma4_compat.__version__,
         "ok": False,
         "adapter": str(tmp_path),

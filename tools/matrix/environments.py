@@ -36,7 +36,17 @@ def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] =
     (site / "zz_torch.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     overrides = folder / "overrides.txt"
     overrides.write_text('torch ; sys_platform == "never"\n', encoding="utf-8")
-    wanted = ["--overrides", str(overrides), *options, *requirements, "wrapt", "packaging", "typer", "pytest"]
+    wanted = [
+        "--overrides",
+        str(overrides),
+        *options,
+        *requirements,
+        "wrapt",
+        "packaging",
+        "typer",
+        "msgspec",
+        "pytest",
+    ]
     checked([*uv, "pip", "install", "--quiet", "--python", str(python), *wanted])
     return python
 

@@ -63,13 +63,13 @@ def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: 
 
 def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None:
     """Before the base model is touched; upstream would take the folder for a name on the hub, and complain of that."""
-    import json
+    from gemma4_compat._reading import json_files  # with json, which importing the package does not load
 
     folder = Path(model_id, subfolder or "")
     config = folder / "adapter_config.json"
     if not config.is_file() or any((folder / name).is_file() for name in _WEIGHTS):
         return
-    if json.loads(config.read_text(encoding="utf-8")).get("peft_type") != "XLORA":  # it has files of other names
+    if json_files.settings(config).get("peft_type") != "XLORA":  # it has files of other names
         raise Gemma4CompatError(
             f"the adapter folder {str(folder)!r} has an adapter_config.json but no weights ({' or '.join(_WEIGHTS)}). "
             "Was the save interrupted, or the file not downloaded? Copy it there, or give another folder."

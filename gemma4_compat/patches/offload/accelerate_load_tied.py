@@ -20,7 +20,6 @@ Remove when: ``load_checkpoint_in_model`` loads a tied weight under all its name
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -80,10 +79,14 @@ def _tie(model: Any, names: list[str], weight: Any) -> None:
 
 def _complete(model: Any, names: list[str], placement: Mapping[str, Any], folder: Path) -> bool:
     """Give every name of one tied weight a file if it is on disk, and else a value; False if none was put on disk."""
+    import json
+
     from accelerate.utils import load_offloaded_weight, set_module_tensor_to_device
 
+    from gemma4_compat._reading import json_files
+
     file = folder / "index.json"
-    index = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    index = json_files.settings(file) if file.is_file() else {}
     devices = {name: placement.get(device_maps.entry_for(name, placement) or "") for name in names}
     loaded = next((name for name in names if devices[name] == "disk" and name in index), None)
     if loaded is None:

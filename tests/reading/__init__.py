@@ -1,0 +1,1 @@
+"""Files within bounds: memory, time, one error."""
