@@ -115,7 +115,8 @@ def _read_requirements(
     known.add((here, id(into)))
     if len(within) >= DEEPEST or len(known) > MOST_FILES:
         raise Gemma4CompatError(
-            f"{included_by}: requirements files are read {DEEPEST} inside each other and {MOST_FILES} in all; join some"
+            f"{included_by}: requirements files are read {DEEPEST} inside each other and {MOST_FILES} in "
+            "all; join some"
         )
     for number, line in _lines(text, path):
         where = f"{path} line {number}"

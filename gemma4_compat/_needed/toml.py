@@ -89,8 +89,8 @@ def _refuse_token(dots: int, length: int, path: Path, text: str, position: int) 
         line = text.count("\n", 0, position) + 1
         what = f"{dots} dots" if dots > MOST_DOTS else f"{length} characters"
         raise Gemma4CompatError(
-            f"{path} line {line}: a key or a value of {what}; at most {MOST_DOTS} and {LONGEST_TOKEN} are read. Correct it "
-            "there"
+            f"{path} line {line}: a key or a value of {what}; at most {MOST_DOTS} and {LONGEST_TOKEN} are read. "
+            "Correct it there"
         )
 
 
