@@ -61,7 +61,7 @@ _quantize = st.sampled_from(["4bit", "4bit-double", "8bit", "none", None]) | val
 _whole = st.sampled_from([1, 16, 8192]) | st.sampled_from([number for number in values.NUMBERS if type(number) is int])
 _flag = st.booleans()
 
-#: Keyword arguments of `plan_device_map`, of the types that its signature has but for sizes; each input has some of them.
+#: Keyword arguments of `plan_device_map`, of the types in its signature but for sizes; each input has some of them.
 plan = st.fixed_dictionaries(
     {"vram": vram},
     optional={
