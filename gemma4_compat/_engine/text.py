@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 import re
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 #: Fewer bytes without a unit are a number that somebody forgot the unit of.
 _FEWEST = 1 << 20
+#: A number beyond this is no size of anything.
+_MOST = 1 << 63
 _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 
 
@@ -26,7 +27,7 @@ def parse_size(size: float | str) -> int:
         Gemma4CompatError: it is not a size.
     """
     if isinstance(size, numbers.Real) and not isinstance(size, bool):
-        if size >= 0 and math.isfinite(size):
+        if 0 <= size < _MOST:
             return int(size)
         raise _no_size(size)
     found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([a-z]*)", str(size).strip(), re.IGNORECASE)
@@ -42,7 +43,10 @@ def parse_size(size: float | str) -> int:
 
 
 def _no_size(size: Any, hint: str = "") -> Gemma4CompatError:
-    shown = repr(size if isinstance(size, numbers.Real) else str(size)[:40])
+    if isinstance(size, int) and size.bit_length() > 1000:
+        shown = f"a number of {size.bit_length()} bits"
+    else:
+        shown = repr(size if isinstance(size, numbers.Real) else str(size)[:40])
     return Gemma4CompatError(
         f"{shown} is not a size; write it as 8GiB (binary), 8GB (decimal), 500MB, or in bytes as 8589934592{hint}"
     )
