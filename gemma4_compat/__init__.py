@@ -12,6 +12,8 @@ inside its ``with``, ``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply 
 
 from __future__ import annotations
 
+from gemma4_compat import _startup as _startup  # isort: skip - it decides where the imports below are searched
+
 import contextlib
 import importlib
 from collections.abc import Iterator
@@ -137,7 +139,7 @@ def revert(id: str | None = None) -> dict[str, PatchStatus]:
 
 def plan_device_map(
     model: Any,
-    vram: int | str | Sequence[int | str] | Mapping[int | str, int | str],
+    vram: float | str | Sequence[float | str] | Mapping[int | str, float | str],
     *,
     context: int = 8192,
     batch: int = 1,
@@ -147,8 +149,8 @@ def plan_device_map(
     adapter: str | Path | None = None,
     vision: bool = False,
     audio: bool = False,
-    cpu: int | str | None = None,
-    disk: int | str | None = None,
+    cpu: float | str | None = None,
+    disk: float | str | None = None,
     attention: str = "sdpa",
     balanced: bool = False,
     fast: bool = True,

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import platform
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
+import typer.core
 
 import gemma4_compat
 from gemma4_compat._doctor import findings as _doctor
 from gemma4_compat._engine import report as _report
-from gemma4_compat._engine import settings
+from gemma4_compat._engine import settings, terminal
 from gemma4_compat._engine.text import table_text
+from gemma4_compat._errors import printable
 from gemma4_compat._needed import files, judge
 from gemma4_compat._needed import report as _needed_report
 
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer releases of typer bring themselves
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; what a usage error says of arguments is shown like all other text."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            error.message = printable(error.message)
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -26,6 +47,9 @@ app = typer.Typer(
     help="Repairs for Gemma 4 with transformers, accelerate, PEFT and bitsandbytes: what they are, whether this "
     "environment needs them, and whether they work here.",
 )
+
+_P = ParamSpec("_P")
+_SIGPIPE = 128 + 13
 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -63,11 +87,42 @@ _Tolerance = Annotated[
 
 
 def main() -> None:
-    """Entry point of the ``gemma4-compat`` command. Exit codes: 0 good, 1 a defect remains, 2 bad usage."""
-    app()
+    """Entry point of the ``gemma4-compat`` command. Exit codes: 0 good, 1 a defect remains, 2 bad usage.
+
+    141 where the reader of a pipe has gone, as for a program that SIGPIPE ends.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # an encoding that lacks a character is no error
+    try:
+        app()
+    except OSError as error:
+        terminal.discard()
+        _tell(f"{error.filename or 'standard output'} cannot be used: {error.strerror or error}")
+        raise SystemExit(2) from None
+
+
+def _command(needs: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
+    """Makes what a function raises one line on standard error; ``needs`` is why it imports libraries."""
+
+    def decorate(function: Callable[_P, None]) -> Callable[_P, None]:
+        @functools.wraps(function)
+        def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            with terminal.guarded():
+                try:
+                    function(*args, **kwargs)
+                except gemma4_compat.Gemma4CompatError as error:
+                    _fail(str(error))
+                except ModuleNotFoundError as error:
+                    _fail(f"{error.name} is not installed; {needs} needs it: pip install 'gemma4-compat[stack]'")
+
+        return guarded
+
+    return decorate
 
 
 @app.command()
+@_command("a reproduction")
 def doctor(
     ids: Annotated[
         list[str] | None, typer.Argument(metavar="[ID]...", help="Patches to examine; default: all.")
@@ -81,22 +136,20 @@ def doctor(
     with a library older than the oldest supported release.
     """
     patches = _chosen(ids or [])
-    try:
-        versions = _doctor.stack()
-        _say(_heading(versions), as_json)
-        findings = []
-        for finding in _doctor.examine(patches, keep=keep, note=lambda text: typer.echo(text, err=True)):
+    versions = _doctor.stack()
+    _say(_heading(versions), as_json)
+    findings = []
+    # Closed at once when nobody reads what is said: the children and their folder do not outlive this.
+    with contextlib.closing(_doctor.examine(patches, keep=keep, note=_tell)) as found:
+        for finding in found:
             findings.append(finding)
             _say("\n" + _finding_text(finding), as_json)
-    except gemma4_compat.Gemma4CompatError as error:
-        _fail(str(error))
     order = {patch.id: index for index, patch in enumerate(patches)}
     findings.sort(key=lambda finding: order[finding.id])
     good = all(finding.good for finding in findings)
     if as_json:
         _print_json(
             {
-                "gemma4_compat": gemma4_compat.__version__,
                 "python": platform.python_version(),
                 "versions": versions,
                 "findings": [finding.as_data() for finding in findings],
@@ -109,25 +162,28 @@ def doctor(
 
 
 @app.command()
+@_command("this command")
 def status(as_json: _Json = False) -> None:
     """What each patch would do in this environment. Imports none of the libraries."""
     statuses = gemma4_compat.status()
     if as_json:
-        _print_json([_report.status_data(item) for item in statuses.values()])
+        _print_json({"patches": [_report.status_data(item) for item in statuses.values()]})
     else:
-        typer.echo(_report.status_text(statuses))
+        _say(_report.status_text(statuses))
 
 
 @app.command(name="list")
+@_command("this command")
 def list_patches(as_json: _Json = False) -> None:
     """Every patch this package knows, with its area and the releases it is for."""
     if as_json:
-        _print_json([_report.patch_data(patch) for patch in gemma4_compat.patches()])
+        _print_json({"patches": [_report.patch_data(patch) for patch in gemma4_compat.patches()]})
     else:
-        typer.echo(_report.patches_text(gemma4_compat.patches()))
+        _say(_report.patches_text(gemma4_compat.patches()))
 
 
 @app.command()
+@_command("this command")
 def explain(
     name: Annotated[
         str, typer.Argument(metavar="ID|AREA", help="A patch, or an area, such as offload; `list` shows both.")
@@ -143,15 +199,16 @@ def explain(
         known = f"areas are {', '.join(sorted(set(areas.values())))}, and `gemma4-compat list` shows every id."
         _fail(f"no patch and no area is called {name!r}; " + (f"did you mean {close!r}?" if close else known))
     if as_json:
-        _print_json(
-            [_report.patch_data(patch) | {"status": _report.status_data(statuses[patch.id])} for patch in patches]
-        )
+        explained = [
+            _report.patch_data(patch) | {"status": _report.status_data(statuses[patch.id])} for patch in patches
+        ]
+        _print_json({"patches": explained})
     else:
-        explained = (_report.explanation_text(patch, statuses[patch.id]) for patch in patches)
-        typer.echo("\n\n".join(explained))
+        _say("\n\n".join(_report.explanation_text(patch, statuses[patch.id]) for patch in patches))
 
 
 @app.command()
+@_command("this command")
 def needed(
     file: Annotated[
         Path | None, typer.Argument(metavar="FILE", help=f"{files.ACCEPTED}; default: what is installed.")
@@ -165,18 +222,16 @@ def needed(
 
     Exit 0 when the question was answered, 2 when FILE cannot be understood.
     """
-    try:
-        assessment = judge.assess(file, gemma4_compat.patches())
-    except gemma4_compat.Gemma4CompatError as error:
-        _fail(str(error))
+    assessment = judge.assess(file, gemma4_compat.patches())
     if as_json:
-        _print_json({"gemma4_compat": gemma4_compat.__version__, **_needed_report.assessment_data(assessment)})
+        _print_json(_needed_report.assessment_data(assessment))
     else:
-        typer.echo(_needed_report.assessment_text(assessment))
+        _say(_needed_report.assessment_text(assessment))
     raise typer.Exit(1 if fail_if_droppable and assessment.droppable else 0)
 
 
 @app.command()
+@_command("a plan")
 def plan(
     model: Annotated[
         str,
@@ -208,33 +263,29 @@ def plan(
     """
     from gemma4_compat._planner import text as _plan_text
 
-    try:
-        planned = gemma4_compat.plan_device_map(
-            model,
-            vram,
-            context=context,
-            batch=batch,
-            prompt=prompt,
-            quantize=quantize,
-            quantize_experts=quantize_experts,
-            adapter=adapter,
-            vision=vision,
-            audio=audio,
-            cpu=cpu,
-            disk=disk,
-            fast=fast,
-        )
-    except gemma4_compat.Gemma4CompatError as error:
-        _fail(str(error))
-    except ModuleNotFoundError as error:
-        _fail(f"{error.name} is not installed; a plan needs it: pip install 'gemma4-compat[stack]'")
+    planned = gemma4_compat.plan_device_map(
+        model,
+        vram,
+        context=context,
+        batch=batch,
+        prompt=prompt,
+        quantize=quantize,
+        quantize_experts=quantize_experts,
+        adapter=adapter,
+        vision=vision,
+        audio=audio,
+        cpu=cpu,
+        disk=disk,
+        fast=fast,
+    )
     if as_json:
-        _print_json({"gemma4_compat": gemma4_compat.__version__, **planned.as_data()})
+        _print_json(planned.as_data())
     else:
-        typer.echo(_plan_text.plan_text(planned, blocks=_plan_text.can_show_blocks(sys.stdout.encoding)))
+        _say(_plan_text.plan_text(planned, blocks=_plan_text.can_show_blocks(getattr(sys.stdout, "encoding", None))))
 
 
 @app.command()
+@_command("a scan with BASE")
 def scan(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A saved adapter's folder, or a cached id.")],
     base: Annotated[
@@ -255,20 +306,16 @@ def scan(
     """
     from gemma4_compat._scan import text as _scan_text
 
-    try:
-        found = gemma4_compat.scan_adapter(adapter, base, quantize=quantize)
-    except gemma4_compat.Gemma4CompatError as error:
-        _fail(str(error))
-    except ModuleNotFoundError as error:
-        _fail(f"{error.name} is not installed; a scan with BASE needs it: pip install 'gemma4-compat[stack]'")
+    found = gemma4_compat.scan_adapter(adapter, base, quantize=quantize)
     if as_json:
-        _print_json({"gemma4_compat": gemma4_compat.__version__, **found.as_data()})
+        _print_json(found.as_data())
     else:
-        typer.echo(_scan_text.scan_text(found))
+        _say(_scan_text.scan_text(found))
     raise typer.Exit(0 if found.ok else 1)
 
 
 @app.command()
+@_command("a merge")
 def merge(
     base_model: Annotated[
         str, typer.Argument(metavar="BASE", help="Folder of the base's checkpoint in safetensors, or a cached id.")
@@ -313,16 +360,12 @@ def merge(
             allow_pickle=allow_pickle,
         )
     except result.MergeParityError as error:
-        typer.echo(f"gemma4-compat: {error}", err=True)
+        _tell(str(error))
         report = error.report
-    except gemma4_compat.Gemma4CompatError as error:
-        _fail(str(error))
-    except ModuleNotFoundError as error:
-        _fail(f"{error.name} is not installed; a merge needs it: pip install 'gemma4-compat[stack]'")
     if as_json:
-        _print_json({"gemma4_compat": gemma4_compat.__version__, **report.as_data()})
+        _print_json(report.as_data())
     else:
-        typer.echo(_merge_text.report_text(report))
+        _say(_merge_text.report_text(report))
     raise typer.Exit(0 if report.parity is None or report.parity.ok else 1)
 
 
@@ -351,17 +394,24 @@ def _chosen(ids: list[str]) -> list[gemma4_compat.Patch]:
 
 
 def _fail(message: str) -> Any:
-    typer.echo(f"gemma4-compat: {message}", err=True)
+    _tell(message)
     raise typer.Exit(2)
 
 
-def _say(text: str, as_json: bool) -> None:
-    typer.echo(text, err=as_json)  # with --json, standard output holds the JSON and nothing else
-    sys.stdout.flush()
+def _tell(message: str) -> None:
+    terminal.write(f"gemma4-compat: {printable(message)}", error=True)
 
 
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2))
+def _say(text: str, as_json: bool = False) -> None:
+    try:
+        terminal.write(text, error=as_json)  # with --json, standard output holds the JSON and nothing else
+    except BrokenPipeError:
+        terminal.discard()
+        raise typer.Exit(_SIGPIPE) from None
+
+
+def _print_json(data: Mapping[str, Any]) -> None:
+    _say(terminal.json_text({"gemma4_compat": gemma4_compat.__version__, **data}))
 
 
 def _heading(versions: dict[str, str]) -> str:
@@ -373,8 +423,8 @@ def _finding_text(finding: _doctor.Finding) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in finding.versions.items())
     return (
         f"{finding.id} ({versions})\n"
-        f"  without  {_shorten(finding.without['detail'])}\n"
-        f"  with     {_shorten(finding.with_shim['detail'])}\n"
+        f"  without  {_shorten(printable(finding.without['detail']))}\n"
+        f"  with     {_shorten(printable(finding.with_shim['detail']))}\n"
         f"  verdict  {finding.verdict}" + (f"\n  report   {finding.report}" if finding.report else "")
     )
 

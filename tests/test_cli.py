@@ -43,7 +43,7 @@ def test_status_has_a_line_for_each_patch() -> None:
 
 
 def test_status_as_json() -> None:
-    data = json.loads(cli_says("status", "--json").stdout)
+    data = json.loads(cli_says("status", "--json").stdout)["patches"]
     assert [item["id"] for item in data] == IDS
     for item, status in zip(data, gemma4_compat.status().values()):
         assert set(item) == {"id", "state", "reason", "versions", "late", "overridden", "unmet", "unreached"}
@@ -61,7 +61,7 @@ def test_status_says_what_was_disabled() -> None:
     environment = {"GEMMA4_COMPAT_DISABLE": "all"}
     done = child("-m", "gemma4_compat", "status", "--json", environment=environment)
     assert done.code == 0
-    assert {item["reason"] for item in json.loads(done.stdout)} == {"disabled by GEMMA4_COMPAT_DISABLE"}
+    assert {item["reason"] for item in json.loads(done.stdout)["patches"]} == {"disabled by GEMMA4_COMPAT_DISABLE"}
 
 
 def test_list_has_a_line_for_each_patch() -> None:
@@ -74,7 +74,7 @@ def test_list_has_a_line_for_each_patch() -> None:
 
 
 def test_list_as_json() -> None:
-    for item, patch in zip(json.loads(cli_says("list", "--json").stdout), PATCHES, strict=True):
+    for item, patch in zip(json.loads(cli_says("list", "--json").stdout)["patches"], PATCHES, strict=True):
         assert item["id"] == patch.id
         assert item["area"] == registry.area(patch.id)
         assert item["failure_points"] == list(patch.failure_points)
@@ -96,7 +96,7 @@ def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> N
 @pytest.mark.parametrize("area", sorted({registry.area(patch_id) for patch_id in IDS}))
 def test_explain_tells_everything_about_the_patches_of_an_area(area: str) -> None:
     expected = [patch_id for patch_id in IDS if registry.area(patch_id) == area]
-    data = json.loads(cli_says("explain", area, "--json").stdout)
+    data = json.loads(cli_says("explain", area, "--json").stdout)["patches"]
     assert [item["id"] for item in data] == expected
     assert {item["area"] for item in data} == {area}
     assert [item["status"]["id"] for item in data] == expected
@@ -195,7 +195,7 @@ def test_doctor_without_the_libraries_exits_2_and_says_how_to_get_them(bare: Pat
 def test_status_without_the_libraries_says_that_they_are_absent(bare: Path) -> None:
     done = in_bare(bare, "status", "--json")
     assert (done.code, done.stderr) == (0, "")
-    for item, patch in zip(json.loads(done.stdout), PATCHES, strict=True):
+    for item, patch in zip(json.loads(done.stdout)["patches"], PATCHES, strict=True):
         assert (item["state"], item["reason"]) == ("skipped", f"{patch.distribution} is not installed")
 
 

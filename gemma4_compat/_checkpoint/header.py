@@ -15,7 +15,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._reading import json_files
 
 #: Bits of an element, by the name safetensors has for a type.
-_BITS = {
+BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
@@ -103,7 +103,7 @@ def _tensor(entry: Any, first: int) -> Tensor:
     begin, end = offsets
     if end < begin:
         raise ValueError(f"it ends at {end}, before it begins at {begin}")
-    if dtype in _BITS and end - begin != prod(shape) * _BITS[dtype] // 8:
+    if dtype in BITS and end - begin != prod(shape) * BITS[dtype] // 8:
         raise ValueError(f"{dtype} of shape {shape} in {end - begin} bytes")
     return Tensor(dtype, tuple(shape), first + begin, end - begin)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._checkpoint import consistency
 from gemma4_compat._checkpoint.header import header
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._reading import json_files
@@ -60,11 +61,13 @@ def entries(file: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file, in the order of their bytes.
 
     Raises:
-        Gemma4CompatError: it is not a safetensors file, or it is truncated.
+        Gemma4CompatError: it is not a safetensors file, or it is truncated or damaged.
     """
+    tensors = header(file)
+    consistency.refuse_problems(file, tensors)
     found = [
         Entry(name, _torch_name(file, name, tensor.dtype), tensor.shape, file, tensor.start, tensor.nbytes)
-        for name, tensor in header(file).items()
+        for name, tensor in tensors.items()
     ]
     return {entry.name: entry for entry in sorted(found, key=lambda entry: (entry.start, entry.nbytes))}
 
@@ -134,6 +137,7 @@ def checkpoint(folder: Path) -> dict[str, Entry]:
         names = _weight_map(index)
         found: dict[str, Entry] = {}
         for file in sorted(set(names.values())):
+            consistency.refuse_outside(index, file)
             if not exists(folder / file):
                 raise Gemma4CompatError(f"{index.name} names the shard {file}, which is not in {str(folder)!r}")
             found |= entries(folder / file)

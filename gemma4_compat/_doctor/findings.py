@@ -8,17 +8,22 @@ import os
 import queue
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat._doctor import children
+from gemma4_compat._engine import shadowed, temporary
 from gemma4_compat._engine import versions as _versions
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat._engine.report import ISSUES
 from gemma4_compat._errors import Gemma4CompatError
+
+_PREFIX = "gemma4-compat-"
+#: Free bytes asked for: three times what all reproductions wrote on a CPU (157 MiB; `doctor --keep`, then `du`).
+ROOM = 512 << 20
 
 STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
@@ -108,11 +113,11 @@ def stack() -> dict[str, str]:
         )
     found = {name: str(version) for name, version in versions.items()}
     if too_old := [text for item in found.items() if (text := _versions.too_old(*item)) is not None]:
-        raise Gemma4CompatError("\n".join(too_old))
+        raise Gemma4CompatError("; ".join(too_old))
     return found
 
 
-def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]) -> Iterator[Finding]:
+def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]) -> Generator[Finding]:
     """Reproduce each patch's defect without and with the shim; yields each finding once complete.
 
     Args:
@@ -121,23 +126,55 @@ def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]
         note: called with lines for the user that are not findings.
 
     Raises:
-        Gemma4CompatError: the tiny checkpoint cannot be built with this stack.
+        Gemma4CompatError: the tiny checkpoint cannot be built with this stack, or there is no room for it.
     """
-    folder = Path(tempfile.mkdtemp(prefix="gemma4-compat-"))
+    _tidy(note)
+    shadowed.refuse(*STACK)
     try:
-        built = children.alone("build", folder, disabled="all")
-        if "built" not in built:
-            raise Gemma4CompatError(f"the tiny Gemma 4 checkpoint cannot be built: {built['detail']}")
-        results: dict[tuple[str, bool], dict[str, Any]] = {}
-        for patch, shim, result in _results(patches, folder, forks=built.get("forks", False)):
-            results[patch.id, shim] = result
-            if (patch.id, not shim) in results:
-                yield Finding(patch.id, _concerned(patch), results[patch.id, False], results[patch.id, True])
+        folder = temporary.Folder(Path(tempfile.gettempdir()), _PREFIX)
+    except OSError as error:
+        raise Gemma4CompatError(
+            f"no temporary folder can be made ({error.strerror or error}): {tempfile.gettempdir()!r}. Set TMPDIR to a "
+            "folder that can be written"
+        ) from error
+    try:
+        _refuse_without_room(folder.path)
+        with temporary.terminable():
+            yield from _examined(patches, folder.path)
     finally:
         if keep:
-            note(f"kept: {folder}")
+            folder.release()
+            note(f"kept: {folder.path}")
         else:
-            shutil.rmtree(folder, ignore_errors=True)  # on Windows a memory-mapped file may outlive its reader
+            folder.remove()
+
+
+def _tidy(note: Callable[[str], None]) -> None:
+    """Remove what a doctor left that was killed."""
+    left, _, _ = temporary.leftovers(Path(tempfile.gettempdir()), _PREFIX)
+    for leftover in left:
+        temporary.remove(leftover)
+        note(f"removed {leftover}, which an earlier doctor that was killed left")
+
+
+def _refuse_without_room(folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < ROOM:
+        raise Gemma4CompatError(
+            f"{str(folder.parent)!r} has {free} bytes free and the tiny checkpoints need {ROOM}. Free some space, or "
+            "set TMPDIR to a folder on another disk"
+        )
+
+
+def _examined(patches: Sequence[Patch], folder: Path) -> Iterator[Finding]:
+    built = children.alone("build", folder, disabled="all")
+    if "built" not in built:
+        raise Gemma4CompatError(f"the tiny Gemma 4 checkpoint cannot be built: {built['detail']}")
+    results: dict[tuple[str, bool], dict[str, Any]] = {}
+    for patch, shim, result in _results(patches, folder, forks=built.get("forks", False)):
+        results[patch.id, shim] = result
+        if (patch.id, not shim) in results:
+            yield Finding(patch.id, _concerned(patch), results[patch.id, False], results[patch.id, True])
 
 
 def _results(patches: Sequence[Patch], folder: Path, *, forks: bool) -> Iterator[tuple[Patch, bool, dict[str, Any]]]:
@@ -147,13 +184,14 @@ def _results(patches: Sequence[Patch], folder: Path, *, forks: bool) -> Iterator
         for shim in (False, True):
             workers = max(1, min(2 if forks else 8, (os.cpu_count() or 2) // 4))  # without forks, they mostly import
             idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]] = queue.SimpleQueue()
+            # Left after the processes are: a worker whose process is killed has nothing to wait for.
+            pool = stack.enter_context(ThreadPoolExecutor(workers))
             for _ in range(workers):
                 disabled = "" if shim else "all"
                 if forks:
                     idle.put(stack.enter_context(children.Forks(folder, disabled)))
                 else:
                     idle.put(functools.partial(children.alone, folder=folder, disabled=disabled))
-            pool = stack.enter_context(ThreadPoolExecutor(workers))
             jobs.update({pool.submit(_with_one_of, idle, patch.id): (patch, shim) for patch in patches})
         try:
             for job in as_completed(jobs):

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Sequence
+from typing import Any
 
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._errors import Gemma4CompatError, printable
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+#: Fewer bytes without a unit are a number that somebody forgot the unit of.
+_FEWEST = 1 << 20
+#: A number beyond this is no size of anything.
+_MOST = 1 << 63
 _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: float | str) -> int:
     """Bytes of a size: a number of bytes, or text such as "8GiB", "8GB", "500MB".
+
+    Text without a unit is bytes, too, but a small number of them ("12") is asked back.
 
     Raises:
         Gemma4CompatError: it is not a size.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
+    if isinstance(size, numbers.Real) and not isinstance(size, bool):
+        if 0 <= size < _MOST:
+            return int(size)
+        raise _no_size(size)
+    found = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([a-z]*)", str(size).strip(), re.IGNORECASE)
     unit = _UNITS.get(found[2].lower()) if found else None
-    if found is None or unit is None or (unit == 1 and "." in found[1]):
-        raise Gemma4CompatError(
-            f"{size!r} is not a size; write it as 8GiB (binary), 8GB (decimal), 500MB, or in bytes as 8589934592"
-        )
-    return int(float(found[1]) * unit) if "." in found[1] else int(found[1]) * unit
+    if found is None or unit is None:
+        raise _no_size(size)
+    whole = "." not in found[1]
+    if not found[2] and (not whole or 0 < int(found[1]) < _FEWEST):
+        raise _no_size(size, f". Without a unit it is in bytes: did you mean {found[1]}GiB?")
+    if unit == 1 and not whole:
+        raise _no_size(size)
+    return int(found[1]) * unit if whole else int(float(found[1]) * unit)
+
+
+def _no_size(size: Any, hint: str = "") -> Gemma4CompatError:
+    if isinstance(size, int) and size.bit_length() > 1000:
+        shown = f"a number of {size.bit_length()} bits"
+    else:
+        shown = repr(size if isinstance(size, numbers.Real) else str(size)[:40])
+    return Gemma4CompatError(
+        f"{shown} is not a size; write it as 8GiB (binary), 8GB (decimal), 500MB, or in bytes as 8589934592{hint}"
+    )
 
 
 def size_text(nbytes: int, *, up: bool = False) -> str:
@@ -65,6 +88,7 @@ def runs_text(numbers: Sequence[int], separator: str = ", ") -> str:
 
 def table_text(rows: Sequence[Sequence[str]], *, header: bool = False) -> str:
     """Rows as lines of aligned columns; the last column is free text. ``header`` rules off the first row."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)][:-1]
     lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
     if header:

@@ -17,6 +17,7 @@ from gemma4_compat._adapters.saved import CONFIG, PICKLE, WEIGHTS
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._merge import folders
 
 #: PEFT types with independent layers, which can be built and merged one at a time.
 TYPES = (
@@ -41,7 +42,8 @@ class Adapter:
     """A saved adapter and what it changes in one base model.
 
     Attributes:
-        folder: of an adapter that PEFT loads onto this model unchanged: the given one, or a translated copy.
+        folder: of an adapter that PEFT loads onto this model unchanged: the given one, or the folder for a translated
+            copy, which :func:`write_copy` writes.
         config: PEFT's configuration of it.
         entries: the tensors by the key PEFT uses for this model (without an adapter name).
         modules: path of a module -> keys of the adapter's weights there.
@@ -49,6 +51,7 @@ class Adapter:
         unused: keys in the file for modules that this model never uses.
         absent: modules that the configuration targets and the file has no weights for.
         translated: whether the file has other keys.
+        copied: whether PEFT needs a copy in ``folder``.
     """
 
     folder: Path
@@ -59,6 +62,12 @@ class Adapter:
     unused: tuple[str, ...] = ()
     absent: tuple[str, ...] = ()
     translated: bool = False
+    copied: bool = False
+
+    @property
+    def nbytes_to_copy(self) -> int:
+        """Bytes of the weights that :func:`write_copy` writes."""
+        return sum(entry.nbytes for entry in self.entries.values()) if self.copied else 0
 
 
 def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool = False) -> Adapter:
@@ -98,9 +107,11 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
     adapter.unused = tuple(translation.unused)
     adapter.entries = {new: entries[old] for old, new in translation.names.items()}
     _sort(adapter, model)
+    names_in_file = {here: there for there, here in translation.modules.values()}
+    _refuse_untargeted(adapter, model, names_in_file)
     if not translation.is_identity:
         adapter.translated = any(old != new for old, new in translation.names.items())
-        _rename(adapter, {here: there for there, here in translation.modules.values()}, scratch)
+        _rename(adapter, names_in_file, scratch)
     elif source == scratch:
         _save_config(adapter.config, scratch)
     if not adapter.translated:
@@ -167,6 +178,7 @@ def _unpickled(folder: Path, scratch: Path, config: Any, allow_pickle: bool) -> 
             "Convert it where you trust it (PeftModel.save_pretrained writes safetensors), or pass --allow-pickle "
             "(allow_pickle=True), which admits tensors and nothing else"
         )
+    folders.refuse_without_room(scratch.parent, file.stat().st_size)
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
@@ -204,7 +216,7 @@ def _sort(adapter: Adapter, model: Any) -> None:
 
 
 def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -> None:
-    """Write the adapter with the keys of this model, and a configuration that targets exactly these modules.
+    """Give the adapter a configuration that targets exactly these modules by their names in this model.
 
     ``names_in_file``: module of this model -> its name in the file, which the configuration's patterns refer to.
     """
@@ -228,14 +240,19 @@ def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -
         for attribute in ("exclude_modules", "layers_to_transform", "layers_pattern"):
             if hasattr(config, attribute):
                 setattr(config, attribute, None)
+    adapter.folder, adapter.copied = scratch / "translated", True
+
+
+def write_copy(adapter: Adapter) -> None:
+    """Write the adapter with the keys of this model, where PEFT would not understand the given files."""
+    if not adapter.copied:
+        return
+    adapter.folder.mkdir()
     outputs = [shards.Output(key, entry.dtype, entry.shape) for key, entry in adapter.entries.items()]
-    target = scratch / "translated"
-    target.mkdir()
-    shards.write(target, [outputs], {key: lambda e=entry: shards.pieces(e) for key, entry in adapter.entries.items()})
-    (target / "model.safetensors").rename(target / WEIGHTS)
-    adapter.entries = shards.entries(target / WEIGHTS)
-    adapter.folder = target
-    _save_config(config, target)
+    values = {key: lambda e=entry: shards.pieces(e) for key, entry in adapter.entries.items()}
+    shards.write(adapter.folder, [outputs], values)
+    (adapter.folder / "model.safetensors").rename(adapter.folder / WEIGHTS)
+    _save_config(adapter.config, adapter.folder)
 
 
 def _save_config(config: Any, folder: Path) -> None:
@@ -250,16 +267,49 @@ def kind_of(keys: Collection[str], config: Any, path: str) -> str:
     return "parameters" if any(path == owner or path.endswith(f".{owner}") for owner in owners) else "target"
 
 
+def _refuse_untargeted(adapter: Adapter, model: Any, names_in_file: Mapping[str, str]) -> None:
+    """Raise ``Gemma4CompatError`` where PEFT would drop weights of the file, because the configuration targets other
+    modules: the merged model would have them, and the adapter-loaded one would not.
+    """
+    config = _resolved(adapter.config, model)
+    if config is None:
+        return
+    names: dict[str, set[str]] = {}
+    for path, keys in adapter.modules.items():
+        if kind_of(keys, config, path) == "target":
+            both = {path, names_in_file.get(path, path)}
+            names[path] = both | {name.removesuffix(f".{translations.INNER}") for name in both}
+    targeted = matching.targeted(config, {name for alike in names.values() for name in alike})
+    lost = [path for path, alike in names.items() if not alike & targeted]
+    if not lost:
+        return
+    given = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+    limits = [f"{name} {shown}" for name in given[1:] if (shown := getattr(adapter.config, name, None)) is not None]
+    raise Gemma4CompatError(
+        f"the adapter's file has weights for {len(lost)} modules that its configuration leaves out, {lost[0]!r} among "
+        f"them ({'; '.join(limits) or 'target_modules'}): PEFT drops these weights. {CONFIG} and {WEIGHTS} are not of "
+        "the same adapter; get both again"
+    )
+
+
+def _resolved(config: Any, model: Any) -> Any:
+    """A copy of ``config`` with target modules as PEFT has them for this model; None without any."""
+    from peft.tuners import tuners_utils
+
+    if not getattr(config, "target_modules", None):
+        return None
+    resolve = getattr(tuners_utils, "_maybe_include_all_linear_layers", None)
+    # The clipped linears of the towers become their inner ones here.
+    return copy.deepcopy(config) if resolve is None else resolve(copy.deepcopy(config), model)
+
+
 def _absent(adapter: Adapter, model: Any) -> tuple[str, ...]:
     """Modules that PEFT would put an adapter on, and that the file has no weights for."""
     from peft.tuners import tuners_utils
 
-    if not getattr(adapter.config, "target_modules", None):
+    config = _resolved(adapter.config, model)
+    if config is None:
         return ()
-    config = copy.deepcopy(adapter.config)
-    resolve = getattr(tuners_utils, "_maybe_include_all_linear_layers", None)
-    if resolve is not None:
-        config = resolve(config, model)  # the clipped linears of the towers become their inner ones here
     kinds = {type(module) for name, module in model.named_modules() if name in adapter.modules}
     return tuple(
         name

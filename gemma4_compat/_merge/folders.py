@@ -6,15 +6,13 @@ import contextlib
 import json
 import os
 import shutil
-import signal
-import tempfile
-import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from gemma4_compat._checkpoint import shards
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._engine import temporary
+from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._reading import json_files
 
 REPORT, REPORT_TEXT = "merge_report.json", "merge_report.txt"
@@ -22,6 +20,11 @@ REPORT, REPORT_TEXT = "merge_report.json", "merge_report.txt"
 #: Files of the base that are not copied.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _REPLACED = ("config.json", "README.md", ".gitattributes", REPORT, REPORT_TEXT)
+_TEMPLATES = "additional_chat_templates"
+
+#: What the name of the folder has in it while it is written, after the first bytes of its final name.
+_PARTIAL = ".partial-"
+_SHORTENED, _LONGEST_NAME = 200, 255
 
 
 def local(given: str | Path, what: str) -> Path:
@@ -31,9 +34,9 @@ def local(given: str | Path, what: str) -> Path:
         Gemma4CompatError: there is neither.
     """
     folder = Path(given)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # noqa: PTH112 - it is False for what can be no name, where Path raises
         return folder
-    if folder.exists():
+    if os.path.exists(folder):  # noqa: PTH110 - likewise
         raise Gemma4CompatError(f"{str(given)!r} is a file; give the folder of the {what}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -47,62 +50,101 @@ def local(given: str | Path, what: str) -> Path:
         ) from error
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise ``Gemma4CompatError`` unless ``out`` is new or an empty folder."""
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists() or out.is_symlink():
-        raise Gemma4CompatError(f"{str(out)!r} exists; nothing is overwritten. Give a new folder, or remove that one")
+def output(given: str | Path, *inputs: Path) -> Path:
+    """The absolute path of the folder to be written.
+
+    Raises:
+        Gemma4CompatError: something is there, it is a link, or it is inside of an input.
+    """
+    text = os.fspath(given)
+    if not text or "\0" in text:
+        raise Gemma4CompatError(f"{text!r} is no name of a folder; give a new folder for the merged model")
+    out = Path(os.path.abspath(text))  # noqa: PTH100 - Path.absolute keeps "..", which then has no name
+    if len(os.fsencode(out.name)) > _LONGEST_NAME:
+        raise Gemma4CompatError(
+            f"the name {out.name[:40]!r}... of the output folder is longer than {_LONGEST_NAME} bytes; shorten it"
+        )
+    if out.is_symlink():
+        raise Gemma4CompatError(f"{text!r} is a link; give the folder itself, or the name of a new one")
+    if os.path.isdir(out) and not os.listdir(out):  # noqa: PTH112, PTH208 - these never raise for a name
+        if Path.cwd().is_relative_to(out):
+            raise Gemma4CompatError(f"{text!r} is the working folder, which cannot be replaced; give a new folder")
+    elif os.path.lexists(out):
+        raise Gemma4CompatError(f"{text!r} exists; nothing is overwritten. Give a new folder, or remove that one")
+    for folder in inputs:
+        if out.resolve().is_relative_to(folder.resolve()):
+            raise Gemma4CompatError(
+                f"{text!r} is inside of {str(folder)!r}, which is only read; give a folder that is beside it"
+            )
+    return out
 
 
 @contextlib.contextmanager
 def staging(out: Path) -> Iterator[Path]:
     """A folder beside ``out`` that is renamed to it at the end, or removed if anything ends the merge early."""
-    parent = out.absolute().parent
+    _tidy(out)
+    made = [folder for folder in out.parents if not folder.exists()]
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=parent))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = temporary.Folder(out.parent, _prefix(out))
     except OSError as error:
-        raise Gemma4CompatError(f"{str(parent)!r} cannot be written: {error.strerror or error}") from error
+        _unmake(made)
+        raise Gemma4CompatError(f"{str(out.parent)!r} cannot be written: {error.strerror or error}") from error
     try:
-        with _terminable():
-            yield staging
-            staging.chmod(0o777 & ~_umask())
+        with temporary.terminable():
+            yield folder.path
+            folder.path.chmod(0o777 & ~_umask())
             try:
                 if out.is_dir():
                     out.rmdir()  # empty, or this raises
-                staging.rename(out)
+                folder.release()
+                folder.path.rename(out)
             except OSError as error:
                 raise Gemma4CompatError(f"{str(out)!r} cannot be written: {error.strerror or error}") from error
     except BaseException:
-        shutil.rmtree(staging)
+        folder.remove()
+        _unmake(made)
         raise
+
+
+def _prefix(out: Path) -> str:
+    return f"{os.fsdecode(os.fsencode(out.name)[:_SHORTENED])}{_PARTIAL}"
+
+
+def _tidy(out: Path) -> None:
+    """Remove what a killed merge to ``out`` left, name what others left, and refuse one that runs at the same time."""
+    left, used, unknown = temporary.leftovers(out.parent, _PARTIAL)
+    for folder in used:
+        if folder.name.startswith(_prefix(out)):
+            raise Gemma4CompatError(
+                f"another merge writes {str(out)!r} now, in {str(folder)!r}; wait for it, or give another folder"
+            )
+    for folder in left:
+        if folder.name.startswith(_prefix(out)):
+            temporary.remove(folder)
+            _warn(f"an earlier merge to {str(out)!r} was killed; what it left, {str(folder)!r}, is removed")
+        else:
+            _warn(f"{str(folder)!r} is what a killed merge left; nothing uses it, and it can be removed")
+    for folder in unknown:
+        if folder.name.startswith(_prefix(out)):
+            _warn(f"{str(folder)!r} looks like what a killed merge left; if it is not yours, remove it")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, Gemma4CompatWarning, stacklevel=2)
+
+
+def _unmake(folders: Sequence[Path]) -> None:
+    """Remove folders that were made for nothing, the innermost first."""
+    for folder in folders:
+        with contextlib.suppress(OSError):  # somebody else has put something in it
+            folder.rmdir()
 
 
 def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Inside, SIGTERM raises ``SystemExit``, unless the program has a handler of its own."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-
-    def stop(number: int, _frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def refuse_without_room(staging: Path, nbytes: int) -> None:
@@ -115,20 +157,34 @@ def refuse_without_room(staging: Path, nbytes: int) -> None:
         )
 
 
-def copy_other_files(base: Path, staging: Path) -> None:
-    """Copy every other file that belongs to the model: tokenizer, processor, templates, licence."""
+def other_files(base: Path) -> list[Path]:
+    """Every other file or folder that belongs to the model: tokenizer, processor, templates, licence."""
+    found = []
     for file in sorted(base.iterdir()):
         name = file.name
         if name in _REPLACED or name.endswith(_WEIGHTS) or name.startswith("."):
             continue
-        target = staging / name
+        if file.is_file() or (name == _TEMPLATES and file.is_dir()):
+            found.append(file)
+    return found
+
+
+def nbytes(files: Iterable[Path]) -> int:
+    """Bytes of files, and of those in folders."""
+    return sum(nbytes(file.iterdir()) if file.is_dir() else file.stat().st_size for file in files)
+
+
+def copy_other_files(base: Path, staging: Path) -> None:
+    """Copy them into ``staging``."""
+    for file in other_files(base):
+        target = staging / file.name
         try:
-            if file.is_file():
-                shutil.copyfile(file, target)
-            elif name == "additional_chat_templates":
+            if file.is_dir():
                 shutil.copytree(file, target)
+            else:
+                shutil.copyfile(file, target)
         except OSError as error:
-            raise shards.unwritable(error, target, file.stat().st_size) from error
+            raise shards.unwritable(error, target, nbytes([file])) from error
 
 
 def write_config(base: Path, staging: Path, dtype: str, untied: bool) -> None:

@@ -9,7 +9,6 @@ Everything is written into a folder beside the final one, which is renamed when 
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Sequence
@@ -17,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._checkpoint import shards
-from gemma4_compat._engine import versions
+from gemma4_compat._engine import shadowed, terminal, versions
 from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import adapter as adapters
-from gemma4_compat._merge import folders, text, weights
+from gemma4_compat._merge import folders, text, verification, weights
 from gemma4_compat._merge import start as starts
 from gemma4_compat._merge.result import MergeParityError, MergeReport
 from gemma4_compat._merge.tensors import MergedTensors, tied_sources
-from gemma4_compat._merge.verification import verify
 from gemma4_compat._models import build
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
@@ -52,10 +50,11 @@ def merge_adapter(
     largest = parse_size(max_shard_size)
     if not largest:
         raise Gemma4CompatError("max_shard_size must be more than 0; write it as 5GB")
-    out = Path(out)
-    folders.refuse_existing(out)
+    shadowed.refuse("torch", "transformers", "peft")
     base_folder, adapter_folder = folders.local(base, "base"), folders.local(adapter, "adapter")
+    out = folders.output(out, base_folder, adapter_folder)
     model = _on_meta(base_folder)
+    placement = verification.placement(model, device_map)
     chosen = starts.choose(model, start, quantize, skip_modules)
     entries = shards.checkpoint(base_folder)
     kind = dtype or starts.stored_dtype(model, entries, chosen)
@@ -71,8 +70,9 @@ def merge_adapter(
         merged = time.perf_counter()
         parity = None
         if check:
-            options = {"device_map": device_map, "count": check, "tolerance": tolerance}
-            parity = verify(staging, base_folder, tensors, chosen, kind, **options)
+            adapters.write_copy(opened)
+            options: dict[str, Any] = {"device_map": placement, "count": check, "tolerance": tolerance}
+            parity = verification.verify(staging, base_folder, tensors, chosen, kind, **options)
         seconds = {"merge": round(merged - began, 2), "check": round(time.perf_counter() - merged, 2)}
         report = MergeReport(
             out=str(out),
@@ -121,7 +121,8 @@ def _on_meta(folder: Path) -> Any:
 
 def _write(tensors: MergedTensors, base: Path, staging: Path, largest: int, progress: bool | None) -> list[str]:
     """Write the merged model into ``staging``; returns the names of its weight files."""
-    folders.refuse_without_room(staging, tensors.nbytes)
+    needed = tensors.nbytes + tensors.adapter.nbytes_to_copy + folders.nbytes(folders.other_files(base))
+    folders.refuse_without_room(staging, needed)
     files = shards.write(staging, shards.shards(tensors.outputs(), largest), tensors.values(progress))
     folders.copy_other_files(base, staging)
     folders.write_config(base, staging, tensors.dtype, tensors.untied)
@@ -133,5 +134,5 @@ def _finish(report: MergeReport, staging: Path) -> None:
     parity = report.parity
     if parity is not None and not parity.ok:
         raise MergeParityError(f"{text.verdict(parity)}; nothing was written to {report.out!r}", report)
-    shards.write_text(staging / folders.REPORT, json.dumps(report.as_data(), indent=2) + "\n")
+    shards.write_text(staging / folders.REPORT, terminal.json_text(report.as_data()) + "\n")
     shards.write_text(staging / folders.REPORT_TEXT, text.report_text(report) + "\n")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gemma4_compat._errors import printable
+
 if TYPE_CHECKING:
     from gemma4_compat._merge.check import Parity
     from gemma4_compat._merge.result import MergeReport
@@ -38,8 +40,10 @@ def report_text(report: MergeReport) -> str:
     lines.append(f"time      {report.seconds['merge']:.1f} s, check {report.seconds['check']:.1f} s")
     lines.append("with      " + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
     if report.parity is None:
-        return "\n".join([*lines, "parity    not measured (--check 0)"])
-    return "\n".join([*lines, *_parity(report.parity)])
+        lines.append("parity    not measured (--check 0)")
+    else:
+        lines += _parity(report.parity)
+    return "\n".join(map(printable, lines))
 
 
 def _parity(parity: Parity) -> list[str]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import check
 from gemma4_compat._merge import start as starts
 from gemma4_compat._merge.check import Parity
 from gemma4_compat._merge.start import Start
 from gemma4_compat._merge.tensors import MergedTensors
+from gemma4_compat._models import device_maps
+
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def verify(
@@ -31,7 +36,7 @@ def verify(
         tensors: what was merged.
         start: how the base's weights were taken.
         dtype: of the merged weights, a key of ``start.DTYPES``.
-        device_map: where the models run; a GPU or the CPU if None.
+        device_map: where the models run, of :func:`placement`.
         count: of prompts.
         tolerance: see :func:`check.compare`.
     """
@@ -39,7 +44,7 @@ def verify(
     import transformers
 
     model_class = getattr(transformers, type(tensors.model).__name__)
-    options = {"dtype": getattr(torch, starts.DTYPES[dtype]), "device_map": _placement(device_map)}
+    options = {"dtype": getattr(torch, starts.DTYPES[dtype]), "device_map": device_map}
     adapter = tensors.adapter
     adapted = [*adapter.modules, *dict.fromkeys(name.rpartition(".")[0] for name in adapter.replaced)]
     prompts, notes = check.prompts(base, tensors.model, count, adapted)
@@ -98,11 +103,26 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
     return loaded
 
 
-def _placement(device_map: Any) -> Any:
+def placement(model: Any, device_map: Any) -> Any:
+    """``device_map`` as ``from_pretrained`` takes it: a GPU or the CPU if None.
+
+    Raises:
+        Gemma4CompatError: it is none, it names a device that is not here, or leaves a part of the model out.
+    """
     import torch
 
     if device_map is None:
         return {"": 0} if torch.cuda.is_available() else {"": "cpu"}
-    if isinstance(device_map, str) and device_map.partition(":")[0] in ("cpu", "cuda"):
-        return {"": device_map}
-    return device_map
+    if isinstance(device_map, str) and device_map in _AUTOMATIC:
+        return device_map
+    placed = device_map if isinstance(device_map, Mapping) else {"": device_map}
+    for name, device in placed.items():
+        if not isinstance(name, str) or isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+            raise Gemma4CompatError(
+                f"device_map has the entry {name!r}: {device!r}; it maps names of modules to devices (0, 'cuda:0', "
+                f"'cpu', 'disk'), or is one device, or one of {', '.join(_AUTOMATIC)}"
+            )
+        if torch.device(device).type == "meta" if isinstance(device, torch.device) else device == "meta":
+            raise Gemma4CompatError(f"device_map places {name!r} on 'meta', where nothing can be computed")
+    device_maps.check(model, placed)
+    return dict(placed)

@@ -123,7 +123,9 @@ def _read_requirements(
         option, argument = _option(line)
         if option in ("-r", "--requirement", "-c", "--constraint"):
             if re.match("(https?|file)://", argument):
-                requests.notes.append(f"{where}: {argument} is not read; ask about a copy of it")
+                requests.notes.append(
+                    f"{where}: {requested.without_credentials(argument)} is not read; ask about a copy of it"
+                )
                 continue
             inner = requests.constraints if option in ("-c", "--constraint") else requests.always
             _read_requirements(path.parent / argument, requests, inner, (*within, here), known, where)

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from gemma4_compat._engine.text import table_text
+from gemma4_compat._errors import printable
 from gemma4_compat._needed.judge import Assessment, Verdict
 
 
@@ -49,8 +50,8 @@ def assessment_text(assessment: Assessment) -> str:
                 ways = " or ".join(need.unnecessary_with) or "no release so far"
                 way = "" if verdict is Verdict.NOT_NEEDED else ways
                 rows.append((need.patch.id, shown, way, need.because))
-    head = f"{assessment.source}: {', '.join(map(str, assessment.distributions))}"
-    notes = [f"note: {note}" for note in assessment.notes]
+    head = printable(f"{assessment.source}: {', '.join(map(str, assessment.distributions))}")
+    notes = [f"note: {printable(note)}" for note in assessment.notes]
     foot = [*_unmeasured(assessment), *_undecided(assessment), _sum(assessment)]
     return "\n".join([head, *notes, "", table_text(rows, header=True), "", *foot])
 

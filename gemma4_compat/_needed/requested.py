@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -81,26 +82,24 @@ class Requests:
         """One requirement (PEP 508, or a path or URL as pip takes them); nothing when it is not about ``names``."""
         if len(text) > LONGEST:
             raise Gemma4CompatError(
-                f"{where}: a requirement of {len(text)} characters, and at most {LONGEST} are read: {text[:40]!r}..."
+                f"{where}: a requirement of {len(text)} characters, and at most {LONGEST} are read; correct it"
             )
         archive = re.search(r"\.(whl|zip|tar\.[a-z0-9]+)$", text.partition(" ")[0])
         try:
             requirement = None if archive and " @ " not in text else Requirement(text)
-        except (
-            ValueError,
-            SyntaxError,
-            RecursionError,
-        ) as error:  # packaging 22 evaluates strings; InvalidRequirement is the former
+        # InvalidRequirement is a ValueError; packaging 22 evaluates strings.
+        except (ValueError, SyntaxError, RecursionError):
             if not re.match(r"[./~\\]|[A-Za-z]:\\|[A-Za-z0-9+]+://|file:|[^\s=<>~!;@]+[/\\]", text):
                 hint = (
                     "write it as 'transformers>=5.5', with an operator, a comma between bounds, and ; before a marker"
                 )
-                raise Gemma4CompatError(f"{where}: {text!r} is not a requirement; {hint}") from error
+                # The text is not in the cause either.
+                raise Gemma4CompatError(f"{where}: {self._shown(text)} is not a requirement; {hint}") from None
             requirement = None
         if requirement is None:
             marker = re.search(r";\s", text)
             location = text if marker is None else text[: marker.start()].rstrip()
-            condition = None if marker is None else parse_marker(text[marker.end() :], where)
+            condition = None if marker is None else parse_marker(text[marker.end() :], where, shown=False)
             return self._parse_location(location, condition, where, extra)
         name = canonicalize_name(requirement.name)
         if name not in self.names or not self._holds(requirement.marker, name, where, extra):
@@ -125,10 +124,17 @@ class Requests:
             named = [canonicalize_name(egg[1])] if egg else parts if remote else parts[-1:]
             name = next((part for part in named if part in self.names), None)
             if name is None and not remote:
-                self.notes.append(f"{where}: what {location} requires is not looked into; ask about its own file, too")
+                path = re.sub(r"\[.*\]$", "", location)
+                shown = location if os.path.exists(path) else "this path"  # noqa: PTH110 - Path raises for odd names
+                self.notes.append(f"{where}: what {shown} requires is not looked into; ask about its own file, too")
         if name not in self.names or not self._holds(marker, name, where, extra):
             return []
         return [_from_location(name, location, where)]
+
+    def _shown(self, text: str) -> str:
+        """A line for a message. One that is not about ``names`` may be of another file, with a secret in it."""
+        name = re.match(r"[A-Za-z0-9._-]+", text)
+        return repr(text) if name and canonicalize_name(name[0]) in self.names else "what is there"
 
     def _holds(self, marker: Marker | None, name: str, where: str, extra: str = "") -> bool:
         if marker is None or evaluate(marker, where, extra):
@@ -157,8 +163,13 @@ def about(name: str, requests: Iterable[Request]) -> list[Request]:
     return [item for item in requests if item.name == name]
 
 
-def parse_marker(text: str, where: str) -> Marker:
-    """An environment marker (PEP 508).
+def without_credentials(location: str) -> str:
+    """A URL as pip shows it."""
+    return re.sub(r"//[^/@\s]*@", "//****@", location)
+
+
+def parse_marker(text: str, where: str, *, shown: bool = True) -> Marker:
+    """An environment marker (PEP 508). ``shown``: whether an error may hold its text.
 
     Raises:
         Gemma4CompatError: it is not one, or needs a newer packaging.
@@ -167,7 +178,8 @@ def parse_marker(text: str, where: str) -> Marker:
         return Marker(text)
     except (ValueError, SyntaxError, RecursionError) as error:
         remedy = "pip install -U packaging" if re.search("extras|dependency_groups", text) else "correct it"
-        raise Gemma4CompatError(f"{where}: the marker {shortened(text)!r} cannot be read; {remedy}") from error
+        what = f"the marker {shortened(text)!r}" if shown else "the marker"
+        raise Gemma4CompatError(f"{where}: {what} cannot be read; {remedy}") from (error if shown else None)
 
 
 def evaluate(marker: Marker, where: str, extra: str = "", lock: Mapping[str, Any] | None = None) -> bool:
@@ -183,7 +195,9 @@ def evaluate(marker: Marker, where: str, extra: str = "", lock: Mapping[str, Any
 
 def _from_location(name: str, location: str, where: str) -> Request:
     version = _in_file_name(location)[1]
-    return Request(name, f"=={version}", where) if version else Request(name, "", where, location)
+    if version:
+        return Request(name, f"=={version}", where)
+    return Request(name, "", where, without_credentials(location))
 
 
 def _in_file_name(location: str) -> tuple[str | None, str | None]:

@@ -5,11 +5,13 @@ Needs a configuration, no weights and no accelerator: the model's own class is b
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._engine import shadowed
 from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
@@ -23,7 +25,7 @@ from gemma4_compat._quantization import config, expert_storage
 
 def plan_device_map(
     model: Any,
-    vram: int | str | Sequence[int | str] | Mapping[int | str, int | str],
+    vram: float | str | Sequence[float | str] | Mapping[int | str, float | str],
     *,
     context: int = 8192,
     batch: int = 1,
@@ -33,18 +35,19 @@ def plan_device_map(
     adapter: str | Path | None = None,
     vision: bool = False,
     audio: bool = False,
-    cpu: int | str | None = None,
-    disk: int | str | None = None,
+    cpu: float | str | None = None,
+    disk: float | str | None = None,
     attention: str = "sdpa",
     balanced: bool = False,
     fast: bool = True,
 ) -> Plan:
     """A device map for ``model`` that stays inside ``vram``; see :func:`gemma4_compat.plan_device_map`."""
+    shadowed.refuse("torch", "transformers")
+    budgets = _budgets(vram)
     built, name, assumed = build.on_meta(model)
     quantization = _quantization(built, quantize, quantize_experts)
     stored = _stored_experts(built, name)
     cut = _blueprint(built, quantization, adapter, experts=quantize_experts or stored)
-    budgets = _budgets(vram)
     load = Load(context=context, batch=batch, prompt=prompt, vision=vision, audio=audio, attention=attention)
     options: dict[str, Any] = {
         "cpu": None if cpu is None else parse_size(cpu),
@@ -170,5 +173,10 @@ def _blueprint(model: Any, quantization: str | None, adapter: str | Path | None,
 def _budgets(vram: Any) -> dict[int | str, int]:
     if isinstance(vram, Mapping):
         return {device: parse_size(size) for device, size in vram.items()}
-    sizes = [vram] if isinstance(vram, (int, str)) else list(vram)
+    try:
+        sizes: list[Any] = [vram] if isinstance(vram, (str, numbers.Real)) else list(vram)
+    except TypeError as error:
+        raise Gemma4CompatError(
+            f"vram is {vram!r}; give a size ('8GiB', or bytes), one for each accelerator, or a mapping of them"
+        ) from error
     return {index: parse_size(size) for index, size in enumerate(sizes)}

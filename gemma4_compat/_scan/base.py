@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._adapters import clipped
+from gemma4_compat._engine import shadowed
 from gemma4_compat._models import build as models
 from gemma4_compat._quantization import config
 from gemma4_compat._scan.result import Findings
@@ -59,6 +60,7 @@ def build(base: Any, quantize: str | None, findings: Findings) -> Base:
     Raises:
         Gemma4CompatError: there is no such base, or no such quantization.
     """
+    shadowed.refuse("torch", "transformers", "peft")
     model, name, assumed = models.on_meta(getattr(base, "config", base))
     if assumed:
         findings.notes.append(assumed)

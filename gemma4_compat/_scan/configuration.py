@@ -66,7 +66,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, default in _SETTINGS.items():
         value = config.get(name, default)
         if value != default and value not in ([], {}):
-            changed[name] = sorted(value) if name == "target_modules" and isinstance(value, list) else value
+            changed[name] = sorted(value, key=str) if name == "target_modules" and isinstance(value, list) else value
     return changed
 
 

@@ -61,7 +61,7 @@ def _against(
     # Where PEFT says which shapes it wants, those are compared instead of the ranks.
     lora_file.check(saved, peft_type, None if comparison.knows_shapes else ranks, findings)
     comparison.check(renames=renames)
-    findings.problems.sort(key=lambda item: item.id not in ("empty", "refused", "unmatched"))
+    findings.problems.sort(key=lambda item: item.id not in ("damaged", "empty", "refused", "unmatched"))
     return _scan(
         saved,
         peft_type,

@@ -8,12 +8,13 @@ import reprlib
 from collections.abc import Iterable
 
 from gemma4_compat._adapters import translation
-from gemma4_compat._adapters.saved import CONFIG, SavedAdapter
+from gemma4_compat._adapters.saved import CONFIG, WEIGHTS, SavedAdapter
+from gemma4_compat._checkpoint import consistency
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._scan.result import Findings
 
 #: A key of one of the two matrices of a LoRA layer: the stem, and A or B.
-HALF = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")
+HALF = re.compile(r"(?s)(.+)\.lora_(?:embedding_)?([AB])(?:\.|$)")
 
 
 class Ranks:
@@ -56,6 +57,13 @@ class Ranks:
 def check(saved: SavedAdapter, peft_type: str, ranks: Ranks | None, findings: Findings) -> None:
     """Add what is wrong with the file; with ``ranks``, also where they differ from the configuration."""
     tensors = saved.tensors
+    damaged = dict(consistency.problems(saved.folder / WEIGHTS, tensors))
+    findings.add(
+        "damaged",
+        "{count} tensors do not lie in the file as safetensors has them, so nothing loads it. {first} "
+        f"{next(iter(damaged.values()), '')}. Get it again",
+        damaged,
+    )
     if not tensors:
         findings.add("empty", "the file has no weights at all: the adapter was saved wrongly", ())
     findings.add(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.text import size_text
+from gemma4_compat._errors import printable
 
 if TYPE_CHECKING:
     from gemma4_compat._scan.result import Scan
@@ -69,7 +70,7 @@ def _base(scan: Scan, width: int) -> Iterator[str]:
 
 def _row(label: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(
-        text,
+        printable(text),
         width,
         initial_indent=f"{label:<{_LABEL}}",
         subsequent_indent=" " * _LABEL,
@@ -81,7 +82,7 @@ def _row(label: str, text: str, width: int) -> list[str]:
 def _listed(items: Iterable[str], width: int) -> Iterator[str]:
     for item in items:
         yield from textwrap.wrap(
-            item,
+            printable(item),
             width,
             initial_indent="  - ",
             subsequent_indent="    ",

@@ -156,7 +156,7 @@ def test_below_the_oldest_supported_releases_nothing_is_built(
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
         "gemma4-compat: transformers 5.4.0 is older than the oldest supported release 5.5.0; "
-        "upgrade: pip install 'transformers>=5.5.0'\n"
+        "upgrade: pip install 'transformers>=5.5.0'; "
         "peft 0.17.1 is older than the oldest supported release 0.18.0; upgrade: pip install 'peft>=0.18.0'\n"
     )
 

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from gemma4_compat import Gemma4CompatError
+from gemma4_compat._reading import patterns
 
 _LONGEST_MESSAGE = 10_000  # characters; an error is a message, not a copy of the input
 #: Seconds after which an input that used less than this part of them is taken for one that waits.
@@ -128,7 +129,10 @@ class Guard:
         return Outcome(kind, signature, detail, seconds, mib)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note what no reader may do: write elsewhere, reach the network, start a program."""
+        """Note what no reader may do: write elsewhere, reach the network, start a program.
+
+        One is allowed: the child that tries regular expressions, whose code is a constant.
+        """
         if self._events is None:
             return
         if event == "open":
@@ -140,7 +144,7 @@ class Guard:
             for path in arguments[: _CHANGES[event]]:
                 if isinstance(path, (str, bytes)) and not self._may_write(os.fsdecode(path)):
                     self._events.append(f"{event} outside OUT: {_plain(path)}")
-        elif event in _FORBIDDEN:
+        elif event in _FORBIDDEN and not (event == "subprocess.Popen" and patterns._CHILD in arguments[1]):
             self._events.append(f"{event} was called")
 
     def _may_write(self, path: str) -> bool:

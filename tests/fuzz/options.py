@@ -57,24 +57,24 @@ sizes: st.SearchStrategy[dict[str, Any]] = st.builds(
     lambda size, vram: {"size": size, "vram": vram}, st.sampled_from(_SIZES[:7]) | size, vram
 )
 
-_quantize = st.sampled_from(["4bit", "4bit-double", "8bit", "none", None]) | values.scalar
-_number = st.sampled_from([1, 16, 8192, None]) | values.number | values.text
-_flag = st.booleans() | st.booleans() | values.scalar
+_quantize = st.sampled_from(["4bit", "4bit-double", "8bit", "none", None]) | values.text
+_whole = st.sampled_from([1, 16, 8192]) | st.sampled_from([number for number in values.NUMBERS if type(number) is int])
+_flag = st.booleans()
 
-#: Keyword arguments of `plan_device_map`; each input has some of them.
+#: Keyword arguments of `plan_device_map`, of the types in its signature but for sizes; each input has some of them.
 plan = st.fixed_dictionaries(
     {"vram": vram},
     optional={
-        "context": _number,
-        "batch": _number,
-        "prompt": _number,
+        "context": _whole,
+        "batch": _whole,
+        "prompt": _whole | st.none(),
         "quantize": _quantize,
         "quantize_experts": _flag,
         "vision": _flag,
         "audio": _flag,
         "cpu": size,
         "disk": size,
-        "attention": st.sampled_from(["sdpa", "eager"]) | values.scalar,
+        "attention": st.sampled_from(["sdpa", "eager"]) | values.text,
         "balanced": _flag,
         "fast": _flag,
     },
@@ -87,15 +87,15 @@ device_map = (
 )
 #: Keyword arguments of `merge_adapter`. `check` is 0 or refused: loading two models takes seconds.
 merge = st.fixed_dictionaries(
-    {"check": st.sampled_from([0, 0, 0, 0, -1, 0.0, False, "0", None, -(10**30)])},
+    {"check": st.sampled_from([0, 0, 0, 0, False, -1, -(10**30)])},
     optional={
-        "start": st.sampled_from(["original", "original", "dequantized"]) | values.scalar,
-        "quantize": _quantize | st.just({}),
-        "skip_modules": st.none() | st.lists(values.text, max_size=2) | values.scalar,
-        "dtype": st.sampled_from(["bf16", "fp16", "fp32", None]) | values.scalar,
+        "start": st.sampled_from(["original", "original", "dequantized"]) | values.text,
+        "quantize": _quantize,
+        "skip_modules": st.none() | st.lists(values.text, max_size=2),
+        "dtype": st.sampled_from(["bf16", "fp16", "fp32", None]) | values.text,
         "device_map": device_map,
         "max_shard_size": st.sampled_from(["5GB", 1, "4kB"]) | size,
-        "tolerance": st.none() | values.scalar,
+        "tolerance": st.none() | st.sampled_from([0.0, 1e308, float("nan"), float("inf"), -1.0, 10**400]),
         "allow_pickle": st.booleans(),
     },
 )

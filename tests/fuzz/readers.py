@@ -58,9 +58,8 @@ def _safetensors(_case: Case, folder: Path, _out: Path) -> Any:
 
 def _index(_case: Case, folder: Path, _out: Path) -> Any:
     found = shards.checkpoint(folder / "base")
-    outside = [
-        entry.file for entry in found.values() if (folder / "base").resolve() not in entry.file.resolve().parents
-    ]
+    # By its name: the cache of the hub consists of links, which lead where they lead.
+    outside = [entry.file for entry in found.values() if ".." in entry.file.parts or folder not in entry.file.parents]
     if outside:
         raise ViolationError(f"a shard outside the folder was read\n{outside[0]}")
     return found

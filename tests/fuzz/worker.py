@@ -72,8 +72,12 @@ class Tally:
 
 def examples(strategy: st.SearchStrategy[Case], seed: int, count: int, visit: Callable[[Case], None]) -> None:
     """Call ``visit`` with ``count`` inputs that ``seed`` decides, or with fewer where there are not as many."""
+    hypothesis.seed(seed)(hypothesis_test(strategy, visit, count))()
 
-    @hypothesis.seed(seed)
+
+def hypothesis_test(strategy: st.SearchStrategy[Case], visit: Callable[[Case], None], count: int = 100) -> Any:
+    """``visit`` as a test of hypothesis."""
+
     @hypothesis.settings(
         max_examples=count,
         database=None,
@@ -85,7 +89,7 @@ def examples(strategy: st.SearchStrategy[Case], seed: int, count: int, visit: Ca
     def run(case: Case) -> None:
         visit(case)
 
-    run()
+    return run
 
 
 @contextlib.contextmanager

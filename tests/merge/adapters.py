@@ -99,9 +99,38 @@ def broken(folder: Path, how: str) -> None:
         save_file({key: value for key, value in values.items() if key != first}, weights)
     elif how == "nan":
         save_file(values | {first: torch.full_like(values[first], float("nan"))}, weights)
+    elif how in ("overlap", "gap", "gap at the start", "unknown dtype"):
+        reheadered(weights, how)
+    elif how == "no layer":
+        ends = sorted({name.rpartition(".")[2] for name in data["target_modules"]})  # with whole paths it counts not
+        config.write_text(json.dumps(data | {"target_modules": ends, "layers_to_transform": [999]}))
+    elif how == "other targets":
+        config.write_text(json.dumps(data | {"target_modules": ["q_proj"]}))
     elif how == "no config":
         config.unlink()
     elif how == "no JSON":
         config.write_text("{")
     elif how == "empty":
         save_file({}, weights)
+
+
+def reheadered(file: Path, how: str) -> None:
+    """Spoil the layout of a safetensors file."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entries, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    names = sorted(
+        (name for name in entries if name != "__metadata__"), key=lambda name: entries[name]["data_offsets"]
+    )
+    if how == "overlap":
+        entries[names[1]] = entries[names[0]]
+    elif how == "unknown dtype":
+        entries[names[0]]["dtype"] = "I3"
+    else:
+        moved = names if how == "gap at the start" else names[2:]
+        for name in moved:
+            entries[name]["data_offsets"] = [offset + 8 for offset in entries[name]["data_offsets"]]
+        first = entries[moved[0]]["data_offsets"][0] - 8
+        data = data[:first] + bytes(8) + data[first:]
+    header = json.dumps(entries).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)

@@ -16,7 +16,7 @@ def test_the_command_merges_reports_and_exits(workspace: Any, base: Path, tmp_pa
     options = ["--base", "dequantized", "--quantize", "4bit", "--check", "1", "--device-map", '{"": "cpu"}', "--json"]
     done = CliRunner().invoke(cli.app, arguments + options)
     assert done.exit_code == 0, done.output
-    data = json.loads(done.stdout[done.stdout.index("{\n") :])
+    data = json.loads(done.stdout)
     assert data["parity"]["ok"]
     assert data["quantization"] == "4bit"
     done = CliRunner().invoke(cli.app, [*arguments[:3], str(tmp_path / "more"), "--check", "0", "--dtype", "fp32"])

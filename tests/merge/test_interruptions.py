@@ -14,26 +14,26 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._checkpoint import shards
-from gemma4_compat._merge import check
+from gemma4_compat._merge import check, folders
 
 
 @pytest.mark.parametrize("when", ["writing", "checking"])
 @pytest.mark.parametrize(
-    "what", [KeyboardInterrupt(), MemoryError(), OSError(errno.ENOSPC, "No space left"), "SIGTERM"]
+    "what", [KeyboardInterrupt(), MemoryError(), OSError(errno.ENOSPC, "No space left"), "SIGTERM", "SIGHUP"]
 )
 def test_nothing_is_left_when_it_is_cut_short(
     workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Any, when: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         assert list(tmp_path.iterdir()), "it fails while there is something to clean up"
-        if what == "SIGTERM":
-            os.kill(os.getpid(), signal.SIGTERM)
+        if isinstance(what, str):
+            os.kill(os.getpid(), getattr(signal, what))
             return b""
         raise what
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
     monkeypatch.setattr(*((shards, "as_bytes") if when == "writing" else (check, "compare")), fail)
-    wanted = SystemExit if what == "SIGTERM" else type(what)
+    wanted = SystemExit if isinstance(what, str) else type(what)
     if isinstance(what, OSError) and when == "writing":
         wanted = Gemma4CompatError
     with pytest.raises(wanted) as caught:
@@ -42,15 +42,40 @@ def test_nothing_is_left_when_it_is_cut_short(
         assert "the disk is full" in str(caught.value)
         assert "model.safetensors' needs" in str(caught.value)
     assert not list(tmp_path.iterdir())
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)) == before
 
 
+@pytest.mark.parametrize("name", ["language", "text class"])
 def test_a_full_disk_is_seen_before_anything_is_written(
-    workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from collections import namedtuple
+    """Also where the adapter's keys have other names here, so that the check needs a copy of its weights."""
+    adapter = tmp_path / "adapter"
+    shutil.copytree(workspace.adapter("language"), adapter)
+    if name == "text class":
+        renamed(adapter)
+    usage, files = shutil.disk_usage(tmp_path), []
 
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("usage", "total used free")(10, 5, 5))
-    with pytest.raises(Gemma4CompatError, match=r"has 5 bytes free and the merged model needs \d{6,}"):
-        gemma4_compat.merge_adapter(workspace.checkpoint, workspace.adapter("language"), tmp_path / "out")
-    assert not list(tmp_path.iterdir())
+    def free(path: Path) -> Any:
+        files.extend(file for file in path.rglob("*") if file.is_file() and file.stat().st_size)
+        return usage._replace(free=needed - 1)
+
+    needed = sum(entry.nbytes for entry in shards.checkpoint(workspace.checkpoint).values())
+    needed += sum(file.stat().st_size for file in folders.other_files(workspace.checkpoint))
+    if name == "text class":
+        needed += sum(entry.nbytes for entry in shards.entries(adapter / "adapter_model.safetensors").values())
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    with pytest.raises(Gemma4CompatError, match=rf"has {needed - 1} bytes free and the merged model needs {needed}"):
+        gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "out")
+    assert files == [], "something was written before"
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+
+
+def renamed(adapter: Path) -> None:
+    """Give an adapter the names of the text-only class."""
+    from safetensors.torch import load_file, save_file
+
+    weights = adapter / "adapter_model.safetensors"
+    values = {key.replace("model.language_model.", "model."): value for key, value in load_file(weights).items()}
+    assert "base_model.model.model.layers.0" in " ".join(values)
+    save_file(values, weights)

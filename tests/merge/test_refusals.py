@@ -11,7 +11,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from tests.merge.adapters import assert_same, broken, tensors
+from gemma4_compat._checkpoint import shards
+from tests.merge.adapters import assert_same, broken, digests, reheadered, tensors
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,12 @@ from tests.merge.adapters import assert_same, broken, tensors
         ("some keys", r"1 keys of the adapter .* belong to no module"),
         ("half a module", r"the file lacks .*lora_B"),
         ("nan", r"PEFT cannot merge the adapter of .*NaN"),
+        ("no layer", r"weights for \d+ modules that its configuration leaves out, .*layers_to_transform \[999\]"),
+        ("other targets", r"weights for \d+ modules that its configuration leaves out"),
+        ("overlap", r"is damaged: .* shares \d+ bytes with"),
+        ("gap", r"is damaged: .* begins 8 bytes after the end of"),
+        ("gap at the start", r"is damaged: .* begins 8 bytes after the end of 'the header'"),
+        ("unknown dtype", r"is damaged: .* is of the type 'I3', which safetensors does not have"),
         ("no config", r"there is no adapter_config.json"),
         ("no JSON", r"adapter_config.json' is not JSON"),
         ("empty", r"has no weights"),
@@ -92,6 +99,9 @@ def test_targets_without_weights_are_said(workspace: Any, tmp_path: Path) -> Non
     [
         ("truncated", r"is truncated"),
         ("missing shard", r"names the shard .*, which is not in"),
+        ("shard above", r"names the shard '\.\./model-.*', which is not in its folder"),
+        ("shard elsewhere", r"names the shard '/.*', which is not in its folder"),
+        ("overlap", r"is damaged: .* shares \d+ bytes with"),
         ("llama", r"is a llama model"),
         ("no weights", r"there are no weights in safetensors"),
         ("no config", r"there is no config.json"),
@@ -106,6 +116,12 @@ def test_a_bad_base_is_one_clear_error(workspace: Any, base: Path, tmp_path: Pat
         shard.write_bytes(shard.read_bytes()[:-10])
     elif how == "missing shard":
         shard.unlink()
+    elif how in ("shard above", "shard elsewhere"):
+        index = folder / "model.safetensors.index.json"
+        other = str(base / shard.name) if how == "shard elsewhere" else f"../{shard.name}"
+        index.write_text(index.read_text().replace(f'"{shard.name}"', json.dumps(other)))
+    elif how == "overlap":
+        reheadered(shard, how)
     elif how == "llama":
         (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     elif how == "no weights":
@@ -130,6 +146,14 @@ def test_a_bad_base_is_one_clear_error(workspace: Any, base: Path, tmp_path: Pat
         ({"check": -1}, "check is a number of prompts"),
         ({"tolerance": -1.0}, "tolerance is a difference of logits"),
         ({"max_shard_size": "much"}, "'much' is not a size"),
+        ({"max_shard_size": "5"}, r"did you mean 5GiB\?"),
+        ({"device_map": "mars:9"}, "'mars:9': no such device"),
+        ({"device_map": "cuda:99"}, "'cuda:99': this machine has"),
+        ({"device_map": {"": 99}}, "99: this machine has"),
+        ({"device_map": {"": True}}, "device_map has the entry '': True"),
+        ({"device_map": {1: "cpu"}}, "device_map has the entry 1: 'cpu'"),
+        ({"device_map": {"": "meta"}}, "where nothing can be computed"),
+        ({"device_map": 1.5}, "device_map has the entry '': 1.5"),
         ({"max_shard_size": 0}, "max_shard_size must be more than 0"),
         ({"quantize": "4bit"}, "are for --base dequantized"),
         ({"quantize": "2bit", "start": "dequantized"}, "quantization '2bit' is unknown"),
@@ -139,6 +163,23 @@ def test_bad_options_are_one_clear_error(workspace: Any, tmp_path: Path, options
     with pytest.raises(Gemma4CompatError, match=message):
         gemma4_compat.merge_adapter(workspace.checkpoint, workspace.adapter("language"), tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["inside", "link", "long"])
+def test_a_bad_output_is_refused_before_anything_is_read(
+    workspace: Any, base: Path, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    targets = {"inside": folder / "new" / "out", "link": tmp_path / "link", "long": tmp_path / ("x" * 300)}
+    before = digests(folder)
+    monkeypatch.setattr(shards, "checkpoint", lambda _: pytest.fail("the base was read"))
+    with pytest.raises(Gemma4CompatError, match=r"is inside of|is a link|is longer than"):
+        gemma4_compat.merge_adapter(folder, workspace.adapter("language"), targets[place], check=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "empty", "link"]
+    assert digests(folder) == before
 
 
 def test_what_is_there_is_not_overwritten(workspace: Any, tmp_path: Path) -> None:

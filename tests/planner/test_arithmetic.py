@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -302,18 +303,46 @@ def test_the_longest_context_of_a_placement_fits_it_exactly(budget: int) -> None
         ("500MB", 500 * 10**6),
         ("1.5GiB", 3 << 29),
         ("64KiB", 64 << 10),
-        ("123", 123),
+        ("8589934592", 8 << 30),
+        ("0", 0),
         (123, 123),
+        (2.5 * 2**30, 5 << 29),
         ("7B", 7),
     ],
 )
-def test_sizes(text: int | str, expected: int) -> None:
+def test_sizes(text: float | str, expected: int) -> None:
     assert parse_size(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "8 G", "-8GiB", "8GiBs", "1e9", "1.5", "eight", -1, True, "8,5GiB"])
-def test_what_is_no_size_is_refused_with_examples(text: int | str) -> None:
-    with pytest.raises(Gemma4CompatError, match="is not a size; write it as 8GiB"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GiB",
+        "8 G",
+        "-8GiB",
+        "8GiBs",
+        "1e9",
+        "1.5",
+        "eight",
+        -1,
+        True,
+        "8,5GiB",
+        math.nan,
+        math.inf,
+        "9" * 5000,
+        "9" * 5000 + "GiB",
+    ],
+)
+def test_what_is_no_size_is_refused_with_examples(text: float | str) -> None:
+    with pytest.raises(Gemma4CompatError, match="is not a size; write it as 8GiB") as caught:
+        parse_size(text)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["12", " 80 ", "1.5", "500000"])
+def test_a_number_that_lacks_its_unit_is_asked_back(text: str) -> None:
+    with pytest.raises(Gemma4CompatError, match=rf"in bytes: did you mean {text.strip()}GiB\?"):
         parse_size(text)
 
 

@@ -366,6 +366,7 @@ def test_the_json_has_every_attribute_by_its_name(tmp_path: Path) -> None:
     message = data["problems"][0].pop("message")
     assert message.startswith("1 LoRA weights")
     assert data == {
+        "schema": 1,
         "gemma4_compat": gemma4_compat.__version__,
         "ok": False,
         "adapter": str(tmp_path),

@@ -69,13 +69,14 @@ def plan() -> dict[str, int | str]:
     assert_type(made.use[0].peak, int)
     gemma4_compat.plan_device_map("31B", 8 << 30, quantize=None)
     gemma4_compat.plan_device_map("31B", ["8GiB", 6 << 30], balanced=True)
+    gemma4_compat.plan_device_map("31B", 0.9 * 2**33)
     gemma4_compat.plan_device_map("31B", {0: "8GiB", "cuda:1": 6 << 30})
     return made.device_map
 
 
 def bad_plans() -> None:
     gemma4_compat.plan_device_map("E2B")  # type: ignore[call-arg]
-    gemma4_compat.plan_device_map("E2B", 8.0)  # type: ignore[arg-type]
+    gemma4_compat.plan_device_map("E2B", None)  # type: ignore[arg-type]
     gemma4_compat.plan_device_map("E2B", "8GiB", 2048)  # type: ignore[call-arg]
     gemma4_compat.plan_device_map("E2B", "8GiB", contxt=2048)  # type: ignore[call-arg]
     gemma4_compat.plan_device_map("E2B", "8GiB", context="2048")  # type: ignore[arg-type]
