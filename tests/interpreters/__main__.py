@@ -19,6 +19,11 @@ from typing import Any
 from tests.interpreters import run, ways
 
 
+def key(result: dict[str, Any]) -> tuple[str, ...]:
+    """What a later result takes the place of."""
+    return result["python"], result["way"], result["size"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.interpreters", description=__doc__)
     parser.add_argument("--python", action="append", help="an interpreter (several times); default: this one")
@@ -34,8 +39,8 @@ def main() -> int:
             results += run.everything(python, given.way or list(ways.WAYS), samples, Path(folder), given.size)
     if given.out:
         before = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
-        again = {(one["python"], one["way"]) for one in results}
-        merged = [one for one in before if (one["python"], one["way"]) not in again] + results
+        again = {key(one) for one in results}
+        merged = [one for one in before if key(one) not in again] + results
         given.out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
     return 1 if any(one["problem"] for one in results) else 0
 

@@ -1,4 +1,4 @@
-"""The case: what a user's program does with the package. Runs by itself, from a folder, an archive or a frozen program.
+"""The case: what a user's program does with the package. Runs by itself: from a folder, an archive, or frozen.
 
 Two sizes. ``model``: a tiny Gemma 4, split over memory and disk, with an adapter, answers as on one device.
 ``stub``: what needs none of the libraries: arming, the status, readers and commands. Both end with a revert.
@@ -21,7 +21,7 @@ COMMANDS = (
     ["list", "--json"],
     ["explain", "peft-keep-dispatch"],
     ["scan", "SAMPLES/adapter-all", "--json"],
-    ["needed", "-r", "SAMPLES/requirements.txt", "--json"],
+    ["needed", "SAMPLES/requirements.txt", "--json"],
     ["scan", "SAMPLES/nothing-here"],
 )
 WITH_LIBRARIES = (

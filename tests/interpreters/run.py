@@ -34,6 +34,11 @@ def build_samples(folder: Path) -> None:
     )
     command = [sys.executable, "-c", build, str(folder)]
     subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=LIMIT, capture_output=True, text=True)
+    write_requirements(folder)
+
+
+def write_requirements(folder: Path) -> None:
+    """A file for the command ``needed``."""
     (folder / "requirements.txt").write_text("transformers==5.6.2\naccelerate==1.13.0\n", encoding="utf-8")
 
 
@@ -86,7 +91,9 @@ def difference(expected: dict[str, Any], outcome: dict[str, Any], *, documented:
             for one in (expected, outcome)
         )
     wrong = [
-        f"{key}: {outcome.get(key)!r}, expected {value!r}" for key, value in expected.items() if outcome.get(key) != value
+        f"{key}: {outcome.get(key)!r}, expected {value!r}"
+        for key, value in expected.items()
+        if outcome.get(key) != value
     ]
     if outcome.get("difference", 0.0) != 0.0 or outcome.get("failed") or not outcome.get("reverted"):
         wrong.append(f"not exact, failed or not reverted: {outcome}")

@@ -160,6 +160,7 @@ WAYS: dict[str, Callable[[Given], list[str]]] = {
 #: Ways in which only the small case is run, and why.
 STUB_ONLY = {
     "-OO": "transformers cannot be imported: it reads its own docstrings",
+    "-W error": "PEFT asks transformers for what warns; loading an adapter is an error without this package, too",
     "PyInstaller": "a program frozen with torch is several GB",
     "sub-interpreter": "numpy and torch load in the main interpreter alone",
 }
@@ -172,5 +173,5 @@ def environment() -> dict[str, str]:
 
 
 def here() -> str:
-    """This interpreter."""
+    """The interpreter that runs."""
     return sys.executable

@@ -2,8 +2,8 @@
 
     python -m tests.security.audited OUT COMMAND ...    # commands as JSON lists
 
-Prints as JSON what was done that SECURITY.md rules out, and the exit code of each command. Each command runs twice: the
-first run imports what it needs, which executes code of installed packages.
+Prints as JSON what was done that SECURITY.md rules out, and the exit code of each command. Each command runs twice:
+the first run imports what it needs, which executes code of installed packages.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Watch:
             path, _mode, flags = arguments
             return isinstance(flags, int) and bool(flags & _WRITES) and not self._may_write(path)
         if event in _CHANGES:
-            return any(not self._may_write(path) for path in arguments[:2] if isinstance(path, (str, bytes, os.PathLike)))
+            return any(
+                not self._may_write(path) for path in arguments[:2] if isinstance(path, (str, bytes, os.PathLike))
+            )
         if event == "exec":
             return not _is_installed(getattr(arguments[0], "co_filename", "")) and not _is_an_annotation()
         if event == "compile":
@@ -86,8 +88,11 @@ class Watch:
 
 
 def _is_an_annotation() -> bool:
-    """Whether the standard library evaluates an annotation of a function, or writes a dataclass: text of code."""
-    return sys._getframe(3).f_globals.get("__name__") in ("inspect", "typing", "annotationlib", "dataclasses")
+    """Whether the standard library evaluates an annotation of a function, or writes a dataclass: text of code.
+
+    Or parses a literal, with ``ast``, of which nothing is executed.
+    """
+    return sys._getframe(3).f_globals.get("__name__") in ("inspect", "typing", "annotationlib", "dataclasses", "ast")
 
 
 def _is_installed(file: Any) -> bool:
