@@ -117,6 +117,13 @@ def clients(session: nox.Session, stack: str) -> None:
 
 
 @nox.session
+def interpreters(session: nox.Session) -> None:
+    """The same small case in every interpreter mode and packaging; `-- --python PATH` adds interpreters."""
+    session.install(*NEWEST, ".[test]", "pyinstaller>=6.10")
+    session.run("python", "-m", "tests.interpreters", *session.posargs)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Generate docs/PATCHES.md and the marked parts of README.md."""
     session.install(".")

@@ -19,7 +19,17 @@ import compare_report  # noqa: E402
 import small_card_report  # noqa: E402
 
 from tools import variants  # noqa: E402
-from tools.pages import clients, fuzzing, gpu, matrix, measurements, patches, quantization, threads  # noqa: E402
+from tools.pages import (  # noqa: E402
+    clients,
+    fuzzing,
+    gpu,
+    interpreters,
+    matrix,
+    measurements,
+    patches,
+    quantization,
+    threads,
+)
 from tools.pages.markers import filled  # noqa: E402
 
 
@@ -52,6 +62,7 @@ def main() -> int:
     wanted[ROOT / "docs" / "CLIENTS.md"] = clients.page()
     wanted[ROOT / "docs" / "FUZZING.md"] = fuzzing.page()
     wanted[ROOT / "docs" / "THREADS.md"] = threads.page()
+    wanted[ROOT / "docs" / "INTERPRETERS.md"] = interpreters.page()
     wanted[ROOT / "docs" / "BENCHMARKS.md"] = benchmarks_page()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     pictures = {path: "small_card_report" for path in small_card_report.stale()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from gemma4_compat._adapters import matching
 from gemma4_compat._adapters.translation import INNER
-from gemma4_compat._models import walk
+from gemma4_compat._models import family, walk
 
 
 def redirect(config: Any, model: Any) -> None:
@@ -50,7 +50,8 @@ def matched_wrappers(config: Any, model: Any) -> list[str]:
 
 def is_wrapper(module: Any) -> bool:
     """Whether this is a clipped linear of any Gemma 4 class, with one inner layer."""
-    return type(module).__name__.endswith("ClippableLinear") and INNER in getattr(module, "_modules", {})
+    named = family.is_gemma4_module(module) and type(module).__name__.endswith("ClippableLinear")
+    return named and INNER in getattr(module, "_modules", {})
 
 
 def _has_field(config: Any, name: str) -> bool:

@@ -162,7 +162,8 @@ class Decoding:
 
     def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
         """The first step of its kind runs as ever: libraries set themselves up, hooks settle."""
-        obstacle = obstacles.find(model, obstacles.modules_of_a_step(model))
+        obstacle = RECORDERS[step.device.type].obstacle()
+        obstacle = obstacle or obstacles.find(model, obstacles.modules_of_a_step(model))
         if obstacle is None and len(variant.seen) == _MAX_KINDS:
             obstacle = "the shapes of the inputs change with every token"
         if obstacle is not None:

@@ -30,6 +30,10 @@ class Recording(Protocol):
         """Do on the device what was recorded, in the order of the current stream."""
 
     @staticmethod
+    def obstacle() -> str | None:
+        """Why nothing can be recorded here; None where it can."""
+
+    @staticmethod
     def new_pool() -> Any:
         """What recordings that are never replayed at once share for their memory."""
 
@@ -47,6 +51,14 @@ class CudaRecording:
 
         self._device, self._pool = device, pool
         self._graph = torch.cuda.CUDAGraph()
+
+    @staticmethod
+    def obstacle() -> str | None:
+        """A failed capture could not be cleaned up after."""
+        import torch
+
+        absent = [names[0] for names in (_END_ALLOCATION, _RELEASE_POOL) if _private(names) is None]
+        return f"torch {torch.__version__} lacks torch._C.{' and torch._C.'.join(absent)}" if absent else None
 
     @staticmethod
     def new_pool() -> Any:
@@ -88,12 +100,25 @@ class CudaRecording:
         except RuntimeError:
             # CUDA has ended it, and PyTorch (seen with 2.11) stops there: the allocator goes on filling the pool, and
             # random numbers are still drawn as in a capture.
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-            torch._C._cuda_releasePool(self._device.index, self._pool)
+            for names in (_END_ALLOCATION, _RELEASE_POOL):
+                function = _private(names)
+                assert function is not None  # or this is an obstacle
+                function(self._device.index, self._pool)
             another = torch.cuda.CUDAGraph()
             another.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
             torch.zeros(1, device=self._device)
             another.capture_end()
+
+
+#: Functions of torch._C, by their names in its releases, the newest first.
+_END_ALLOCATION = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # the second before torch 2.8
+_RELEASE_POOL = ("_cuda_releasePool",)
+
+
+def _private(names: tuple[str, ...]) -> Callable[[int, Any], None] | None:
+    import torch
+
+    return next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
 
 
 #: One for each device: cuBLAS takes a workspace for each stream that it meets.

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -220,10 +221,14 @@ class Pinned:
     Args:
         tensor: on the CPU.
         pinned_by: what pinned the same memory before, and is kept alive for it.
+
+    Attributes:
+        readers: the devices that it was pinned for.
     """
 
     def __init__(self, tensor: Any, pinned_by: Pinned | None = None) -> None:
         self.tensor, self.pinned_by = tensor, pinned_by
+        self.readers: dict[Any, None] = {} if pinned_by is None else pinned_by.readers
 
     def view_on(self, device: Any) -> Any:
         """The same memory as a tensor on ``device``, or None where the device has another address for it."""
@@ -259,11 +264,14 @@ def pin(tensor: Any, device: Any) -> Pinned | None:
     """
     import torch
 
-    if torch.device(device).type != "cuda" or not tensor.numel() or not tensor.is_contiguous():
+    device = torch.device(device)
+    if device.type != "cuda" or not tensor.numel() or not tensor.is_contiguous():
         return None
+    _unpin_deferred()
     address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     before = _registered.get((address, size))
     if before is not None:  # a tied weight, or a model that is dispatched again: no memory is pinned twice
+        before.readers[device] = None
         return Pinned(tensor, before)
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):
@@ -274,8 +282,9 @@ def pin(tensor: Any, device: Any) -> Pinned | None:
         _warn_once(f"cudaHostRegister: error {error}")
         return None
     memory = _registered[address, size] = Pinned(tensor)
+    memory.readers[device] = None
     # The finalizer's own reference keeps the tensor until it has run: the memory is unpinned before it is freed.
-    weakref.finalize(memory, _unpin, tensor, address).atexit = False
+    weakref.finalize(memory, _unpin, tensor, memory.readers, os.getpid()).atexit = False
     return memory
 
 
@@ -309,11 +318,27 @@ def _forget_error() -> None:
             raise
 
 
-def _unpin(_tensor: Any, address: int) -> None:
+#: What could not be unpinned yet: a tensor, and the devices that its memory was pinned for.
+_deferred: collections.deque[tuple[Any, Mapping[Any, None]]] = collections.deque()
+
+
+def _unpin(tensor: Any, readers: Mapping[Any, None], process: int) -> None:
+    if process == os.getpid():  # in a forked child nothing is pinned, and CUDA cannot be asked
+        _deferred.append((tensor, readers))
+        _unpin_deferred()
+
+
+def _unpin_deferred() -> None:
+    """Unpin what nothing uses any more: later where a CUDA graph is being captured, which a synchronization ends."""
     import torch
 
-    torch.cuda.synchronize()  # a kernel may still be reading it
-    torch.cuda.cudart().cudaHostUnregister(address)
+    while _deferred and not torch.cuda.is_current_stream_capturing():
+        tensor, readers = _deferred.popleft()
+        for device in readers:
+            torch.cuda.synchronize(device)  # a kernel may still be reading it
+        with torch.cuda.device(next(iter(readers))):
+            if int(torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())):
+                _forget_error()
 
 
 @functools.cache  # one warning for each reason

@@ -30,6 +30,7 @@ from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement
+from gemma4_compat._offload import torch_internals
 
 POLL = 0.05  # seconds between two looks at the thread that holds a lock
 _ENGINE = ("_engine_run_backward", "backward", "grad")  # functions of torch.autograd that wait for the engine
@@ -115,7 +116,7 @@ class ModelLock:
                 self._drop_ended(around)  # it calls itself, or it was interrupted
                 if not self._entered and self._is_called_in(around):
                     return
-            elif _graph_task() != -1:  # computed again by checkpointing
+            elif torch_internals.graph_task() != -1:  # computed again by checkpointing
                 self.begin_backward()
                 return
             else:
@@ -177,9 +178,7 @@ class ModelLock:
             at_end: called with the id of the pass's graph task when it is over, also when it failed, before another
                 thread gets the lock. A second request for the same one is ignored.
         """
-        import torch
-
-        task, thread = _graph_task(), threading.get_ident()
+        task, thread = torch_internals.graph_task(), threading.get_ident()
         with _mutex:
             running = self._backwards.get(task)
             if running is None:
@@ -195,7 +194,7 @@ class ModelLock:
                 if not may_begin(not self._queue):
                     self._wait(may_begin)
                 callback = _Callback(weakref.ref(self), task)
-                torch.autograd.Variable._execution_engine.queue_callback(callback)
+                torch_internals.queue_callback(callback)
                 running = self._backwards[task] = _Backward(thread)
             if at_end is not None and at_end not in running.at_end:
                 running.at_end.append(at_end)
@@ -362,13 +361,6 @@ def _frames(frame: Any) -> Iterator[Any]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _graph_task() -> int:
-    """The id of the backward pass that is running in this thread; -1 outside of one."""
-    import torch
-
-    return int(torch._C._current_graph_task_id())
 
 
 def _waits_for_engine(thread: int) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._models import placement
-from gemma4_compat._offload import host_memory, int8_state
+from gemma4_compat._offload import host_memory, int8_state, torch_internals
 from gemma4_compat._offload.idle_hooks import HookedForward, is_accelerates_forward
 from gemma4_compat._quantization import quant_states
 
@@ -169,7 +169,7 @@ class ModuleGroup:
         import torch
 
         if self._buffer is not None:
-            self._buffer.untyped_storage().resize_(size)
+            torch_internals.resize(self._buffer, size)
             return
         with torch.inference_mode(False):
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -184,7 +184,7 @@ class ModuleGroup:
 
     def free(self) -> None:
         """Give the memory on the device back; the tensors in it stay, empty."""
-        self._buffer.untyped_storage().resize_(0)
+        torch_internals.resize(self._buffer, 0)
 
     def copy_from_host(self) -> None:
         """Copy the group from the host, without waiting where its buffer there is pinned."""

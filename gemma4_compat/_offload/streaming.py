@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._models import placement
+from gemma4_compat._offload import torch_internals
 from gemma4_compat._offload.copy_stream import CopyStream
 from gemma4_compat._offload.model_lock import ModelLock
 from gemma4_compat._offload.module_groups import ModuleGroup
@@ -233,7 +234,7 @@ class LayerStreamer:
         assert self._copies is not None
         if gradient.requires_grad:  # create_graph: no hook says when the gradient's own graph needs the weights
             gradient.register_hook(_InGraph(self, group))
-        if group in self._kept.get(_graph_task(), ()) and group.on_device:
+        if group in self._kept.get(torch_internals.graph_task(), ()) and group.on_device:
             self._copies.wait_for_copy(group)  # the stream of this gradient may be another
             return
         self._keep(group)  # which frees what is done, so before more is prefetched
@@ -247,7 +248,7 @@ class LayerStreamer:
         The engine runs nodes in the reverse order of their creation: when the gradient of a layer's output is there,
         nothing of the layers after it is left to do.
         """
-        task = _graph_task()
+        task = torch_internals.graph_task()
         if task not in self._kept:
             self._lock.begin_backward(self._backward_ends)
         kept = self._kept.setdefault(task, [])
@@ -388,11 +389,4 @@ def _tensors(output: Any) -> Iterator[Any]:
 
 
 def _in_backward() -> bool:
-    return _graph_task() != -1
-
-
-def _graph_task() -> int:
-    """The id of the backward pass that is running in this thread; -1 outside of one."""
-    import torch
-
-    return int(torch._C._current_graph_task_id())
+    return torch_internals.graph_task() != -1

@@ -51,6 +51,11 @@ class Tape:
         self._recorder: _Recorder | None = None
 
     @staticmethod
+    def obstacle() -> str | None:
+        """A CPU can always do it."""
+        return None
+
+    @staticmethod
     def new_pool() -> Any:
         """Nothing: each tape has its own memory."""
 

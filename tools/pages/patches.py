@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gemma4_compat
-from tools.pages import matrix
+from tools.pages import gates, matrix
 
 
 def patches_page() -> str:
@@ -30,6 +30,7 @@ def patches_page() -> str:
             f"- **Failure points:** {', '.join(patch.failure_points)}",
             f"- **Severity:** {patch.severity}",
             f"- **Affected:** {affected(patch)}",
+            f"- **Acts on:** {acts_on(patch)}{_functions(patch)}",
             f"- **Measured up to:** {patch.distribution} {patch.measured}; later ones only with the same code",
             *(f"- **Measured, {verdict}:** {text}" for verdict, text in matrix.measured(patch).items()),
             f"- **Fixed in:** {patch.fixed or 'no release so far'}",
@@ -48,8 +49,8 @@ def patches_page() -> str:
 
 def table() -> str:
     rows = [
-        "| patch | repairs | without it | releases | fixed upstream | measured, in stacks |",
-        "|---|---|---|---|---|---|",
+        "| patch | repairs | without it | releases | acts on | fixed upstream | measured, in stacks |",
+        "|---|---|---|---|---|---|---|",
     ]
     for patch in gemma4_compat.patches():
         symptom = patch.first_symptom.rstrip(".").replace("|", "\\|")
@@ -57,7 +58,7 @@ def table() -> str:
         counts = ", ".join(f"{name}: {len(stacks)}" for name, stacks in found.items())
         rows.append(
             f"| `{patch.id}` ({', '.join(patch.failure_points)}) | {patch.summary} | {symptom} | {affected(patch)} "
-            f"| {patch.fixed or 'no'} | {counts} |"
+            f"| {acts_on(patch)} | {patch.fixed or 'no'} | {counts} |"
         )
     return "\n".join(rows)
 
@@ -66,3 +67,15 @@ def affected(patch: gemma4_compat.Patch) -> str:
     return "; with ".join([f"{patch.distribution} {patch.affected}", ", ".join(patch.requires)]).removesuffix(
         "; with "
     )
+
+
+def acts_on(patch: gemma4_compat.Patch) -> str:
+    return "every model" if gates.for_every_model(patch) else "Gemma 4"
+
+
+def _functions(patch: gemma4_compat.Patch) -> str:
+    """Which replacements see other models, where not all of them do."""
+    found = gates.for_every_model(patch)
+    if not found or len(found) == len(patch.targets):
+        return ""
+    return f" ({', '.join(f'`{name}`' for name in found)}; the rest on Gemma 4)"

@@ -15,6 +15,9 @@ Several threads may call such a model: a forward, or a backward pass, waits for 
 ``generate`` takes turns with it token by token. A model without offloaded parts has no such lock. The layers that a
 graph of gradients (``create_graph=True``) goes through stay on the device as long as the graph lives.
 
+Where torch lacks one of its private interfaces that this goes through, the layers stay with accelerate: the same
+outputs, slower, for one thread at a time. One warning says so.
+
 During a forward, hooks that have nothing to do on the layers that stay on the accelerator are also out of the way.
 
 Remove when: accelerate moves an offloaded block as one, ahead of the computation.
@@ -26,8 +29,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import family
-from gemma4_compat._offload import idle_hooks, model_lock, streaming
+from gemma4_compat._models import family, placement
+from gemma4_compat._offload import idle_hooks, model_lock, streaming, torch_internals
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -36,10 +39,15 @@ if TYPE_CHECKING:
 def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     dispatched = original(model, *args, **kwargs)
     if family.is_gemma4(dispatched):
+        absent = torch_internals.missing()
         lock = model_lock.ModelLock()
-        streaming.install(dispatched, lock)
+        if not absent:
+            streaming.install(dispatched, lock)
         idle_hooks.install(dispatched)
-        model_lock.install(dispatched, lock, streamed=streaming.is_streamed)
+        if not absent:
+            model_lock.install(dispatched, lock, streamed=streaming.is_streamed)
+        elif any(placement.offload_hook(module) for module in dispatched.modules()):
+            torch_internals.warn(absent)
     return dispatched
 
 

@@ -11,7 +11,8 @@ only by moving modules to it.
 Fix: For Gemma 4 models, a device that does not exist and a module without a device each raise one error before
 anything is moved. Entries that match nothing give one warning that names the nearest modules (Gemma 4's multimodal
 embedders are ``model.embed_vision`` and ``model.embed_audio``). ``offload_folder``, the name that transformers uses,
-is accepted for ``offload_dir``.
+is accepted for ``offload_dir``; a warning says that it is not without this patch, and two different folders are one
+error.
 
 Remove when: accelerate names the nearest modules of an entry that matches none, and reports bad devices and unplaced
 modules before it moves anything.
@@ -20,10 +21,13 @@ modules before it moves anything.
 from __future__ import annotations
 
 import inspect
+import os
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._models import device_maps, family
 
 if TYPE_CHECKING:
@@ -31,14 +35,36 @@ if TYPE_CHECKING:
 
 
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if "offload_folder" in kwargs:
-        folder = kwargs.pop("offload_folder")
-        kwargs.setdefault("offload_dir", folder)
-    call = inspect.signature(original).bind(*args, **kwargs)
-    model, placement = call.arguments["model"], call.arguments["device_map"]
-    if family.is_gemma4(model):
-        device_maps.check(model, placement)
+    if not family.is_gemma4(args[0] if args else kwargs.get("model")):
+        return original(*args, **kwargs)
+    signature = inspect.signature(original)
+    named = {"offload_folder"} & kwargs.keys() - signature.parameters.keys()
+    call = signature.bind(*args, **{name: value for name, value in kwargs.items() if name not in named})
+    device_maps.check(call.arguments["model"], call.arguments["device_map"])
+    if named:
+        call.arguments["offload_dir"] = _folder(kwargs["offload_folder"], call.arguments.get("offload_dir"))
     return original(*call.args, **call.kwargs)
+
+
+def _folder(offload_folder: Any, offload_dir: Any) -> Any:
+    """What is meant by the name that transformers uses, next to accelerate's own.
+
+    Raises:
+        Gemma4CompatError: the two name different folders.
+    """
+    if None not in (offload_folder, offload_dir) and os.fspath(offload_folder) != os.fspath(offload_dir):
+        raise Gemma4CompatError(
+            f"dispatch_model was given offload_dir={os.fspath(offload_dir)!r} and "
+            f"offload_folder={os.fspath(offload_folder)!r}: two folders for the same weights. Nothing was moved. Give "
+            "offload_dir alone."
+        )
+    warnings.warn(
+        "dispatch_model calls it offload_dir: without gemma4_compat, the argument offload_folder is a TypeError. "
+        "Write offload_dir.",
+        Gemma4CompatWarning,
+        stacklevel=2,
+    )
+    return offload_dir if offload_folder is None else offload_folder
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -9,8 +9,8 @@ that ``skip_keys`` names. ``dispatch_model`` names none by itself, so each layer
 passes the model's own list when it loads; PEFT and most users do not. The container of transformers 5.23 survives
 the hooks.
 
-Fix: ``dispatch_model`` without ``skip_keys`` takes the model's own list (``_skip_keys_device_placement``), through
-PEFT and any other wrapper. Keys that the caller names are used as they are.
+Fix: ``dispatch_model`` of a Gemma 4 without ``skip_keys`` takes the model's own list
+(``_skip_keys_device_placement``), through PEFT and any other wrapper. Keys that the caller names are used as they are.
 
 Remove when: ``dispatch_model`` takes the model's own list by default, or the oldest supported transformers is 5.23.
 """
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -36,11 +37,12 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _own_skip_keys(model: Any) -> list[str]:
-    """The list of the outermost module that has one: the model's, inside whatever wraps it."""
+    """The list of the outermost module that has one: the model's, inside whatever wraps it. Only a Gemma 4's."""
     for module in model.modules():
         keys = getattr(type(module), "_skip_keys_device_placement", None)
         if keys:
-            return [keys] if isinstance(keys, str) else list(keys)
+            found = [keys] if isinstance(keys, str) else list(keys)
+            return found if family.is_gemma4(module) else []
     return []
 
 

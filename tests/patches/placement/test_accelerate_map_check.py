@@ -58,9 +58,48 @@ def test_transformers_name_of_the_offload_folder(
 
     model = workspace.load()
     asked = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")
-    dispatch_model(model, asked, offload_folder=tmp_path)
+    with pytest.warns(gemma4_compat.Gemma4CompatWarning, match="without gemma4_compat.* is a TypeError") as caught:
+        dispatch_model(model, asked, offload_folder=tmp_path)
+    assert len(caught) == 1
     assert list(tmp_path.glob("*.dat"))
     assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_dir": None}, {"offload_dir": "same"}], ids=str)
+def test_both_names_of_one_folder(workspace: Any, tmp_path: Path, options: dict[str, Any]) -> None:
+    from accelerate import dispatch_model
+
+    options = {name: value and str(tmp_path) for name, value in options.items()}
+    model = workspace.load()
+    asked = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")
+    with pytest.warns(gemma4_compat.Gemma4CompatWarning, match="Write offload_dir"):
+        dispatch_model(model, asked, offload_folder=tmp_path, **options)
+    assert list(tmp_path.glob("*.dat"))
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_two_folders_are_one_error_and_nothing_is_moved(
+    workspace: Any, one_device: Callable[..., Any], tmp_path: Path, positional: bool
+) -> None:
+    from accelerate import dispatch_model
+
+    model = workspace.load()
+    asked = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")
+    given = (None, None, tmp_path / "one") if positional else ()
+    options: dict[str, Any] = {} if positional else {"offload_dir": tmp_path / "one"}
+    with pytest.raises(gemma4_compat.Gemma4CompatError, match=r"offload_dir='.*one' and offload_folder='.*other'"):
+        dispatch_model(model, asked, *given, offload_folder=str(tmp_path / "other"), **options)
+    assert not list(tmp_path.iterdir())
+    assert not hasattr(model, "_hf_hook")
+    assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
+
+
+def test_of_another_model_the_other_name_is_upstreams_error(tmp_path: Path) -> None:
+    import torch
+    from accelerate import dispatch_model
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'offload_folder'"):
+        dispatch_model(torch.nn.Linear(2, 2), {"": "disk"}, offload_folder=tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match")

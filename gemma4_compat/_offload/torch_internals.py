@@ -1,0 +1,73 @@
+"""The private interfaces of torch that streaming and the model lock go through, looked at each time before use.
+
+torch promises none of them. Where one is gone, a dispatched model keeps accelerate's own offloading.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatWarning
+
+_GRAPH_TASK = "torch._C._current_graph_task_id"
+_QUEUE_CALLBACK = "torch.autograd.Variable._execution_engine.queue_callback"
+_RESIZE = "torch.UntypedStorage.resize_"
+
+
+def graph_task() -> int:
+    """The id of the backward pass that is running in this thread; -1 outside of one."""
+    import torch
+
+    return int(torch._C._current_graph_task_id())
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Have the backward pass that is running in this thread call ``callback`` at its end, or drop it if it fails."""
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def resize(tensor: Any, size: int) -> None:
+    """Give the memory of a tensor of bytes ``size`` bytes. Tensors that are views of it stay views of it."""
+    tensor.untyped_storage().resize_(size)
+
+
+def missing() -> tuple[str, ...]:
+    """What the installed torch lacks of all this; empty where it has everything."""
+    import torch
+
+    found = []
+    try:
+        graph_task()
+    except (AttributeError, TypeError, ValueError):
+        found.append(_GRAPH_TASK)
+    if not callable(getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)):
+        found.append(_QUEUE_CALLBACK)
+    memory = torch.empty(1, dtype=torch.uint8, device="cpu")
+    try:
+        resize(memory, 0)
+        resize(memory, 2)
+        resizes = bool(memory.untyped_storage().nbytes() == 2)
+    except (AttributeError, TypeError, RuntimeError):
+        resizes = False
+    return (*found, *(() if resizes else (_RESIZE,)))
+
+
+def warn(absent: tuple[str, ...]) -> None:
+    """Say once what a model goes without."""
+    if absent in _warned:
+        return
+    _warned.add(absent)
+    warnings.warn(
+        f"this torch lacks {' and '.join(absent)}: offloaded layers are left to accelerate's own offloading, which "
+        "gives the same outputs and is slower, and only one thread at a time may use such a model. Another release "
+        "of torch, or a newer gemma4_compat, brings the speed back.",
+        Gemma4CompatWarning,
+        stacklevel=3,
+    )
+
+
+_warned: set[tuple[str, ...]] = set()

@@ -1,0 +1,255 @@
+"""In a child process: a tiny Llama and a tiny Gemma 3 do what people do with split, quantized and adapted models.
+
+Writes as JSON, for each patch: how often its replacements were called, and in which of them something else was done
+than to call the original, once, with the same arguments, and to return what it returned. The column "acts on" of
+docs/PATCHES.md takes from it what cannot be read in the code:
+
+    python -m tests.models.others_child FOLDER --out docs/other_models.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import inspect
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gemma4_compat.patches import registry
+
+CALLS: dict[str, int] = {}
+ACTED: dict[str, set[str]] = {}
+FAILED: dict[str, str] = {}
+
+
+def spied(patch: Any) -> Any:
+    """The patch, with replacements that note what they do."""
+    targets = tuple(dataclasses.replace(one, replacement=_spy(patch.id, one)) for one in patch.targets)
+    return dataclasses.replace(patch, targets=targets)
+
+
+def _spy(patch_id: str, target: Any) -> Callable[..., Any]:
+    def replacement(original: Any, *args: Any, **kwargs: Any) -> Any:
+        CALLS[patch_id] = CALLS.get(patch_id, 0) + 1
+        calls: list[Any] = []
+
+        @functools.wraps(original)
+        def watched(*given: Any, **named: Any) -> Any:
+            calls.append([given, named, None])
+            calls[-1][2] = result = original(*given, **named)
+            return result
+
+        def acted() -> None:
+            ACTED.setdefault(patch_id, set()).add(str(target))
+
+        try:
+            result = target.replacement(watched, *args, **kwargs)
+        except Exception:
+            if len(calls) != 1:
+                acted()
+            raise
+        if len(calls) != 1 or calls[0][2] is not result or not _same(original, (args, kwargs), calls[0]):
+            acted()
+        return result
+
+    return replacement
+
+
+def _same(function: Any, given: Any, passed: Any) -> bool:
+    if given[0] != passed[0] or given[1].keys() != passed[1].keys():
+        signature = inspect.signature(function)
+        given, passed = (_bound(signature, *call[:2]) for call in (given, passed))
+    else:
+        given, passed = [*given[0], *given[1].values()], [*passed[0], *passed[1].values()]
+    return len(given) == len(passed) and all(one is other for one, other in zip(given, passed))
+
+
+def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> list[Any]:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return [*bound.args, *bound.kwargs.values()]
+
+
+@contextlib.contextmanager
+def step(name: str) -> Any:
+    """Something that may fail with upstream's own error, which is noted."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        FAILED[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+def models() -> dict[str, Any]:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+    common = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "head_dim": 32}
+    common |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return {
+        "llama": LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=False)),
+        "gemma3": Gemma3ForCausalLM(Gemma3TextConfig(**common, sliding_window=8, tie_word_embeddings=True)),
+    }
+
+
+class Run:
+    """What is done with one model."""
+
+    def __init__(self, name: str, model: Any, folder: Path) -> None:
+        import torch
+
+        self.name, self.folder, self.cls = name, folder, type(model)
+        self.ids = torch.arange(3, 15).reshape(1, 12)
+        self.checkpoint = folder / "checkpoint"
+        model.to(torch.bfloat16).save_pretrained(self.checkpoint)
+        self.count = 0
+
+    def load(self, bits: int | None = None, device_map: Any = None, **options: Any) -> Any:
+        import torch
+        from transformers import BitsAndBytesConfig
+
+        chosen = {4: {"load_in_4bit": True}, 8: {"load_in_8bit": True}}.get(bits or 0)
+        if chosen is not None:
+            chosen |= {"llm_int8_enable_fp32_cpu_offload": True} if device_map == "disk" else {}
+            options["quantization_config"] = BitsAndBytesConfig(**chosen, llm_int8_skip_modules=["lm_head"])
+        placement = {"": "cpu"} if device_map is None else device_map
+        if placement == "disk":
+            placement = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu"}
+            placement |= {"model.layers.2": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+            options["offload_folder"] = str(self.place())
+        return self.cls.from_pretrained(self.checkpoint, dtype=torch.bfloat16, device_map=placement, **options)
+
+    def split(self, bits: int | None = None, **options: Any) -> Any:
+        from accelerate import dispatch_model
+
+        placement = dict.fromkeys(["model.embed_tokens", "lm_head", "model.layers.0", "model.layers.2"], "disk")
+        placement |= dict.fromkeys(["model.layers.1", "model.norm", "model.rotary_emb"], "cpu")
+        return dispatch_model(self.load(bits), placement, main_device="cpu", offload_dir=str(self.place()), **options)
+
+    def place(self) -> Path:
+        self.count += 1
+        return self.folder / f"place-{self.count}"
+
+    def use(self, model: Any) -> None:
+        import torch
+
+        with torch.no_grad():
+            model(input_ids=self.ids)
+            for options in ({}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}):
+                with step(f"{self.name}: generate {options}"):
+                    model.generate(input_ids=self.ids, max_new_tokens=3, do_sample=False, pad_token_id=0, **options)
+
+    def tuned(self, model: Any, kind: str = "LoraConfig", **options: Any) -> Any:
+        import peft
+
+        targets = {"target_modules": ["q_proj", "up_proj"]} | options
+        if kind == "IA3Config":
+            targets |= {"feedforward_modules": ["up_proj"]}
+        if kind == "AdaLoraConfig":
+            targets |= {"total_step": 10}
+        return peft.get_peft_model(model, getattr(peft, kind)(**targets))
+
+    def train(self, model: Any, **checkpointing: Any) -> None:
+        if checkpointing:
+            model.gradient_checkpointing_enable(checkpointing)
+            model.enable_input_require_grads()
+        model.train()(input_ids=self.ids, labels=self.ids).loss.backward()
+
+    def plain(self) -> None:
+        from accelerate import infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
+
+        self.use(self.load())
+        self.use(self.load(device_map="disk"))
+        with step(f"{self.name}: auto"):
+            self.use(self.load(device_map="auto", max_memory={"cpu": 10**6}, offload_folder=str(self.place())))
+        model = self.split()
+        self.use(model)
+        model.load_state_dict({"model.norm.weight": model.state_dict()["model.norm.weight"]}, strict=False)
+        model.tie_weights()
+        with step(f"{self.name}: move"):
+            model.cpu()
+        model.half().float()
+        with step(f"{self.name}: resize"):
+            self.split().resize_token_embeddings(70)
+        with step(f"{self.name}: save"):
+            self.load(device_map="disk").save_pretrained(self.place())
+        with init_empty_weights():
+            empty = self.cls(self.load().config)
+        infer_auto_device_map(empty, max_memory={"cpu": 10**6})
+        with step(f"{self.name}: load and dispatch"):
+            file = self.checkpoint / "model.safetensors"
+            placement = {"": "cpu", "model.layers.1": "disk"}
+            load_checkpoint_and_dispatch(empty, str(file), device_map=placement, offload_folder=str(self.place()))
+        from transformers import pipeline
+
+        split = self.split()
+        split.hf_device_map = {"model.embed_tokens": "disk", "": "cpu"}
+        for model in (self.load(), split):
+            with step(f"{self.name}: pipeline"):
+                pipeline("text-generation", model=model, tokenizer=object())
+        self.use(split)
+
+    def adapted(self, bits: int | None) -> None:
+        from accelerate import Accelerator
+        from peft import PeftModel, prepare_model_for_kbit_training
+
+        for load in (self.load, self.split):
+            tuned = self.tuned(load(bits))
+            self.use(tuned)
+            for name, act in {
+                "merge": lambda tuned=tuned: (tuned.merge_adapter(), tuned.unmerge_adapter()),
+                "train": lambda tuned=tuned: self.train(tuned),
+                "checkpointing": lambda tuned=tuned: self.train(tuned, use_reentrant=True),
+                "prepare": lambda tuned=tuned: Accelerator(cpu=True).prepare(tuned),
+                "merge and unload": lambda tuned=tuned: tuned.merge_and_unload(),
+            }.items():
+                with step(f"{self.name} {bits} {load.__name__}: {name}"):
+                    act()
+        adapter = self.place()
+        self.tuned(self.load(), modules_to_save=["lm_head"]).save_pretrained(adapter)
+        with step(f"{self.name} {bits}: loaded adapter"):
+            self.use(PeftModel.from_pretrained(self.split(bits), adapter))
+        with step(f"{self.name} {bits}: load_adapter"):
+            model = self.load(bits, device_map="disk")
+            model.load_adapter(str(adapter))
+            self.use(model)
+        for kind in ("IA3Config", "VeraConfig", "AdaLoraConfig", "RandLoraConfig", "RoadConfig"):
+            with step(f"{self.name} {bits}: {kind}"):
+                self.train(self.tuned(self.load(bits), kind))
+        if bits:
+            with step(f"{self.name} {bits}: k-bit training"):
+                prepare_model_for_kbit_training(self.load(bits))
+            with step(f"{self.name} {bits}: dequantize"):
+                self.load(bits).dequantize()
+            with step(f"{self.name} {bits}: offloaded, quantized"):
+                self.use(self.load(bits, device_map="disk"))
+
+
+def main(folder: Path) -> dict[str, Any]:
+    complete = registry._complete
+    registry._complete = lambda patch_id: spied(complete(patch_id))
+    warnings.simplefilter("ignore")
+    for name, model in models().items():
+        run = Run(name, model, folder / name)
+        run.plain()
+        for bits in (None, 4, 8):
+            run.adapted(bits)
+    acted = {key: sorted(value) for key, value in sorted(ACTED.items())}
+    return {"versions": _versions(), "acted": acted, "calls": dict(sorted(CALLS.items())), "upstream_errors": FAILED}
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    given.out.write_text(json.dumps(main(given.folder), indent=1) + "\n", encoding="utf-8")

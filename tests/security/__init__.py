@@ -1,0 +1,1 @@
+"""What SECURITY.md promises of files from strangers."""
