@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+#: Characters of a message; its beginning says where and what, its end what to do.
+_LONGEST = 4000
+
 
 def printable(text: str) -> str:
     r"""``text`` on one line, with what ``str.isprintable`` refuses as its escape (``\x1b``, ``\u202e``, ``\n``).
@@ -14,15 +17,23 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
+def _message(text: str) -> str:
+    """A message for :func:`printable` to show: names and values in it may have any length, a message has not."""
+    shown = printable(text)
+    if len(shown) <= _LONGEST:
+        return shown
+    return f"{shown[: _LONGEST // 2]} [{len(shown) - _LONGEST} characters left out] {shown[-_LONGEST // 2 :]}"
+
+
 class Gemma4CompatError(RuntimeError):
     """A repair cannot be made, or a value it would need is gone. The message names the value and the remedy."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(item) if isinstance(item, str) else item for item in args))
+        super().__init__(*(_message(item) if isinstance(item, str) else item for item in args))
 
 
 class Gemma4CompatWarning(UserWarning):
     """Something the user should know once: a patch that could not apply, an argument that has no effect."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(printable(item) if isinstance(item, str) else item for item in args))
+        super().__init__(*(_message(item) if isinstance(item, str) else item for item in args))

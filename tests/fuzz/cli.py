@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _replay(paths: list[Path]) -> int:
-    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    files = [file.resolve() for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     bad = 0
     with worker.place() as where:
         for file in files:
@@ -45,7 +45,10 @@ def _replay(paths: list[Path]) -> int:
             with worker.little_space():
                 outcome = worker.run_case(where, reader, read)
             bad += not outcome.good
-            print(f"{file.name}: {outcome.kind} {outcome.signature} {outcome.seconds:.2f} s {outcome.mib:.0f} MiB", flush=True)
+            print(
+                f"{file.name}: {outcome.kind} {outcome.signature} {outcome.seconds:.2f} s {outcome.mib:.0f} MiB",
+                flush=True,
+            )
             if not outcome.good:
                 print(outcome.detail.encode("ascii", "backslashreplace").decode())
     return 1 if bad else 0

@@ -15,10 +15,13 @@ from typing import Any
 
 import gemma4_compat
 from gemma4_compat._engine import versions
+from gemma4_compat._engine.text import runs
 from tests.fuzz.readers import Reader
 from tests.fuzz.worker import Tally, Task, main
 
 _LOST = 120.0  # wall-clock seconds after which an input is taken for one that never comes back
+#: How a worker starts.
+_START = "spawn"
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "hypothesis")
 
 
@@ -26,7 +29,7 @@ class Worker:
     """A worker process and what it is at."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(_START)
         self.heartbeat = context.RawArray("d", 2)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=main, args=(theirs, self.heartbeat), daemon=True)
@@ -99,7 +102,7 @@ class Run:
             if not left:
                 return
             for reader in left:
-                if number not in self.data["readers"][reader.name]["batches"]:
+                if not any(first <= number <= last for first, last in self.data["readers"][reader.name]["batches"]):
                     count = min(reader.batch, self.inputs - number * reader.batch)
                     yield Task(reader.name, self.data["seed"], number, count)
 
@@ -127,7 +130,8 @@ class Run:
         item["handled"] = item["answer"] + item["error"]
         item["slowest"] = max(item["slowest"], list(tally.slowest))
         item["largest"] = max(item["largest"], list(tally.largest))
-        item["batches"] = sorted({*item["batches"], tally.task.batch})
+        done = [number for first, last in item["batches"] for number in range(first, last + 1)]
+        item["batches"] = runs(sorted([*done, tally.task.batch]))
         for signature, failure in tally.failures.items():
             known = next((one for one in item["failures"] if one["signature"] == signature), None)
             if known is None:
@@ -136,6 +140,7 @@ class Run:
                 item["failures"].append(known)
                 print(f"{tally.task.reader}: {signature} ({known['file']})", flush=True)
             known["count"] += failure["count"]
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(self.data, indent=1) + "\n")
 
     def _save(self, reader: str, signature: str, failure: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +14,12 @@ pytest.importorskip("hypothesis", reason="needs hypothesis: pip install 'gemma4-
 if not sys.platform.startswith("linux"):
     pytest.skip("limits of memory and its peak are read as Linux has them", allow_module_level=True)
 
-import hypothesis
+from hypothesis import strategies as st
 
 from gemma4_compat import Gemma4CompatError
 from tests.fuzz import case as cases
-from tests.fuzz import minimal, values, worker
+from tests.fuzz import minimal, readers, values, worker
+from tests.fuzz import run as runs
 from tests.fuzz.case import Case, File
 from tests.fuzz.guard import Bound, Guard, Outcome
 from tests.fuzz.readers import READERS, Reader, find
@@ -77,7 +79,7 @@ _BOUND = Bound(seconds=0.3, seconds_per_mib=0, mib=20, mib_per_mib=0)
 
 
 def _outcome(where: Guard, call: Callable[[Case, Path, Path], Any], files: dict[str, File] | None = None) -> Outcome:
-    reader = Reader("none", "", hypothesis.strategies.nothing(), call, _BOUND)
+    reader = Reader("none", "", st.nothing(), call, _BOUND)
     return _run(where, reader, Case(files or {"a": File(b"1")}))
 
 
@@ -130,6 +132,26 @@ def test_the_guard_notices(where: Guard, call: Callable[..., Any], kind: str, si
 def test_the_guard_notices_a_reader_that_waits(where: Guard) -> None:
     outcome = _outcome(where, lambda _, folder, __: (folder / "a").read_bytes(), {"a": File(kind="fifo")})
     assert (outcome.kind, outcome.signature[:8]) == ("over time", "it waits")
+
+
+@pytest.mark.full
+def test_a_run_goes_on_behind_an_input_that_ends_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simplest input, which every batch begins with, ends the worker. A second run goes on where the first was."""
+    given = st.fixed_dictionaries({"number": st.integers(0, 50)})
+    inputs = st.builds(Case, st.just({}), given)
+    bound = Bound(seconds=5, seconds_per_mib=0, mib=100, mib_per_mib=0)
+    reader = Reader("stub", "", inputs, lambda case, *_: case.options["number"] or os._exit(1), bound, batch=20)
+    monkeypatch.setattr(readers, "READERS", (reader,))
+    monkeypatch.setattr(runs, "_START", "fork")  # a worker knows the stub
+    for count in (40, 60):
+        run = runs.Run([reader], count, 1, tmp_path / "found.json", tmp_path / "found")
+        run.run(1, None)
+        item = run.data["readers"]["stub"]
+        lost = count // 20
+        assert (item["tried"], item["handled"], item["over_time"]) == (count, count - lost, lost)
+    assert [failure["signature"] for failure in item["failures"]] == ["killed: it did not come back"]
+    saved, about = cases.read((tmp_path / "found" / item["failures"][0]["file"]).read_text())
+    assert (saved.options, about["reader"]) == ({"number": 0}, "stub")
 
 
 def test_a_corpus_file_holds_any_input() -> None:

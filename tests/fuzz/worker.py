@@ -29,6 +29,7 @@ from tests.fuzz.readers import READERS, Reader, find
 
 #: Address space beyond what a worker has when it starts; who needs more gets a MemoryError.
 _SPACE = 2 << 30
+_KILLED = "killed: it did not come back"
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,7 @@ def run_task(where: Guard, task: Task, heartbeat: Any) -> Tally:
         nonlocal index
         index += 1
         if index == task.lost:
-            lost = Outcome("over time", "killed: it did not come back", "", 0.0, 0.0)
-            tally.add(case, lost)
+            tally.add(case, Outcome("over time", _KILLED, "", 0.0, 0.0))
         if index < task.skip:
             return
         heartbeat[0], heartbeat[1] = index, time.monotonic()
