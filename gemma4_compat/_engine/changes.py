@@ -150,9 +150,10 @@ class ChangeSet:
             try:
                 return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
             except BaseException as error:  # broad: it goes on to the caller, without what lies between
-                if (rest := _from_upstream(error.__traceback__, code)) is None:
+                if _from_upstream(error.__traceback__, code) is None:
                     raise
-                raise error.with_traceback(rest)  # noqa: B904  # the same error, from nothing new
+                # In no variable: this frame would hold those below it, which hold it.
+                raise error.with_traceback(_from_upstream(error.__traceback__, code))  # noqa: B904  # the same error
 
         vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
