@@ -109,13 +109,17 @@ def install() -> None:
     model that was built before is repaired too: patches replace functions of its classes, not the model.
 
     Raises:
-        Gemma4CompatError: with ``GEMMA4_COMPAT_STRICT=1``, when a patch that is needed cannot apply.
+        Gemma4CompatError: with ``GEMMA4_COMPAT_STRICT=1``, when patches for what is imported already cannot apply. Of
+            what is imported later, the import fails.
     """
     _engine.install()
 
 
 def status() -> dict[str, PatchStatus]:
-    """What happened to every patch, by id, with the reason. Imports nothing."""
+    """What happened to every patch, by id, with the reason; of those that wait, what the installed releases say.
+
+    Imports no library, applies nothing, warns of nothing and raises nothing.
+    """
     return _engine.status()
 
 

@@ -113,6 +113,11 @@ class Decoding:
                 for key in [key for key in variant.graphs if key[0] == memory.addresses]:
                     del variant.graphs[key]
 
+    def clear(self) -> None:
+        """Let go of all graphs and caches; the next call captures anew."""
+        with self.lock:
+            self._variants, self.memories = [], []
+
     def variant(self, model: Any, *, in_full: bool) -> _Variant:
         """That of the model as it is now; ``in_full``: looked at closely."""
         for index, variant in enumerate(self._variants):

@@ -12,8 +12,9 @@ Nothing here keeps a module or a tensor alive. When a module of the model is del
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from gemma4_compat._quantization import quant_states
@@ -55,6 +56,9 @@ class Dependencies:
         self._ignored = {*_of_every_module(), *_ADAPTER}
         kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
         self._forwards = [(kind, kind.forward) for kind in kinds]  # somebody may replace those, too
+        self._registries: list[tuple[Any, dict[Any, Any]]] = []
+        for name in dict.fromkeys(kind.__module__ for kind in kinds):
+            self._add_globals(vars(sys.modules[name]))
         self._modules = [weakref.ref(module, lambda _ref: self._release(on_gone)) for module in modules]
         for index, module in enumerate(modules):
             self._add(module, first=index == 0)
@@ -109,6 +113,14 @@ class Dependencies:
                     for name in value:
                         self._seldom.add(value, name)
 
+    def _add_globals(self, names: dict[str, Any]) -> None:
+        """Functions that forwards call by their names, and registries in which they look functions up."""
+        for name, value in names.items():
+            if isinstance(value, MutableMapping) and not isinstance(value, dict):  # ALL_ATTENTION_FUNCTIONS
+                self._registries.append((value, dict(value)))
+            elif callable(value) and not isinstance(value, type):
+                self._seldom.add(names, name)
+
     def _add_tensor(self, tensor: Any) -> None:
         state = vars(tensor).get("quant_state")
         if state is not None:
@@ -146,6 +158,8 @@ class Dependencies:
     def hold_in_full(self) -> bool:
         """Whether nothing else of the modules has changed either. Made for every ``generate``."""
         if any(kind.forward is not forward for kind, forward in self._forwards):
+            return False
+        if any(dict(registry) != functions for registry, functions in self._registries):
             return False
         return self._seldom.hold() and list(map(_dtype, self._metas)) == self._dtypes
 

@@ -29,7 +29,7 @@ def decode_fast(model: _Model, *, enabled: bool = True) -> _Model:
 
     Args:
         model: a transformers model for text generation, quantized, dispatched or not, or a PEFT model around one.
-        enabled: False undoes it.
+        enabled: False undoes it, and lets go of the graphs and of the memory that the model keeps for them.
 
     Returns:
         ``model`` itself.
@@ -48,6 +48,8 @@ def decode_fast(model: _Model, *, enabled: bool = True) -> _Model:
     if obstacle is not None:
         decoding.reason(obstacle)
     decoding.preferred = enabled and obstacle is None
+    if not enabled:
+        decoding.clear()
     return model
 
 

@@ -360,3 +360,11 @@ def _modules() -> Iterator[Any]:
     for module in list(sys.modules.values()):
         if isinstance(module, type(sys)):
             yield module
+
+
+def upstream_of(function: Any) -> FunctionType | None:
+    """The function beneath one that a patch has installed, or several one on another; None for any other function."""
+    found = None
+    while isinstance(function, FunctionType) and function in _installed:
+        found = function = _installed[function].original
+    return found

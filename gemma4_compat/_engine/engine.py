@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from gemma4_compat._engine import detection, hooks, notice, report, settings, versions
+from gemma4_compat._engine import autoreload, detection, hooks, notice, report, settings, versions
 from gemma4_compat._engine.changes import ChangeSet, reach, restore
 from gemma4_compat._engine.gate import DISABLED, Gate
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
@@ -60,6 +60,7 @@ class Engine:
     def install(self) -> None:
         """Arm every patch that is not applied. What is imported already is patched at once, the rest on import."""
         read = settings.read(self._records)
+        autoreload.arm()
         with self._locked():
             self._gate.settings = read
             for record in self._records.values():

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
+import gemma4_compat
 from gemma4_compat._decoding import decoder
 from tests.conftest import census
 from tests.decoding.calls import Models, ask, assert_equal, base, compared, generate, layers, steps, text, whole
@@ -99,6 +100,20 @@ def test_a_deleted_model_leaves_nothing(models: Models, adapter: str | None, whe
     for _ in range(2):  # what streams goes in the second turn, without a decoder, too
         gc.collect()
     assert not [reference for reference in left if reference() is not None]
+
+
+def test_turned_off_a_model_keeps_no_graph_and_no_cache(models: Models) -> None:
+    model = gemma4_compat.decode_fast(models.fresh(None))
+    expected = generate(model, text(model), cache_implementation=None)
+    left = [weakref.ref(graph.recording) for graph in graphs(model)]
+    left += [weakref.ref(tensor) for memory in decoder.of(base(model)).memories for tensor in memory.tensors]
+    assert left
+    gemma4_compat.decode_fast(model, enabled=False)
+    vars(model).pop("_cache", None)  # transformers itself keeps it before 5.15
+    gc.collect()
+    assert not [reference for reference in left if reference() is not None]
+    gemma4_compat.decode_fast(model)
+    assert_equal(generate(model, text(model), cache_implementation=None), expected)
 
 
 def test_a_deleted_module_lets_its_weights_go(models: Models) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,34 @@ def test_a_forward_of_a_class(models: Models, monkeypatch: pytest.MonkeyPatch) -
 
     def change(_model: Any) -> None:
         monkeypatch.setattr(kind, "forward", lambda self, states: -forward(self, states))
+
+    noticed(model, change)
+
+
+def test_a_function_that_forwards_call(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.fresh(None)
+    module = sys.modules[type(layers(model)[0].self_attn).__module__]
+    rotary = module.apply_rotary_pos_emb
+
+    def change(_model: Any) -> None:
+        monkeypatch.setattr(
+            module, "apply_rotary_pos_emb", lambda states, *args, **kwargs: 2 * rotary(states, *args, **kwargs)
+        )
+
+    noticed(model, change)
+
+
+def test_a_registered_attention(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    model = models.fresh(None)
+    sdpa = FUNCTIONS["sdpa"]
+
+    def change(_model: Any) -> None:
+        def halved(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+            return sdpa(module, query / 2, *args, **kwargs)
+
+        monkeypatch.setitem(FUNCTIONS, "sdpa", halved)
 
     noticed(model, change)
 

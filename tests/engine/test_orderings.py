@@ -7,11 +7,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gemma4_compat import PatchState
+from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, Patch, PatchState
+from gemma4_compat._engine import hooks
 from gemma4_compat._engine.engine import Engine
 from tests.helpers import CORE, Library, installed, is_ours, raw
 
@@ -180,9 +182,11 @@ def test_a_module_that_another_thread_is_importing_is_left_alone_until_it_is_com
     assert library.load().double(2) == ("patched", 4)
 
 
-def looked_for(library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch) -> Engine:
+def looked_for(
+    library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch, *patches: Patch
+) -> Engine:
     """An engine that is armed while the module is looked for: the finder of import hooks was asked already."""
-    engine = Engine([library.patch()])
+    engine = Engine(patches or [library.patch()])
 
     class SlowFinder:
         def find_spec(self, name: str, *_: Any) -> None:
@@ -223,6 +227,42 @@ def test_a_module_that_was_being_looked_for_is_noticed_by_what_it_imports(
     engine = looked_for(library, thread, monkeypatch)
     assert library.load().double(2) == ("patched", 4)
     assert not engine.status()[ID].late
+
+
+def test_strict_an_import_that_notices_another_does_not_fail_for_it(
+    library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GEMMA4_COMPAT_STRICT", "1")
+    library.write("other", "")
+    engine = looked_for(library, thread, monkeypatch, library.patch(library.target(known={"0" * 12: "0.9"})))
+    library.load()
+    with pytest.warns(Gemma4CompatWarning, match="was not applied"):
+        library.load("other")
+    with pytest.raises(Gemma4CompatError, match="was not applied"):
+        engine.install()
+
+
+def test_a_machinery_that_does_not_say_when_an_import_ends_is_asked_again(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.write("other", "")
+    core = library.load()
+    monkeypatch.setattr(core, "__spec__", SimpleNamespace(_initializing=True))
+    engine = installed(library.patch())
+    library.load("other")
+    assert core.double(2) == 4
+    core.__spec__._initializing = False
+    library.write("third", "")
+    library.load("third")
+    assert core.double(2) == ("patched", 4)
+    assert applied(engine)
+
+
+def test_an_import_that_ends_while_it_is_asked_for_its_end(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = library.load().__spec__
+    monkeypatch.setattr(hooks, "is_initializing", lambda _name: True)  # it was, a moment ago
+    assert not hooks._at_end(spec.name, lambda _name, _own: None)
+    assert type(spec) is ModuleSpec
 
 
 def test_eight_threads_arm_while_one_imports(

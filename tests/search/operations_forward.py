@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._reproduction import tape
 from tests.search.sequences_bench import World
 
 NEW_TOKENS = 4
@@ -34,15 +36,18 @@ def forward(
     return shown
 
 
-def generate(world: World, prompt: str, mode: str) -> dict[str, Any]:
+def generate(world: World, prompt: str, mode: str, static: bool = False) -> dict[str, Any]:
+    """``static``: with a static cache; steps of the split model are replayed, those on one device run eagerly."""
     import torch
 
-    options = {
+    options: dict[str, Any] = {
         "greedy": {"do_sample": False},
         "sample": {"do_sample": True, "temperature": 1.3, "top_k": 50},
         "beams": {"do_sample": False, "num_beams": 2},
     }[mode]
-    with torch.no_grad():
+    if static:
+        options |= {"cache_implementation": "static", "disable_compile": not world.split}
+    with torch.no_grad(), tape.standing_in(RECORDERS):
         found = world.model.generate(
             **world.inputs(prompt), **options, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
             output_logits=True, return_dict_in_generate=True,

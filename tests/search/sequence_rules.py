@@ -30,6 +30,7 @@ class State:
     Attributes:
         case: of the sequence.
         choose: where choices come from.
+        choose_later: where those come from that were added later, so that a seed's other choices stay what they were.
         adapters: kinds by name.
         way: ``"peft"`` (a PeftModel) or ``"transformers"`` (``model.load_adapter``); None before the first adapter.
         plain: the adapter's layers are gone (``merge_and_unload``, ``unload``).
@@ -40,6 +41,7 @@ class State:
 
     case: Case
     choose: random.Random
+    choose_later: random.Random
     adapters: dict[str, str] = field(default_factory=dict)
     way: str | None = None
     hooked: bool = False
@@ -68,7 +70,7 @@ def generate(seed: int) -> Sequence:
         case, quantization=quantization, load=load, offloaded_to=choose.choice(("cpu", "disk")), skip_keys="own"
     )
     case = dataclasses.replace(case, placement=some_map(choose, case))
-    state = State(case, choose)
+    state = State(case, choose, random.Random(f"sequence {seed}, later"))
     steps: list[Operation] = []
     if choose.random() < 0.6:
         steps += filter(None, [_load_adapter(state)])
@@ -150,8 +152,8 @@ def _forward(state: State) -> Operation:
 
 
 def _generate(state: State) -> Operation:
-    mode = state.choose.choice(("greedy", "sample", "beams"))
-    return operation("generate", prompt=state.choose.choice(state.prompts), mode=mode)
+    mode, static = state.choose.choice(("greedy", "sample", "beams")), state.choose_later.random() < 0.5
+    return operation("generate", prompt=state.choose.choice(state.prompts), mode=mode, static=static)
 
 
 def _turns(state: State) -> Operation:

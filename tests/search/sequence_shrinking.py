@@ -17,7 +17,7 @@ PLAIN: dict[str, Any] = {
     "attentions": None, "autocast": None, "gradients": None, "embeddings": None, "batch": None, "prompt": "text",
     "trainable": False, "checkpointing": "none", "accumulate": 1, "turns": 2, "layer": 0, "how": "float",
     "tokens": 272, "mean": False, "what": "all", "assign": False, "where": "layer", "combination": "linear",
-    "saved": False, "keep": "copy",
+    "saved": False, "keep": "copy", "static": None,
 }  # fmt: skip
 #: The same, where an option of that name means something else in each operation.
 PLAIN_HERE: dict[tuple[str, str], Any] = {

@@ -26,9 +26,9 @@ from tests.search.sequence_rules import KINDS, generate
 from tests.search.sequence_shrinking import as_param, simplifications, size
 
 #: Sequences in which every operation is drawn three times and more.
-SEEDS = range(1250, 1400)
+SEEDS = range(3380, 3480)
 #: Of the fast suite.
-FEW = SEEDS[::15]
+FEW = SEEDS[::10]
 #: Of the run with nothing split.
 ONE_DEVICE = SEEDS[::4]
 #: A seed for each patch that makes a difference on one device.
@@ -108,6 +108,7 @@ def test_the_sequences_cover_every_operation_and_every_kind_of_adapter() -> None
             values[step.name, key].add(value)
     assert values["train", "checkpointing"] == {"none", "reentrant", "not reentrant"}
     assert values["generate", "mode"] == {"greedy", "sample", "beams"}
+    assert values["generate", "static"] == {False, True}
     assert values["load_adapter", "way"] == {"peft", "transformers"}
 
 
