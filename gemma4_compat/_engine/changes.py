@@ -29,7 +29,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FrameType, FunctionType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
 
@@ -142,7 +142,6 @@ class ChangeSet:
             self._switch_on(kept, replacement)
             return kept
         state: list[Callable[..., Any] | None] = [replacement]
-        code = _upstream(original).__code__
 
         @functools.wraps(original, updated=())
         def installed(*args: Any, **kwargs: Any) -> Any:
@@ -150,9 +149,10 @@ class ChangeSet:
             try:
                 return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
             except BaseException as error:  # broad: it goes on to the caller, without what lies between
-                if (rest := _from_upstream(error.__traceback__, code)) is None:
+                if _from_upstream(error.__traceback__, original) is None:
                     raise
-                raise error.with_traceback(rest)  # noqa: B904  # the same error, from nothing new
+                # In no variable: this frame would hold those below it, which hold it.
+                raise error.with_traceback(_from_upstream(error.__traceback__, original))  # noqa: B904  # the same error
 
         vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
@@ -324,8 +324,9 @@ def _upstream(function: Any) -> Any:
     return function
 
 
-def _from_upstream(traceback: TracebackType | None, code: CodeType) -> TracebackType | None:
-    """A traceback from where it reaches ``code``; None where it does not, or not by way of this package alone."""
+def _from_upstream(traceback: TracebackType | None, original: Any) -> TracebackType | None:
+    """A traceback from where it reaches upstream's function; None where it does not, or not by this package alone."""
+    code = _upstream(original).__code__  # now: autoreload puts other code into it
     while traceback is not None and traceback.tb_frame.f_code is not code:
         if str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] != _PACKAGE:
             return None
