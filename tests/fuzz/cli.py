@@ -45,7 +45,8 @@ def _replay(paths: list[Path]) -> int:
             with worker.little_space():
                 outcome = worker.run_case(where, reader, read)
             bad += not outcome.good
-            print(f"{file.name}: {outcome.kind} {outcome.signature} {outcome.seconds:.2f} s {outcome.mib:.0f} MiB", flush=True)
+            cost = f"{outcome.seconds:.2f} s {outcome.mib:.0f} MiB"
+            print(f"{file.name}: {outcome.kind} {outcome.signature} {cost}", flush=True)
             if not outcome.good:
                 print(outcome.detail.encode("ascii", "backslashreplace").decode())
     return 1 if bad else 0
