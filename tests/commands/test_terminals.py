@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, cli
 from gemma4_compat._engine import terminal
+from gemma4_compat._scan import configuration
 from tests.adapters.adapter_files import LORA, PREFIX, lora, write_adapter
 from tests.commands.helpers import command
 
@@ -58,7 +59,10 @@ def test_a_scan_shows_control_characters_as_escapes(tmp_path: Path, settings: di
 
 
 @pytest.mark.parametrize("settings", [{"peft_type": EVIL}, {"rank_pattern": {EVIL: 0}}])
-def test_errors_show_control_characters_as_escapes(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_errors_show_control_characters_as_escapes(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configuration, "_installed_types", set)  # without the seconds that PEFT takes to import
     folder = evil_adapter(tmp_path / "adapter", **settings)
     done = says("scan", str(folder))
     assert (done.exit_code, done.stdout) == (2, "")

@@ -276,7 +276,7 @@ def test_the_command_prints_the_report() -> None:
 def test_the_command_as_json() -> None:
     data = json.loads(says("E2B", "--vram", "2GiB", "--context", "1024", "--json").stdout)
     plan = gemma4_compat.plan_device_map("E2B", "2GiB", context=1024)
-    assert data == {"gemma4_compat": gemma4_compat.__version__, **json.loads(json.dumps(plan.as_data()))}
+    assert data == {"schema": 1, "gemma4_compat": gemma4_compat.__version__, **json.loads(json.dumps(plan.as_data()))}
     assert all(isinstance(value, int) for value in data["use"]["0"].values())
     assert data["device_map"] == plan.device_map
 

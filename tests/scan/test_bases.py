@@ -109,6 +109,7 @@ def test_the_command_as_json_is_the_scan(workspace: Any, bare: Path) -> None:
     assert result.exit_code == 0, result.output
     expected = scan(workspace.adapter("all"), bare, quantize="8bit").as_data()
     assert json.loads(result.stdout) == {
+        "schema": 1,
         "gemma4_compat": gemma4_compat.__version__,
         **json.loads(json.dumps(expected)),
     }
