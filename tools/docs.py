@@ -62,7 +62,8 @@ def main() -> int:
     wanted[ROOT / "docs" / "CLIENTS.md"] = clients.page()
     wanted[ROOT / "docs" / "FUZZING.md"] = fuzzing.page()
     wanted[ROOT / "docs" / "THREADS.md"] = threads.page()
-    wanted[ROOT / "docs" / "INTERPRETERS.md"] = interpreters.page()
+    if interpreters.FILE.exists():
+        wanted[ROOT / "docs" / "INTERPRETERS.md"] = interpreters.page()
     wanted[ROOT / "docs" / "BENCHMARKS.md"] = benchmarks_page()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     pictures = {path: "small_card_report" for path in small_card_report.stale()}
