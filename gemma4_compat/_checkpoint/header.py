@@ -64,8 +64,8 @@ def header(file: Path) -> dict[str, Tensor]:
             raise _truncated(file, size, 8 + length, "its header alone takes")
         if length > json_files.TENSORS_LIMIT:
             raise Gemma4CompatError(
-                f"{str(file)!r} has a header of {length} bytes, and one of at most {json_files.TENSORS_LIMIT} is read: "
-                "save it in several files"
+                f"{str(file)!r} has a header of {length} bytes, and at most {json_files.TENSORS_LIMIT} are read: save "
+                "it in several files"
             )
         stream.seek(8)
         text = stream.read(length)
