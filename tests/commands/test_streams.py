@@ -13,7 +13,10 @@ from gemma4_compat import Gemma4CompatError
 from tests.adapters.adapter_files import lora, write_adapter
 from tests.commands.helpers import command, finished, started
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="shells and devices of POSIX")
+pytestmark = [
+    pytest.mark.full,  # a process each
+    pytest.mark.skipif(sys.platform == "win32", reason="shells and devices of POSIX"),
+]
 
 ADAPTER = lora("model.layers.0.self_attn.q_proj")
 

@@ -13,11 +13,13 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, cli
+from gemma4_compat._engine import terminal
+from gemma4_compat._scan import configuration
 from tests.adapters.adapter_files import LORA, PREFIX, lora, write_adapter
 from tests.commands.helpers import command
 
-#: Colours, a title, a line of its own, text that runs backwards, half a surrogate pair, a bell.
-EVIL = "a\x1b[31m\x1b]0;title\x07\nNo problems.\u202etxt\ud800\x9b"
+#: Colours, a title, a bell, a line of its own, text that runs backwards.
+EVIL = "a\x1b[31m\x1b]0;title\x07\nNo problems.\u202etxt\x9b"
 MODULE = "model.layers.0.self_attn.q_proj"
 
 
@@ -29,7 +31,7 @@ def assert_shown(text: str, *, also: tuple[str, ...] = ()) -> None:
     """No character of :data:`EVIL` as it is, and none of its lines as a line."""
     lines = text.split("\n")
     assert [line for line in lines if not line.isprintable()] == []
-    assert "No problems.\\u202etxt\\ud800\\x9b" not in lines
+    assert "No problems.\\u202etxt\\x9b" not in lines
     assert any("\\x1b[31m" in line for line in lines), text
     for part in also:
         assert part in text
@@ -47,7 +49,7 @@ def evil_adapter(folder: Path, **settings: Any) -> Path:
         {"base_model_name_or_path": EVIL},
         {"peft_version": EVIL},
         {"target_modules": [EVIL]},
-        {"modules_to_save": [EVIL, {EVIL: EVIL}]},
+        {"modules_to_save": [EVIL, "b"]},
     ],
 )
 def test_a_scan_shows_control_characters_as_escapes(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -56,8 +58,11 @@ def test_a_scan_shows_control_characters_as_escapes(tmp_path: Path, settings: di
     assert_shown(done.stdout)
 
 
-@pytest.mark.parametrize("settings", [{"peft_type": EVIL}, {"r": EVIL}, {"rank_pattern": {EVIL: 0}}])
-def test_errors_show_control_characters_as_escapes(tmp_path: Path, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"peft_type": EVIL}, {"rank_pattern": {EVIL: 0}}])
+def test_errors_show_control_characters_as_escapes(
+    tmp_path: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(configuration, "_installed_types", set)  # without the seconds that PEFT takes to import
     folder = evil_adapter(tmp_path / "adapter", **settings)
     done = says("scan", str(folder))
     assert (done.exit_code, done.stdout) == (2, "")
@@ -71,8 +76,9 @@ def test_the_json_of_a_scan_is_of_characters_every_parser_takes(tmp_path: Path) 
     done = says("scan", str(evil_adapter(tmp_path, base_model_name_or_path=EVIL)), "--json")
     json.loads(done.stdout)
     assert done.stdout.isascii()
-    assert "\\ud800" not in done.stdout.replace("\\\\ud800", "")
     assert_shown(done.stdout.replace("\\u001b", "\\x1b"))
+    # Half a surrogate pair is JSON that some parsers refuse. Names of files can hold it.
+    assert json.loads(terminal.json_text({"a\udc80": ["b\ud800"]})) == {"schema": 1, "a\\udc80": ["b\\ud800"]}
 
 
 @pytest.mark.parametrize(
@@ -87,13 +93,13 @@ def test_the_json_of_a_scan_is_of_characters_every_parser_takes(tmp_path: Path) 
 )
 def test_needed_shows_control_characters_as_escapes(tmp_path: Path, line: str) -> None:
     file = tmp_path / f"{EVIL[:6]}.txt"
-    file.write_text(line.replace("\n", " ").replace("\ud800", ""), encoding="utf-8")
+    file.write_text(line.replace("\n", " "), encoding="utf-8")
     done = says("needed", str(file))
     assert_shown(done.stdout + done.stderr)
 
 
 def test_names_of_folders_are_shown_and_not_obeyed(tmp_path: Path) -> None:
-    folder = write_adapter(tmp_path / EVIL.replace("\ud800", ""), lora(MODULE))
+    folder = write_adapter(tmp_path / EVIL, lora(MODULE))
     done = says("scan", str(folder))
     assert done.exit_code == 0, done.output
     assert_shown(done.stdout)
@@ -129,7 +135,7 @@ def test_what_other_libraries_print_in_a_command_is_shown_too(tmp_path: Path, mo
 
 def test_errors_and_warnings_are_one_printable_line() -> None:
     for kind in (Gemma4CompatError, Gemma4CompatWarning):
-        assert str(kind(EVIL)).isprintable()
+        assert str(kind(f"{EVIL}\ud800")).isprintable()
         assert str(kind("the façade of “E2B” costs 5 €")) == "the façade of “E2B” costs 5 €"
 
 
