@@ -49,6 +49,10 @@ class Worker:
         return not self.process.is_alive() or (began > 0 and time.monotonic() - began > _LOST)
 
     def end(self) -> None:
+        """Let it end by itself, which removes its folder, if it waits for a task; else kill it."""
+        if self.task is None and self.process.is_alive():
+            self.connection.send(None)
+            self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
         self.process.join()

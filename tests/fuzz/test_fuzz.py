@@ -87,8 +87,13 @@ def _refuse(*_: Any) -> None:
     raise Gemma4CompatError("no")
 
 
+class _EchoError(Gemma4CompatError):
+    def __str__(self) -> str:
+        return "no" * 10_000
+
+
 def _chatter(*_: Any) -> None:
-    raise Gemma4CompatError("no" * 10_000)
+    raise _EchoError
 
 
 def _loop(*_: Any) -> None:
@@ -152,6 +157,13 @@ def test_a_run_goes_on_behind_an_input_that_ends_its_process(tmp_path: Path, mon
     assert [failure["signature"] for failure in item["failures"]] == ["killed: it did not come back"]
     saved, about = cases.read((tmp_path / "found" / item["failures"][0]["file"]).read_text())
     assert (saved.options, about["reader"]) == ({"number": 0}, "stub")
+
+
+def test_a_message_is_short_whatever_is_in_it() -> None:
+    text = str(Gemma4CompatError("dtype " + "\x1b" * 10**6 + " is unknown; it is one of bf16, fp16"))
+    assert len(text) < 4100
+    assert text.startswith("dtype \\x1b")
+    assert text.endswith(" is unknown; it is one of bf16, fp16")
 
 
 def test_a_corpus_file_holds_any_input() -> None:
