@@ -27,7 +27,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, FunctionType, TracebackType
 from typing import Any
@@ -187,10 +187,10 @@ class ChangeSet:
             current = vars(current)["__wrapped__"]
         return True
 
-    def unreached(self) -> int:
-        """How many objects still hold a function that was replaced. They took it before, and call it as it was."""
-        inherited = {function_of(edit.after) for edit in self._journal if edit.before is _ABSENT}  # the base keeps it
-        return _holders({_upstream(function) for function in self._wrappers if function not in inherited})
+    def replaced(self) -> set[Any]:
+        """The upstream functions below what it installed, but for those that a base class has and keeps."""
+        inherited = {function_of(edit.after) for edit in self._journal if edit.before is _ABSENT}
+        return {_upstream(function) for function in self._wrappers if function not in inherited}
 
     def undo(self, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> tuple[str, ...]:
         """Restore every raw slot, newest first. Returns the labels of those that had to be left to somebody else.
@@ -229,7 +229,7 @@ def reach(edits: Iterable[ChangeSet | None]) -> None:
     latest: dict[int, FunctionType] = {}
     for installed, original in (pair for changes in edits if changes is not None for pair in changes._functions):
         latest[id(original)] = installed
-    if not latest or not _holders({_upstream(installed) for installed in latest.values()}):
+    if not latest or not _holders([{_upstream(installed) for installed in latest.values()}]):
         return
     for namespace in _modules():
         for name, value in list(vars(namespace).items()):
@@ -240,12 +240,24 @@ def reach(edits: Iterable[ChangeSet | None]) -> None:
                 setattr(namespace, name, function)
 
 
-def _holders(functions: set[Any]) -> int:
-    """How many objects hold one of these upstream functions, but for what is needed to replace them.
+def unreached(edits: Mapping[str, ChangeSet]) -> dict[str, int]:
+    """How many objects hold a function that each of these replaced. They took it before, and call it as it was."""
+    replaced = [changes.replaced() for changes in edits.values()]
+    found = _holders(replaced)
+    return {
+        name: sum(not held.isdisjoint(map(id, functions)) for held in found)
+        for name, functions in zip(edits, replaced)
+    }
 
-    Their reference counts say that none does, which is the rule; else the heap is searched.
+
+def _holders(sets: list[set[Any]]) -> list[set[int]]:
+    """For each object that holds upstream functions of these sets: the ids of those that it holds.
+
+    Left out is what is needed to replace them. Reference counts say that nothing else is there, which is the rule;
+    where they do not, the heap is searched, once.
     """
-    ours: list[Any] = []
+    functions = set().union(*sets)
+    ours: list[Any] = list(sets)
     for installed, switch in list(_installed.items()):
         if _upstream(installed) in functions:
             ours += [*(installed.__closure__ or ()), vars(installed), switch]
@@ -258,15 +270,17 @@ def _holders(functions: set[Any]) -> int:
     spare, *counts = [sys.getrefcount(item) for item in (lambda: None, *functions)]
     suspects = [function for function, count in zip(functions, counts) if count > spare + own[id(function)] + 1]
     if not suspects:
-        return 0
+        return []
     skipped = {id(item) for item in (*ours, functions, suspects)}
-    called = set(map(id, suspects)) if _calling() else set()
-    return sum(
-        id(item) not in skipped
+    wanted = set(map(id, suspects))
+    called = wanted if _calling() else set()
+    return [
+        wanted.intersection(map(id, gc.get_referents(item)))
+        for item in gc.get_referrers(*suspects)
+        if id(item) not in skipped
         and not isinstance(item, FrameType)
         and not (isinstance(item, tuple) and len(item) > 0 and id(item[0]) in called)
-        for item in gc.get_referrers(*suspects)
-    )
+    ]
 
 
 def _calling() -> bool:

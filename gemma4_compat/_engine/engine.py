@@ -23,7 +23,7 @@ from types import FunctionType
 from typing import Any
 
 from gemma4_compat._engine import autoreload, detection, hooks, notice, report, settings, versions
-from gemma4_compat._engine.changes import ChangeSet, reach, restore
+from gemma4_compat._engine.changes import ChangeSet, reach, restore, unreached
 from gemma4_compat._engine.gate import DISABLED, Gate
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
 from gemma4_compat._engine.record import Record
@@ -97,7 +97,9 @@ class Engine:
         for record in self._records.values():
             record.load()
         with self._locked():
-            return {patch_id: self._status(record, absent) for patch_id, record in self._records.items()}
+            records = self._records.values()
+            counts = unreached({record.id: record.changes for record in records if record.changes is not None})
+            return {record.id: self._status(record, absent, counts.get(record.id, 0)) for record in records}
 
     def revert(self, patch_id: str | None = None) -> dict[str, PatchStatus]:
         """Undo one patch, or all, newest first, and keep it off until :meth:`install`. Returns the new status.
@@ -373,7 +375,7 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------------- what is said
 
-    def _status(self, record: Record, absent: set[str]) -> PatchStatus:
+    def _status(self, record: Record, absent: set[str], holders: int) -> PatchStatus:
         status = record.status
         if status.state is PatchState.PENDING:
             return self._pending(record, absent)
@@ -382,13 +384,13 @@ class Engine:
         reason = status.reason
         if overridden := record.changes.overridden():
             reason += f"; replaced by another library since: {', '.join(overridden)}"
-        if unreached := record.changes.unreached():
-            reason += f"; places that took what it replaces before, and call the original: {unreached}"
+        if holders:
+            reason += f"; places that took what it replaces before, and call the original: {holders}"
         if unmet := tuple(name for name in record.patch.needs if self._is_off(name)):
             reason += (
                 f"; not exact without {', '.join(f'{name} ({self._records[name].status.state})' for name in unmet)}"
             )
-        return dataclasses.replace(status, reason=reason, overridden=overridden, unmet=unmet, unreached=unreached)
+        return dataclasses.replace(status, reason=reason, overridden=overridden, unmet=unmet, unreached=holders)
 
     def _pending(self, record: Record, absent: set[str]) -> PatchStatus:
         """What will become of a patch that waits, as far as that can be told."""
