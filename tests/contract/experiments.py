@@ -39,6 +39,11 @@ def faults_of_appearance(patch: Any, untouched: Snapshot) -> list[str]:
             faults.append(f"{target} is a {type(found).__name__}")
         if inspect.signature(function(found)) != inspect.signature(function(original)):
             faults.append(f"{target} has another signature")
+        faults += [
+            f"{target} has another {name}"
+            for name in ("__defaults__", "__kwdefaults__", "__doc__")
+            if getattr(function(found), name) != getattr(function(original), name)
+        ]
         if type(found) is property:
             continue  # which Python cannot pickle
         bound = getattr(owner, name)

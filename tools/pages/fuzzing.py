@@ -31,7 +31,6 @@ pip install -c constraints/newest.txt ".[test]"
 python -m tests.fuzz --inputs 100000 --jobs 8 --out fuzz.json  # all readers; goes on where it was stopped
 python -m tests.fuzz --reader safetensors --inputs 100000      # one of them
 python -m tests.fuzz --replay tests/fuzz/corpus                # every input that was ever found
-pip install atheris && python -m tests.fuzz.guided --reader safetensors --seconds 60  # guided by coverage
 ```
 
 Failing inputs are made small and saved beside `fuzz.json`; those that were repaired are in `tests/fuzz/corpus/`, which
