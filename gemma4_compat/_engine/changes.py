@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 import threading
 import weakref
@@ -157,6 +158,9 @@ class ChangeSet:
         vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
         function.__defaults__, function.__kwdefaults__ = original.__defaults__, original.__kwdefaults__  # to be read
+        if not label.endswith(".forward"):  # accelerate copies what a forward has to one that is bound
+            # For getfullargspec, which does not look below a wrapper.
+            function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         _installed[function] = _Switch(original, state, self)
         _latest[self.patch_id, label] = function
         self._wrappers.add(function)

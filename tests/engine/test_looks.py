@@ -67,7 +67,9 @@ def test_defaults_are_upstreams(core: Library, name: str) -> None:
     def look() -> tuple[Any, ...]:
         function = getattr(held(core, name), "__func__", held(core, name))
         names = ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__module__", "__name__")
-        return (inspect.signature(function), *(getattr(function, name) for name in names))
+        # accelerate copies what a forward has to one that is bound, so a forward has no signature to read.
+        read = (inspect.signature, *(() if name == "Layer.forward" else (inspect.getfullargspec,)))
+        return (*(reader(function) for reader in read), *(getattr(function, name) for name in names))
 
     before = look()
     called = []
@@ -78,7 +80,7 @@ def test_defaults_are_upstreams(core: Library, name: str) -> None:
 
     installed(core.patch(core.target(name, counting)))
     assert look() == before
-    assert before[1] or before[2]
+    assert any(before[-6:-4]), "it has defaults"
     function = held(core, name)
     function(*ARGUMENTS.get(name, (7,)))
     (given,) = called
