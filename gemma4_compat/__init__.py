@@ -128,6 +128,8 @@ def status() -> dict[str, PatchStatus]:
 def revert(id: str | None = None) -> dict[str, PatchStatus]:
     """Undo the patch ``id``, or all of them, exactly; they stay off until :func:`install`. Returns :func:`status`.
 
+    (But for ``unreached``, which :func:`status` alone counts.)
+
     torch.compile looks at some functions once, constructors among them: what was compiled before may keep the patch,
     until ``torch.compiler.reset()``.
 

@@ -233,7 +233,7 @@ def reach(edits: Iterable[ChangeSet | None]) -> None:
     latest: dict[int, FunctionType] = {}
     for installed, original in (pair for changes in edits if changes is not None for pair in changes._functions):
         latest[id(original)] = installed
-    if not latest or not _holders([{_upstream(installed) for installed in latest.values()}]):
+    if not latest or not _suspects([{_upstream(installed) for installed in latest.values()}])[0]:
         return
     for namespace in _modules():
         for name, value in list(vars(namespace).items()):
@@ -257,8 +257,26 @@ def unreached(edits: Mapping[str, ChangeSet]) -> dict[str, int]:
 def _holders(sets: list[set[Any]]) -> list[set[int]]:
     """For each object that holds upstream functions of these sets: the ids of those that it holds.
 
-    Left out is what is needed to replace them. Reference counts say that nothing else is there, which is the rule;
-    where they do not, the heap is searched, once.
+    Left out is what is needed to replace them. The heap is searched, once, unless there are no suspects.
+    """
+    suspects, ours = _suspects(sets)
+    if not suspects:
+        return []
+    skipped = {id(item) for item in (*ours, suspects)}
+    wanted = set(map(id, suspects))
+    called = wanted if _calling() else set()
+    return [
+        wanted.intersection(map(id, gc.get_referents(item)))
+        for item in gc.get_referrers(*suspects)
+        if id(item) not in skipped
+        and not isinstance(item, FrameType)
+        and not (isinstance(item, tuple) and len(item) > 0 and id(item[0]) in called)
+    ]
+
+
+def _suspects(sets: list[set[Any]]) -> tuple[list[Any], list[Any]]:
+    """The upstream functions of these sets that somebody holds, by their reference counts: rarely any. And what is
+    needed to replace them, which does not count.
     """
     functions = set().union(*sets)
     ours: list[Any] = list(sets)
@@ -273,18 +291,7 @@ def _holders(sets: list[set[Any]]) -> list[set[int]]:
     own = Counter(map(id, gc.get_referents(*ours)))
     spare, *counts = [sys.getrefcount(item) for item in (lambda: None, *functions)]
     suspects = [function for function, count in zip(functions, counts) if count > spare + own[id(function)] + 1]
-    if not suspects:
-        return []
-    skipped = {id(item) for item in (*ours, functions, suspects)}
-    wanted = set(map(id, suspects))
-    called = wanted if _calling() else set()
-    return [
-        wanted.intersection(map(id, gc.get_referents(item)))
-        for item in gc.get_referrers(*suspects)
-        if id(item) not in skipped
-        and not isinstance(item, FrameType)
-        and not (isinstance(item, tuple) and len(item) > 0 and id(item[0]) in called)
-    ]
+    return suspects, ours
 
 
 def _calling() -> bool:

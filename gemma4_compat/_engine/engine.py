@@ -87,10 +87,11 @@ class Engine:
             self._apply_ready(late=True)
             self._fail_hopeless(absent)
 
-    def status(self) -> dict[str, PatchStatus]:
+    def status(self, *, count: bool = True) -> dict[str, PatchStatus]:
         """Where every patch is, by id. For patches still waiting, what the releases installed now say of them.
 
-        Applies nothing, warns of nothing and raises nothing.
+        Applies nothing, warns of nothing and raises nothing. ``count``: look for what a patch does not reach, which
+        can take a search of the heap.
         """
         waiting = [record for record in self._records.values() if record.status.state is PatchState.PENDING]
         absent = {name for name in {name for record in waiting for name in record.modules} if hooks.is_absent(name)}
@@ -98,11 +99,12 @@ class Engine:
             record.load()
         with self._locked():
             records = self._records.values()
-            counts = unreached({record.id: record.changes for record in records if record.changes is not None})
+            counted = {record.id: record.changes for record in records if count and record.changes is not None}
+            counts = unreached(counted)
             return {record.id: self._status(record, absent, counts.get(record.id, 0)) for record in records}
 
     def revert(self, patch_id: str | None = None) -> dict[str, PatchStatus]:
-        """Undo one patch, or all, newest first, and keep it off until :meth:`install`. Returns the new status.
+        """Undo one patch, or all, newest first, and keep it off until :meth:`install`. Returns the status, uncounted.
 
         Raises:
             Gemma4CompatError: no patch has that id.
@@ -122,7 +124,7 @@ class Engine:
                         self._revert(record)
             finally:
                 restore(elsewhere)
-        return self.status()
+        return self.status(count=False)
 
     # ------------------------------------------------------------------------------------------------------ decisions
 

@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Callable[[Path], Read], str | None]] = {
     "header nested in what is skipped": (_header(b'{"a": {"b": ' + b"[" * 100_000), "nested too deeply"),
     "header of 100 MB": (
         lambda folder: _long_header(folder, 99_000_000),
-        "and at most 16777216 are read",
+        "and one of at most 16777216 is read",
     ),
     "header of empty entries": (
         lambda folder: adapter(folder, header=b"{" + b",".join(b'"%d":{}' % n for n in range(700_000)) + b"}"),

@@ -69,8 +69,11 @@ class Watch:
             path, _mode, flags = arguments
             return isinstance(flags, int) and bool(flags & _WRITES) and not self._may_write(path)
         if event in _CHANGES:
+            folder = _folder(arguments[-1]) if event in ("os.remove", "os.rmdir") else ""
             return any(
-                not self._may_write(path) for path in arguments[:2] if isinstance(path, (str, bytes, os.PathLike))
+                not self._may_write(os.path.join(folder, os.fsdecode(path)))
+                for path in arguments[:2]
+                if isinstance(path, (str, bytes, os.PathLike))
             )
         if event == "exec":
             return not _is_installed(getattr(arguments[0], "co_filename", "")) and not _is_an_annotation()
@@ -85,6 +88,11 @@ class Watch:
             return True
         name = os.path.realpath(os.fsdecode(path))
         return name == os.devnull or any(name == one or name.startswith(one + os.sep) for one in self._allowed)
+
+
+def _folder(number: int) -> str:
+    """The folder that names are relative to where an open one is given; ``shutil.rmtree`` does."""
+    return "" if number < 0 else os.readlink(f"/proc/self/fd/{number}")
 
 
 def _is_an_annotation() -> bool:
