@@ -71,7 +71,7 @@ class Watch:
         if event in _CHANGES:
             folder = _folder(arguments[-1]) if event in ("os.remove", "os.rmdir") else ""
             return any(
-                not self._may_write(os.path.join(folder, os.fsdecode(path)))
+                not self._may_write(Path(folder, os.fsdecode(path)))
                 for path in arguments[:2]
                 if isinstance(path, (str, bytes, os.PathLike))
             )
@@ -92,7 +92,7 @@ class Watch:
 
 def _folder(number: int) -> str:
     """The folder that names are relative to where an open one is given; ``shutil.rmtree`` does."""
-    return "" if number < 0 else os.readlink(f"/proc/self/fd/{number}")
+    return "" if number < 0 else str(Path(f"/proc/self/fd/{number}").readlink())
 
 
 def _is_an_annotation() -> bool:
