@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from typing import Any
 
 from gemma4_compat._adapters import clipped, matching, translation
 from gemma4_compat._adapters.translation import PREFIX, Translation
-from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._engine import notice
+from gemma4_compat._errors import Gemma4CompatError
 
 _SHOWN = 3
 #: Parts after a module's name that a tuner's layer does not have: trained copies, biases, rows of an embedding.
@@ -116,12 +116,10 @@ def warn_of_unmatched(source: Any, model: Any, unmatched: Sequence[str], total: 
     if not unmatched:
         return
     shown = ", ".join(repr(key) for key in unmatched[:_SHOWN])
-    warnings.warn(
+    notice.warn_user(
         f"{len(unmatched)} of {total} keys of the adapter {str(source)!r} belong to no layer of "
         f"{type(base_of(model)).__name__} and were not loaded: {shown}{', ...' if len(unmatched) > _SHOWN else ''}. "
-        "The rest was loaded.",
-        Gemma4CompatWarning,
-        stacklevel=4,
+        "The rest was loaded."
     )
 
 

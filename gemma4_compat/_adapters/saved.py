@@ -18,6 +18,17 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._reading import files, json_files
 from gemma4_compat._reading import patterns as patterned
 
+#: What PEFT, torch and ``re`` raise about settings that they cannot use.
+REFUSALS = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    re.error,
+)
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
 #: Types whose weights have a side of length ``r``. (LoKr takes the whole matrix where ``r`` is larger than it.)

@@ -121,13 +121,13 @@ class _Modules:
     def __init__(self, modules: Collection[str]) -> None:
         self._names: dict[tuple[str, ...], str] = {}
         for name in modules:
-            path = _shared_part(name)
+            path = shared_part(name)
             if path:
                 self._names.setdefault(path, name)
         self._parents = {path[:-1] for path in self._names if path[-1] != _ACTIVATION}
 
     def find(self, key: str) -> _Place:
-        path = _shared_part(key)
+        path = shared_part(key)
         depth = next((n for n in range(len(path), 0, -1) if path[:n] in self._names), 0)
         if not depth:
             return _Place(None, "", path, False)
@@ -145,13 +145,14 @@ class _Modules:
 
     def is_unused(self, place: _Place) -> bool:
         """Whether the key is of a k/v projection (or norm) in a layer that has none: a KV-shared one."""
-        path = _shared_part(place.module or "")
+        path = shared_part(place.module or "")
         if not (path and path[-1] == "self_attn" and place.rest and place.rest[0] in _SHARED):
             return False
         return not any((*path, name) in self._names for name in ("k_proj", "v_proj"))
 
 
-def _shared_part(name: str) -> tuple[str, ...]:
+def shared_part(name: str) -> tuple[str, ...]:
+    """The parts of a module's name that all classes have in common, without the containers it starts with."""
     parts = [part for part in name.split(".") if part and part not in _TRANSPARENT]
     start = next((n for n, part in enumerate(parts) if part not in _CONTAINERS), len(parts))
     return tuple(parts[start:])

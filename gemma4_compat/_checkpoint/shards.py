@@ -6,9 +6,10 @@ A memory-mapped file would do the same, but its pages count as memory of the pro
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,13 +186,22 @@ def shards(outputs: Sequence[Output], largest: int) -> list[list[Output]]:
     return found
 
 
-def write(folder: Path, files: Sequence[Sequence[Output]], values: Mapping[str, Any]) -> list[str]:
+def write(
+    folder: Path,
+    files: Sequence[Sequence[Output]],
+    values: Mapping[str, Any],
+    *,
+    there: Collection[str] = (),
+    done: Callable[[str, str], None] | None = None,
+) -> list[str]:
     """Write a checkpoint and its index; returns the names of the files.
 
     Args:
         folder: where the files are written.
         files: the tensors of each file.
         values: name -> a function that yields the tensor in pieces, flat or not; each is called once, in order.
+        there: names of files that are there as a whole, and are not written again.
+        done: called with the name and the SHA-256 of each file, when all of it is on the disk.
 
     Raises:
         Gemma4CompatError: there is no room for it, or the folder cannot be written.
@@ -201,7 +211,12 @@ def write(folder: Path, files: Sequence[Sequence[Output]], values: Mapping[str, 
         for number in range(1, len(files) + 1)
     ]
     for name, outputs in zip(names, files):
-        _write_file(folder / name, outputs, values)
+        if name in there:
+            continue
+        digest = None if done is None else hashlib.sha256()
+        _write_file(folder / name, outputs, values, digest)
+        if done is not None and digest is not None:
+            done(name, digest.hexdigest())
     if len(files) > 1:
         total = sum(output.nbytes for outputs in files for output in outputs)
         index = {
@@ -212,7 +227,7 @@ def write(folder: Path, files: Sequence[Sequence[Output]], values: Mapping[str, 
     return names
 
 
-def _write_file(file: Path, outputs: Sequence[Output], values: Mapping[str, Any]) -> None:
+def _write_file(file: Path, outputs: Sequence[Output], values: Mapping[str, Any], digest: Any) -> None:
     # The widest dtype first, as safetensors itself does: that aligns every tensor.
     ordered = sorted(outputs, key=lambda output: -dtype_of(output.dtype).itemsize)
     names = {torch_name: name for name, torch_name in _TORCH.items()}
@@ -225,11 +240,17 @@ def _write_file(file: Path, outputs: Sequence[Output], values: Mapping[str, Any]
     text += b" " * (-len(text) % 8)
     try:
         with file.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
+            head = len(text).to_bytes(8, "little") + text
+            stream.write(head)
+            if digest is not None:
+                digest.update(head)
             for output in ordered:
                 written = 0
                 for piece in values[output.name]():
-                    written += stream.write(as_bytes(piece))
+                    data = as_bytes(piece)
+                    written += stream.write(data)
+                    if digest is not None:
+                        digest.update(data)
                 if written != output.nbytes:
                     raise AssertionError(f"{output.name}: {written} bytes written, {output.nbytes} announced")
             stream.flush()
@@ -262,7 +283,7 @@ def unwritable(error: OSError, file: Path, nbytes: int) -> Gemma4CompatError:
     """The one error for a file that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Gemma4CompatError(
-            f"the disk is full: {str(file)!r} needs {nbytes} bytes. Free some space or merge to another disk; what "
+            f"the disk is full: {str(file)!r} needs {nbytes} bytes. Free some space or write to another disk; what "
             "was written so far is removed"
         )
     return Gemma4CompatError(f"{str(file)!r} cannot be written: {error.strerror or error}")

@@ -1,1 +1,1 @@
-"""The command ``merge``: an adapter merged into its base, with measured parity."""
+"""The commands ``merge``, an adapter merged into its base with measured parity, and ``repair``."""

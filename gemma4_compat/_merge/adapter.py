@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,13 @@ from gemma4_compat._adapters import translation as translations
 from gemma4_compat._adapters.saved import CONFIG, PICKLE, WEIGHTS
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
-from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._engine import notice
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import folders
 
-#: PEFT types with independent layers, which can be built and merged one at a time.
+#: PEFT types whose layers can be built and merged one at a time.
 TYPES = (
+    "ADALORA",
     "BOFT",
     "FOURIERFT",
     "HRA",
@@ -31,8 +32,12 @@ TYPES = (
     "LORA",
     "MISS",
     "OFT",
+    "RANDLORA",
     "TRAINABLE_TOKENS",
+    "VERA",
 )
+#: Types whose layers share random projections, and what they are called.
+_PROJECTIONS = {"RANDLORA": ("randlora_A", "randlora_B"), "VERA": ("vera_A", "vera_B")}
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
 _TOKENS = "trainable_tokens_delta"
 
@@ -52,6 +57,10 @@ class Adapter:
         absent: modules that the configuration targets and the file has no weights for.
         translated: whether the file has other keys.
         copied: whether PEFT needs a copy in ``folder``.
+        shared: keys of the projections that all layers share.
+        widest: rows and columns of the largest weight, which PEFT makes such projections for; None for other types.
+        name: of the adapter, in PEFT.
+        weight: what its change is multiplied by.
     """
 
     folder: Path
@@ -63,6 +72,10 @@ class Adapter:
     absent: tuple[str, ...] = ()
     translated: bool = False
     copied: bool = False
+    shared: tuple[str, ...] = ()
+    widest: tuple[int, int] | None = None
+    name: str = "default"
+    weight: float = 1.0
 
     @property
     def nbytes_to_copy(self) -> int:
@@ -107,8 +120,10 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
     adapter.unused = tuple(translation.unused)
     adapter.entries = {new: entries[old] for old, new in translation.names.items()}
     _sort(adapter, model)
+    apart = _drop_tied(adapter, model)
+    _find_projections(adapter, model)
     names_in_file = {here: there for there, here in translation.modules.values()}
-    _refuse_untargeted(adapter, model, names_in_file)
+    _refuse_untargeted(adapter, model, names_in_file, apart)
     if not translation.is_identity:
         adapter.translated = any(old != new for old, new in translation.names.items())
         _rename(adapter, names_in_file, scratch)
@@ -117,13 +132,47 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
     if not adapter.translated:
         adapter.absent = _absent(adapter, model)
     if adapter.absent:
-        warnings.warn(
+        notice.warn_user(
             f"the adapter's configuration targets {len(adapter.absent)} modules that its file has no weights for, "
             f"{adapter.absent[0]} among them; they stay as they are in the base.",
-            Gemma4CompatWarning,
-            stacklevel=3,
         )
     return adapter
+
+
+def refuse_conflicts(adapters: Sequence[Adapter], base: Mapping[str, Entry]) -> None:
+    """Refuse what has no weighted sum: adapters other than LoRAs on modules, unless there is one, with the weight 1.
+
+    Copies of the base's own tensors, which PEFT saves beside a LoRA on an embedding, are dropped.
+
+    Args:
+        adapters: opened, with their weights.
+        base: name of a parameter -> its tensor on disk.
+
+    Raises:
+        Gemma4CompatError: an adapter cannot be weighted, or added to another one.
+    """
+    if len(adapters) == 1 and adapters[0].weight == 1:
+        return
+    alone = "Merge that adapter alone, with the weight 1, and the others into the result"
+    for adapter in adapters:
+        where = repr(str(adapter.folder))
+        kind = adapter.config.peft_type.value
+        if kind != "LORA":
+            raise Gemma4CompatError(f"the adapter in {where} is of type {kind}: weights are for LoRA. {alone}")
+        if getattr(adapter.config, "use_dora", False):
+            raise Gemma4CompatError(f"the adapter in {where} is a DoRA, whose change depends on the others'. {alone}")
+        for name, key in list(adapter.replaced.items()):
+            entry = adapter.entries[key]
+            same = name in base and base[name].shape == entry.shape
+            if not same or not shards.read(base[name]).float().equal(shards.read(entry).float()):
+                raise Gemma4CompatError(
+                    f"the adapter in {where} replaces {name} as a whole (modules_to_save, or a trained bias): that "
+                    f"has no weight, and no sum with another one. {alone}"
+                )
+            del adapter.replaced[name]
+        for path, keys in adapter.modules.items():
+            if (how := kind_of(keys, adapter.config, path)) != "target":
+                raise Gemma4CompatError(f"the adapter in {where} trains single {how} of {path}: no weights. {alone}")
 
 
 def _config(folder: Path) -> Any:
@@ -146,9 +195,9 @@ def _config(folder: Path) -> Any:
         )
     if kind not in TYPES:
         raise Gemma4CompatError(
-            f"adapters of type {kind} are not merged module by module, because their layers share state or their type "
-            f"is not covered by a test ({', '.join(TYPES)} are). Merge it in memory: load the base in bf16, "
-            "PeftModel.from_pretrained, merge_and_unload, save_pretrained"
+            f"adapters of type {kind} are not merged module by module: no test covers this type "
+            f"({', '.join(TYPES)} are). Merge it in memory: load the base in bf16, PeftModel.from_pretrained, "
+            "merge_and_unload, save_pretrained"
         )
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
@@ -198,8 +247,11 @@ def _sort(adapter: Adapter, model: Any) -> None:
     modules = {name for name, _ in model.named_modules()}
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    projections = _PROJECTIONS.get(adapter.config.peft_type.value, ())
     for key in adapter.entries:
         path = key.removeprefix(translations.PREFIX)
+        if key.rpartition(".")[2] in projections:  # RandLora saves them once more with every layer
+            continue
         plain = path.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
         if plain in own:
             adapter.replaced[plain] = key
@@ -215,6 +267,70 @@ def _sort(adapter: Adapter, model: Any) -> None:
         adapter.modules.setdefault(module, []).append(key)
 
 
+def _drop_tied(adapter: Adapter, model: Any) -> tuple[str, ...]:
+    """Drop the head's LoRA where it is the embedding's: with ``ensure_weight_tying``, PEFT saves it for both.
+
+    Returns:
+        Modules with a LoRA of their own that ``target_modules`` leaves out: on a 16-bit base, PEFT casts the two
+        apart, trains them apart, and loads them so.
+    """
+    if not getattr(adapter.config, "ensure_weight_tying", False):
+        return ()
+    apart = []
+    tied = model._tied_weights_keys
+    for target, source in tied.items() if isinstance(tied, dict) else ():
+        head, embedding = target.rpartition(".")[0], source.rpartition(".")[0]
+        if head not in adapter.modules or embedding not in adapter.modules:
+            continue
+        both = [
+            {part: shards.read(adapter.entries[key]) for key in adapter.modules[path] for part in key.split(".")}
+            for path in (head, embedding)
+        ]
+        pairs = (("lora_A", "lora_embedding_B"), ("lora_B", "lora_embedding_A"))
+        if all(a in both[0] and b in both[1] and both[0][a].equal(both[1][b].T) for a, b in pairs):
+            del adapter.modules[head]
+            adapter.replaced.pop(target, None)
+        else:
+            apart.append(head)
+    return tuple(apart)
+
+
+def _find_projections(adapter: Adapter, model: Any) -> None:
+    """Find the projections that all layers of a VeRA or RandLora share: in the file, or how large PEFT makes them."""
+    names = _PROJECTIONS.get(adapter.config.peft_type.value)
+    if names is None:
+        return
+    keys = [f"base_model.{name}" for name in names]
+    if found := [key for key in keys if key in adapter.entries]:
+        if len(found) != len(keys):
+            raise Gemma4CompatError(f"the adapter's file has {found[0]!r} and not the other of {names}; get it again")
+        first, second = (adapter.entries[key].shape for key in keys)
+        # Without save_projection PEFT makes them anew, and does not look at those in the file.
+        adapter.shared = tuple(keys) if adapter.config.save_projection else ()
+        adapter.widest = second[0], first[-1]
+        return
+    if adapter.config.save_projection:
+        raise Gemma4CompatError(
+            f"the adapter's file lacks {keys[0]!r}, which its configuration says was saved (save_projection); get the "
+            "file again"
+        )
+    config = _resolved(adapter.config, model)
+    linears = {name: module.weight.shape for name, module in model.named_modules() if _is_linear(module)}
+    shapes = [linears[name] for name in matching.targeted(config, linears)] if config is not None else []
+    if not shapes:
+        raise Gemma4CompatError(
+            "the adapter's projections were not saved (save_projection is false), and its configuration names no "
+            "linear of this model, so their size is unknown. Save it again with save_projection"
+        )
+    adapter.widest = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+
+
+def _is_linear(module: Any) -> bool:
+    import torch
+
+    return isinstance(module, torch.nn.Linear)
+
+
 def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -> None:
     """Give the adapter a configuration that targets exactly these modules by their names in this model.
 
@@ -222,7 +338,12 @@ def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -
     """
     before = {path: names_in_file.get(path, path) for path in adapter.modules}
     config = adapter.config = copy.deepcopy(adapter.config)
+    if config.peft_type.value == "ADALORA" and config.rank_pattern:  # the kept ranks, by the names of parameters
+        kept = {name.rpartition(".lora_E")[0]: ranks for name, ranks in config.rank_pattern.items()}
+        config.rank_pattern = {f"{path}.lora_E": kept[old] for path, old in before.items() if old in kept}
     for attribute in ("rank_pattern", "alpha_pattern"):
+        if config.peft_type.value == "ADALORA":
+            break
         if patterns := getattr(config, attribute, None):
             exact = {
                 re.escape(path): patterns[found]
@@ -267,7 +388,9 @@ def kind_of(keys: Collection[str], config: Any, path: str) -> str:
     return "parameters" if any(path == owner or path.endswith(f".{owner}") for owner in owners) else "target"
 
 
-def _refuse_untargeted(adapter: Adapter, model: Any, names_in_file: Mapping[str, str]) -> None:
+def _refuse_untargeted(
+    adapter: Adapter, model: Any, names_in_file: Mapping[str, str], allowed: Collection[str]
+) -> None:
     """Raise ``Gemma4CompatError`` where PEFT would drop weights of the file, because the configuration targets other
     modules: the merged model would have them, and the adapter-loaded one would not.
     """
@@ -276,7 +399,7 @@ def _refuse_untargeted(adapter: Adapter, model: Any, names_in_file: Mapping[str,
         return
     names: dict[str, set[str]] = {}
     for path, keys in adapter.modules.items():
-        if kind_of(keys, config, path) == "target":
+        if kind_of(keys, config, path) == "target" and path not in allowed:
             both = {path, names_in_file.get(path, path)}
             names[path] = both | {name.removesuffix(f".{translations.INNER}") for name in both}
     targeted = matching.targeted(config, {name for alike in names.values() for name in alike})

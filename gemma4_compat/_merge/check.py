@@ -20,6 +20,8 @@ from typing import Any
 
 #: Bounds as multiples of the noise: for the largest difference, and for the root mean square, which varies less.
 BOUND, BOUND_RMS = 3.0, 2.0
+#: The same for a result in 4 bits, against the same quantization of the base: an effect of many values, not of few.
+OF_QUANTIZATION = (2.0, 1.5)
 #: Draws of the noise; the largest counts.
 DRAWS = 2
 NEW_TOKENS = 16
@@ -59,6 +61,7 @@ class Parity:
         kl_max: the largest of a position.
         greedy_equal: for each prompt, up to which new token greedy decoding agrees.
         greedy_tokens: new tokens decoded.
+        noise_of: what ``noise`` is the difference of, against the adapter-loaded model.
         notes: what the comparison cannot tell.
     """
 
@@ -77,6 +80,7 @@ class Parity:
     kl_max: float
     greedy_equal: tuple[int, ...]
     greedy_tokens: int
+    noise_of: str = "one rounding in the adapter-loaded model"
     notes: tuple[str, ...] = ()
 
     @property
@@ -252,6 +256,21 @@ def reference_outputs(
     return reference
 
 
+def difference(load: Callable[[], Any], prompts: Sequence[Prompt], reference: Reference) -> Any:
+    """How the logits of the model that ``load`` returns differ from the reference's; the model is freed again."""
+    import torch
+
+    spread = _Spread()
+    model = load()
+    with torch.no_grad():
+        for prompt, wanted in zip(prompts, reference.logits):
+            spread.add(wanted, _logits(model, prompt))
+    del model
+    gc.collect()
+    _empty_cache()
+    return spread
+
+
 def compare(
     load: Callable[[], Any],
     prompts: Sequence[Prompt],
@@ -259,6 +278,8 @@ def compare(
     *,
     tolerance: float | None,
     notes: Sequence[str] = (),
+    noise_of: str = Parity.noise_of,
+    factors: tuple[float, float] = (BOUND, BOUND_RMS),
 ) -> Parity:
     """The outputs of the merged model that ``load`` returns against the reference's.
 
@@ -268,6 +289,8 @@ def compare(
         reference: of the adapter-loaded model.
         tolerance: largest difference of logits, instead of the measured bound.
         notes: what the comparison cannot tell.
+        noise_of: see :class:`Parity`.
+        factors: bounds as multiples of the reference's noise, for the largest difference and the root mean square.
     """
     import torch
 
@@ -292,7 +315,7 @@ def compare(
     noise = reference.noise
     if reference.effect.largest == 0.0:
         all_notes.append("the adapter has no effect on these prompts")
-    elif BOUND_RMS * noise.rms >= reference.effect.rms:
+    elif factors[1] * noise.rms >= reference.effect.rms and noise is not reference.effect:
         all_notes.append(
             "the adapter's effect on these prompts is not larger than the bound: they cannot detect a lost adapter"
         )
@@ -306,12 +329,13 @@ def compare(
         noise_rms=noise.rms,
         effect=reference.effect.largest,
         effect_rms=reference.effect.rms,
-        bound=BOUND * noise.largest if tolerance is None else tolerance,
-        bound_rms=BOUND_RMS * noise.rms if tolerance is None else None,
+        bound=factors[0] * noise.largest if tolerance is None else tolerance,
+        bound_rms=factors[1] * noise.rms if tolerance is None else None,
         kl_mean=kl_sum / positions,
         kl_max=kl_max,
         greedy_equal=tuple(equal),
         greedy_tokens=NEW_TOKENS,
+        noise_of=noise_of,
         notes=tuple(all_notes),
     )
 

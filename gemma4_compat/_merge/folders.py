@@ -1,4 +1,4 @@
-"""The folders of a merge: the inputs it reads, and the output folder, which appears complete or not at all."""
+"""The folders of a merge or a repair: inputs are only read, and the output appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import contextlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gemma4_compat._checkpoint import shards
-from gemma4_compat._engine import temporary
-from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._engine import notice, temporary
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._reading import json_files
 
 REPORT, REPORT_TEXT = "merge_report.json", "merge_report.txt"
 
 #: Files of the base that are not copied.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-_REPLACED = ("config.json", "README.md", ".gitattributes", REPORT, REPORT_TEXT)
+_CONFIG = "config.json"
+_REPLACED = (_CONFIG, "README.md", ".gitattributes", REPORT, REPORT_TEXT)
 _TEMPLATES = "additional_chat_templates"
 
 #: What the name of the folder has in it while it is written, after the first bytes of its final name.
@@ -50,15 +50,15 @@ def local(given: str | Path, what: str) -> Path:
         ) from error
 
 
-def output(given: str | Path, *inputs: Path) -> Path:
-    """The absolute path of the folder to be written.
+def output(given: str | Path, *inputs: Path, what: str = "merged model") -> Path:
+    """The absolute path of the folder to be written; ``what`` is what will be in it.
 
     Raises:
         Gemma4CompatError: something is there, it is a link, or it is inside of an input.
     """
     text = os.fspath(given)
     if not text or "\0" in text:
-        raise Gemma4CompatError(f"{text!r} is no name of a folder; give a new folder for the merged model")
+        raise Gemma4CompatError(f"{text!r} is no name of a folder; give a new folder for the result")
     out = Path(os.path.abspath(text))  # noqa: PTH100 - Path.absolute keeps "..", which then has no name
     if len(os.fsencode(out.name)) > _LONGEST_NAME:
         raise Gemma4CompatError(
@@ -80,9 +80,15 @@ def output(given: str | Path, *inputs: Path) -> Path:
 
 
 @contextlib.contextmanager
-def staging(out: Path) -> Iterator[Path]:
-    """A folder beside ``out`` that is renamed to it at the end, or removed if anything ends the merge early."""
-    _tidy(out)
+def staging(out: Path, what: str = "merge", leftovers: list[Path] | None = None) -> Iterator[Path]:
+    """A folder beside ``out`` that is renamed to it at the end, or removed if anything ends it early.
+
+    Args:
+        out: the folder to be written.
+        what: writes it, for messages.
+        leftovers: gets what killed runs to ``out`` left, for the caller to remove; without it, they are removed here.
+    """
+    _tidy(out, what, leftovers)
     made = [folder for folder in out.parents if not folder.exists()]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -111,27 +117,29 @@ def _prefix(out: Path) -> str:
     return f"{os.fsdecode(os.fsencode(out.name)[:_SHORTENED])}{_PARTIAL}"
 
 
-def _tidy(out: Path) -> None:
-    """Remove what a killed merge to ``out`` left, name what others left, and refuse one that runs at the same time."""
+def _tidy(out: Path, what: str, leftovers: list[Path] | None) -> None:
+    """Remove what a killed run to ``out`` left, name what others left, and refuse one that runs at the same time."""
     left, used, unknown = temporary.leftovers(out.parent, _PARTIAL)
     for folder in used:
         if folder.name.startswith(_prefix(out)):
             raise Gemma4CompatError(
-                f"another merge writes {str(out)!r} now, in {str(folder)!r}; wait for it, or give another folder"
+                f"another {what} writes {str(out)!r} now, in {str(folder)!r}; wait for it, or give another folder"
             )
     for folder in left:
-        if folder.name.startswith(_prefix(out)):
+        if folder.name.startswith(_prefix(out)) and leftovers is not None:
+            leftovers.append(folder)
+        elif folder.name.startswith(_prefix(out)):
             temporary.remove(folder)
-            _warn(f"an earlier merge to {str(out)!r} was killed; what it left, {str(folder)!r}, is removed")
+            _warn(f"an earlier {what} to {str(out)!r} was killed; what it left, {str(folder)!r}, is removed")
         else:
-            _warn(f"{str(folder)!r} is what a killed merge left; nothing uses it, and it can be removed")
+            _warn(f"{str(folder)!r} is what a killed {what} left; nothing uses it, and it can be removed")
     for folder in unknown:
         if folder.name.startswith(_prefix(out)):
-            _warn(f"{str(folder)!r} looks like what a killed merge left; if it is not yours, remove it")
+            _warn(f"{str(folder)!r} looks like what a killed {what} left; if it is not yours, remove it")
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, Gemma4CompatWarning, stacklevel=2)
+    notice.warn_user(message)
 
 
 def _unmake(folders: Sequence[Path]) -> None:
@@ -147,22 +155,27 @@ def _umask() -> int:
     return current
 
 
-def refuse_without_room(staging: Path, nbytes: int) -> None:
-    """Raise ``Gemma4CompatError`` if the disk has less than ``nbytes`` free."""
+def refuse_without_room(staging: Path, nbytes: int, what: str = "the merged model") -> None:
+    """Raise ``Gemma4CompatError`` if the disk has less than the ``nbytes`` free that ``what`` needs."""
     free = shutil.disk_usage(staging).free
     if free < nbytes:
         raise Gemma4CompatError(
-            f"{str(staging.parent)!r} has {free} bytes free and the merged model needs {nbytes}. Free some space, or "
-            "merge to another disk"
+            f"{str(staging.parent)!r} has {free} bytes free and {what} needs {nbytes}. Free some space, or write "
+            "to another disk"
         )
 
 
-def other_files(base: Path) -> list[Path]:
-    """Every other file or folder that belongs to the model: tokenizer, processor, templates, licence."""
+def other_files(base: Path, *, all_but_config: bool = False) -> list[Path]:
+    """Every other file or folder that belongs to the model: tokenizer, processor, templates, licence.
+
+    Args:
+        base: the folder of the model.
+        all_but_config: what a merge writes anew as well, such as the model's card.
+    """
     found = []
     for file in sorted(base.iterdir()):
         name = file.name
-        if name in _REPLACED or name.endswith(_WEIGHTS) or name.startswith("."):
+        if name in ((_CONFIG,) if all_but_config else _REPLACED) or name.endswith(_WEIGHTS) or name.startswith("."):
             continue
         if file.is_file() or (name == _TEMPLATES and file.is_dir()):
             found.append(file)
@@ -174,9 +187,9 @@ def nbytes(files: Iterable[Path]) -> int:
     return sum(nbytes(file.iterdir()) if file.is_dir() else file.stat().st_size for file in files)
 
 
-def copy_other_files(base: Path, staging: Path) -> None:
-    """Copy them into ``staging``."""
-    for file in other_files(base):
+def copy_files(files: Iterable[Path], staging: Path) -> None:
+    """Copy files and folders into ``staging``."""
+    for file in files:
         target = staging / file.name
         try:
             if file.is_dir():

@@ -9,9 +9,13 @@ Everything is written into a folder beside the final one, which is renamed when 
 
 from __future__ import annotations
 
+import math
+import reprlib
+import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +24,28 @@ from gemma4_compat._engine import shadowed, terminal, versions
 from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import adapter as adapters
-from gemma4_compat._merge import folders, text, verification, weights
+from gemma4_compat._merge import folders, quantized, resume, text, verification, weights
 from gemma4_compat._merge import start as starts
+from gemma4_compat._merge.check import Parity
 from gemma4_compat._merge.result import MergeParityError, MergeReport
 from gemma4_compat._merge.tensors import MergedTensors, tied_sources
 from gemma4_compat._models import build
 
+#: torch's names of dtypes -> those of the reports.
+_DTYPES = {name: short for short, name in starts.DTYPES.items()}
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
 
 def merge_adapter(
     base: str | Path,
-    adapter: str | Path,
+    adapter: str | Path | Mapping[str | Path, float],
     out: str | Path,
     *,
     start: str = "original",
     quantize: Any = None,
     skip_modules: Sequence[str] | None = None,
     dtype: str | None = None,
+    quantize_result: str | None = None,
     device_map: Any = None,
     max_shard_size: int | str = "5GB",
     check: int = 4,
@@ -46,69 +54,179 @@ def merge_adapter(
     progress: bool | None = None,
 ) -> MergeReport:
     """Merge ``adapter`` into ``base`` and write the result to ``out``; see :func:`gemma4_compat.merge_adapter`."""
+    dtype = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     _refuse_bad_options(start, dtype, check, tolerance)
+    weights_of = _weights_of(adapter)
     largest = parse_size(max_shard_size)
     if not largest:
         raise Gemma4CompatError("max_shard_size must be more than 0; write it as 5GB")
     shadowed.refuse("torch", "transformers", "peft")
-    base_folder, adapter_folder = folders.local(base, "base"), folders.local(adapter, "adapter")
-    out = folders.output(out, base_folder, adapter_folder)
+    base_folder = folders.local(base, "base")
+    given = [(folders.local(name, "adapter"), weight) for name, weight in weights_of.items()]
+    out = folders.output(out, base_folder, *(folder for folder, _ in given))
     model = _on_meta(base_folder)
     placement = verification.placement(model, device_map)
-    chosen = starts.choose(model, start, quantize, skip_modules)
+    of_base = None if quantize_result is not None and start == "original" else skip_modules
+    chosen = starts.choose(model, start, quantize, of_base)
+    target = quantized.target(model, quantize_result, skip_modules, chosen)
     entries = shards.checkpoint(base_folder)
     kind = dtype or starts.stored_dtype(model, entries, chosen)
-    with folders.staging(out) as staging, tempfile.TemporaryDirectory(dir=staging, prefix=".adapter-") as scratch:
+    left: list[Path] = []
+    with (
+        folders.staging(out, leftovers=left) as staging,
+        tempfile.TemporaryDirectory(dir=staging, prefix=".adapter-") as scratch,
+    ):
         began = time.perf_counter()
-        opened = adapters.open_adapter(adapter_folder, model, Path(scratch), allow_pickle=allow_pickle)
         found = weights.find_base(entries, model)
+        opened = _opened(given, model, Path(scratch), found, allow_pickle)
         starts.apply(chosen, found, model, kind)
         tensors = MergedTensors(model, found, opened, starts.DTYPES[kind], tied_sources(model, base_folder))
         tensors.untie()
         tensors.refuse_mismatches()
-        files = _write(tensors, base_folder, staging, largest, progress)
-        merged = time.perf_counter()
-        parity = None
-        if check:
-            adapters.write_copy(opened)
-            options: dict[str, Any] = {"device_map": placement, "count": check, "tolerance": tolerance}
-            parity = verification.verify(staging, base_folder, tensors, chosen, kind, **options)
-        seconds = {"merge": round(merged - began, 2), "check": round(time.perf_counter() - merged, 2)}
+        folder = staging if target is None else staging / ".merged"
+        folder.mkdir(exist_ok=True)
+        parts = shards.shards(tensors.outputs(), largest)
+        inputs = [base_folder, *(name for name, _ in given)]
+        settings = [chosen, target, kind, list(weights_of.values()), allow_pickle, _releases()]
+        journal = resume.Journal(staging, resume.identity(inputs, parts, settings))
+        taken = journal.take(left, folder)
+        there = sum((folder / name).stat().st_size for name in taken)
+        folders.refuse_without_room(folder, _needed(tensors, base_folder, target) - there)
+        files = shards.write(folder, parts, tensors.values(progress), there=taken, done=journal.done)
+        _write_rest(tensors, base_folder, folder)
+        result = _Result(tuple(files), tensors.nbytes, seconds={"merge": time.perf_counter() - began})
+        options = {"device_map": placement, "count": check, "tolerance": tolerance}
+        verifier = _verifier(base_folder, tensors, chosen, kind, options) if check else None
+        _verify(result, verifier, folder, None)
+        if target is not None and (result.parity is None or result.parity.ok):
+            _quantize(result, folder, staging, target, largest, model, kind)
+            _verify(result, verifier, staging, target)
         report = MergeReport(
             out=str(out),
             base=str(base),
-            adapter=str(adapter),
-            model_class=type(model).__name__,
+            adapter=" + ".join(map(str, weights_of)),
             start=start,
-            quantization=chosen.quantize,
-            assumed=chosen.assumed,
             dtype=kind,
-            peft_type=opened.config.peft_type.value,
-            modules=len(opened.modules),
-            replaced=len(opened.replaced),
-            dequantized=len(found.quantized),
-            dead=opened.unused,
-            absent=opened.absent,
-            untied=tensors.untied,
-            files=tuple(files),
-            nbytes=tensors.nbytes,
-            seconds=seconds,
-            versions={name: version for name in _LIBRARIES if (version := versions.installed(name))},
-            parity=parity,
+            adapters={str(name): weight for name, weight in weights_of.items()},
+            resumed=tuple(sorted(taken)),
+            quantized_as=None if target is None else target.name,
+            **_facts(tensors, chosen),
+            **result.facts(),
         )
         _finish(report, staging)
+        journal.remove()
     return report
+
+
+@dataclass
+class _Result:
+    """What is written so far, what was measured of it, and the seconds that took."""
+
+    files: tuple[str, ...]
+    nbytes: int
+    seconds: dict[str, float]
+    parity: Parity | None = None
+    quantized_parity: Parity | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The fields of the report."""
+        seconds = {name: round(self.seconds.get(name, 0.0), 2) for name in ("merge", "check")}
+        return {**vars(self), "seconds": seconds}
+
+
+def _verifier(
+    base: Path, tensors: MergedTensors, chosen: starts.Start, kind: str, options: dict[str, Any]
+) -> verification.Verifier:
+    for adapter in tensors.adapters:
+        adapters.write_copy(adapter)
+    return verification.Verifier(base, tensors, chosen, kind, **options)
+
+
+def _verify(
+    result: _Result, verifier: verification.Verifier | None, folder: Path, target: quantized.Target | None
+) -> None:
+    """Compare the model in ``folder``: the merged one, or the one that was quantized as ``target`` says."""
+    if verifier is None:
+        return
+    began = time.perf_counter()
+    if target is None:
+        result.parity = verifier.merged(folder)
+    else:
+        result.quantized_parity = verifier.quantized(folder, target.start)
+    result.seconds["check"] = result.seconds.get("check", 0.0) + time.perf_counter() - began
+
+
+def _quantize(
+    result: _Result, folder: Path, staging: Path, target: quantized.Target, largest: int, model: Any, kind: str
+) -> None:
+    """Write the merged model in ``folder`` quantized into ``staging``, and remove ``folder``."""
+    began = time.perf_counter()
+    files, result.nbytes = quantized.write(folder, staging, model, target, kind, largest)
+    result.files = tuple(files)
+    folders.copy_files(folders.other_files(folder), staging)
+    shutil.rmtree(folder)
+    result.seconds["merge"] += time.perf_counter() - began
+
+
+def _facts(tensors: MergedTensors, chosen: starts.Start) -> dict[str, Any]:
+    """What the report says of base and adapters."""
+    opened = tensors.adapters
+    return {
+        "model_class": type(tensors.model).__name__,
+        "quantization": chosen.quantize,
+        "assumed": chosen.assumed,
+        "peft_type": opened[0].config.peft_type.value,
+        "modules": len(tensors.modules),
+        "replaced": len(tensors.replaced),
+        "dequantized": len(tensors.base.quantized),
+        "dead": tuple(key for item in opened for key in item.unused),
+        "absent": tuple(name for item in opened for name in item.absent),
+        "untied": tensors.untied,
+        "versions": _releases(),
+    }
+
+
+def _releases() -> dict[str, str]:
+    return {name: version for name in _LIBRARIES if (version := versions.installed(name))}
+
+
+def _weights_of(adapter: Any) -> dict[str | Path, float]:
+    """Every adapter that was given -> its weight."""
+    if not isinstance(adapter, Mapping):
+        return {adapter: 1.0}
+    if not adapter:
+        raise Gemma4CompatError("no adapter was given: adapter is a folder, or maps folders to weights")
+    for name, weight in adapter.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise Gemma4CompatError(f"the weight of the adapter {str(name)!r} is a number, not {weight!r}")
+    return {name: float(weight) for name, weight in adapter.items()}
+
+
+def _opened(
+    given: Sequence[tuple[Path, float]], model: Any, scratch: Path, base: weights.Base, allow_pickle: bool
+) -> list[adapters.Adapter]:
+    """The adapters, each with a folder of its own for a copy."""
+    found = []
+    for number, (folder, weight) in enumerate(given):
+        own = scratch / str(number)
+        own.mkdir()
+        opened = adapters.open_adapter(folder, model, own, allow_pickle=allow_pickle)
+        opened.weight, opened.name = weight, "default" if not number else f"merged_{number}"
+        found.append(opened)
+    adapters.refuse_conflicts(found, base.disk)
+    return found
 
 
 def _refuse_bad_options(start: str, dtype: str | None, check: int, tolerance: float | None) -> None:
     if start not in starts.BASES:
         raise Gemma4CompatError(f"base {start!r} is unknown; it is one of {', '.join(starts.BASES)}")
-    if dtype is not None and dtype not in starts.DTYPES:
-        raise Gemma4CompatError(f"dtype {dtype!r} is unknown; it is one of {', '.join(starts.DTYPES)}")
-    if check < 0:
-        raise Gemma4CompatError(f"check is a number of prompts, 0 for none, not {check}")
-    if tolerance is not None and not tolerance >= 0:
-        raise Gemma4CompatError(f"tolerance is a difference of logits, 0 or more, not {tolerance}")
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in starts.DTYPES):
+        known = ", ".join(f"{short} ({name})" for short, name in starts.DTYPES.items())
+        raise Gemma4CompatError(f"dtype {dtype!r} is unknown; it is one of {known}")
+    if not isinstance(check, int) or check < 0:
+        raise Gemma4CompatError(f"check is a number of prompts, 0 for none, not {reprlib.repr(check)}")
+    if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance >= 0):
+        raise Gemma4CompatError(f"tolerance is a difference of logits, 0 or more, not {reprlib.repr(tolerance)}")
 
 
 def _on_meta(folder: Path) -> Any:
@@ -119,20 +237,25 @@ def _on_meta(folder: Path) -> Any:
         raise Gemma4CompatError(f"no model can be built from config.json in {str(folder)!r}: {line}") from error
 
 
-def _write(tensors: MergedTensors, base: Path, staging: Path, largest: int, progress: bool | None) -> list[str]:
-    """Write the merged model into ``staging``; returns the names of its weight files."""
-    needed = tensors.nbytes + tensors.adapter.nbytes_to_copy + folders.nbytes(folders.other_files(base))
-    folders.refuse_without_room(staging, needed)
-    files = shards.write(staging, shards.shards(tensors.outputs(), largest), tensors.values(progress))
-    folders.copy_other_files(base, staging)
-    folders.write_config(base, staging, tensors.dtype, tensors.untied)
-    return files
+def _needed(tensors: MergedTensors, base: Path, target: quantized.Target | None) -> int:
+    """Bytes on the disk that the merge needs."""
+    copies = sum(adapter.nbytes_to_copy for adapter in tensors.adapters)
+    beside = folders.nbytes(folders.other_files(base))
+    # 4 of 16 bits, their scales, and what stays as it is; of a base in 32 bits, less.
+    also = 0 if target is None else tensors.nbytes // 2 + beside
+    return tensors.nbytes + copies + beside + also
+
+
+def _write_rest(tensors: MergedTensors, base: Path, folder: Path) -> None:
+    """Write what is beside the weights of the merged model into ``folder``."""
+    folders.copy_files(folders.other_files(base), folder)
+    folders.write_config(base, folder, tensors.dtype, tensors.untied)
 
 
 def _finish(report: MergeReport, staging: Path) -> None:
     """Write the report, or raise ``MergeParityError`` with it."""
-    parity = report.parity
-    if parity is not None and not parity.ok:
-        raise MergeParityError(f"{text.verdict(parity)}; nothing was written to {report.out!r}", report)
+    for parity in (report.quantized_parity, report.parity):
+        if parity is not None and not parity.ok:
+            raise MergeParityError(f"{text.verdict(parity)}; nothing was written to {report.out!r}", report)
     shards.write_text(staging / folders.REPORT, terminal.json_text(report.as_data()) + "\n")
     shards.write_text(staging / folders.REPORT_TEXT, text.report_text(report) + "\n")

@@ -33,6 +33,10 @@ class MergeReport:
         seconds: of the merge and of the check.
         versions: of the libraries.
         parity: what the check found; None when there was none.
+        adapters: every adapter, as given -> its weight.
+        resumed: names of the weight files that a killed merge had written, and that were taken over.
+        quantized_as: how the result is quantized: "4bit" or "4bit-double"; None when it is not.
+        quantized_parity: of the quantized result; ``parity`` is that of the merge before it was quantized.
     """
 
     out: str
@@ -55,12 +59,22 @@ class MergeReport:
     seconds: dict[str, float]
     versions: dict[str, str]
     parity: Parity | None = field(default=None)
+    adapters: dict[str, float] = field(default_factory=dict)
+    resumed: tuple[str, ...] = ()
+    quantized_as: str | None = None
+    quantized_parity: Parity | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether what was checked is within bounds."""
+        return all(parity is None or parity.ok for parity in (self.parity, self.quantized_parity))
 
     def as_data(self) -> dict[str, Any]:
         """Everything, as plain data."""
         data = asdict(self)
-        if self.parity is not None:
-            data["parity"]["ok"] = self.parity.ok
+        for name, parity in (("parity", self.parity), ("quantized_parity", self.quantized_parity)):
+            if parity is not None:
+                data[name]["ok"] = parity.ok
         return data
 
 

@@ -11,7 +11,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import weights
 from gemma4_compat._merge.weights import Base
-from gemma4_compat._quantization import config
+from gemma4_compat._quantization import config, qat
 
 BASES = ("original", "dequantized")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -46,10 +46,20 @@ def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | N
     Raises:
         Gemma4CompatError: the options contradict each other or the base.
     """
-    given = quantize if quantize is None or isinstance(quantize, str) else quantize.to_dict()
+    if isinstance(skip_modules, str):
+        raise Gemma4CompatError(f"skip_modules is a list of names, not {skip_modules!r}; write [{skip_modules!r}]")
+    if not (quantize is None or isinstance(quantize, str) or hasattr(quantize, "to_dict")):
+        raise Gemma4CompatError(f"quantize is 4bit, 8bit or a BitsAndBytesConfig, not {quantize!r}")
+    given = quantize.to_dict() if hasattr(quantize, "to_dict") else quantize
     if isinstance(given, str):
         config.check(given)
     stored = getattr(model.config, "quantization_config", None)
+    if qat.is_method(stored):
+        raise Gemma4CompatError(
+            "the base is one of Google's QAT checkpoints (quant_method 'gemma'): it has no weights to merge into. "
+            "Load it with from_pretrained, call model.dequantize() and model.save_pretrained(FOLDER), and give that "
+            "folder"
+        )
     if name == "original":
         if stored is not None:
             raise Gemma4CompatError(
@@ -57,7 +67,10 @@ def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | N
                 "made from, or take what the adapter was trained on: --base dequantized (start='dequantized')"
             )
         if given is not None or skip_modules is not None:
-            raise Gemma4CompatError("quantize and skip_modules are for --base dequantized (start='dequantized')")
+            raise Gemma4CompatError(
+                "quantize and skip_modules are for --base dequantized (start='dequantized'): they say how the base "
+                "was quantized. For a result in 4 bits: --quantize-result 4bit (quantize_result='4bit')"
+            )
         return Start(name)
     if not versions.installed("bitsandbytes"):
         raise Gemma4CompatError("--base dequantized needs bitsandbytes: pip install 'gemma4-compat[stack]'")

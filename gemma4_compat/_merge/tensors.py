@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry, Output
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._merge import weights
+from gemma4_compat._merge import one_module
 from gemma4_compat._merge.adapter import Adapter, kind_of
 from gemma4_compat._merge.weights import Base
 from gemma4_compat._reading import json_files
@@ -33,26 +33,38 @@ class MergedTensors:
     Args:
         model: the model on meta.
         base: the weights to start from.
-        adapter: what to merge.
+        adapters: what to merge.
         dtype: of the merged weights, as torch calls it.
         sources: see :func:`tied_sources`.
     """
 
-    def __init__(self, model: Any, base: Base, adapter: Adapter, dtype: str, sources: dict[str, str]) -> None:
+    def __init__(
+        self, model: Any, base: Base, adapters: Sequence[Adapter], dtype: str, sources: dict[str, str]
+    ) -> None:
         self.model = model
         self.base = base
-        self.adapter = adapter
+        self.adapters = list(adapters)
         self.dtype = dtype
         self.sources = sources
         self.untied = False
         self._owned: dict[str, str] = {}
-        for path in adapter.modules:
+        for path in self.modules:
             for name, _ in model.get_submodule(path).named_parameters():
                 self._owned[f"{path}.{name}"] = path
         self._merged: dict[str, Any] = {}  # of a module with several parameters, until each is written
 
+    @property
+    def modules(self) -> list[str]:
+        """Paths of the modules that the adapters change."""
+        return list(dict.fromkeys(path for adapter in self.adapters for path in adapter.modules))
+
+    @property
+    def replaced(self) -> dict[str, Entry]:
+        """Names of the tensors that an adapter replaces -> their values."""
+        return {name: adapter.entries[key] for adapter in self.adapters for name, key in adapter.replaced.items()}
+
     def _changes(self, name: str) -> bool:
-        return name in self._owned or name in self.adapter.replaced
+        return name in self._owned or any(name in adapter.replaced for adapter in self.adapters)
 
     def untie(self) -> None:
         """Decide whether tied parameters (the head and its embedding) can stay tied, and drop their copies then."""
@@ -61,7 +73,8 @@ class MergedTensors:
                 continue
             if self._stays_tied(target, source):
                 self._owned.pop(target, None)
-                self.adapter.replaced.pop(target, None)
+                for adapter in self.adapters:
+                    adapter.replaced.pop(target, None)
                 self.base.disk.pop(target, None)  # some checkpoints hold it twice; the copy would be stale
                 self.base.keys.pop(target, None)
             else:
@@ -70,10 +83,13 @@ class MergedTensors:
     def _stays_tied(self, target: str, source: str) -> bool:
         if not self._changes(target):
             path = source.rpartition(".")[0]
-            keys = self.adapter.modules.get(path, [])
-            by_token = bool(keys) and kind_of(keys, self.adapter.config, path) == "tokens"
             # PEFT applies both of these to the head, too, and saves one of them.
-            return by_token or bool(getattr(self.adapter.config, "ensure_weight_tying", False))
+            return all(
+                kind_of(adapter.modules.get(path, []), adapter.config, path) == "tokens"
+                or bool(getattr(adapter.config, "ensure_weight_tying", False))
+                for adapter in self.adapters
+                if path in adapter.modules or source in adapter.replaced
+            )
         if not self._changes(source):
             return False
         return self._digest(target) == self._digest(source)
@@ -87,12 +103,11 @@ class MergedTensors:
     def refuse_mismatches(self) -> None:
         """Raise ``Gemma4CompatError`` if a whole tensor of the adapter has another shape than the base's."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        for name, key in self.adapter.replaced.items():
-            entry = self.adapter.entries[key]
+        for name, entry in self.replaced.items():
             known = self.model.get_parameter(name) if name in parameters else self.model.get_buffer(name)
             if tuple(known.shape) != entry.shape:
                 raise Gemma4CompatError(
-                    f"the adapter's {key!r} is {list(entry.shape)}, the base's {name} {list(known.shape)}: the "
+                    f"the adapter's {entry.name!r} is {list(entry.shape)}, the base's {name} {list(known.shape)}: the "
                     "adapter was made for a base of another size (a resized vocabulary?); give that one"
                 )
         for name in self._owned:
@@ -147,10 +162,10 @@ class MergedTensors:
         if name in self._owned:
             if name not in self._merged:
                 path = self._owned[name]
-                self._merged |= weights.merged(path, self.model, self.base, self.adapter, self.sources)
+                self._merged |= one_module.merged(path, self.model, self.base, self.adapters, self.sources)
             yield self._merged.pop(name)
-        elif name in self.adapter.replaced:
-            yield from shards.pieces(self.adapter.entries[self.adapter.replaced[name]])
+        elif name in self.replaced:
+            yield from shards.pieces(self.replaced[name])
         elif name in self.base.rest:
             yield from shards.pieces(self.base.rest[name])
         else:
@@ -165,8 +180,12 @@ class MergedTensors:
                 yield piece
                 continue
             cast = piece.to(wanted)
-            if piece.numel() > 1 and not torch.isfinite(cast).all() and torch.isfinite(piece).all():
-                raise Gemma4CompatError(f"{key} has values that {self.dtype} cannot hold; merge to bf16 or fp32")
+            lost = torch.isfinite(piece) & ~torch.isfinite(cast)
+            if piece.numel() > 1 and lost.any():  # a single value is the bound of a clip
+                raise Gemma4CompatError(
+                    f"{key} has {int(lost.sum())} values that {self.dtype} cannot hold, {piece[lost].abs().max():.6g} "
+                    f"among them (the largest is {torch.finfo(wanted).max:.6g}); merge to bf16 or fp32"
+                )
             yield cast
 
 

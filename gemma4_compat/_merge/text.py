@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from gemma4_compat._errors import printable
@@ -20,11 +21,17 @@ def report_text(report: MergeReport) -> str:
         start += f", {report.quantization}" + (
             " (assumed: nothing says how it was quantized)" if report.assumed else ""
         )
+    weights = report.adapters.items()
+    weighted = " + ".join(f"{weight:g} * {name}" for name, weight in weights)
+    given = weighted if any(weight != 1 for _, weight in weights) or len(weights) > 1 else report.adapter
+    stored = report.quantized_as or report.dtype
     lines = [
         f"base      {report.base} ({report.model_class}, {start})",
-        f"adapter   {report.adapter} ({report.peft_type}, {report.modules} modules, {report.replaced} whole tensors)",
-        f"merged    {report.out}: {size_text(report.nbytes)} in {report.dtype}, {len(report.files)} files",
+        f"adapter   {given} ({report.peft_type}, {report.modules} modules, {report.replaced} whole tensors)",
+        f"merged    {report.out}: {size_text(report.nbytes)} in {stored}, {len(report.files)} files",
     ]
+    if report.resumed:
+        lines.append(f"          {len(report.resumed)} files are those that a killed merge had written")
     if report.dequantized:
         lines.append(f"          {report.dequantized} weights as {report.quantization} has them")
     if report.untied:
@@ -43,12 +50,14 @@ def report_text(report: MergeReport) -> str:
         lines.append("parity    not measured (--check 0)")
     else:
         lines += _parity(report.parity)
+    if report.quantized_parity is not None:
+        lines += [f"in {report.quantized_as}", *_parity(report.quantized_parity)]
     return "\n".join(map(printable, lines))
 
 
 def _parity(parity: Parity) -> list[str]:
     rows = [("merged against adapter-loaded", parity.difference, parity.difference_rms)]
-    rows += [("one rounding in the adapter-loaded model", parity.noise, parity.noise_rms)]
+    rows += [(parity.noise_of, parity.noise, parity.noise_rms)]
     rows += [("the adapter's whole effect", parity.effect, parity.effect_rms)]
     greedy = ", ".join(map(str, parity.greedy_equal))
     return [
@@ -68,4 +77,6 @@ def verdict(parity: Parity) -> str:
     found = f"{parity.difference:.3g} (rms {parity.difference_rms:.3g})"
     if parity.ok:
         return f"within bounds: logits differ by {found}, the bound is {bound}"
+    if math.isnan(parity.difference):
+        return "parity is out of bounds: the logits are not numbers. In fp16 activations overflow; merge to bf16"
     return f"parity is out of bounds: logits differ by {found}, the bound is {bound}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import check
 from gemma4_compat._merge import start as starts
+from gemma4_compat._merge.adapter import Adapter
 from gemma4_compat._merge.check import Parity
 from gemma4_compat._merge.start import Start
 from gemma4_compat._merge.tensors import MergedTensors
@@ -17,21 +19,10 @@ from gemma4_compat._models import device_maps
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-def verify(
-    merged: Path,
-    base: Path,
-    tensors: MergedTensors,
-    start: Start,
-    dtype: str,
-    *,
-    device_map: Any,
-    count: int,
-    tolerance: float | None,
-) -> Parity:
-    """Compare the model in ``merged`` with the base with the adapter loaded.
+class Verifier:
+    """Compares merged models with the base with the adapters loaded, which is loaded once.
 
     Args:
-        merged: folder of the merged model.
         base: folder of the base.
         tensors: what was merged.
         start: how the base's weights were taken.
@@ -40,28 +31,83 @@ def verify(
         count: of prompts.
         tolerance: see :func:`check.compare`.
     """
-    import torch
-    import transformers
 
-    model_class = getattr(transformers, type(tensors.model).__name__)
-    options = {"dtype": getattr(torch, starts.DTYPES[dtype]), "device_map": device_map}
-    adapter = tensors.adapter
-    adapted = [*adapter.modules, *dict.fromkeys(name.rpartition(".")[0] for name in adapter.replaced)]
-    prompts, notes = check.prompts(base, tensors.model, count, adapted)
-    is_dequantized = start.quantize is not None and not starts.is_exact_in_4bit(start, tensors.base)
+    def __init__(
+        self,
+        base: Path,
+        tensors: MergedTensors,
+        start: Start,
+        dtype: str,
+        *,
+        device_map: Any,
+        count: int,
+        tolerance: float | None,
+    ) -> None:
+        import torch
+        import transformers
 
-    def load_base() -> Any:
-        if is_dequantized:
-            model = _dequantized_base(model_class, merged, tensors, options)
+        self._class = getattr(transformers, type(tensors.model).__name__)
+        self._options = {"dtype": getattr(torch, starts.DTYPES[dtype]), "device_map": device_map}
+        self._base, self._tensors, self._start, self._dtype = base, tensors, start, dtype
+        self._adapted = [*tensors.modules, *dict.fromkeys(name.rpartition(".")[0] for name in tensors.replaced)]
+        self._prompts, self._notes = check.prompts(base, tensors.model, count, self._adapted)
+        self._tolerance = tolerance
+        self._reference: check.Reference | None = None
+
+    def merged(self, folder: Path) -> Parity:
+        """How the outputs of the merged model in ``folder`` compare."""
+        start = self._start
+        is_dequantized = start.quantize is not None and not starts.is_exact_in_4bit(start, self._tensors.base)
+
+        def load_base() -> Any:
+            if is_dequantized:
+                model = _dequantized_base(self._class, folder, self._tensors, self._options)
+            else:
+                model = _stored_base(self._class, self._base, start, self._options)
+            return _with_adapters(model, self._tensors.adapters)
+
+        title = _title(start, self._dtype, is_dequantized)
+        self._reference = check.reference_outputs(load_base, self._prompts, self._adapted, title)
+        return check.compare(
+            lambda: self._class.from_pretrained(str(folder), **self._options).eval(),
+            self._prompts,
+            self._reference,
+            tolerance=self._tolerance,
+            notes=self._notes,
+        )
+
+    def quantized(self, folder: Path, how: Start) -> Parity:
+        """How the outputs of the merged model that was quantized as ``how`` says, in ``folder``, compare.
+
+        They may differ by a few times what the same quantization of the base changes under the loaded adapter. Where
+        the base was quantized before, that is nothing: then they may differ by the adapter's whole effect.
+        """
+        reference = self._reference
+        assert reference is not None
+        if self._start.quantize is None:
+            noise = check.difference(
+                lambda: _with_adapters(
+                    _stored_base(self._class, self._base, how, self._options), self._tensors.adapters
+                ),
+                self._prompts,
+                reference,
+            )
+            reference = dataclasses.replace(reference, noise=noise)
+            options: dict[str, Any] = {
+                "noise_of": f"the {how.quantize} base with the adapter loaded",
+                "factors": check.OF_QUANTIZATION,
+            }
         else:
-            model = _stored_base(model_class, base, start, options)
-        return _with_adapter(model, adapter.folder)
-
-    def load_merged() -> Any:
-        return model_class.from_pretrained(str(merged), **options).eval()
-
-    reference = check.reference_outputs(load_base, prompts, adapted, _title(start, dtype, is_dequantized))
-    return check.compare(load_merged, prompts, reference, tolerance=tolerance, notes=notes)
+            reference = dataclasses.replace(reference, noise=reference.effect)
+            options = {"noise_of": "the adapter's whole effect, which is the bound", "factors": (1.0, 1.0)}
+        return check.compare(
+            lambda: _in_training(self._class.from_pretrained(str(folder), **self._options).eval()),
+            self._prompts,
+            reference,
+            tolerance=self._tolerance,
+            notes=self._notes,
+            **options,
+        )
 
 
 def _title(start: Start, dtype: str, is_dequantized: bool) -> str:
@@ -92,15 +138,30 @@ def _dequantized_base(model_class: Any, merged: Path, tensors: MergedTensors, op
     return model_class.from_pretrained(None, config=config, state_dict=values, **options)
 
 
-def _with_adapter(model: Any, adapter: Path) -> Any:
+def _with_adapters(model: Any, adapters: Sequence[Adapter]) -> Any:
     from peft import PeftModel
 
-    loaded = PeftModel.from_pretrained(model, str(adapter)).eval()
-    for module in loaded.modules():
+    first, *others = adapters
+    loaded = PeftModel.from_pretrained(model, str(first.folder), adapter_name=first.name)
+    for adapter in others:
+        loaded.load_adapter(str(adapter.folder), adapter_name=adapter.name)
+    if others:
+        loaded.base_model.set_adapter([adapter.name for adapter in adapters])
+    for adapter in adapters:
+        if adapter.weight == 1:
+            continue
+        for module in loaded.modules():
+            if hasattr(module, "set_scale"):
+                module.set_scale(adapter.name, adapter.weight)
+    return _in_training(loaded.eval())
+
+
+def _in_training(model: Any) -> Any:
+    for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             # The CPU kernel for inference rounds the scales of the weights; the kernel for training does not.
             module.training = True
-    return loaded
+    return model
 
 
 def placement(model: Any, device_map: Any) -> Any:

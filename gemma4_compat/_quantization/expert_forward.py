@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -25,18 +26,17 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
     if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
         return original(self, hidden_states, top_k_index, top_k_weights)
     added = getattr(self, _ADDED, {})
-    # What PEFT adds is added to all experts, as it does to those in bf16.
-    chosen = None if added else _hit(self, top_k_index)
+    chosen = hit(self, top_k_index) if can_choose(self) else None
     weights, make = {}, {}
     for name in NAMES:
         parameter = getattr(self, name)
         if hasattr(parameter, "quant_state"):
-            make[name] = functools.partial(_values, parameter, chosen, added.get(name, ()))
+            make[name] = functools.partial(values_of, parameter, chosen, added.get(name, ()))
             weights[name] = make[name]()
         else:
             weights[name] = parameter if chosen is None else parameter[chosen]
     number = self.num_experts if chosen is None else len(chosen)
-    substitute = _Experts(self, number, weights["gate_up_proj"], weights["down_proj"])
+    substitute = Substitute(self, number, weights["gate_up_proj"], weights["down_proj"])
     if chosen is not None:
         top_k_index = torch.searchsorted(chosen, top_k_index)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -45,7 +45,7 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
         return original(substitute, hidden_states, top_k_index, top_k_weights)
 
 
-class _Experts:
+class Substitute:
     """An experts module as its forward sees it, with other weights."""
 
     def __init__(self, module: Any, num_experts: int, gate_up_proj: Any, down_proj: Any) -> None:
@@ -58,7 +58,7 @@ class _Experts:
         return getattr(self._module, name)
 
 
-def _hit(module: Any, top_k_index: Any) -> Any:
+def hit(module: Any, top_k_index: Any) -> Any:
     """The numbers of the experts that tokens are sent to, ascending; None for all of them."""
     import torch
 
@@ -68,15 +68,74 @@ def _hit(module: Any, top_k_index: Any) -> Any:
         or getattr(module, "_is_expert_parallel", False)  # then some numbers stand for no expert
     ):
         return None
-    if len(top_k_index) == 1:  # a token has no expert twice
+    return numbers(top_k_index, module.num_experts)
+
+
+#: Up to this share of the experts, what tokens are sent to is mostly distinct.
+_MOSTLY_DISTINCT = 0.25
+
+
+def numbers(top_k_index: Any, number: int) -> Any:
+    """The numbers in it, ascending. Of one token, or of few, as many as there are in it, some of them twice: it needs
+    no synchronization, and a CUDA graph can hold it. Of more tokens each number once.
+
+    ``torch.searchsorted`` finds the first of equal ones, so the others are dequantized for nothing.
+
+    Args:
+        top_k_index: int64, (tokens, experts a token).
+        number: of all experts.
+    """
+    import torch
+
+    if len(top_k_index) == 1 or top_k_index.numel() <= _MOSTLY_DISTINCT * number:
         return top_k_index.flatten().sort().values
     return torch.unique(top_k_index)
 
 
-def _values(parameter: Any, chosen: Any, added: Iterable[Callable[[Any], Any]]) -> Any:
-    values = dequantized(parameter, chosen)
+#: Of what PEFT adds, the tensors with a part for each expert, by the name of its class.
+_PARTS = {"_LoraParameterProxy": ("delta_weight",), "_LoraFactorsProxy": ("lhs", "rhs")}
+
+
+def added_to(module: Any) -> dict[str, tuple[Callable[[Any], Any], ...]]:
+    """What a forward of PEFT adds to the 4-bit parameters of an experts module just now, by name."""
+    found: dict[str, tuple[Callable[[Any], Any], ...]] = vars(module).get(_ADDED, {})
+    return found
+
+
+def can_choose(module: Any) -> bool:
+    """Whether a forward of ``module`` can do with the experts that are hit.
+
+    Not where something is added to all of them at once, and in a training all are added to, as PEFT does it.
+    """
+    import torch
+
+    added = getattr(module, _ADDED, {})
+    if added and torch.is_grad_enabled():
+        return False
+    return all(_is_per_expert(add, module.num_experts) for every in added.values() for add in every)
+
+
+def _is_per_expert(add: Any, number: int) -> bool:
+    parts = _PARTS.get(type(add).__name__, ())
+    tensors = [vars(add).get(name) for name in parts]
+    return bool(parts) and all(tensor is not None and tensor.ndim == 3 and len(tensor) == number for tensor in tensors)
+
+
+def _for_chosen(add: Any, chosen: Any) -> Any:
+    """What PEFT adds, for some experts alone."""
+    some = copy.copy(add)
+    for name in _PARTS[type(add).__name__]:
+        vars(some)[name] = vars(add)[name].index_select(0, chosen)
+    return some
+
+
+def values_of(
+    parameter: Any, chosen: Any, added: Iterable[Callable[[Any], Any]], rows: Callable[[Any, Any], Any] | None = None
+) -> Any:
+    """The values of a 4-bit parameter, as in :func:`expert_storage.dequantized`, and what PEFT adds to them."""
+    values = dequantized(parameter, chosen, rows)
     for add in added:
-        values = add(values)
+        values = add(values) if chosen is None else _for_chosen(add, chosen)(values)
     return values
 
 
@@ -84,7 +143,7 @@ def current(module: Any, name: str) -> Any:
     """The values of all experts that a forward of ``module`` would compute with now, what PEFT adds included."""
     if quantized_parameter(module, name) is None:
         return getattr(module, name)
-    return _values(module._parameters[name], None, getattr(module, _ADDED, {}).get(name, ()))
+    return values_of(module._parameters[name], None, getattr(module, _ADDED, {}).get(name, ()))
 
 
 def logical(module: Any, name: str) -> Any:

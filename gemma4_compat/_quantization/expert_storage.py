@@ -148,22 +148,27 @@ def _joined(states: list[Any], shape: Any) -> Any:
     return joined
 
 
-def dequantized(parameter: Any, chosen: Any = None) -> Any:
+def dequantized(parameter: Any, chosen: Any = None, rows: Callable[[Any, Any], Any] | None = None) -> Any:
     """The values of the experts with the numbers ``chosen`` (an int tensor; None: all), (experts, rows, columns), in
     the dtype they were quantized from.
+
+    Args:
+        parameter: 4-bit, of all experts.
+        chosen: int64, of any length.
+        rows: in place of :func:`rows_of`.
     """
     import torch
     from bitsandbytes import functional
 
+    def those(tensor: Any) -> Any:
+        return tensor if chosen is None else (rows or rows_of)(tensor, chosen)
+
     state = parameter.quant_state
-    count, rows, columns = state.shape
-    packed = parameter.data.view(torch.uint8).view(count, -1)
-    scales = _scales(state, chosen)
-    if chosen is not None:
-        packed = packed[chosen]
+    count, height, width = state.shape
+    packed = those(parameter.data.view(torch.uint8).view(count, -1))
     plain = functional.QuantState(
-        absmax=scales.reshape(-1),
-        shape=torch.Size((len(packed), rows, columns)),
+        absmax=_scales(state, those).reshape(-1),
+        shape=torch.Size((len(packed), height, width)),
         code=state.code,
         blocksize=state.blocksize,
         quant_type=state.quant_type,
@@ -172,17 +177,39 @@ def dequantized(parameter: Any, chosen: Any = None) -> Any:
     return functional.dequantize_4bit(packed.view(-1, 1), plain)
 
 
-def _scales(state: Any, chosen: Any) -> Any:
+def _scales(state: Any, those: Callable[[Any], Any]) -> Any:
     """fp32, a row an expert. Under double quantization as bitsandbytes computes them, operation by operation."""
-
-    def rows(tensor: Any) -> Any:
-        return tensor if chosen is None else tensor[chosen]
-
-    scales = rows(state.absmax)
+    scales = those(state.absmax)
     if not state.nested:
         return scales
-    nested = rows(state.state2.absmax).repeat_interleave(state.state2.blocksize, dim=1)
-    return state.state2.code[scales.int()] * nested[:, : scales.shape[1]] + rows(state.offset)
+    nested = those(state.state2.absmax).repeat_interleave(state.state2.blocksize, dim=1)
+    return state.state2.code[scales.int()] * nested[:, : scales.shape[1]] + those(state.offset)
+
+
+def rows_of(tensor: Any, chosen: Any) -> Any:
+    """``tensor[chosen]``, read in the widest words that fit: over PCIe twice as fast as byte by byte.
+
+    Args:
+        tensor: (experts, ...), contiguous, of any dtype, in any memory that the device of ``chosen`` reads.
+        chosen: int64, the numbers of experts.
+
+    Returns:
+        (len(chosen), ...), on the device of ``chosen``.
+    """
+    rows = in_words(tensor).index_select(0, chosen)
+    return rows.view(tensor.dtype).view(len(chosen), *tensor.shape[1:])
+
+
+def in_words(tensor: Any) -> Any:
+    """A contiguous tensor, (experts, ...), as (experts, words) of 8 bytes, or of fewer where it is not aligned."""
+    import torch
+
+    flat = tensor.detach().view(len(tensor), -1)
+    for word in (torch.int64, torch.int32, torch.int16):
+        size = word.itemsize
+        if flat.shape[1] * flat.dtype.itemsize % size == 0 and flat.data_ptr() % size == 0:
+            return flat.view(word)
+    return flat.view(torch.uint8)
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints

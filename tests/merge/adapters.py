@@ -36,8 +36,11 @@ def make(checkpoint: Path, folder: Path, config: Any, *, scale: float = 0.2) -> 
     return folder
 
 
-def merged_by_peft(checkpoint: Path, adapter: Path) -> dict[str, Any]:
-    """The whole model merged by PEFT in float32, then rounded to bf16."""
+def merged_by_peft(checkpoint: Path, adapter: Path, *, untied: bool = False) -> dict[str, Any]:
+    """The whole model merged by PEFT in float32, then rounded to bf16.
+
+    ``untied``: the head gets its own copy of the embedding first; PEFT writes what it merges into the one to both.
+    """
     import torch
     import transformers
     from peft import PeftModel
@@ -45,6 +48,8 @@ def merged_by_peft(checkpoint: Path, adapter: Path) -> dict[str, Any]:
 
     wanted = getattr(transformers, AutoConfig.from_pretrained(checkpoint).architectures[0])
     model = wanted.from_pretrained(checkpoint, dtype=torch.float32)
+    if untied:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
     return {name: value.to(torch.bfloat16) for name, value in merged.state_dict().items()}
 
@@ -90,7 +95,7 @@ def broken(folder: Path, how: str) -> None:
     elif how == "prompt":
         config.write_text(json.dumps(data | {"peft_type": "PROMPT_TUNING"}))
     elif how == "shared":
-        config.write_text(json.dumps(data | {"peft_type": "VERA"}))
+        config.write_text(json.dumps(data | {"peft_type": "XLORA"}))
     elif how == "other model":
         save_file({key.replace("q_proj", "query"): value for key, value in values.items() if "q_proj" in key}, weights)
     elif how == "some keys":

@@ -22,8 +22,10 @@ def test_the_command_merges_reports_and_exits(workspace: Any, base: Path, tmp_pa
     done = CliRunner().invoke(cli.app, [*arguments[:3], str(tmp_path / "more"), "--check", "0", "--dtype", "fp32"])
     assert done.exit_code == 0, done.output
     assert "not measured (--check 0)" in done.output
-    for wrong in (arguments, [*arguments[:3], str(tmp_path / "x"), "--device-map", "{"], [*arguments, "--base", "x"]):
-        assert CliRunner().invoke(cli.app, wrong).exit_code == 2
+    maps = [[*arguments[:3], str(tmp_path / "x"), "--device-map", text] for text in ("{", '{"a":' * 5000)]
+    for wrong in (arguments, *maps, [*arguments, "--base", "x"]):
+        done = CliRunner().invoke(cli.app, wrong)
+        assert done.exit_code == 2, done.exception
 
 
 def test_the_help_says_when_each_base_is_right() -> None:

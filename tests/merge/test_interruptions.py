@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,31 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._merge import check, folders
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_from_a_terminal() -> Iterator[None]:
+    """SIGHUP ends a program, also where the tests are run by ``nohup``, which ignores it."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_merge_under_nohup_goes_on_after_the_terminal_is_closed(
+    workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    compare = check.compare
+
+    def hang_up(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return compare(*arguments, **options)
+
+    monkeypatch.setattr(check, "compare", hang_up)
+    gemma4_compat.merge_adapter(workspace.checkpoint, workspace.adapter("language"), tmp_path / "out", check=1)
+    assert (tmp_path / "out").is_dir()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 @pytest.mark.parametrize("when", ["writing", "checking"])

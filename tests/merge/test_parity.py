@@ -13,7 +13,7 @@ import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._merge import check, folders, result
 from gemma4_compat._reproduction import tiny
-from tests.merge.adapters import LANGUAGE, digests, make
+from tests.merge.adapters import LANGUAGE, assert_same, digests, make, merged_by_peft, tensors
 
 pytestmark = pytest.mark.full
 
@@ -75,9 +75,9 @@ def test_a_merge_into_4_bits_is_out_of_bounds_and_leaves_nothing(
     workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What merge_and_unload does on a quantized base: the merged weight is quantized again."""
-    from gemma4_compat._merge import weights as _merge_weights
+    from gemma4_compat._merge import one_module
 
-    exact = _merge_weights.merged
+    exact = one_module.merged
 
     def again(path: str, model: Any, base: Any, *arguments: Any) -> dict[str, Any]:
         import torch
@@ -85,7 +85,7 @@ def test_a_merge_into_4_bits_is_out_of_bounds_and_leaves_nothing(
         found = exact(path, model, base, *arguments)
         return {name: base.round_trip(value.to(torch.bfloat16)) for name, value in found.items()}
 
-    monkeypatch.setattr(_merge_weights, "merged", again)
+    monkeypatch.setattr(one_module, "merged", again)
     out = tmp_path / "out"
     with pytest.raises(result.MergeParityError, match=r"parity is out of bounds: logits differ by .* nothing was"):
         gemma4_compat.merge_adapter(
@@ -105,9 +105,9 @@ def test_a_merge_into_4_bits_is_out_of_bounds_and_leaves_nothing(
 def test_subtle_losses_are_out_of_bounds(
     workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    from gemma4_compat._merge import weights as _merge_weights
+    from gemma4_compat._merge import one_module
 
-    exact = _merge_weights.merged
+    exact = one_module.merged
 
     def less(path: str, model: Any, base: Any, *arguments: Any) -> dict[str, Any]:
         found = exact(path, model, base, *arguments)
@@ -115,7 +115,7 @@ def test_subtle_losses_are_out_of_bounds(
         start = {name: base.read(name).float() for name in found}
         return {name: start[name] + kept * (value - start[name]) for name, value in found.items()}
 
-    monkeypatch.setattr(_merge_weights, "merged", less)
+    monkeypatch.setattr(one_module, "merged", less)
     with pytest.raises(result.MergeParityError) as caught:
         gemma4_compat.merge_adapter(workspace.checkpoint, workspace.adapter("language"), tmp_path / "out")
     assert not caught.value.report.parity.ok
@@ -139,33 +139,70 @@ def test_a_nan_is_out_of_bounds() -> None:
     assert spread.largest != spread.largest
 
 
-@pytest.mark.parametrize("kind", ["lora-embedding", "lora-head", "save-embedding", "save-both", "tokens"])
+KINDS = {  # of adapter on the embedding or the head -> whether both have the same values afterwards
+    "lora-embedding": False,
+    "dora-embedding": False,
+    "lora-head": False,
+    "lora-both": False,
+    "lora-both-tied": True,
+    "lora-both-cast-apart": False,
+    "save-embedding": False,
+    "save-embedding-tied": True,
+    "save-both": False,
+    "tokens": True,
+    "tokens-of-head": False,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_untied_head_gives_the_outputs_of_the_adapter(base: Path, tmp_path: Path, kind: str) -> None:
     import torch
     from peft import LoraConfig, PeftModel
     from transformers import Gemma4ForConditionalGeneration
 
-    lora = {"r": 4, "target_modules": LANGUAGE}
+    both = ["embed_tokens", "lm_head"]
+    lora: dict[str, Any] = {"r": 4, "target_modules": LANGUAGE}
     config = {
         "lora-embedding": lambda: LoraConfig(r=4, target_modules=["embed_tokens"]),
+        "dora-embedding": lambda: LoraConfig(r=4, use_dora=True, target_modules=["embed_tokens"]),
+        "lora-both": lambda: LoraConfig(r=4, target_modules=both),
+        "lora-both-tied": lambda: LoraConfig(r=4, target_modules=both, ensure_weight_tying=True),
+        "lora-both-cast-apart": lambda: LoraConfig(r=4, target_modules=both, ensure_weight_tying=True),
+        "save-embedding-tied": lambda: LoraConfig(**lora, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+        "tokens-of-head": lambda: LoraConfig(**lora, trainable_token_indices={"lm_head": [5, 9]}),
         "lora-head": lambda: LoraConfig(r=4, target_modules=["lm_head"]),
         "save-embedding": lambda: LoraConfig(**lora, modules_to_save=["embed_tokens"]),
-        "save-both": lambda: LoraConfig(**lora, modules_to_save=["embed_tokens", "lm_head"]),
+        "save-both": lambda: LoraConfig(**lora, modules_to_save=both),
         "tokens": lambda: LoraConfig(**lora, trainable_token_indices={"embed_tokens": [5, 9]}),
     }[kind]()
     adapter = make(base, tmp_path / "adapter", config, scale=0.05)
-    out = tmp_path / "out"
+    if kind == "lora-both-tied":
+        tie(adapter / "adapter_model.safetensors")
+    out, tied = tmp_path / "out", KINDS[kind]
     report = gemma4_compat.merge_adapter(base, adapter, out, check=2)
     assert report.parity is not None
     assert report.parity.ok
-    assert report.untied == (kind != "tokens")
+    assert report.untied == (not tied)
+    if kind != "lora-both-cast-apart":  # on a float32 base, PEFT gives both what it reads last
+        assert_same(tensors(out), merged_by_peft(base, adapter, untied=kind.startswith("lora") or not tied))
     data = json.loads((out / "config.json").read_text())
-    assert data["tie_word_embeddings"] == data["text_config"]["tie_word_embeddings"] == (kind == "tokens")
+    assert data["tie_word_embeddings"] == data["text_config"]["tie_word_embeddings"] == tied
     loaded = PeftModel.from_pretrained(tiny.load(base), adapter)
     merged = Gemma4ForConditionalGeneration.from_pretrained(out, dtype=torch.bfloat16).eval()
     head, embedding = merged.lm_head.weight, merged.model.language_model.embed_tokens.weight
-    assert (head is embedding) == (kind == "tokens")
+    assert (head is embedding) == tied
     batch = tiny.inputs()
     with torch.no_grad():
         difference = (loaded(**batch).logits.float() - merged(**batch).logits.float()).abs().max().item()
     assert difference <= 2 * report.parity.bound
+
+
+def tie(file: Path) -> None:
+    """Give the head's LoRA the embedding's values, as a training on a float32 base leaves them."""
+    from safetensors.torch import load_file, save_file
+
+    values = load_file(file)
+    embedding = next(key for key in values if key.endswith("lora_embedding_A")).removesuffix("lora_embedding_A")
+    for name, other in (("lora_A", "lora_embedding_B"), ("lora_B", "lora_embedding_A")):
+        values[f"base_model.model.lm_head.{name}.weight"] = values[embedding + other].T.contiguous()
+    save_file(values, file)

@@ -45,6 +45,12 @@ def configs() -> dict[str, Callable[[], Any]]:
         "hra": lambda: peft.HRAConfig(r=4, **plain),
         "miss": lambda: peft.MissConfig(r=4, **plain),
         "fourierft": lambda: peft.FourierFTConfig(n_frequency=50, **plain),
+        "adalora": lambda: peft.AdaLoraConfig(init_r=6, target_r=3, total_step=10, **plain),
+        "vera": lambda: peft.VeraConfig(r=8, **plain),
+        "vera not saved": lambda: peft.VeraConfig(r=8, save_projection=False, projection_prng_key=5, **plain),
+        "randlora": lambda: peft.RandLoraConfig(r=4, **plain),
+        "randlora not saved": lambda: peft.RandLoraConfig(r=4, save_projection=False, **plain),
+        "randlora sparse": lambda: peft.RandLoraConfig(r=4, sparse=True, **plain),
         "ln_tuning": lambda: peft.LNTuningConfig(target_modules=r".*language_model.*input_layernorm"),
     }
     return found
@@ -55,6 +61,7 @@ def configs() -> dict[str, Callable[[], Any]]:
     [
         *("lora", "rslora", "dora", "patterns", "towers", "embedding", "modules_to_save", "pissa"),
         *("loha", "lokr", "ia3", "oft", "boft", "hra", "miss", "fourierft", "ln_tuning"),
+        *("adalora", "vera", "vera not saved", "randlora", "randlora not saved", "randlora sparse"),
     ],
 )
 def test_weights_are_those_of_a_merge_by_peft_in_float32(workspace: Any, tmp_path: Path, kind: str) -> None:
@@ -197,3 +204,24 @@ def test_an_adapter_of_another_class_is_translated(workspace: Any, tmp_path: Pat
     assert set(renamed) == set(load_file(same / "adapter_model.safetensors"))
     save_file(renamed, same / "adapter_model.safetensors")
     assert_same(tensors(tmp_path / "out"), merged_by_peft(workspace.checkpoint, same))
+
+
+def test_an_adalora_that_dropped_ranks(workspace: Any, tmp_path: Path) -> None:
+    """As PEFT saves it after an allocation: the kept ranks alone, and which these are. One module has none."""
+    from safetensors.torch import load_file, save_file
+
+    adapter = make(workspace.checkpoint, tmp_path / "adapter", configs()["adalora"]())
+    file, settings = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    values, pattern = load_file(file), {}
+    for number, key in enumerate(sorted(key for key in values if key.endswith(".lora_E"))):
+        kept = [rank % 3 != number % 3 if number else False for rank in range(6)]
+        path = key.removesuffix(".lora_E")
+        pattern[f"{path.removeprefix('base_model.model.')}.lora_E"] = kept
+        for name in ("lora_E", "lora_A"):
+            values[f"{path}.{name}"] = values[f"{path}.{name}"][kept]
+        values[f"{path}.lora_B"] = values[f"{path}.lora_B"][:, kept].contiguous()
+    save_file(values, file)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"rank_pattern": pattern}))
+    report = gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "out", check=1)
+    assert report.ok
+    assert_same(tensors(tmp_path / "out"), merged_by_peft(workspace.checkpoint, adapter))
