@@ -16,8 +16,9 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
+from gemma4_compat._engine import toml
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._needed import ranges, requested, state, toml
+from gemma4_compat._needed import ranges, requested, state
 from gemma4_compat._needed.requested import Request, Requests
 from gemma4_compat._needed.state import DistributionState
 from gemma4_compat._reading.files import MIB, read_bytes
@@ -231,8 +232,10 @@ def _groups(groups: Mapping[str, Any], path: Path) -> dict[str, list[str]]:
     for group in groups:
         by_name.setdefault(canonicalize_name(group), group)
     found: dict[str, dict[str, None]] = {}
+    total = 0
 
     def read(name: str, within: tuple[str, ...]) -> dict[str, None]:
+        nonlocal total
         wanted = canonicalize_name(name)
         if wanted not in by_name or wanted in within:
             problem = "includes itself" if wanted in within else "is not defined"
@@ -254,7 +257,8 @@ def _groups(groups: Mapping[str, Any], path: Path) -> dict[str, list[str]]:
                     "include-group"
                 )
         found[wanted] = own
-        if sum(map(len, found.values())) > MOST_REQUIREMENTS:
+        total += len(own)
+        if total > MOST_REQUIREMENTS:
             raise Gemma4CompatError(f"{path}: the dependency groups have more than {MOST_REQUIREMENTS} requirements")
         return own
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from gemma4_compat._engine.text import table_text
+from gemma4_compat._engine.text import table_text, wrapped
 from gemma4_compat._errors import printable
 from gemma4_compat._needed.judge import Assessment, Verdict
 
@@ -40,7 +40,7 @@ def assessment_data(assessment: Assessment) -> dict[str, Any]:
     }
 
 
-def assessment_text(assessment: Assessment) -> str:
+def assessment_text(assessment: Assessment, width: int | None = None) -> str:
     """What a stack needs: what is known about it, a line for each patch with the needed ones first, and the sum."""
     rows = [("patch", "verdict", "unnecessary with", "because")]
     for verdict in reversed(Verdict):
@@ -53,7 +53,9 @@ def assessment_text(assessment: Assessment) -> str:
     head = printable(f"{assessment.source}: {', '.join(map(str, assessment.distributions))}")
     notes = [f"note: {printable(note)}" for note in assessment.notes]
     foot = [*_unmeasured(assessment), *_undecided(assessment), _sum(assessment)]
-    return "\n".join([head, *notes, "", table_text(rows, header=True), "", *foot])
+    table = table_text(rows, header=True, width=width)
+    parts = [wrapped(head, width), *(wrapped(note, width) for note in notes), "", table, ""]
+    return "\n".join([*parts, *(wrapped(line, width) for line in foot)])
 
 
 def _unmeasured(assessment: Assessment) -> list[str]:

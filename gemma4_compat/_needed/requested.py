@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,13 @@ from gemma4_compat._needed.state import DistributionState
 
 #: Characters of a requirement with its marker; the longest markers that resolvers write have 2,000.
 LONGEST = 10_000
+#: What most lines of most files are: nothing has to be parsed where it is about another distribution.
+_PLAIN = re.compile(r"([A-Za-z0-9]+(?:[._-]+[A-Za-z0-9]+)*)(?: ?==[0-9]+(?:\.[0-9]+)*)?", re.ASCII)
+
+
+@functools.lru_cache(maxsize=1024)  # a file that was put together of many has most lines many times
+def _requirement(text: str) -> Requirement:
+    return Requirement(text)
 
 
 @dataclass(frozen=True)
@@ -56,17 +64,18 @@ class Requests:
         if overrides := about(name, self.overrides):
             ways, limits = dict.fromkeys(ways, overrides), overrides if not ways else []
         absence = "" if ways else f"not named in {source}"
-        stated = {label: [*items, *limits] for label, items in (ways or {"": []}).items()}
-        unstated = next((item for items in stated.values() for item in items if item.installed_from), None)
+        stated = list(ways.values()) or [[]]
+        unstated = next((item for items in (*stated, limits) for item in items if item.installed_from), None)
         if unstated is not None:
             installed_from = f"{unstated.installed_from} ({unstated.where})"
             return DistributionState(distribution=name, installed_from=installed_from, absence=absence)
         found: dict[str, None] = {}
-        for items in stated.values():
-            specifier = ranges.normalized(*(item.specifier for item in items))
+        limit = ranges.normalized(*(item.specifier for item in limits))
+        for own, items in _different(stated).items():
+            specifier = ranges.normalized(*own, limit)
             _refuse_many(name, [*found, specifier])
             if not ranges.admitted((specifier,)):
-                where = ", ".join(dict.fromkeys(item.where for item in items))
+                where = ", ".join(dict.fromkeys(item.where for item in (*items, *limits)))
                 raise Gemma4CompatError(
                     f"no release of {name} can be {specifier} ({where}): change one of these bounds"
                 )
@@ -85,8 +94,10 @@ class Requests:
                 f"{where}: a requirement of {len(text)} characters, and at most {LONGEST} are read; correct it"
             )
         archive = re.search(r"\.(whl|zip|tar\.[a-z0-9]+)$", text.partition(" ")[0])
+        if not archive and (plain := _PLAIN.fullmatch(text)) and canonicalize_name(plain[1]) not in self.names:
+            return []
         try:
-            requirement = None if archive and " @ " not in text else Requirement(text)
+            requirement = None if archive and " @ " not in text else _requirement(text)
         # InvalidRequirement is a ValueError; packaging 22 evaluates strings.
         except (ValueError, SyntaxError, RecursionError):
             if not re.match(r"[./~\\]|[A-Za-z]:\\|[A-Za-z0-9+]+://|file:|[^\s=<>~!;@]+[/\\]", text):
@@ -141,6 +152,14 @@ class Requests:
             return True
         self.notes.append(f"{where}: {name} is left out, its marker is false here: {marker}")
         return False
+
+
+def _different(stated: Iterable[list[Request]]) -> dict[tuple[str, ...], list[Request]]:
+    """The lists that state different bounds, by these: 20,000 extras that state the same are tried once."""
+    found: dict[tuple[str, ...], list[Request]] = {}
+    for items in stated:
+        found.setdefault(tuple(dict.fromkeys(item.specifier for item in items)), items)
+    return found
 
 
 def _refuse_many(name: str, specifiers: Iterable[str]) -> None:

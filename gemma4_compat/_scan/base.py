@@ -9,7 +9,7 @@ from typing import Any
 from gemma4_compat._adapters import clipped
 from gemma4_compat._engine import shadowed
 from gemma4_compat._models import build as models
-from gemma4_compat._quantization import config
+from gemma4_compat._quantization import config, qat
 from gemma4_compat._scan.result import Findings
 
 _QUANTIZATIONS = {"4bit": "4-bit ", "4bit-double": "4-bit ", "8bit": "8-bit "}
@@ -40,10 +40,15 @@ class Base:
         if "Linear" in names:
             parent = self.modules.get(path.rpartition(".")[0])
             wrapped = "clipped " if parent is not None and clipped.is_wrapper(parent) else ""
-            stored = _QUANTIZATIONS.get(self.quantization or "", "") if path in self.quantized else ""
+            bits = (
+                f"{module.num_bits}-bit " if qat.is_linear(module) else _QUANTIZATIONS.get(self.quantization or "", "")
+            )
+            stored = bits if path in self.quantized else ""
             return f"{wrapped}{stored}linear"
         if "Embedding" in names:
             return "embedding"
+        if qat.is_embedding(module):
+            return f"{module.num_bits}-bit embedding"
         if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
             return "expert parameter"
         return type(module).__name__
@@ -64,8 +69,8 @@ def build(base: Any, quantize: str | None, findings: Findings) -> Base:
     model, name, assumed = models.on_meta(getattr(base, "config", base))
     if assumed:
         findings.notes.append(assumed)
-    modules = dict(model.named_modules())
     quantization, quantized = _quantization(model, quantize, findings)
+    modules = dict(model.named_modules())
     return Base(name=name, model=model, modules=modules, quantization=quantization, quantized=quantized)
 
 
@@ -78,6 +83,12 @@ def _quantization(model: Any, requested: str | None, findings: Findings) -> tupl
         config.check(requested, or_none=True)
         return requested, config.linear_names(model, config.default_skip_modules(model))
     settings = stored if isinstance(stored, dict) else stored.to_dict()
+    if qat.is_method(settings):
+        findings.notes.append(
+            "the base is one of Google's QAT checkpoints: its layers are of 2 to 8 bits and round their activations. "
+            "An adapter cannot be merged into them, only into the model that dequantize() gives"
+        )
+        return qat.METHOD, frozenset(qat.packed(qat.converted(model)))
     if (name := config.name_of(settings)) is None:
         method = str(settings.get("quant_method"))
         findings.notes.append(f"the base is quantized with {method}, which this command knows no details of")

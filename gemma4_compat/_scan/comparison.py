@@ -6,7 +6,6 @@ configuration as when it loads it.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -14,23 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from gemma4_compat._adapters import clipped, fitting, translation
-from gemma4_compat._adapters.saved import SavedAdapter, module_of
+from gemma4_compat._adapters.saved import REFUSALS, SavedAdapter, module_of
 from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._scan import configuration, lora_file
 from gemma4_compat._scan.base import Base
 from gemma4_compat._scan.result import TOWERS, Findings, Hit, tower_of
-
-#: What PEFT, torch and ``re`` raise about settings that they cannot use.
-_REFUSALS = (
-    ValueError,
-    TypeError,
-    RuntimeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    re.error,
-)
 
 
 class Comparison:
@@ -127,7 +114,7 @@ class Comparison:
                     redirected = tuple(clipped.matched_wrappers(config, self._base.model))
                 with fitting.loading(self._saved.folder, tuple(self._saved.tensors)):
                     adapted = peft.get_peft_model(self._base.model, config, low_cpu_mem_usage=True)
-            except _REFUSALS as error:
+            except REFUSALS as error:
                 reason = (str(error).strip().splitlines() or ["without a reason"])[0][:300]
                 message = f"PEFT {peft.__version__} refuses it: {type(error).__name__}: {reason}"
                 self._findings.add("refused", message, ())

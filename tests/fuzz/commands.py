@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from gemma4_compat._errors import Gemma4CompatError
-from tests.fuzz import adapters, checkpoints, options, requirements, values
+from tests.fuzz import adapters, checkpoints, errors, options, requirements, values
 from tests.fuzz.case import Case
 from tests.fuzz.guard import ViolationError
 
@@ -115,7 +115,7 @@ def _needed(name: str, files: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]
     return st.builds(_case, files, st.just(["needed", f"<IN>/{name}"]), flags, st.just([]))
 
 
-_PLAIN = ("explain", "list", "status", "doctor", "needed", "scan", "merge", "plan", "--version", "")
+_PLAIN = ("explain", "list", "status", "doctor", "needed", "scan", "merge", "plan", "export", "--version", "")
 _ids = st.sampled_from(["offload", "accelerate-paged-layers", "accelerate-paged-layer", "peft"]) | values.text
 #: Commands that import nothing upstream.
 light = st.one_of(
@@ -131,7 +131,7 @@ light = st.one_of(
         _json,
         _extra,
     ),
-    st.builds(_case, st.just({}), st.builds(lambda name: ["explain", name], _ids), _json, st.just([])),
+    st.builds(_case, st.just({}), st.builds(lambda name: ["explain", name], _ids | errors.text), _json, st.just([])),
     st.builds(
         _case, st.just({}), st.builds(lambda names: ["doctor", *names], st.lists(_ids, max_size=2)), _json, _extra
     ),
@@ -175,10 +175,22 @@ _merge_options = st.builds(
     _given("--max-shard-size", options.size),
     _given("--tolerance", _word),
     _given("--skip-module", _word),
+    _given("--quantize-result", st.sampled_from(["4bit", "8bit"]) | _word),
+    _given("--adapter", st.sampled_from(["<IN>/adapter=1", "<IN>=0.5", "x=nan"]) | _word),
+    _given("--weight", st.sampled_from(["0.5", "nan", "-1"])),
     st.sampled_from([[], ["--allow-pickle"]]),
 )
 _OUT = st.sampled_from(
     ["<OUT>/merged", "<OUT>/merged", "<IN>/base/merged", "<IN>", "<OUT>/" + "x" * 300, "/proc/merged"]
+)
+
+
+_OUT_OF_EXPORT = st.sampled_from(["<OUT>/out", "<OUT>/out", "<IN>/adapter/out", "<IN>", "<OUT>/" + "x" * 300])
+_READERS = st.sampled_from(["vllm", "sglang", "mlx", "gguf", "peft"]) | _word
+_export_options = st.builds(
+    _together,
+    _READERS.map(lambda reader: ["--for", reader]),
+    st.sampled_from([["--base", "<IN>/base"], ["--base", "<IN>/base"], ["--base", "<IN>/adapter"], []]),
 )
 
 
@@ -198,6 +210,12 @@ heavy = st.deferred(
             _command,
             checkpoints.merged,
             st.builds(lambda out, given: ["merge", "<IN>/base", "<IN>/adapter", out, *given], _OUT, _merge_options),
+            _json,
+        ),
+        st.builds(
+            _command,
+            checkpoints.merged,
+            st.builds(lambda out, given: ["export", "<IN>/adapter", out, *given], _OUT_OF_EXPORT, _export_options),
             _json,
         ),
     )

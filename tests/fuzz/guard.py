@@ -18,7 +18,7 @@ from gemma4_compat import Gemma4CompatError
 from gemma4_compat._reading import patterns
 
 _LONGEST_MESSAGE = 10_000  # characters; an error is a message, not a copy of the input
-#: Seconds after which an input that used less than this part of them is taken for one that waits.
+#: Seconds in which an input that neither ran nor waited for a processor, but for this part of them, waits.
 _LOOK, _IDLE = 4.0, 0.02
 MIB = 1 << 20
 
@@ -177,14 +177,16 @@ def _plain(path: Any) -> str:
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
     """Raise :class:`BoundError` inside after so much processor time, or when it waits for something (a pipe)."""
-    began = time.process_time()
+    began = _busy()
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0.5)  # again, in case a library took it for one of its own
         raise BoundError
 
     def look(_number: int, _frame: FrameType | None) -> None:
-        if time.process_time() - began < _IDLE * _LOOK:
+        nonlocal began
+        former, began = began, _busy()
+        if 0 <= began - former < _IDLE * _LOOK:  # less than 0: a child has ended
             raise BoundError("it waits")
 
     former = signal.signal(signal.SIGPROF, stop), signal.signal(signal.SIGALRM, look)
@@ -197,6 +199,29 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, former[0])
         signal.signal(signal.SIGALRM, former[1])
+
+
+def _busy() -> float:
+    """Seconds that this process and its children ran, or would have run if others had not: a machine may be busy."""
+    return time.process_time() + sum(_scheduled(process) for process in ("self", *_children()))
+
+
+def _children() -> list[str]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as stream:  # noqa: PTH123 - it runs in a signal handler
+            return stream.read().split()
+    except OSError:
+        return []
+
+
+def _scheduled(process: str) -> float:
+    """Seconds that a process waited for a processor; with those that it ran where it is not this one."""
+    try:
+        with open(f"/proc/{process}/schedstat") as stream:  # noqa: PTH123 - it runs in a signal handler
+            ran, waited, _ = map(int, stream.read().split())
+    except (OSError, ValueError):  # it is over, or no Linux tells
+        return 0.0
+    return (waited if process == "self" else ran + waited) / 1e9
 
 
 def _snapshot(folder: Path) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +12,21 @@ from hypothesis import strategies as st
 
 import gemma4_compat
 from gemma4_compat._checkpoint import header, shards
+from gemma4_compat._engine import terminal
 from gemma4_compat._engine.text import parse_size
 from gemma4_compat._needed import judge, report
 from gemma4_compat._planner import plan as planner
 from gemma4_compat._scan import job
 from gemma4_compat._scan.text import scan_text
-from tests.fuzz import adapters, checkpoints, commands, options, requirements, safetensors
+from gemma4_compat._support import answers, messages, search
+from tests.fuzz import adapters, checkpoints, commands, errors, options, requirements, safetensors
 from tests.fuzz.case import Case
 from tests.fuzz.guard import Bound, ViolationError
 
 #: Judging does not depend on the format: a few patches that ask about every library are enough.
 _PATCHES = tuple({(patch.distribution, patch.requires): patch for patch in gemma4_compat.patches()}.values())[:8]
+_ALL = gemma4_compat.patches()
+_STATUSES = gemma4_compat.status()
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,23 @@ def _needed(name: str) -> Callable[[Case, Path, Path], Any]:
 
 def _sizes(case: Case, _folder: Path, _out: Path) -> Any:
     parse_size(case.options["size"])
-    return planner._budgets(case.options["vram"])
+    return planner.budgets(case.options["vram"])
+
+
+def _error(case: Case, _folder: Path, _out: Path) -> Any:
+    said = messages.read(case.options["text"])
+    answer = answers.sorted_answer(search.search(said, _ALL), _STATUSES)
+    commands.valid_json(json.loads(terminal.json_text(answers.answer_data(said, answer))))
+    text = answers.answer_text(said, answer, _STATUSES, 80)
+    if not text.replace("\n", "").isprintable():
+        raise ViolationError(f"a raw control character\n{text!r}")
+    return text
 
 
 _SMALL = Bound(seconds=1.0, seconds_per_mib=2.0, mib=48, mib_per_mib=40)
-#: A requirements file has a line for every few bytes of it, and each is a requirement of its own.
-_LINES = Bound(seconds=1.0, seconds_per_mib=10.0, mib=48, mib_per_mib=40)
+#: A requirements file has a line for every few bytes of it, and each is a requirement of its own: a MiB of "./a" takes
+#: 3.6 s, of "a==1" 0.4 s, and three times as long on a slow machine.
+_LINES = Bound(seconds=1.0, seconds_per_mib=12.0, mib=48, mib_per_mib=40)
 _UPSTREAM = Bound(seconds=15.0, seconds_per_mib=5.0, mib=400, mib_per_mib=40)
 
 READERS: tuple[Reader, ...] = (
@@ -126,12 +142,13 @@ READERS: tuple[Reader, ...] = (
         _sizes,
         _SMALL,
     ),
+    Reader("errors", "explain, of the text of errors and tracebacks", errors.cases, _error, _SMALL),
     Reader(
         "commands",
         "the command line without the libraries: needed, scan, explain, list, status, doctor",
         commands.light,
         commands.call,
-        Bound(seconds=2.0, seconds_per_mib=10.0, mib=64, mib_per_mib=60),
+        Bound(seconds=2.0, seconds_per_mib=5.0, mib=64, mib_per_mib=60),
         upstream=True,
     ),
     Reader(

@@ -121,8 +121,12 @@ _line = _requirement | st.sampled_from(_OTHERS) | values.text
 _times = st.sampled_from([1, 1, 1, 1, 1, 1, 1, 2, 200, 5000])
 
 
+#: Characters of a line with its repetitions; a reader takes 8 MiB of a file.
+_MOST = 2 << 20
+
+
 def _joined(lines: list[tuple[str, int]], encoding: str, end: str) -> bytes:
-    text = end.join(end.join([line[:100] if times > 200 else line] * times) for line, times in lines)
+    text = end.join(end.join([line[: _MOST // times]] * times) for line, times in lines)
     return text.encode(encoding, "surrogatepass")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 
 from gemma4_compat import Gemma4CompatError
 from tests.fuzz import case as cases
-from tests.fuzz import minimal, readers, values, worker
+from tests.fuzz import guard, minimal, readers, values, worker
 from tests.fuzz import run as runs
 from tests.fuzz.case import Case, File
 from tests.fuzz.guard import Bound, Guard, Outcome
@@ -137,6 +139,21 @@ def test_the_guard_notices(where: Guard, call: Callable[..., Any], kind: str, si
 def test_the_guard_notices_a_reader_that_waits(where: Guard) -> None:
     outcome = _outcome(where, lambda _, folder, __: (folder / "a").read_bytes(), {"a": File(kind="fifo")})
     assert (outcome.kind, outcome.signature[:8]) == ("over time", "it waits")
+
+
+def test_on_a_busy_machine_a_reader_does_not_wait(where: Guard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not run, for others are, or its child is; the kernel says so. Found in a run with the lowest priority."""
+    monkeypatch.setattr(guard, "_LOOK", 0.2)
+    assert _outcome(where, lambda *_: time.sleep(0.7)).signature[:8] == "it waits"
+    script = "while True: pass"
+    busy = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        assert _outcome(where, lambda *_: time.sleep(0.7)).kind == "answer"
+    finally:
+        busy.kill()
+        busy.wait()
+    monkeypatch.setattr(guard, "_scheduled", lambda _process: time.monotonic())
+    assert _outcome(where, lambda *_: time.sleep(0.7)).kind == "answer"
 
 
 @pytest.mark.full

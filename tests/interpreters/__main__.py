@@ -24,6 +24,13 @@ def key(result: dict[str, Any]) -> tuple[str, ...]:
     return result["python"], result["way"], result["size"]
 
 
+def save(file: Path, result: dict[str, Any]) -> None:
+    """Put a result into the file, in the place of an earlier one of its kind."""
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    merged = [*(one for one in before if key(one) != key(result)), result]
+    file.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.interpreters", description=__doc__)
     parser.add_argument("--python", action="append", help="an interpreter (several times); default: this one")
@@ -36,12 +43,10 @@ def main() -> int:
         samples = Path(folder, "samples")
         run.build_samples(samples)
         for python in given.python or [ways.here()]:
-            results += run.everything(python, given.way or list(ways.WAYS), samples, Path(folder), given.size)
-    if given.out:
-        before = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else []
-        again = {key(one) for one in results}
-        merged = [one for one in before if key(one) not in again] + results
-        given.out.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+            for one in run.everything(python, given.way or list(ways.WAYS), samples, Path(folder), given.size):
+                results.append(one)
+                if given.out:
+                    save(given.out, one)
     return 1 if any(one["problem"] for one in results) else 0
 
 

@@ -7,14 +7,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.interpreters.ways import ROOT, STUB_ONLY, WAYS, Given, environment
+from tests.interpreters.ways import NEEDED, ROOT, STUB_ONLY, WAYS, Given, environment
 
-LIMIT = 120  # seconds for one
+LIMIT = 600  # seconds for one; ten or so where nothing else runs
 _ASK = """
-import json, platform, sys
+import importlib.util, json, platform, sys
 libraries = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 found = {"python": platform.python_version(), "versions": {}}
 try:
@@ -22,6 +23,7 @@ try:
         found["versions"][name] = __import__(name).__version__
 except ImportError as error:
     found["missing"] = f"{name}: {error}"
+found["tools"] = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
 print("\\n" + json.dumps(found))
 """
 
@@ -44,14 +46,23 @@ def write_requirements(folder: Path) -> None:
 
 def everything(
     python: str, names: list[str], samples: Path, scratch: Path, size: str | None = None
-) -> list[dict[str, Any]]:
-    """One result for each way; ``problem`` in it is empty where the outcome is that of plain ``python``."""
-    done = subprocess.run([python, "-c", _ASK], env=environment(), capture_output=True, text=True, timeout=LIMIT)
+) -> Iterator[dict[str, Any]]:
+    """One result for each way, as they come; ``problem`` is empty where the outcome is that of plain ``python``."""
+    ask = [python, "-c", _ASK, *(module for module, _ in NEEDED.values())]
+    done = subprocess.run(ask, env=environment(), capture_output=True, text=True, timeout=LIMIT)
     asked = json.loads(done.stdout.strip().rpartition("\n")[2])
+    tools = asked.pop("tools")
     size = size or ("stub" if "missing" in asked else "model")
-    results: list[dict[str, Any]] = []
     expected: dict[str, Any] = {}
     for name in names:
+        if name in NEEDED and NEEDED[name][0] not in tools:
+            print(f"{asked['python']} {name}: not run, pip install {NEEDED[name][1]}", flush=True)
+            continue
+        if name == "PyInstaller" and "missing" not in asked:
+            print(
+                f"{asked['python']} {name}: not run, its program is without the libraries, and this environment is not"
+            )
+            continue
         one = "stub" if name in STUB_ONLY else size
         if one not in expected:
             expected[one] = once(python, "python", one, samples, scratch)[0]
@@ -59,9 +70,9 @@ def everything(
         outcome, error = once(python, name, one, samples, scratch)
         problem = error or difference(expected[one], outcome, documented=name != "-OO")
         seconds = round(time.perf_counter() - begun, 1)
-        results.append({**asked, "way": name, "size": one, "problem": problem, "seconds": seconds, "outcome": outcome})
+        result = {**asked, "way": name, "size": one, "problem": problem, "seconds": seconds, "outcome": outcome}
         print(f"{asked['python']} {name} ({one}, {seconds} s): {problem or 'as expected'}", flush=True)
-    return results
+        yield result
 
 
 def once(python: str, name: str, size: str, samples: Path, scratch: Path) -> tuple[dict[str, Any], str]:

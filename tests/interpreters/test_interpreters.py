@@ -12,6 +12,7 @@ import pytest
 from tests.interpreters import run, ways
 
 FAST = ("-O", "zipapp", "sub-interpreter")
+# A program that PyInstaller froze is without the libraries, which are here; tests/engine/test_frozen.py has one.
 NAMES = [name for name in ways.WAYS if name not in ("python", "PyInstaller")]
 
 
@@ -39,6 +40,9 @@ def plain(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_the_outcome_is_that_of_plain_python(samples: Path, plain: Any, tmp_path: Path, name: str) -> None:
     if name in ("fork", "forkserver") and sys.platform == "win32":
         pytest.skip("not on Windows")
+    if name in ways.NEEDED:
+        module, distributions = ways.NEEDED[name]
+        pytest.importorskip(module, reason=f"needs {module}: pip install {distributions}")
     outcome, error = run.once(sys.executable, name, "stub", samples, tmp_path)
     assert not error, outcome
     assert run.difference(plain, outcome, documented=name != "-OO") == ""

@@ -75,7 +75,7 @@ def _pyinstaller(given: Given) -> list[str]:
     excluded = ["torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "PIL", "scipy", "tkinter"]
     options += [f"--exclude-module={name}" for name in (*excluded, "pytest", "matplotlib")]
     command = [given.python, "-m", "PyInstaller", *options, str(folder / "__main__.py")]
-    subprocess.run(command, cwd=given.scratch, check=True, timeout=300, capture_output=True)
+    subprocess.run(command, cwd=given.scratch, check=True, timeout=600, capture_output=True)
     return [str(given.scratch / "dist" / "case" / "case"), *given.arguments]
 
 
@@ -107,14 +107,14 @@ program = (
     f"import sys; sys.path[:] = {sys.path!r}; sys.argv = ['case']; import case; "
     f"print(case.report({SIZE!r}, {SAMPLES!r}), flush=True)"
 )
-made = interpreters.create() if hasattr(interpreters, "Interpreter") else interpreters.create(*LEGACY)
+made = interpreters.create() if hasattr(interpreters, "Interpreter") else interpreters.create(**LEGACY)
 failed = made.exec(program) if hasattr(made, "exec") else RUN(interpreters, made, program)
 if failed is not None:
     raise SystemExit(str(failed))
 """
-    # wrapt's extension module needs an interpreter of the old kind, which shares the GIL.
+    # wrapt's and pydantic's extension modules need an interpreter of the old kind, which shares the GIL.
     helpers = """
-LEGACY = ("legacy",) if sys.version_info >= (3, 13) else ()
+LEGACY = {"config": "legacy"} if sys.version_info >= (3, 13) else {"isolated": False}
 def RUN(interpreters, made, program):
     run = getattr(interpreters, "run_string")
     return run(made, program)
@@ -141,6 +141,33 @@ def _pytest(given: Given) -> list[str]:
     return [given.python, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", str(given.scratch)]
 
 
+def _jupyter(given: Given) -> list[str]:
+    """In a cell of a notebook, with autoreload, after an edit that it has brought in."""
+    text = """
+import json, os, pathlib, tempfile, nbformat
+from nbclient import NotebookClient
+folder = pathlib.Path(__file__).parent
+spec = folder / "kernels" / "this" / "kernel.json"
+spec.parent.mkdir(parents=True)
+command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+spec.write_text(json.dumps({"argv": command, "display_name": "this", "language": "python"}), encoding="utf-8")
+os.environ.update(JUPYTER_PATH=str(folder), IPYTHONDIR=str(folder / "ipython"))
+(folder / "mine.py").write_text("NUMBER = 1\\n", encoding="utf-8")
+cells = [
+    f"import sys; sys.path[:] = {sys.path!r}\\n%load_ext autoreload\\n%autoreload 2",
+    "import mine, case, gemma4_compat",
+    "import peft, transformers" if SIZE == "model" else "",
+    "import os\\nopen('mine.py', 'w').write('NUMBER = 2\\\\n'); os.utime('mine.py', (2e9, 2e9))",
+    f"assert mine.NUMBER == 2, 'no autoreload'\\nprint(case.report({SIZE!r}, {SAMPLES!r}))",
+]
+notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+NotebookClient(notebook, kernel_name="this", timeout=600).execute(cwd=str(folder))
+for output in notebook.cells[-1].outputs:
+    print(output.get("text", ""), end="")
+"""
+    return given.script(text)
+
+
 #: How to run it, by name.
 WAYS: dict[str, Callable[[Given], list[str]]] = {
     "python": _with(),
@@ -156,7 +183,10 @@ WAYS: dict[str, Callable[[Given], list[str]]] = {
     "forkserver": _process("forkserver"),
     "sub-interpreter": _sub_interpreter,
     "pytest": _pytest,
+    "Jupyter": _jupyter,
 }
+#: Ways that need a distribution which the tests do not: the import that tells, and what to install.
+NEEDED = {"PyInstaller": ("PyInstaller", "pyinstaller"), "Jupyter": ("nbclient", "nbclient ipykernel")}
 #: Ways in which only the small case is run, and why.
 STUB_ONLY = {
     "-OO": "transformers cannot be imported: it reads its own docstrings",

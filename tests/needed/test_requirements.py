@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from gemma4_compat._needed import judge
+from gemma4_compat import Gemma4CompatError
+from gemma4_compat._needed import judge, requested
 from tests.helpers import ROOT
 from tests.needed.helpers import OLDEST, PATCHES, PINS, SAMPLES, Ask, only, patch_on, states, verdicts
 
@@ -109,12 +111,28 @@ def test_what_does_not_tell_its_release_is_named_and_nothing_is_guessed(ask: Ask
         "transformers @ https://example.org/transformers-5.6.2-py3-none-any.whl",
         "https://example.org/transformers-5.6.2.tar.gz#sha256=00",
         "transformers-5.6.2-py3-none-any.whl ; python_version >= '3'",
+        "transformers-5.6.2-py3-none-any.whl",
+        "transformers-5.6.2.tar.gz",
     ],
 )
 def test_the_name_of_an_archive_tells_its_release(ask: Ask, line: str) -> None:
     assessment = ask(line)
     assert states(assessment)["transformers"] == "5.6.2"
     assert assessment.notes == ()
+
+
+@pytest.mark.parametrize("text", ["a", "Py_Torch", "a..b--c", "a ==1", "a==1.0.2", "zope.interface==7", "0==0"])
+def test_what_is_skipped_without_a_parser_is_a_requirement(text: str) -> None:
+    found = requested._PLAIN.fullmatch(text)
+    assert found
+    assert Requirement(text).name == found[1]
+
+
+@pytest.mark.parametrize("text", ["", "-a", "a-", "a b", "a==", "a==1 2", "a=1", "a==1.", "a== x", "\u00e9", "a\n"])
+def test_what_is_no_requirement_is_not_skipped(text: str) -> None:
+    assert not requested._PLAIN.fullmatch(text)
+    with pytest.raises(Gemma4CompatError, match="is not a requirement"):
+        requested.Requests(("peft",)).parse(text, "line 1")
 
 
 def test_a_project_installed_from_its_folder_and_an_unknown_option_are_said(ask: Ask) -> None:

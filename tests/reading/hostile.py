@@ -110,6 +110,13 @@ def _groups(count: int, times: int) -> str:
     return "\n".join(["[dependency-groups]", *lines, f"g{count} = ['peft>=0.18']"])
 
 
+def _extras(count: int) -> str:
+    """Extras that all state one release, which as many bounds as are read limit."""
+    limits = ", ".join(f"'peft<{number}'" for number in range(1, 99))
+    extras = "".join(f"e{number} = ['peft==0.19.1', 'torch']\n" for number in range(count))
+    return f"[project.optional-dependencies]\n{extras}[tool.uv]\nconstraint-dependencies = [{limits}]"
+
+
 def _toml(text: str) -> Callable[[Path], Read]:
     return lambda folder: needed(folder, "pyproject.toml", f"[project]\nname = 'x'\n{text}")
 
@@ -192,6 +199,11 @@ CASES: dict[str, tuple[Callable[[Path], Read], str | None]] = {
     "marker in parentheses": (_txt("peft ; " + "(" * 4500 + "'a'=='a'" + ")" * 4500), "is not a requirement"),
     "URL with signs": (_txt(("https://x/" + "@[" * 4900 + "\n") * 100), None),
     "group includes doubled": (lambda folder: needed(folder, "pyproject.toml", _groups(40, 2)), None),
+    "extras that state the same": (_toml(_extras(20_000)), None),
+    "many groups": (
+        _toml("[dependency-groups]\n" + "".join(f"g{n} = ['peft==0.19.1']\n" for n in range(20_000))),
+        None,
+    ),
     "chain of groups": (
         lambda folder: needed(folder, "pyproject.toml", _groups(3000, 1)),
         "dependency groups include",

@@ -123,8 +123,13 @@ def test_with_a_base_and_in_a_merge(tmp_path: Path, workspace: Any, hostile: Pat
         ["merge", str(hostile), adapter, "OUT"],
         ["merge", base, str(hostile), "OUT"],
         ["merge", base, str(unsafe), "OUT", "--allow-pickle"],
+        ["repair", str(hostile), "--from", base, "OUT"],
+        ["repair", base, "--from", str(hostile), "OUT"],
+        ["export", adapter, "OUT", "--for", "gguf", "--base", base],
+        ["export", str(hostile), "OUT", "--for", "vllm", "--base", base],
+        ["export", adapter, "OUT", "--for", "mlx", "--base", str(hostile)],
         timeout=280,
     )
     assert found["found"] == []
     assert not marker.exists()
-    assert found["codes"][::2] == [0, 0, 0, 2], found["codes"]
+    assert found["codes"][::2] == [0, 0, 0, 2, 2, 0, 2], found["codes"]
