@@ -11,11 +11,12 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat import _shim
-from gemma4_compat._engine.patch import Outcome
+from gemma4_compat._engine.patch import Outcome, Patch
 from gemma4_compat._reproduction.workspace import MissingPartError, Workspace
 
 
@@ -26,14 +27,14 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
     """
     patch_id, _, mode = patch_id.partition(":")
     patch = {patch.id: patch for patch in _shim.engine.patches()}[patch_id]
+    workspace = Workspace(folder)
     if mode:
-        for target in patch.targets:
-            with contextlib.suppress(ModuleNotFoundError):  # not in this release; the patch is never applied
-                importlib.import_module(target.module)
+        import_targets([patch])
+        workspace.forget()  # a model that was loaded with the shim
         _shim.engine.revert(patch_id if mode == "alone" else None)
     started = time.perf_counter()
     try:
-        result: dict[str, Any] = dataclasses.asdict(patch.reproduce(Workspace(folder)))
+        result: dict[str, Any] = dataclasses.asdict(patch.reproduce(workspace))
     except MissingPartError as error:
         result = dataclasses.asdict(Outcome(False, str(error), applicable=False))
     except Exception as error:  # the user's crash is the result here
@@ -44,16 +45,26 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
     return result
 
 
+def import_targets(patches: Iterable[Patch]) -> None:
+    """Import the modules that these patches change, as far as they are there."""
+    for name in dict.fromkeys(target.module for patch in patches for target in patch.targets):
+        with contextlib.suppress(ModuleNotFoundError):  # not in this release; the patch is never applied
+            importlib.import_module(name)
+
+
+def answer(command: str, folder: Path) -> dict[str, Any]:
+    """What a child says to ``command``: ``build``, ``build VARIANT``, or see :func:`run`."""
+    name, _, variant = command.partition(" ")
+    if name != "build":
+        return run(command, folder)
+    workspace = Workspace.build(folder, variant or None)
+    # A fork is not safe with a GPU, nor on systems whose own libraries start threads.
+    return {"built": str(folder), "forks": sys.platform == "linux" and workspace.main == "cpu"}
+
+
 def main(argv: list[str]) -> int:
-    command, folder = argv[0], Path(argv[1])
-    if command == "build":
-        workspace = Workspace.build(folder, argv[2] if len(argv) > 2 else None)
-        # A fork is not safe with a GPU, nor on systems whose own libraries start threads.
-        forks = sys.platform == "linux" and workspace.main == "cpu"
-        result: dict[str, Any] = {"built": str(folder), "forks": forks}
-    else:
-        result = run(command, folder)
-    print("\n" + json.dumps(result, allow_nan=True), flush=True)
+    command, folder, *variant = argv
+    print("\n" + json.dumps(answer(" ".join([command, *variant]), Path(folder)), allow_nan=True), flush=True)
     return 0
 
 

@@ -1,20 +1,22 @@
 """Run reproductions in child processes: a process each, or forks of one that has imported the libraries.
 
-Importing the libraries takes longer than most reproductions, so :class:`Forks` imports them once. Separate processes
-are needed where a fork is not safe: with a GPU (CUDA does not survive a fork) and on systems other than Linux.
-Nothing upstream is imported except in the process that forks (``python -m gemma4_compat._doctor.children FOLDER``).
+Importing the libraries takes longer than most reproductions, so :class:`Forks` imports them once, and loads the tiny
+model once that most reproductions begin with; each gets a copy of its own by being a fork. Separate processes are
+needed where a fork is not safe: with a GPU (CUDA does not survive a fork) and on systems other than Linux.
+Nothing upstream is imported except in the process that forks (:mod:`gemma4_compat._doctor.server`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
 import tempfile
-import traceback
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -43,7 +45,7 @@ def alone(command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
         return crashed(f"no result after {TIMEOUT} s")
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode != 0 or not last.startswith("{"):
-        return crashed(_ended(done.returncode, done.stderr or done.stdout))
+        return crashed(ended(done.returncode, done.stderr or done.stdout))
     result: dict[str, Any] = json.loads(last)
     return result
 
@@ -52,6 +54,11 @@ def crashed(detail: str) -> dict[str, Any]:
     """The result of a reproduction whose process crashed or timed out."""
     result = {"defect": True, "detail": detail, "parity": None, "applicable": True, "seconds": None}
     return result | {"state": "unknown", "reason": detail, "detection": None}
+
+
+def can_fork() -> bool:
+    """Whether forks are worth a try: on Linux, without the driver of a GPU. ``build`` says whether they are safe."""
+    return sys.platform == "linux" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/accel")))
 
 
 class Forks:
@@ -63,32 +70,49 @@ class Forks:
     """
 
     def __init__(self, folder: Path, disabled: str = "") -> None:
-        self._output = _file()
+        self._output = text_file()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gemma4_compat._doctor.children", str(folder)],
+            [sys.executable, "-m", "gemma4_compat._doctor.server", str(folder)],
             env=_environment(disabled),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
             text=True,
         )
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[str, Future[dict[str, Any]]] = {}
+        self._ended: str | None = None
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def __call__(self, command: str) -> dict[str, Any]:
-        """Run one command and wait for its result; not thread-safe."""
-        if self._process.stdin is None or self._process.stdout is None:
-            raise RuntimeError("the process that forks has no pipes")
-        try:
-            self._process.stdin.write(f"{command}\n")
-            self._process.stdin.flush()
-            reply = self._process.stdout.readline()
-        except BrokenPipeError:
-            reply = ""
-        if not reply:
-            status = self._process.wait()
-            self._output.seek(0)
-            return crashed(_ended(status, self._output.read()))
-        result: dict[str, Any] = json.loads(reply)
-        return result
+        """Run one command and wait for its result. Several threads may call this: their commands run side by side."""
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._ended is not None or self._process.stdin is None:
+                return crashed(self._ended or "the process that forks has no pipe")
+            number = str(next(self._numbers))
+            self._waiting[number] = future
+            # What cannot be written has no reader any more, which the listener hears of.
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(f"{number} {command}\n")
+                self._process.stdin.flush()
+        return future.result()
+
+    def _listen(self) -> None:
+        for line in self._process.stdout or ():
+            reply = json.loads(line)
+            with self._lock:
+                future = self._waiting.pop(reply["number"])
+            future.set_result(reply["result"])
+        status = self._process.wait()
+        self._output.seek(0)
+        with self._lock:
+            self._ended = ended(status, self._output.read())
+            left = list(self._waiting.values())
+        for future in left:
+            future.set_result(crashed(self._ended))
 
     def __enter__(self) -> Forks:
         return self
@@ -96,8 +120,16 @@ class Forks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(BrokenPipeError):
+            if self._process.stdin is not None:
+                self._process.stdin.close()  # it ends its children, then itself
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:  # it imports the libraries, maybe, and listens to nobody yet
+            self._process.kill()
+        self._listener.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._output.close()
 
 
@@ -110,65 +142,12 @@ def _environment(disabled: str) -> dict[str, str]:
     return environment
 
 
-def _ended(status: int, output: str) -> str:
+def ended(status: int, output: str) -> str:
+    """How a process ended without a result, with the last line that it wrote."""
     lines = output.strip().splitlines()
     return f"the process ended with {status}: {lines[-1] if lines else 'no output'}"
 
 
-def _file() -> IO[str]:
+def text_file() -> IO[str]:
+    """A file for what a process writes, gone when it is closed."""
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-
-
-def _serve(folder: Path) -> None:
-    """Run each line of standard input as a command and print its result as a line of JSON."""
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # other output goes to standard error
-
-    import accelerate  # noqa: F401
-    import bitsandbytes  # noqa: F401
-    from peft import PeftModel  # noqa: F401
-    from transformers import Gemma4ForConditionalGeneration  # noqa: F401
-
-    from gemma4_compat._doctor.child import run
-
-    for line in sys.stdin:
-        with _file() as output:
-            reader, writer = os.pipe()
-            child = os.fork()
-            if child == 0:
-                os.close(reader)
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-                status = 1
-                try:
-                    with os.fdopen(writer, "w") as out:
-                        out.write(json.dumps(run(line.strip(), folder)))
-                    status = 0
-                finally:
-                    if status:
-                        traceback.print_exc()
-                    sys.stderr.flush()
-                    os._exit(status)  # skip the parent's exit handlers
-            os.close(writer)
-            text = _read(reader, child)
-            _, ended = os.waitpid(child, 0)
-            if text is None:
-                text = json.dumps(crashed(f"no result after {TIMEOUT} s"))
-            elif not text:
-                output.seek(0)
-                text = json.dumps(crashed(_ended(os.waitstatus_to_exitcode(ended), output.read())))
-        results.write(f"{text}\n")
-        results.flush()
-
-
-def _read(reader: int, child: int) -> str | None:
-    """Everything ``child`` sends; None if it timed out and was killed."""
-    with os.fdopen(reader) as found:
-        if not select.select([found], [], [], TIMEOUT)[0]:
-            os.kill(child, signal.SIGKILL)
-            return None
-        return found.read()
-
-
-if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))

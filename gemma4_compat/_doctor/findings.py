@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import queue
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gemma4_compat._doctor import children
-from gemma4_compat._engine import shadowed, temporary
+from gemma4_compat._engine import address, shadowed, temporary
 from gemma4_compat._engine import versions as _versions
 from gemma4_compat._engine.patch import Patch
-from gemma4_compat._engine.report import ISSUES
 from gemma4_compat._errors import Gemma4CompatError
 
 _PREFIX = "gemma4-compat-"
@@ -81,7 +78,7 @@ class Finding:
         """What to report, and where, about a patch that could not be applied; None for any other."""
         if self.with_shim["state"] != "failed":
             return None
-        request = f"please report it at {ISSUES}"
+        request = f"please {address.report_request()}"
         if self.verdict == OFF_NOT_SEEN:
             request = f"upstream may have fixed it; {request}, so that the patch's range is closed"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -167,46 +164,69 @@ def _refuse_without_room(folder: Path) -> None:
 
 
 def _examined(patches: Sequence[Patch], folder: Path) -> Iterator[Finding]:
-    built = children.alone("build", folder, disabled="all")
+    results: dict[tuple[str, bool], dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        run, jobs = _built(folder, stack)
+        for patch, shim, result in _results(patches, run, jobs, stack):
+            results[patch.id, shim] = result
+            if (patch.id, not shim) in results:
+                yield Finding(patch.id, _concerned(patch), results[patch.id, False], results[patch.id, True])
+
+
+_Run = Callable[[str, bool], dict[str, Any]]
+
+
+def _built(folder: Path, stack: contextlib.ExitStack) -> tuple[_Run, int]:
+    """Build the checkpoints. Returns what runs a command, without the shim or with it, and how many at a time.
+
+    Raises:
+        Gemma4CompatError: they cannot be built.
+    """
+    cores = _cores()
+    if children.can_fork():
+        with contextlib.ExitStack() as servers:
+            # Both import the libraries meanwhile.
+            without, with_shim = (servers.enter_context(children.Forks(folder, off)) for off in ("all", ""))
+            built = _checked(without("build"))
+            if built["forks"]:
+                stack.push(servers.pop_all())
+                # One more than cores: what is offloaded to disk waits for the disk.
+                return lambda command, shim: (with_shim if shim else without)(command), min(8, cores + 1)
+    else:
+        _checked(children.alone("build", folder, disabled="all"))
+    # Processes that mostly import the libraries, each for itself.
+    jobs = 2 * max(1, min(8, cores // 4))
+    return lambda command, shim: children.alone(command, folder, disabled="" if shim else "all"), jobs
+
+
+def _checked(built: dict[str, Any]) -> dict[str, Any]:
     if "built" not in built:
         raise Gemma4CompatError(f"the tiny Gemma 4 checkpoint cannot be built: {built['detail']}")
-    results: dict[tuple[str, bool], dict[str, Any]] = {}
-    for patch, shim, result in _results(patches, folder, forks=built.get("forks", False)):
-        results[patch.id, shim] = result
-        if (patch.id, not shim) in results:
-            yield Finding(patch.id, _concerned(patch), results[patch.id, False], results[patch.id, True])
+    return built
 
 
-def _results(patches: Sequence[Patch], folder: Path, *, forks: bool) -> Iterator[tuple[Patch, bool, dict[str, Any]]]:
-    """The result of each reproduction with the shim (True) and without (False), as they complete."""
-    jobs: dict[Future[dict[str, Any]], tuple[Patch, bool]] = {}
-    with contextlib.ExitStack() as stack:
-        for shim in (False, True):
-            workers = max(1, min(2 if forks else 8, (os.cpu_count() or 2) // 4))  # without forks, they mostly import
-            idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]] = queue.SimpleQueue()
-            # Left after the processes are: a worker whose process is killed has nothing to wait for.
-            pool = stack.enter_context(ThreadPoolExecutor(workers))
-            for _ in range(workers):
-                disabled = "" if shim else "all"
-                if forks:
-                    idle.put(stack.enter_context(children.Forks(folder, disabled)))
-                else:
-                    idle.put(functools.partial(children.alone, folder=folder, disabled=disabled))
-            jobs.update({pool.submit(_with_one_of, idle, patch.id): (patch, shim) for patch in patches})
-        try:
-            for job in as_completed(jobs):
-                yield *jobs[job], job.result()
-        finally:
-            for job in jobs:
-                job.cancel()
+def _cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
 
 
-def _with_one_of(idle: queue.SimpleQueue[Callable[[str], dict[str, Any]]], command: str) -> dict[str, Any]:
-    run = idle.get()
+def _results(
+    patches: Sequence[Patch], run: _Run, jobs: int, stack: contextlib.ExitStack
+) -> Iterator[tuple[Patch, bool, dict[str, Any]]]:
+    """The result of each reproduction without the shim (False) and with it (True), as they complete.
+
+    One queue for both: whoever is free takes the next, so that no core waits for the longer half.
+    """
+    pool = ThreadPoolExecutor(jobs)
+    futures = {pool.submit(run, patch.id, shim): (patch, shim) for patch in patches for shim in (False, True)}
     try:
-        return run(command)
+        for future in as_completed(futures):
+            yield *futures[future], future.result()
     finally:
-        idle.put(run)
+        for future in futures:
+            future.cancel()
+        stack.close()  # ends the processes that the pool's threads wait for
+        pool.shutdown()
 
 
 def _concerned(patch: Patch) -> dict[str, str]:

@@ -97,6 +97,7 @@ def config(
     positions: int = 16,
     text_variant: str = "E2B",
     variant: str | None = None,
+    full_width: int = TEXT["global_head_dim"],
 ) -> Any:
     """A ``Gemma4Config``: 2 vision and 2 audio layers, and the text model of :func:`text_shape`.
 
@@ -109,6 +110,7 @@ def config(
         positions: patches that an image may have per side.
         text_variant: a key of :data:`TEXT_VARIANTS`.
         variant: a released variant instead of the above.
+        full_width: of a head in full attention; 512 in released models.
 
     Raises:
         Gemma4CompatError: the installed transformers has no such variant.
@@ -116,10 +118,11 @@ def config(
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
     if variant is not None:
-        return _scaled(variant, layers, per_layer_vocabulary)
+        return _scaled(variant, layers, per_layer_vocabulary, full_width)
     inputs = {"vocab_size_per_layer_input": per_layer_vocabulary, "hidden_size_per_layer_input": 64}
+    text = {**text_shape(layers), **inputs, "global_head_dim": full_width, **TEXT_VARIANTS[text_variant]}
     return gemma4.Gemma4Config(
-        text_config=gemma4.Gemma4TextConfig(**{**text_shape(layers), **inputs, **TEXT_VARIANTS[text_variant]}),
+        text_config=gemma4.Gemma4TextConfig(**text),
         vision_config=gemma4.Gemma4VisionConfig(
             **{**_VISION, "position_embedding_size": positions}, use_clipped_linears=True
         ),
@@ -128,9 +131,9 @@ def config(
     )
 
 
-def _scaled(variant: str, layers: int, per_layer_vocabulary: int) -> Any:
+def _scaled(variant: str, layers: int, per_layer_vocabulary: int, full_width: int) -> Any:
     shape = variants.shape(variant)
-    text = scaled_text(shape, layers)
+    text = scaled_text(shape, layers) | {"global_head_dim": full_width}
     if variant == variants.UNIFIED:
         classes = variants.unified_classes()
         return classes.Gemma4UnifiedConfig(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import variants
+from gemma4_compat._models import shared_weights, variants
 from gemma4_compat._reproduction import tiny_configs
 
 _ASSISTANT = ("AssistantConfig", "TextConfig")  # the classes of its configuration
@@ -21,6 +21,7 @@ def build_checkpoint(
     positions: int = 16,
     text_variant: str = "E2B",
     variant: str | None = None,
+    full_width: int = tiny_configs.TEXT["global_head_dim"],
 ) -> Path:
     """Write a checkpoint of :func:`tiny_configs.config`'s class (bf16, about 1 MB) into ``folder`` and return it."""
     import torch
@@ -33,6 +34,7 @@ def build_checkpoint(
         positions=positions,
         text_variant=text_variant,
         variant=variant,
+        full_width=full_width,
     )
     model = getattr(transformers, _class_of(variant == variants.UNIFIED))(shape)
     with torch.no_grad():
@@ -137,6 +139,32 @@ def build_text_copy(checkpoint: Path, folder: Path) -> Path:
     config.architectures = [class_name(checkpoint, text_only=True)]
     config.save_pretrained(folder)
     save_file(text, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def build_released(checkpoint: Path, folder: Path, *, seed: int = 1) -> Path:
+    """Write a copy of a checkpoint with random keys and values for its KV-shared layers, as released ones have them,
+    and return ``folder``. A model without such layers is copied as it is.
+    """
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig
+
+    shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    before = shared_weights.prefix(weights)
+    text = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    generator = torch.Generator().manual_seed(seed)
+    for layer in shared_weights.shared(text.num_hidden_layers, text.num_kv_shared_layers):
+        # A layer of the same kind has them, in the right shapes.
+        like = text.layer_types.index(text.layer_types[layer])
+        for name in ("k_proj", "v_proj", "k_norm"):
+            shape = weights[f"{before}layers.{like}.self_attn.{name}.weight"].shape
+            value = torch.randn(shape, generator=generator).to(torch.bfloat16)
+            weights[f"{before}layers.{layer}.self_attn.{name}.weight"] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

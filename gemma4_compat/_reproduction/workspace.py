@@ -6,6 +6,8 @@ the main device is the CPU and modules are offloaded to disk: accelerate uses th
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import math
 import shutil
 import tempfile
@@ -16,10 +18,12 @@ from typing import Any
 
 from gemma4_compat._engine.patch import FORWARDS
 from gemma4_compat._models import variants
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, tiny_models
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, tiny_models, tiny_qat
 
 ADAPTERS = ("language", "towers", "all")
 NEW_TOKENS = 6
+#: Models that nobody has used yet, by checkpoint.
+_preloaded: dict[Path, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,20 @@ class Workspace:
         variant = {} if self.variant is None else {"variant": self.variant}
         return self.cached(tiny_models.build_checkpoint, **options, **variant)
 
+    def qat(self, **options: bool) -> Path:
+        """The checkpoint as one of Google's quantization-aware-trained ones; see
+        :func:`tiny_qat.build_qat_checkpoint` for ``options``.
+
+        Raises:
+            MissingPartError: the installed transformers reads none, so the reproduction is not applicable.
+        """
+        if importlib.util.find_spec("transformers.integrations.gemma_quant") is None:
+            raise MissingPartError("this release of transformers reads no QAT checkpoints")
+        return self.cached(self._qat, **options)
+
+    def _qat(self, folder: Path, **options: bool) -> None:
+        tiny_qat.build_qat_checkpoint(self.checkpoint, folder, **options)
+
     def inputs(self, *, text_only: bool = False) -> dict[str, Any]:
         """:func:`tiny.inputs` for the checkpoint at hand, on the main device."""
         return tiny.inputs(self.main, text_only=text_only, variant=self.variant)
@@ -167,7 +185,22 @@ class Workspace:
 
     def load(self, quantization: str | None = None) -> Any:
         """The base model on the main device, in eval mode."""
+        if quantization is None and self.checkpoint in _preloaded:
+            return _preloaded.pop(self.checkpoint)
         return tiny.load(self.checkpoint, quantization, device=self.main)
+
+    def preload(self) -> None:
+        """Load the base model for the first :meth:`load` without quantization, in this process or in a fork of it.
+
+        What cannot be loaded is left to that, which raises the error.
+        """
+        if self.checkpoint.is_dir():
+            with contextlib.suppress(Exception):
+                _preloaded[self.checkpoint] = tiny.load(self.checkpoint, device=self.main)
+
+    def forget(self) -> None:
+        """Load what :meth:`preload` has loaded once more."""
+        _preloaded.clear()
 
     def load_text(self) -> Any:
         """The language model of :meth:`load` as a ``Gemma4ForCausalLM`` (or the 12B's class), from a checkpoint of its

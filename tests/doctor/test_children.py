@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
+import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 from gemma4_compat._doctor import children
 from gemma4_compat._doctor.children import Forks
+from tests.commands.helpers import ROOT
 
 
-@pytest.fixture(params=["", "all"], ids=["shim on", "shim off"])
+@pytest.fixture(params=[pytest.param("", id="shim on"), pytest.param("all", id="shim off", marks=pytest.mark.full)])
 def disabled(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -52,14 +54,94 @@ def test_a_process_that_cannot_import_the_libraries_is_a_result(
             assert found["detail"] == "the process ended with 1: ImportError: half an installation"
 
 
+HANGS = """
+import sys, time
+from pathlib import Path
+from gemma4_compat._doctor import child, children, server
+children.TIMEOUT = 1
+
+def answer(command, folder):
+    time.sleep({"long": 60, "short": 0}[command])
+    return {"command": command}
+
+child.answer = answer
+server.Server(Path("nowhere"), sys.stdout).run()
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
-def test_a_reproduction_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    monkeypatch.setattr(children, "TIMEOUT", 0.1)
-    assert children._read(reader, child) is None
-    os.close(writer)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+def test_a_reproduction_that_hangs_is_stopped_and_holds_nobody_up() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("0 long\n1 short\n2 none\n")
+    process.stdin.flush()
+    replies = [json.loads(process.stdout.readline()) for _ in range(3)]
+    found = {reply["number"]: reply["result"] for reply in replies}
+    assert replies[-1]["number"] == "0"
+    assert found["1"] == {"command": "short"}
+    assert found["2"]["detail"] == "the process ended with 1: KeyError: 'none'"
+    assert found["0"]["detail"] == "no result after 1 s"
+    process.stdin.write("3 long\n")
+    process.stdin.close()
+    assert process.wait(10) == 0
+    process.stdout.close()
+
+
+def test_commands_side_by_side_get_their_own_results(forks: Forks) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(forks, [f"none-{number}" for number in range(3)]))
+    assert [item["detail"].partition("KeyError: ")[2] for item in found] == [f"'none-{number}'" for number in range(3)]
+
+
+LOOKS = """
+import os, sys
+from pathlib import Path
+from gemma4_compat import _shim
+from gemma4_compat._doctor import child, server
+from gemma4_compat._engine import hooks
+from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction.workspace import Workspace
+
+def answer(command, folder):
+    workspace, loads, load = Workspace(folder), [], tiny.load
+    tiny.load = lambda *args, **options: loads.append(args) or load(*args, **options)
+    if command == "reverted":
+        workspace.forget()
+    workspace.load()
+    known = {target.module for patch in _shim.engine.patches() for target in patch.targets}
+    return {
+        "loads": len(loads),
+        "threads": len(os.listdir("/proc/self/task")),
+        "late": sorted(name for name in known - set(sys.modules) if not hooks.is_absent(name)),
+    }
+
+child.answer = answer
+server.serve(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="no forks on this system")
+def test_a_fork_finds_imported_and_loaded_what_it_needs(workspace: Any, disabled: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOKS, str(workspace.folder)],
+        env={**os.environ, "GEMMA4_COMPAT_DISABLE": disabled},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("0 first\n1 second\n2 reverted\n")
+    process.stdin.flush()
+    replies = [json.loads(process.stdout.readline()) for _ in range(3)]
+    found = {reply["number"]: reply["result"] for reply in replies}
+    process.stdin.close()
+    assert process.wait(60) == 0
+    process.stdout.close()
+    # The third one's model must not be what was loaded with the shim.
+    assert found == {number: {"loads": number == "2", "threads": 1, "late": []} for number in "012"}

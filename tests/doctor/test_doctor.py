@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._doctor import children as _children
 from gemma4_compat._doctor import findings
+from gemma4_compat._doctor import text as _text
+from gemma4_compat._engine import address
 from gemma4_compat._engine import versions as _versions
 
 IDS = [patch.id for patch in gemma4_compat.patches()]
@@ -60,7 +63,7 @@ def test_a_patch_that_is_off_because_the_code_is_unknown_is_good_where_the_defec
     assert finding.verdict == verdict
     assert finding.good is not there
     assert finding.report
-    for part in ("fakelib-double", "fakelib 9.0", "because", "https://", "please report it"):
+    for part in ("fakelib-double", "fakelib 9.0", "because", "please report it"):
         assert part in finding.report
     assert ("upstream may have fixed it" in finding.report) is not there
     assert finding.as_data()["report"] == finding.report
@@ -93,6 +96,7 @@ class Children:
 def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str, broken: frozenset[str] = frozenset()) -> Any:
     children = Children(broken)
     monkeypatch.setattr(findings, "stack", lambda: dict.fromkeys(findings.STACK, "1.0"))
+    monkeypatch.setattr(_children, "can_fork", lambda: False)
     monkeypatch.setattr(_children, "alone", children)
     result = CliRunner().invoke(cli.app, ["doctor", *arguments])
     (folder,) = children.folders
@@ -102,7 +106,8 @@ def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str, broken: frozenset[s
 def test_all_repaired_exits_0_with_a_table_in_the_order_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     result, folder = doctor(monkeypatch)
     assert result.exit_code == 0, result.output
-    table = result.stdout.splitlines()[-len(IDS) :]
+    *table, empty, summary = result.stdout.splitlines()[-len(IDS) - 2 :]
+    assert (empty, summary) == ("", f"{len(IDS)} repaired: this stack is fine.")
     assert [line.split()[0] for line in table] == IDS
     assert all("bit-exact" in line and line.endswith("repaired") for line in table)
     assert not folder.exists()
@@ -111,7 +116,67 @@ def test_all_repaired_exits_0_with_a_table_in_the_order_of_the_registry(monkeypa
 def test_one_defect_that_remains_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = doctor(monkeypatch, broken=frozenset(IDS[1:2]))
     assert result.exit_code == 1
-    assert [line.split()[0] for line in result.stdout.splitlines() if line.endswith("DEFECT REMAINS")][-1] == IDS[1]
+    assert [line.split()[0] for line in result.stdout.splitlines() if line.endswith("defect remains")][-1] == IDS[1]
+    assert result.stdout.splitlines()[-1] == (
+        f"{len(IDS) - 1} repaired, 1 defect remains: this stack is not fine, because of {IDS[1]}."
+    )
+
+
+def test_each_finding_is_counted_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, *IDS[:3])
+    assert result.stdout.startswith("gemma4_compat ")
+    assert re.findall(r"^\[(\d)/3\] \S+ \(", result.stdout, re.MULTILINE) == ["1", "2", "3"]
+
+
+def test_quiet_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, "--quiet", broken=frozenset(IDS[:1]))
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert (
+        result.stdout == f"{len(IDS) - 1} repaired, 1 defect remains: this stack is not fine, because of {IDS[0]}.\n"
+    )
+
+
+def test_failed_only_shows_nothing_that_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, "--failed-only", broken=frozenset(IDS[:1]))
+    assert not any(patch_id in result.stdout for patch_id in IDS[1:])
+    assert len(re.findall(rf"^{IDS[0]} .*defect remains$", result.stdout, re.MULTILINE)) == 1
+    result, _ = doctor(monkeypatch, "--failed-only")
+    assert len(result.stdout.splitlines()) == 2, "the heading and the summary"
+
+
+def test_markdown_is_a_table_that_shows_text_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, "--format", "markdown", *IDS[:2], broken=frozenset(IDS[:1]))
+    title, _, head, _, *table = result.stdout.splitlines()
+    assert title.startswith("### 1 repaired, 1 defect remains: ")
+    assert head.startswith("gemma4\\_compat ")
+    assert table == [
+        "| patch | verdict | parity | without the shim | with it |",
+        "|---|---|---|---|---|",
+        f"| `{IDS[0]}` | **defect remains** | bit-exact | the defect | the defect |",
+        f"| `{IDS[1]}` | repaired | bit-exact | the defect | as it should be |",
+    ]
+    assert IDS[1] in result.stderr, "progress goes to stderr"
+    assert _text._cell("a|b\n*c* `d` <e>") == "a\\|b\\\\n\\*c\\* \\`d\\` \\<e\\>"
+
+
+def test_github_gets_an_error_for_each_finding_that_is_not_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, "--format", "github", *IDS[:2], broken=frozenset(IDS[:1]))
+    error, notice = result.stdout.splitlines()
+    assert error == f"::error title={IDS[0]}::defect remains: the defect"
+    assert notice.startswith("::notice title=gemma4-compat doctor::1 repaired, 1 defect remains: ")
+    assert _text._data("50%\n::error::\r") == "50%25%0A::error::\\r"
+
+
+def test_an_unknown_format_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(cli.app, ["doctor", "--format", "xml"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "gemma4-compat: --format 'xml' is none of text, markdown, github, json\n"
+
+
+def test_a_table_of_every_verdict_fits_80_columns() -> None:
+    patch_id = max(IDS, key=len)
+    for verdict, word in _text.WORDS.items():
+        assert len(f"{patch_id}  bit-exact  {word}") <= 80, verdict
 
 
 @pytest.mark.parametrize("broken", [[], IDS[:1]])
@@ -136,13 +201,16 @@ def test_a_patch_that_is_off_is_told_where_to_report_it(
 ) -> None:
     monkeypatch.setattr(findings, "stack", lambda: dict.fromkeys(findings.STACK, "1.0"))
     off = report(there, "failed", detection="unknown")
+    monkeypatch.setattr(_children, "can_fork", lambda: False)
     monkeypatch.setattr(_children, "alone", lambda name, folder, **_: {"built": ""} if name == "build" else off)
     result = CliRunner().invoke(cli.app, ["doctor", IDS[0]])
     assert result.exit_code == code, result.output
     (line,) = [line for line in result.stdout.splitlines() if line.startswith("  report")]
-    assert "please report it at https://github.com/gemma4-compat/gemma4-compat/issues" in line
+    assert f"please {address.report_request()}" in line
     assert f"Say: {IDS[0]}: because [" in line
-    assert result.stdout.splitlines()[-1].endswith(findings.OFF_REMAINS if there else findings.OFF_NOT_SEEN)
+    word = "failed, defect remains" if there else "failed, defect not seen"
+    assert result.stdout.splitlines()[-3].endswith(word)
+    assert result.stdout.splitlines()[-1].startswith(f"1 {word}: this stack is {'not ' if there else ''}fine")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"], IDS[:1]])
@@ -170,6 +238,7 @@ def test_keep_leaves_the_folder_and_says_where(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_checkpoint_that_cannot_be_built_is_bad_usage_not_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(findings, "stack", dict)
+    monkeypatch.setattr(_children, "can_fork", lambda: False)
     monkeypatch.setattr(_children, "alone", lambda *_, **__: report(True))
     result = CliRunner().invoke(cli.app, ["doctor"])
     assert result.exit_code == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import Workspace
 
 
@@ -59,3 +60,26 @@ def test_a_failed_build_leaves_no_folder(tmp_path: Path) -> None:
         Workspace(tmp_path).cached(broken)
     assert not (tmp_path / "broken").exists()
     assert (Workspace(tmp_path).cached(text_checkpoint) / "first").is_file()
+
+
+def test_a_preloaded_model_is_for_one_load_without_quantization(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    loads: list[str | None] = []
+
+    def load(checkpoint: Path, quantization: str | None = None, **_: object) -> int:
+        loads.append(quantization)
+        return len(loads)
+
+    monkeypatch.setattr(tiny, "load", load)
+    workspace = Workspace(tmp_path)
+    workspace.preload()
+    assert loads == []  # no checkpoint yet
+    workspace.checkpoint.mkdir()
+    workspace.preload()
+    assert [workspace.load("4bit"), workspace.load(), workspace.load()] == [2, 1, 3]
+    workspace.preload()
+    workspace.forget()
+    assert workspace.load() == 5
+    assert loads == [None, "4bit", None, None, None]

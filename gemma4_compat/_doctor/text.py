@@ -1,0 +1,116 @@
+"""What doctor found, as text, Markdown and annotations of GitHub's workflows."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from gemma4_compat._doctor import findings
+from gemma4_compat._doctor.findings import Finding
+from gemma4_compat._engine import words
+from gemma4_compat._engine.text import table_text, wrapped
+from gemma4_compat._errors import printable
+
+#: Verdict -> its word (docs/STATES.md); good ones first, in the order of the summary.
+WORDS = {
+    findings.REPAIRED: "repaired",
+    findings.NOT_AFFECTED: words.NOT_NEEDED,
+    findings.NOT_APPLICABLE: "not applicable",
+    findings.OFF_NOT_SEEN: "failed, defect not seen",
+    findings.REMAINS: "defect remains",
+    findings.DISABLED: f"{words.OFF}, defect remains",
+    findings.OFF_REMAINS: "failed, defect remains",
+    findings.FAILED: "failed",
+    findings.CAUSED: "broken by the patch",
+}
+_LONGEST = 160
+
+
+def heading(package: str, versions: Mapping[str, str]) -> str:
+    """The first line: what is examined."""
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"gemma4_compat {package} on Python {platform.python_version()}: {listed}"
+
+
+def finding_text(finding: Finding, count: str = "", width: int | None = None) -> str:
+    """One finding in a few lines, after ``count`` ("[3/82]")."""
+    rows = [
+        ("without", _shorten(finding.without["detail"])),
+        ("with", _shorten(finding.with_shim["detail"])),
+        ("verdict", WORDS[finding.verdict]),
+        *([("report", finding.report)] if finding.report else []),
+    ]
+    lines = table_text(rows, width=width and width - 2).split("\n")
+    head = wrapped(f"{count} {finding.id} ({_libraries(finding)})".lstrip(), width)
+    return "\n".join([head, *(f"  {line}" for line in lines)])
+
+
+def table(found: Sequence[Finding], width: int | None = None) -> str:
+    """A line for each finding."""
+    rows = [("patch", "parity", "verdict"), *((item.id, _parity(item), WORDS[item.verdict]) for item in found)]
+    return table_text(rows, header=True, width=width)
+
+
+def summary(found: Sequence[Finding]) -> str:
+    """One sentence: how many of which verdict, and what that means."""
+    count = Counter(WORDS[item.verdict] for item in found)
+    counted = ", ".join(f"{count[word]} {word}" for word in WORDS.values() if count[word]) or "nothing examined"
+    bad = [item.id for item in found if not item.good]
+    if not bad:
+        return f"{counted}: this stack is fine."
+    return f"{counted}: this stack is not fine, because of {', '.join(bad)}."
+
+
+def markdown(head: str, found: Sequence[Finding], shown: Sequence[Finding]) -> str:
+    """A page of Markdown about the findings that are ``shown``; the summary counts all of them."""
+    lines = [f"### {_cell(summary(found))}", "", _cell(head)]
+    if shown:
+        lines += ["", "| patch | verdict | parity | without the shim | with it |", "|---|---|---|---|---|"]
+    for item in shown:
+        details = (_cell(_shorten(result["detail"])) for result in (item.without, item.with_shim))
+        verdict = WORDS[item.verdict] if item.good else f"**{WORDS[item.verdict]}**"
+        lines.append(" | ".join([f"| `{item.id}`", verdict, _parity(item), *details]) + " |")
+    lines += [f"\n{_cell(item.report)}" for item in shown if item.report]
+    return "\n".join(lines)
+
+
+def workflow(head: str, found: Sequence[Finding]) -> str:
+    """Commands of a GitHub workflow: an error for each finding that is not good, and a notice with the summary."""
+    lines = []
+    for item in found:
+        if not item.good or item.report:
+            said = f"{WORDS[item.verdict]}: {item.with_shim['detail']}" + (f"\n{item.report}" if item.report else "")
+            lines.append(f"::{'warning' if item.good else 'error'} title={_property(item.id)}::{_data(said)}")
+    return "\n".join([*lines, f"::notice title=gemma4-compat doctor::{_data(summary(found))}%0A{_data(head)}"])
+
+
+def _libraries(finding: Finding) -> str:
+    return ", ".join(f"{name} {version}" for name, version in finding.versions.items())
+
+
+def _parity(finding: Finding) -> str:
+    parity = finding.with_shim["parity"]
+    return "-" if parity is None else "bit-exact" if parity == 0 else f"{parity:.3g}"
+
+
+def _shorten(text: str) -> str:
+    text = printable(text)
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _cell(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    shown = printable(text).replace("\\", "\\\\")
+    for char in "|`*_<>[]#":
+        shown = shown.replace(char, f"\\{char}")
+    return shown
+
+
+def _data(text: str) -> str:
+    lines = (printable(line) for line in text.split("\n"))
+    return "%0A".join(line.replace("%", "%25") for line in lines)
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
