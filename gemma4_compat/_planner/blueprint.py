@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from gemma4_compat._engine import versions
@@ -52,6 +52,10 @@ class Size:
     allocated: int
     leaf: int
 
+    def less(self, part: Size) -> Size:
+        """Without a part of it."""
+        return replace(self, nbytes=self.nbytes - part.nbytes, allocated=self.allocated - part.allocated)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -69,6 +73,8 @@ class Block:
         attention: of a decoder layer.
         intermediate: width of a decoder layer's MLP.
         experts: bytes of a decoder layer's quantized experts once they are dequantized; 0 where none are quantized.
+        experts_stored: what of ``stored`` is a layer's experts, which a map may place apart from it; or None.
+        experts_plain: the same of ``plain``.
         tied: name of the block that holds its weight, for a head tied to the embedding.
     """
 
@@ -83,7 +89,21 @@ class Block:
     attention: Attention | None = None
     intermediate: int = 0
     experts: int = 0
+    experts_stored: Size | None = None
+    experts_plain: Size | None = None
     tied: str | None = None
+
+    @property
+    def experts_name(self) -> str:
+        """The key of a decoder layer's experts in a device map, inside that of the layer."""
+        return f"{self.name}.experts"
+
+    def without_experts(self) -> Block:
+        """The block where its experts are elsewhere; they are computed with it."""
+        if self.experts_stored is None or self.experts_plain is None:
+            return self
+        stored, plain = self.stored.less(self.experts_stored), self.plain.less(self.experts_plain)
+        return replace(self, stored=stored, plain=plain, experts_stored=None, experts_plain=None, loading=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +258,8 @@ class _Sizes:
         state = vars(tensor).get("quant_state")
         if state is not None:
             self.found = "4bit-double" if state.nested else "4bit"
+        elif "quant_state" in vars(tensor) and tensor.ndim == 3:  # in a load that will quantize it
+            self.found = "4bit-double" if tensor.compress_statistics else "4bit"
         elif not self.experts or tensor.ndim != 3 or tensor[0].numel() % quantized_bytes.BLOCK:
             return None
         else:
@@ -269,6 +291,7 @@ def _block(name: str, kind: Kind, module: Any, sizes: _Sizes, adapter: int) -> B
         return Block(name=name, kind=kind, stored=one, plain=one, workspace=0, loading=0, adapter=adapter)
     parts = list(sizes.tensors(name, module))
     layer = kind == "layer"
+    apart = [part for part in parts if part[0] == f"{name}.experts"] if layer else []
     tied = None
     if kind == "head" and hasattr(module, "weight"):
         owner = sizes.owner(module.weight, f"{name}.weight").rpartition(".")[0]
@@ -281,6 +304,8 @@ def _block(name: str, kind: Kind, module: Any, sizes: _Sizes, adapter: int) -> B
         workspace=max(part[3] for part in parts),
         loading=max(part[4] for part in parts),
         experts=sum(part[5] for part in parts),
+        experts_stored=_size([part[1] for part in apart]) if apart else None,
+        experts_plain=_size([part[2] for part in apart]) if apart else None,
         adapter=adapter,
         modality=("vision" if "vision" in name else "audio") if kind == "tower" else None,
         attention=_attention(module.self_attn) if layer else None,

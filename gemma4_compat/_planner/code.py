@@ -28,30 +28,69 @@ def loading_code(
         quantize_experts: the experts are quantized while loading; not those that the checkpoint has in 4 bits.
         attention: "sdpa" or "eager".
     """
-    quantization, model_class = plan.quantization, plan.model_class
-    imports = f"BitsAndBytesConfig, {model_class}" if quantization else model_class
-    lines = ["import gemma4_compat  # before the others", "", "import torch"]
-    lines += ["from peft import PeftModel"] if adapter is not None else []
-    lines += [f"from transformers import {imports}", "", "device_map = {"]
-    lines += [f"    {entry}," for entry in _entries(plan.device_map)]
-    lines += ["}"]
-    lines += _quantization_config(quantization, skip, offloads=plan.quantize_offloaded) if quantization else []
-    arguments = ["dtype=torch.bfloat16", "device_map=device_map"]
-    arguments += ["quantization_config=quantization_config"] if quantization else []
-    arguments += ['attn_implementation="eager"'] if attention == "eager" else []
-    arguments += ['offload_folder="offload"'] if plan.disk else []
-    call = [f"model = {model_class}.from_pretrained(", f"    {_quoted(plan.model)},"]
-    call += [f"    {argument}," for argument in arguments] + [")"]
-    contexts = ["gemma4_compat.quantize_experts()"] if quantize_experts else []
-    contexts += ["gemma4_compat.quantize_offloaded()"] if plan.quantize_offloaded else []
-    if contexts:
-        lines += [f"with {', '.join(contexts)}:", *(f"    {line}" for line in call)]
-    else:
-        lines += call
+    lines = loading_lines(
+        plan.model,
+        plan.model_class,
+        plan.device_map,
+        plan.quantization,
+        skip=skip,
+        quantize_offloaded=plan.quantize_offloaded,
+        quantize_experts=quantize_experts,
+        attention=attention,
+        disk=bool(plan.disk),
+        imports=("from peft import PeftModel" if adapter is not None else "", ()),
+    )
     lines += [f"model = PeftModel.from_pretrained(model, {_quoted(str(adapter))})"] if adapter is not None else []
     lines += ["model.eval()"]
     lines += [f"# {FAST}.", "gemma4_compat.decode_fast(model)"] if plan.fast else []
     return "\n".join(lines)
+
+
+def loading_lines(
+    model: str,
+    model_class: str,
+    device_map: Mapping[str, int | str],
+    quantization: str | None,
+    *,
+    skip: Sequence[str],
+    quantize_offloaded: bool,
+    quantize_experts: bool = False,
+    attention: str = "sdpa",
+    disk: bool = False,
+    imports: tuple[str, Sequence[str]] = ("", ()),
+) -> list[str]:
+    """Lines of Python that import what is needed and load the model, as the variable ``model``.
+
+    Args:
+        model: what ``from_pretrained`` takes.
+        model_class: the class in ``transformers``.
+        device_map: of the plan.
+        quantization: of :data:`~gemma4_compat._quantization.config.QUANTIZATIONS`, or None.
+        skip: ``llm_int8_skip_modules``.
+        quantize_offloaded: offloaded modules are quantized, too.
+        quantize_experts: the experts are quantized while loading.
+        attention: "sdpa" or "eager".
+        disk: whether the map offloads to the disk.
+        imports: a line that imports from PEFT, and further names from transformers.
+    """
+    names = sorted(["BitsAndBytesConfig"] * bool(quantization) + [model_class, *imports[1]])
+    lines = ["import gemma4_compat  # before the others", "", "import torch"]
+    lines += [imports[0]] if imports[0] else []
+    lines += [f"from transformers import {', '.join(names)}", "", "device_map = {"]
+    lines += [f"    {entry}," for entry in _entries(device_map)]
+    lines += ["}"]
+    lines += _quantization_config(quantization, skip, offloads=quantize_offloaded) if quantization else []
+    arguments = ["dtype=torch.bfloat16", "device_map=device_map"]
+    arguments += ["quantization_config=quantization_config"] if quantization else []
+    arguments += ['attn_implementation="eager"'] if attention == "eager" else []
+    arguments += ['offload_folder="offload"'] if disk else []
+    call = [f"model = {model_class}.from_pretrained(", f"    {_quoted(model)},"]
+    call += [f"    {argument}," for argument in arguments] + [")"]
+    contexts = ["gemma4_compat.quantize_experts()"] if quantize_experts else []
+    contexts += ["gemma4_compat.quantize_offloaded()"] if quantize_offloaded else []
+    if contexts:
+        return [*lines, f"with {', '.join(contexts)}:", *(f"    {line}" for line in call)]
+    return lines + call
 
 
 def _quantization_config(quantization: str, skip: Sequence[str], *, offloads: bool) -> list[str]:
@@ -73,7 +112,7 @@ def _quoted(text: str) -> str:
 def _entries(device_map: Mapping[str, int | str]) -> list[str]:
     """The map's items as Python, one line for all numbered modules that go to one device."""
     lines: list[str] = []
-    for prefix, numbers, device in grouped(device_map):
+    for (prefix, after), numbers, device in grouped(device_map):
         place = _quoted(device) if isinstance(device, str) else str(device)
         if numbers is None:
             lines.append(f"{_quoted(prefix)}: {place}")
@@ -84,19 +123,23 @@ def _entries(device_map: Mapping[str, int | str]) -> list[str]:
         else:
             parts = [f"*{span}" if span.startswith("range") else span for span in spans]
             text = f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
-        lines.append(f'**{{f"{prefix}.{{i}}": {place} for i in {text}}}')
+        lines.append(f'**{{f"{prefix}.{{i}}{after}": {place} for i in {text}}}')
     return lines
 
 
-def grouped(device_map: Mapping[str, int | str]) -> list[tuple[str, list[int] | None, int | str]]:
-    """The map's items, numbered modules of one device together: (path before the number, numbers, device)."""
-    groups: dict[tuple[str, int | str], list[int] | None] = {}
+def grouped(device_map: Mapping[str, int | str]) -> list[tuple[tuple[str, str], list[int] | None, int | str]]:
+    """The map's items, numbered modules of one device together: (before the number, after it), numbers, device.
+
+    Without a number the path before it is all of it.
+    """
+    groups: dict[tuple[tuple[str, str], int | str], list[int] | None] = {}
     for name, device in device_map.items():
-        prefix, _, last = name.rpartition(".")
+        path, _, last = name.removesuffix(".experts").rpartition(".")
         if last.isdigit():
-            numbers = groups.setdefault((prefix, device), [])
+            after = ".experts" if name.endswith(".experts") else ""
+            numbers = groups.setdefault(((path, after), device), [])
             assert numbers is not None  # a module is not both a list and an entry
             numbers.append(int(last))
         else:
-            groups[name, device] = None
-    return [(prefix, numbers and sorted(numbers), device) for (prefix, device), numbers in groups.items()]
+            groups[(name, ""), device] = None
+    return [(path, numbers and sorted(numbers), device) for (path, device), numbers in groups.items()]

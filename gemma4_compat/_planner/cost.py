@@ -67,6 +67,7 @@ class Load:
         attention: "sdpa" or "eager".
         fast: decoding is that of ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
         weights_only: keep no room for the KV cache and the temporaries, as upstream's maps keep none.
+        training: bytes of a training step beside the weights, in place of all of the above; None: no training.
     """
 
     context: int = 4096
@@ -77,6 +78,7 @@ class Load:
     attention: str = "sdpa"
     fast: bool = False
     weights_only: bool = False
+    training: int | None = None
 
     @property
     def prefill(self) -> int:

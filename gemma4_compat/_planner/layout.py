@@ -2,56 +2,25 @@
 
 Eviction is an ordered list of choices, each needing less of the accelerator than the one before: everything on it; the
 per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers too, unused ones first;
-then as few streamed decoder layers as needed. The first choice that fits is taken, so more memory never streams more
+then the experts of as few decoder layers as needed (a token looks up those that it hits); then as few streamed decoder
+layers as needed. The first choice that fits is taken, so more memory never streams more
 layers. Streamed layers are called ``paged`` in plans: copied to the accelerator while the ones before them compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._planner import cost
-from gemma4_compat._planner.blueprint import Block, Blueprint, Size
+from gemma4_compat._planner.blueprint import Block, Blueprint
 from gemma4_compat._planner.cost import COSTS, Load
+from gemma4_compat._planner.use import Use, experts_of, size_of, use_of
 
 #: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Costs.slots` of them.
 _FEWEST_PAGED = COSTS.slots + 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Use:
-    """Bytes on one accelerator.
-
-    Attributes:
-        weights: what stays there.
-        pages: buffers for the streamed layers.
-        adapter: LoRA weights, those of streamed layers included.
-        kv: KV cache at the end of the context.
-        graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
-        loading: peak in ``from_pretrained``.
-        prefill: peak of the first forward, towers included.
-        decode: peak while decoding, at the end of the context.
-        budget: what it may use.
-    """
-
-    weights: int
-    pages: int
-    adapter: int
-    kv: int
-    loading: int
-    prefill: int
-    decode: int
-    budget: int
-    graph: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The largest of the three."""
-        return max(self.loading, self.prefill, self.decode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +28,14 @@ class Layout:
     """A placement and what it costs.
 
     Attributes:
-        device_map: for ``from_pretrained``; keys cover every tensor once. The first accelerator in it executes what is
-            offloaded.
+        device_map: for ``from_pretrained``; keys cover every tensor once, but for the experts of a layer that stays,
+            which have a key inside that of the layer. The first accelerator in it executes what is offloaded.
         use: by accelerator.
         cpu: bytes in host memory, streamed layers padded.
         disk: bytes on disk.
         paged: names of the decoder layers that are streamed.
-        brought: bytes of those layers, which each token brings over the bus.
+        looked_up: names of the decoder layers that stay, but for their experts.
+        brought: bytes that each token brings over the bus: of streamed layers, and of the experts that it hits.
     """
 
     device_map: dict[str, int | str]
@@ -73,6 +43,7 @@ class Layout:
     cpu: int
     disk: int
     paged: tuple[str, ...]
+    looked_up: tuple[str, ...] = ()
     brought: int = 0
 
     @property
@@ -83,10 +54,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Blocks that leave the accelerator as a whole, and how many decoder layers are streamed."""
+    """Blocks that leave the accelerator as a whole, of how many decoder layers the experts do, and how many layers are
+    streamed.
+    """
 
     evicted: frozenset[str]
     paged: int
+    experts: int = 0
 
 
 def layout(
@@ -119,7 +93,7 @@ def layout(
     found = _first_that_fits(blueprint, budgets, load, quantize_offloaded)
     if found is None:
         raise Gemma4CompatError(_refusal(blueprint, budgets, load, quantize_offloaded))
-    if balanced and len(budgets) > 1 and not found.choice.paged:
+    if balanced and len(budgets) > 1 and not (found.choice.paged or found.choice.experts):
         found = _balance(found, blueprint, budgets, load, quantize_offloaded)
     return _stored(found, cpu=cpu, disk=disk)
 
@@ -187,8 +161,11 @@ def _choices(blueprint: Blueprint, load: Load, quantize_offloaded: bool) -> Iter
     for block in sorted(towers, key=lambda block: (block.modality in used, -block.stored.allocated)):
         evicted.append(block.name)
         yield _Choice(frozenset(evicted), 0)
+    apart = sum(layer.experts_stored is not None for layer in blueprint.layers)
+    for count in range(_FEWEST_PAGED, apart + 1):
+        yield _Choice(frozenset(evicted), 0, count)
     for count in range(_FEWEST_PAGED, len(blueprint.layers) + 1):
-        yield _Choice(frozenset(evicted), count)
+        yield _Choice(frozenset(evicted), count, apart)
 
 
 def _spread(layers: Sequence[Block], count: int, quantize_offloaded: bool) -> list[Block]:
@@ -196,17 +173,13 @@ def _spread(layers: Sequence[Block], count: int, quantize_offloaded: bool) -> li
     chosen: list[Block] = []
     by_size: dict[int, list[Block]] = {}
     for layer in layers:
-        by_size.setdefault(_size(layer, quantize_offloaded).allocated, []).append(layer)
+        by_size.setdefault(size_of(layer, quantize_offloaded).allocated, []).append(layer)
     for size in sorted(by_size, reverse=True):
         equal = by_size[size]
         wanted = min(count - len(chosen), len(equal))
         chosen += [equal[index * len(equal) // wanted] for index in range(wanted)]
     names = {layer.name for layer in chosen}
     return [layer for layer in layers if layer.name in names]
-
-
-def _size(block: Block, quantize_offloaded: bool) -> Size:
-    return block.stored if quantize_offloaded else block.plain
 
 
 # ---------------------------------------------------------------------------------------------------------- placements
@@ -228,6 +201,7 @@ class _Placement:
         self.quantize_offloaded = quantize_offloaded
         self.main = next(iter(budgets)) if main is None else main
         self.paged: list[Block] = []
+        self.looked_up: list[Block] = []
         self.on: dict[Any, list[Block]] = {device: [] for device in budgets}
         self.evicted = [block for block in blueprint.blocks if block.name in choice.evicted]
         self.on[self.main] = [
@@ -245,7 +219,7 @@ class _Placement:
 
     def _place_layers(self, layers: list[Block]) -> None:
         others = [device for device in self.budgets if device != self.main]
-        if not self.choice.paged:
+        if not self.choice.paged and not self.choice.experts:
             # Fill the accelerators in their order; what is left over stays on the last, which then does not fit.
             for device in (self.main, *others):
                 while layers and self._holds(device, [*self.on[device], layers[0]]):
@@ -258,7 +232,10 @@ class _Placement:
                 self.on[device].insert(0, layers.pop())
         self.paged = _spread(layers, min(self.choice.paged, len(layers)), self.quantize_offloaded)
         names = {layer.name for layer in self.paged}
-        self.on[self.main] += [layer for layer in layers if layer.name not in names]
+        stay = [layer for layer in layers if layer.name not in names]
+        apart = [layer for layer in stay if layer.experts_stored is not None]
+        self.looked_up = _spread(apart, min(self.choice.experts, len(apart)), self.quantize_offloaded)
+        self.on[self.main] += stay
 
     def _holds(self, device: Any, blocks: list[Block]) -> bool:
         return self._use(device, blocks).peak <= self.budgets[device]
@@ -273,6 +250,7 @@ class _Placement:
             budget=self.budgets[device],
             main=device == self.main,
             quantize_offloaded=self.quantize_offloaded,
+            apart={block.name for block in self.looked_up} if device == self.main else (),
         )
 
 
@@ -291,54 +269,9 @@ def placed_use(blueprint: Blueprint, placed: Layout, load: Load, quantize_offloa
             budget=use.budget,
             main=device == main,
             quantize_offloaded=quantize_offloaded,
+            apart=placed.looked_up if device == main else (),
         )
     return found
-
-
-def use_of(
-    blueprint: Blueprint,
-    resident: Collection[Block],
-    paged: Collection[Block],
-    evicted: Collection[Block],
-    load: Load,
-    *,
-    budget: int,
-    main: bool,
-    quantize_offloaded: bool,
-) -> Use:
-    """What one accelerator uses: blocks that stay, layers that pass through, and (the main one) blocks elsewhere."""
-    weights = sum(block.stored.allocated for block in resident)
-    largest = max((_size(block, quantize_offloaded).allocated for block in paged), default=0)
-    pages = largest * min(COSTS.slots, len(paged))
-    adapter = sum(block.adapter for block in (*resident, *paged, *evicted))
-    layers = [block for block in (*resident, *paged) if block.kind == "layer"]
-    if paged and not quantize_offloaded:  # computed as they are: no dequantized copy
-        layers = [replace(block, workspace=0, experts=0) if block in paged else block for block in layers]
-    kv = sum(cost.kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
-    streamed = [_size(block, quantize_offloaded).allocated for block in paged]
-    graph = cost.graph(blueprint, layers, streamed, load, head=main)
-    held = weights + pages + adapter + graph + (0 if load.weights_only else COSTS.blas_workspace)
-    prefill = cost.activations(blueprint, layers, load, prefill=True, head=main)
-    decode = cost.activations(blueprint, layers, load, prefill=False, head=main)
-    if main:
-        towers = [block for block in evicted if block.kind == "tower" and getattr(load, block.modality or "")]
-        brought_in = max((2 * _size(block, quantize_offloaded).leaf for block in towers), default=0)
-        prefill = max(prefill, brought_in + cost.tower_activations(blueprint, load))
-    return Use(
-        weights=weights,
-        pages=pages,
-        adapter=adapter,
-        kv=kv,
-        loading=weights + max((block.loading for block in resident), default=0),
-        prefill=_with_slack(held + prefill, load),
-        decode=_with_slack(held + decode, load),
-        budget=budget,
-        graph=graph,
-    )
-
-
-def _with_slack(nbytes: int, load: Load) -> int:
-    return nbytes + (0 if load.weights_only else int(nbytes * COSTS.slack))
 
 
 def _first_that_fits(
@@ -372,10 +305,14 @@ def _balance(
 
 def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
     """Host memory for what left the accelerators; where that is short, the disk, per-layer embeddings first."""
-    largest = max((_size(block, found.quantize_offloaded).allocated for block in found.paged), default=0)
+    largest = max((size_of(block, found.quantize_offloaded).allocated for block in found.paged), default=0)
     away = sorted(found.evicted, key=lambda block: ("per_layer_embedding", "embedding", "tower").index(block.kind))
-    needs = {block.name: _size(block, found.quantize_offloaded).nbytes for block in away}
+    needs = {block.name: size_of(block, found.quantize_offloaded).nbytes for block in away}
     needs |= {block.name: largest for block in reversed(found.paged)}
+    apart = {block.name: block for block in found.looked_up}
+    needs |= {
+        block.experts_name: experts_of(block, found.quantize_offloaded).nbytes for block in reversed(found.looked_up)
+    }
     on_disk: list[str] = []
     in_host = dict(needs)
     while cpu is not None and sum(in_host.values()) > cpu:
@@ -396,18 +333,30 @@ def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
     # The first accelerator of a map is the one that executes what is offloaded.
     main = {block.name for block in found.on[found.main]}
     names = sorted((block.name for block in found.blueprint.blocks), key=lambda name: name not in main)
+    device_map: dict[str, int | str] = {}
+    for name in names:
+        device_map[name] = where[name]
+        if name in apart:
+            device_map[apart[name].experts_name] = where[apart[name].experts_name]
     ordered = {found.main: found.use[found.main]} | found.use
     return Layout(
-        device_map={name: where[name] for name in names},
+        device_map=device_map,
         use=ordered,
         cpu=sum(in_host.values()),
         disk=wanted,
         paged=tuple(block.name for block in found.paged),
-        brought=sum(_size(block, found.quantize_offloaded).nbytes for block in found.paged),
+        looked_up=tuple(apart),
+        brought=_brought(found),
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+def _brought(found: _Placement) -> int:
+    """Bytes a step brings over the bus."""
+    number, taken, _ = found.blueprint.experts or (1, 1, 0)
+    hit = min(found.load.batch * taken, number)
+    sizes = {block: experts_of(block, found.quantize_offloaded).nbytes for block in (*found.paged, *found.looked_up)}
+    layers = sum(size_of(block, found.quantize_offloaded).nbytes - sizes[block] for block in found.paged)
+    return layers + sum(size * hit // number for size in sizes.values())
 
 
 def _check(budgets: Mapping[Any, int], load: Load) -> None:

@@ -20,7 +20,7 @@ from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.cost import Load
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.result import Plan
-from gemma4_compat._quantization import config, expert_storage
+from gemma4_compat._quantization import config, expert_storage, qat
 
 
 def plan_device_map(
@@ -40,10 +40,48 @@ def plan_device_map(
     attention: str = "sdpa",
     balanced: bool = False,
     fast: bool = True,
+    bus: float | str | None = None,
 ) -> Plan:
-    """A device map for ``model`` that stays inside ``vram``; see :func:`gemma4_compat.plan_device_map`."""
+    """A device map for ``model`` that stays inside ``vram`` while loading, in the prefill and while decoding.
+
+    >>> plan = gemma4_compat.plan_device_map("E4B", "4GiB", context=2048)
+    >>> plan.device_map["model.language_model.embed_tokens_per_layer"]
+    'cpu'
+
+    Needs torch and transformers, no weights and no accelerator. What leaves the accelerator first costs the
+    least: the per-layer embeddings, the towers, the experts of as many decoder layers as must (a token reads those
+    that it hits), then as many whole layers as must, which are streamed.
+
+    Args:
+        model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
+            "31B"), a Gemma 4 configuration, or a model (on meta is enough).
+        vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
+            mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
+        context: tokens of a sequence, prompt and answer together.
+        batch: sequences at a time.
+        prompt: tokens of the prompt; default: all of the context, the worst case.
+        quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
+        quantize_experts: experts are quantized to 4 bits, too; otherwise they stay in bf16, as upstream keeps them.
+        adapter: the folder of a PEFT adapter that will be loaded onto the model.
+        vision: inputs contain images, one a sequence.
+        audio: inputs contain audio, 30 s a sequence.
+        cpu: host memory for what is offloaded; default: as much as it takes.
+        disk: disk space for what is offloaded; default: as much as it takes.
+        attention: "sdpa" or "eager".
+        balanced: over several accelerators, about the same on each; otherwise the first are filled.
+        fast: decode with :func:`decode_fast` where it applies, and leave room for its static cache and graphs;
+            otherwise ``slow_because`` says why not.
+        bus: what a copy from pinned host memory reaches, in a second: bytes or a size ("12GiB"); the text of the plan
+            says how many tokens a second that allows. Default: it says so for common buses.
+
+    Returns:
+        The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
+
+    Raises:
+        Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
+    """
     shadowed.refuse("torch", "transformers")
-    budgets = _budgets(vram)
+    given = budgets(vram)
     built, name, assumed = build.on_meta(model)
     quantization = _quantization(built, quantize, quantize_experts)
     stored = _stored_experts(built, name)
@@ -55,13 +93,17 @@ def plan_device_map(
         "quantize_offloaded": quantization is not None,
         "balanced": balanced,
     }
-    placed, load, slow_because = _placed(cut, budgets, load, options, fast=fast)
+    placed, load, slow_because = _placed(cut, given, load, options, fast=fast)
     limit = int(built.config.get_text_config().max_position_embeddings)
-    found = replace(_plan(name, cut, quantization, placed, load), slow_because=slow_because)
+    found = replace(
+        _plan(name, cut, quantization, placed, load),
+        slow_because=slow_because,
+        bus=0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus),
+    )
     return replace(
         found,
         longest_context=layout.longest_context(
-            cut, budgets, load, limit=limit, placed=placed, quantize_offloaded=quantization is not None
+            cut, given, load, limit=limit, placed=placed, quantize_offloaded=quantization is not None
         ),
         assumed=assumed,
         code=code.loading_code(
@@ -75,28 +117,28 @@ def plan_device_map(
 
 
 def _placed(
-    cut: Blueprint, budgets: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
+    cut: Blueprint, given: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
 ) -> tuple[Layout, Load, str]:
     """The layout, the load it was made for, and why that is without fast decoding; empty where it is with it.
 
     Fast decoding is worth more than what leaves the accelerator for its cache and graphs.
     """
-    slow_because = _slow_anywhere(cut, budgets) if fast else "it was not asked for"
+    slow_because = _slow_anywhere(cut, given) if fast else "it was not asked for"
     if not slow_because:
         wanted = replace(load, fast=True)
         try:
-            placed = layout.layout(cut, budgets, wanted, **options)
+            placed = layout.layout(cut, given, wanted, **options)
         except Gemma4CompatError:  # if the rest does not fit either, the error below says so
             slow_because = "its static cache, the prefill into it and its graphs do not fit"
         else:
             slow_because = _slow_here(cut, placed)
             if not slow_because:
                 return placed, wanted, ""
-    return layout.layout(cut, budgets, load, **options), load, slow_because
+    return layout.layout(cut, given, load, **options), load, slow_because
 
 
-def _slow_anywhere(cut: Blueprint, budgets: Mapping[int | str, int]) -> str:
-    if not all(isinstance(device, int) or device.partition(":")[0] == "cuda" for device in budgets):
+def _slow_anywhere(cut: Blueprint, given: Mapping[int | str, int]) -> str:
+    if not all(isinstance(device, int) or device.partition(":")[0] == "cuda" for device in given):
         return "graphs need CUDA"
     if cut.quantization == "8bit":
         return "bitsandbytes' 8-bit layers synchronize with the host in each step"
@@ -105,7 +147,8 @@ def _slow_anywhere(cut: Blueprint, budgets: Mapping[int | str, int]) -> str:
 
 def _slow_here(cut: Blueprint, placed: Layout) -> str:
     # A tower runs once a prompt, which is not replayed.
-    if any(placed.device_map[block.name] == "disk" for block in cut.blocks if block.kind != "tower"):
+    towers = {block.name for block in cut.blocks if block.kind == "tower"}
+    if any(device == "disk" for name, device in placed.device_map.items() if name not in towers):
         return "weights on disk are read by the host for every token"
     if len(placed.use) > 1:
         return "a graph is of one accelerator"
@@ -125,7 +168,9 @@ def _plan(name: str, cut: Blueprint, quantization: str | None, placed: Layout, l
         cpu=placed.cpu,
         disk=placed.disk,
         paged=placed.paged,
+        looked_up=placed.looked_up,
         brought=placed.brought,
+        bus=0,
         fast=load.fast,
         slow_because="",
         context=load.context,
@@ -144,6 +189,12 @@ def _quantization(model: Any, quantize: str | None, quantize_experts: bool) -> s
     settings = config.stored_settings(model.config)
     if settings is not None:
         quantization = config.name_of(settings)
+        if qat.is_method(settings):
+            raise Gemma4CompatError(
+                "the checkpoint is one of Google's QAT (quant_method 'gemma'); plans know bitsandbytes and bf16, and "
+                "not the memory in which its layers dequantize. Load it with device_map='auto' and max_memory, or "
+                "with a map of your own; to plan for other quantizations, call model.dequantize() and save it first"
+            )
         if quantization is None:
             raise Gemma4CompatError(
                 f"the checkpoint is quantized with {settings.get('quant_method')!r}; plans know bitsandbytes and "
@@ -170,7 +221,8 @@ def _blueprint(model: Any, quantization: str | None, adapter: str | Path | None,
     return blueprint.describe(model, quantization, names, adapter=sizes, experts=experts)
 
 
-def _budgets(vram: Any) -> dict[int | str, int]:
+def budgets(vram: Any) -> dict[int | str, int]:
+    """Bytes by accelerator, of whatever :func:`plan_device_map` takes as ``vram``."""
     if isinstance(vram, Mapping):
         return {device: parse_size(size) for device, size in vram.items()}
     try:

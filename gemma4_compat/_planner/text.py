@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gemma4_compat._engine.text import runs_text, size_text
 from gemma4_compat._planner.code import FAST, grouped
 from gemma4_compat._planner.cost import COSTS
-from gemma4_compat._planner.layout import Use
+from gemma4_compat._planner.use import Use
 
 if TYPE_CHECKING:
     from gemma4_compat._planner.result import Plan
 
+#: Bytes a second that a pinned copy gets out of common buses, about.
+BUSES = {"12 GiB/s (PCIe 3 x16)": 12 << 30, "24 (PCIe 4 x16)": 24 << 30, "49 (PCIe 5 x16)": 49 << 30}
 #: What a bar's cells mean, and how they look with block characters and in ASCII.
 _PARTS = ("weights", "streaming buffers", "KV cache", "temporaries", "free")
-_BLOCKS = "█▓▒░·"
-_ASCII = "#=+-."
+BLOCKS = "█▓▒░·"
+ASCII = "#=+-."
 
 
 def can_show_blocks(encoding: str | None) -> bool:
     """Whether an output of this encoding has the characters of the bars."""
     try:
-        _BLOCKS.encode(encoding or "ascii")
+        BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
         return False
     return True
@@ -37,9 +39,10 @@ def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> s
         [
             *_heading(plan, width),
             "",
-            *_bars(plan, width, _BLOCKS if blocks else _ASCII),
+            *_bars(plan, width, BLOCKS if blocks else ASCII),
             "",
-            *_map(plan, width),
+            *map_lines(plan.device_map, width),
+            *_streamed(plan, width),
             "",
             *_peaks(plan, width),
             "",
@@ -86,15 +89,25 @@ def _bar(use: Use, room: int, cells: str) -> str:
     return bar[:room].ljust(room, cells[-1])
 
 
-def _map(plan: Plan, width: int) -> Iterator[str]:
+def map_lines(device_map: Mapping[str, int | str], width: int) -> Iterator[str]:
+    """A device map, a device after the other, numbered modules as ranges."""
     by_device: dict[int | str, list[str]] = {}
-    for prefix, numbers, device in grouped(plan.device_map):
-        by_device.setdefault(device, []).append(prefix if numbers is None else f"{prefix} {runs_text(numbers)}")
+    for (path, after), numbers, device in grouped(device_map):
+        by_device.setdefault(device, []).append(path if numbers is None else f"{path} {runs_text(numbers)}{after}")
     for device, entries in by_device.items():
         label = f"{device}: "
         yield from textwrap.wrap(
             ", ".join(entries), width, initial_indent=label, subsequent_indent=" " * len(label), break_on_hyphens=False
         )
+
+
+def _streamed(plan: Plan, width: int) -> Iterator[str]:
+    if plan.looked_up:
+        looked_up = (
+            f"The experts of {len(plan.looked_up)} decoder layers are off the accelerator; a token reads those "
+        )
+        looked_up += "that it hits."
+        yield from textwrap.wrap(looked_up, width)
     if plan.paged:
         streamed = f"{len(plan.paged)} decoder layers are streamed: copied to the accelerator while others compute."
         yield from textwrap.wrap(streamed, width)
@@ -118,9 +131,13 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
     text = f"Fast decoding (gemma4_compat.decode_fast): {FAST[0].lower()}{FAST[1:]}. "
     text += f"Its graphs keep {size_text(pools)}."
     if plan.brought:
-        least, most = (round(100 * share) for share in COSTS.bus)
-        text += f" The bus bounds its speed: each token brings {size_text(plan.brought)} over it. Replay of streamed "
-        text += f"layers reached {least} to {most} % of the bus where it was measured."
+        text += f" The bus bounds its speed: each token brings {size_text(plan.brought)} over it."
+        if plan.paged:
+            least, most = (round(100 * share) for share in COSTS.bus)
+            text += f" Replay of streamed layers reached {least} to {most} % of the bus where it was measured."
+        buses = {f"{size_text(plan.bus)}/s": plan.bus} if plan.bus else BUSES
+        allowed = ", ".join(f"{bus / plan.brought:.1f} at {name}" for name, bus in buses.items())
+        text += f" Tokens a second that it allows, computed: {allowed}."
     else:
         text += " The card bounds its speed."
     yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -156,3 +156,66 @@ def test_the_command_line_has_it(checkpoint: str) -> None:
     assert result.exit_code == 0, result.output
     assert "experts too" in result.output
     assert "with gemma4_compat.quantize_experts():" in result.output
+
+
+def test_experts_leave_before_whole_layers() -> None:
+    """Fewer of them the more memory there is; what a token brings is what it hits."""
+    given = {"context": 4096, "prompt": 1024, "quantize": "4bit-double", "quantize_experts": True}
+    plans = {
+        size: gemma4_compat.plan_device_map("26B-A4B", size, **given) for size in ("5GiB", "8GiB", "12GiB", "24GiB")
+    }
+    counts = [len(plan.looked_up) for plan in plans.values()]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[1] > counts[2] > counts[3] == 0
+    assert not any(plan.paged for plan in plans.values())
+    one = (
+        128
+        * sum(expert_tensors(128, 2816, 1408, "4bit-double") + expert_tensors(128, 2816, 704, "4bit-double"))
+        // 128
+    )
+    for plan in plans.values():
+        assert plan.brought == len(plan.looked_up) * (one * 8 // 128)
+        for name in plan.looked_up:
+            assert plan.device_map[name] == 0
+            assert plan.device_map[f"{name}.experts"] == "cpu"
+    given |= {"context": 512, "prompt": 512}
+    smallest = gemma4_compat.plan_device_map("26B-A4B", "4GiB", **given)
+    assert smallest.paged
+    assert not {f"{name}.experts" for name in smallest.paged} & smallest.device_map.keys()
+
+
+def test_the_bus_that_is_given() -> None:
+    from gemma4_compat._planner.text import plan_text
+
+    given = {"context": 4096, "prompt": 1024, "quantize": "4bit-double", "quantize_experts": True}
+    plan = gemma4_compat.plan_device_map("26B-A4B", "8GiB", bus="12GiB/s", **given)
+    assert plan.bus == 12 << 30
+    said = " ".join(plan_text(plan, width=100).split())
+    assert f"computed: {plan.bus / plan.brought:.1f} at 12.00 GiB/s." in said
+    assert f"The experts of {len(plan.looked_up)} decoder layers are off the accelerator" in said
+    plan = gemma4_compat.plan_device_map("26B-A4B", "8GiB", **given)
+    assert plan.bus == 0
+    assert "(PCIe 4 x16)" in plan_text(plan, width=100)
+
+
+@pytest.mark.parametrize("quantization", FOUR_BIT)
+def test_auto_counts_experts_as_they_will_be_stored(checkpoint: str, quantization: str) -> None:
+    """In a load inside quantize_experts(), before there are weights."""
+    model = build.on_meta(checkpoint)[0]
+    expert_storage.prepare(model, tiny.quantization_config(quantization), lambda _: True, prequantized=False)
+    expected = described(build.on_meta(checkpoint)[0], quantization)
+    seen = described(model, quantization, experts=False)
+    assert [block.stored for block in seen.blocks] == [block.stored for block in expected.blocks]
+    assert seen.quantization == quantization
+
+
+def test_auto_places_experts() -> None:
+    from gemma4_compat.patches.placement import transformers_auto_map
+
+    model = build.on_meta("26B-A4B")[0]
+    placement, text = transformers_auto_map._plan(model, {0: 16 << 30}, 100 << 30, None, balanced=True)
+    assert placement is not None, text
+    away = [name for name, device in placement.items() if device == "cpu"]
+    assert sum(name.endswith(".experts") for name in away) > 20
+    assert not any(name.rpartition(".")[2].isdigit() for name in away)
+    assert "model.language_model.layers.0-" in text or ".experts" in text

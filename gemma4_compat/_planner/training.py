@@ -1,0 +1,161 @@
+"""Which part of a Gemma 4 goes where while an adapter is trained on it: ``gemma4_compat.plan_training``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gemma4_compat._engine import shadowed
+from gemma4_compat._engine.text import parse_size, size_text
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import build
+from gemma4_compat._planner import blueprint, layout, training_code, training_step
+from gemma4_compat._planner.blueprint import Blueprint
+from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.layout import Layout
+from gemma4_compat._planner.plan import budgets
+from gemma4_compat._planner.result import TrainingPlan
+from gemma4_compat._planner.training_step import Step, StepMemory
+from gemma4_compat._quantization import config
+
+
+def plan_training(
+    model: Any,
+    vram: float | str | Mapping[int | str, float | str],
+    *,
+    sequence: int = 2048,
+    batch: int = 1,
+    rank: int = 16,
+    checkpointing: bool = True,
+    optimizer: str = "adamw_torch",
+    chunked_loss: bool = False,
+    quantize: str | None = "4bit",
+    cpu: float | str | None = None,
+) -> TrainingPlan:
+    """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
+
+    The step is run on tensors without memory (``FakeTensorMode``), by the installed releases' own code, and every
+    storage it makes is counted: seconds, no weights, no accelerator. What kernels use inside is not seen.
+
+    Args:
+        model: as for :func:`gemma4_compat.plan_device_map`; not one whose weights are quantized already.
+        vram: what PyTorch may allocate on the accelerator: bytes or a size ("12GiB"), or a mapping of the map's
+            value for it to one.
+        sequence: tokens of a sequence.
+        batch: sequences of a micro-batch; gradient accumulation takes nothing more.
+        rank: of LoRA on all linear layers of the decoder.
+        checkpointing: compute activations of a layer again in the backward pass.
+        optimizer: as ``TrainingArguments.optim`` names it: adamw_torch, adamw_torch_fused, adamw_8bit,
+            paged_adamw_32bit, paged_adamw_8bit or sgd.
+        chunked_loss: the loss is that of :func:`gemma4_compat.chunked_loss`.
+        quantize: how the base is stored: "4bit", "4bit-double" or None.
+        cpu: host memory for what is offloaded; default: as much as it takes.
+
+    Raises:
+        Gemma4CompatError: it cannot fit (the message says what each option would save), or an argument cannot be
+            understood.
+    """
+    shadowed.refuse("torch", "transformers", "peft")
+    device, budget = _budget(vram)
+    quantization = None if quantize == "none" else quantize
+    if quantization not in (None, "4bit", "4bit-double"):
+        raise Gemma4CompatError(f"quantize is {quantize!r}; training plans know 4bit, 4bit-double and none")
+    step = Step(
+        sequence=sequence,
+        batch=batch,
+        rank=rank,
+        checkpointing=checkpointing,
+        optimizer=optimizer,
+        chunked_loss=chunked_loss,
+    )
+    cut, name, assumed, skip = _described(model, quantization)
+    memory = _measure(model, quantization, step)
+    options = {"cpu": None if cpu is None else parse_size(cpu), "quantize_offloaded": quantization is not None}
+    changes = _changes(model, quantization, step, memory)
+    placed = _placed(cut, {device: budget}, memory, options, changes)
+    use = placed.use[device]
+    found = TrainingPlan(
+        model=name,
+        model_class=cut.model_class,
+        device_map=placed.device_map,
+        quantization=quantization,
+        sequence=sequence,
+        batch=batch,
+        rank=rank,
+        checkpointing=checkpointing,
+        optimizer=optimizer,
+        chunked_loss=chunked_loss,
+        trained=sum(memory.sizes),
+        weights=use.weights,
+        buffers=use.pages,
+        adapter=memory.adapter,
+        optimizer_states=memory.optimizer,
+        activations=max(memory.forward, memory.backward),
+        peak=use.prefill,
+        loading=use.loading,
+        budget=budget,
+        cpu=placed.cpu,
+        streamed=placed.paged,
+        changes=changes,
+        assumed=assumed,
+        code="",
+    )
+    return replace(found, code=training_code.training_code(found, skip=skip, offloads=placed.offloads))
+
+
+def _budget(vram: Any) -> tuple[int | str, int]:
+    found = budgets(vram)
+    if len(found) != 1:
+        raise Gemma4CompatError(f"vram is {vram!r}; a training plan is of one accelerator")
+    return next(iter(found.items()))
+
+
+def _described(model: Any, quantization: str | None) -> tuple[Blueprint, str, str, list[str]]:
+    built, name, assumed = build.on_meta(model)
+    skip = config.default_skip_modules(built)
+    if config.stored_settings(built.config) is not None:
+        raise Gemma4CompatError(
+            "the checkpoint is quantized already; give the checkpoint it was made from, or its variant, and quantize"
+        )
+    names = config.linear_names(built, skip) if quantization else None
+    return blueprint.describe(built, quantization, names), name, assumed, skip
+
+
+def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
+    built = build.on_meta(model)[0]
+    names = config.linear_names(built, config.default_skip_modules(built)) if quantization else ()
+    return training_step.measure(built, names, step)
+
+
+def _changes(model: Any, quantization: str | None, step: Step, memory: StepMemory) -> dict[str, int]:
+    """What the step would take more, by option that makes it another one."""
+    other = _measure(model, quantization, replace(step, checkpointing=not step.checkpointing))
+    found = {"--no-checkpointing" if step.checkpointing else "--checkpointing": other.peak - memory.peak}
+    other = _measure(model, quantization, replace(step, chunked_loss=not step.chunked_loss))
+    found["--no-chunked-loss" if step.chunked_loss else "--chunked-loss"] = other.peak - memory.peak
+    for optimizer in ("adamw_8bit", "paged_adamw_8bit"):
+        if optimizer != step.optimizer:
+            found[f"--optimizer {optimizer}"] = memory.with_optimizer(optimizer).peak - memory.peak
+    return found
+
+
+def _placed(
+    cut: Blueprint,
+    given: Mapping[int | str, int],
+    memory: StepMemory,
+    options: Mapping[str, Any],
+    changes: Mapping[str, int],
+) -> Layout:
+    load = Load(training=memory.peak)
+    needed = layout.smallest_budget(cut, load, quantize_offloaded=options["quantize_offloaded"])
+    budget = min(given.values())
+    if needed > budget:
+        remedies = [f"{option} saves {size_text(-more)}" for option, more in changes.items() if more < 0]
+        said = f" {'; '.join(remedies)}." if remedies else ""
+        raise Gemma4CompatError(
+            f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed, "
+            f"{size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} A shorter "
+            "sequence or a smaller batch takes less"
+        )
+    return layout.layout(cut, given, load, **options)

@@ -1,0 +1,269 @@
+"""How many bytes a training step takes beside the base's weights: the step itself is run, on tensors without memory.
+
+No formula knows what autograd keeps of a release's code, so that code is run: the model's own class with PEFT's own
+layers, forward and backward, under ``FakeTensorMode``, which gives every tensor a shape and no memory, while each
+storage that an operator makes is counted until it is freed. That takes seconds and no accelerator. What it does not
+see is what kernels use inside. Masks are those of a batch with padding, the larger case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._planner.blueprint import rounded
+from gemma4_compat._training import loss
+
+#: Bytes that an optimizer keeps for a trained float32 weight, and for each of its blocks of 256 weights (float32
+#: maxima of bitsandbytes' 8-bit states). "paged": in memory that CUDA moves to the host, which is counted as none.
+OPTIMIZERS = {
+    "adamw_torch": (8, 0),
+    "adamw_torch_fused": (8, 0),
+    "adamw_8bit": (2, 8),
+    "paged_adamw_32bit": (0, 0),
+    "paged_adamw_8bit": (0, 0),
+    "sgd": (0, 0),
+}
+#: bitsandbytes keeps the states of smaller tensors in 32 bits (``min_8bit_size``).
+_SMALLEST_8BIT = 4096
+_BLOCK = 256
+#: What QLoRA trains: every linear layer of the decoder, and none of the towers.
+TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step is.
+
+    Attributes:
+        sequence: tokens of a sequence.
+        batch: sequences of a micro-batch.
+        rank: of LoRA on :data:`TARGETS`.
+        checkpointing: activations of a decoder layer are computed again in the backward pass.
+        optimizer: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
+        chunked_loss: the loss is that of ``gemma4_compat.chunked_loss``.
+    """
+
+    sequence: int
+    batch: int = 1
+    rank: int = 16
+    checkpointing: bool = True
+    optimizer: str = "adamw_torch"
+    chunked_loss: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of a training step on the accelerator, beside the weights of the base.
+
+    Attributes:
+        adapter: LoRA's weights, float32 as PEFT keeps them.
+        optimizer: its states.
+        forward: the most that is in use in the forward pass and the loss, beside adapter and optimizer.
+        backward: the same in the backward pass, gradients included.
+        sizes: weights of each tensor that is trained.
+    """
+
+    adapter: int
+    optimizer: int
+    forward: int
+    backward: int
+    sizes: tuple[int, ...]
+
+    @property
+    def peak(self) -> int:
+        """The largest sum."""
+        return self.adapter + self.optimizer + max(self.forward, self.backward)
+
+    def with_optimizer(self, optimizer: str) -> StepMemory:
+        """The same step with another one of :data:`OPTIMIZERS`."""
+        return replace(self, optimizer=optimizer_bytes(optimizer, self.sizes))
+
+
+def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
+    """Run one step of a model on meta.
+
+    Args:
+        model: from :func:`gemma4_compat._models.build.on_meta`, in bfloat16. It is changed and cannot be used again.
+        quantized: paths of the linear layers that bitsandbytes stores in 4 bits.
+        step: what to run.
+
+    Raises:
+        Gemma4CompatError: the step cannot be what it says, or this model cannot be trained in it.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    _check(step)
+    with _quiet():
+        adapted = _adapted(model, step)
+    with FakeTensorMode(), _quiet():
+        sizes = _fake(adapted, quantized)
+        adapted.train()
+        if step.chunked_loss:
+            loss.chunked_loss(adapted)
+        if step.checkpointing:
+            adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            adapted.enable_input_require_grads()
+        tokens = torch.zeros(step.batch, step.sequence, dtype=torch.long)
+        inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+        if "mm_token_type_ids" in _parameters(model):
+            inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
+        counted = storage_counter(adapted)
+        with counted, torch.autocast("cpu", dtype=torch.bfloat16):
+            found = adapted(**inputs, use_cache=False).loss
+        forward = counted.reset_peak()
+        with counted:
+            found.backward()
+    return StepMemory(
+        adapter=sum(rounded(4 * size) for size in sizes),
+        optimizer=optimizer_bytes(step.optimizer, sizes),
+        forward=forward,
+        backward=counted.peak,
+        sizes=tuple(sizes),
+    )
+
+
+def optimizer_bytes(optimizer: str, sizes: Collection[int]) -> int:
+    """Bytes of an optimizer's states for tensors of so many float32 weights each."""
+    weight, block = OPTIMIZERS[optimizer]
+    total = 0
+    for size in sizes:
+        eight_bit = block and size >= _SMALLEST_8BIT
+        each = weight if eight_bit or not block else OPTIMIZERS["adamw_torch"][0]
+        total += rounded(each * size) + (block * -(-size // _BLOCK) if eight_bit else 0)
+    return total
+
+
+def storage_counter(model: Any) -> Any:
+    """A dispatch mode with ``now`` and ``peak``: bytes of living storages that operators have made inside it.
+
+    Args:
+        model: whose parameters and buffers are not counted.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+
+    class Counter(TorchDispatchMode):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.now = self.peak = 0
+            self._living: dict[int, int] = {}
+            self._known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+
+        def reset_peak(self) -> int:
+            """The peak until now; a new one begins."""
+            peak, self.peak = self.peak, self.now
+            return peak
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            for value in tree_iter(result):
+                if isinstance(value, torch.Tensor):
+                    self._see(value.untyped_storage())
+            return result
+
+        def _see(self, storage: Any) -> None:
+            key = storage._cdata
+            if key in self._living or key in self._known:
+                return
+            self._living[key] = rounded(storage.nbytes())
+            self.now += self._living[key]
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key)
+
+        def _gone(self, key: int) -> None:
+            self.now -= self._living.pop(key)
+
+    return Counter()
+
+
+def _check(step: Step) -> None:
+    for name in ("sequence", "batch", "rank"):
+        if getattr(step, name) < 1:
+            raise Gemma4CompatError(f"{name} is {getattr(step, name)}; it must be at least 1")
+    if step.optimizer not in OPTIMIZERS:
+        raise Gemma4CompatError(f"optimizer {step.optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
+
+
+def _adapted(model: Any, step: Step) -> Any:
+    """``model`` with LoRA on its targets, on meta."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=step.rank, lora_alpha=step.rank, target_modules=TARGETS)
+    return get_peft_model(model.requires_grad_(False), config, low_cpu_mem_usage=True)
+
+
+def _fake(adapted: Any, quantized: Collection[str]) -> list[int]:
+    """Give every tensor of the model a fake one, 4-bit where that is meant. Returns the sizes of the trained ones."""
+    import torch
+
+    base = adapted.get_base_model()
+    tied: dict[int, Any] = {}
+    sizes = []
+    for module in adapted.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in tied:
+                dtype = torch.float32 if parameter.requires_grad else parameter.dtype
+                data = torch.empty(parameter.shape, dtype=dtype)
+                tied[id(parameter)] = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+                sizes += [data.numel()] if parameter.requires_grad else []
+            module._parameters[name] = tied[id(parameter)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    base.tie_weights()
+    for name in quantized:
+        module = base.get_submodule(name)
+        _to_4bit(getattr(module, "base_layer", module))
+    return sizes
+
+
+def _to_4bit(linear: Any) -> None:
+    """Make a linear layer compute as bitsandbytes' on CUDA does with more than one token.
+
+    Its weight is dequantized into a temporary, in the forward pass and again in the backward pass; autograd keeps the
+    packed weight and no input (``MatMul4Bit``).
+    """
+    import torch
+
+    class Dequantized(torch.autograd.Function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, inputs: Any, shape: Any) -> Any:
+            ctx.shape = shape
+            return inputs @ torch.empty(shape, dtype=inputs.dtype).t()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient @ torch.empty(ctx.shape, dtype=gradient.dtype), None
+
+    shape = tuple(linear.weight.shape)
+    linear.weight = torch.nn.Parameter(torch.empty(-(-linear.weight.numel() // 2), dtype=torch.uint8), False)
+    dtype = torch.bfloat16
+
+    def forward(inputs: Any) -> Any:
+        return Dequantized.apply(inputs.to(dtype), shape)
+
+    linear.forward = forward
+
+
+def _parameters(model: Any) -> Collection[str]:
+    import inspect
+
+    return inspect.signature(model.forward).parameters
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What the libraries say about training is not about a plan."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

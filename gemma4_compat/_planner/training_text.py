@@ -1,0 +1,71 @@
+"""A training plan as text: a bar, what the step takes, what each option would change, and the code."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gemma4_compat._engine.text import size_text
+from gemma4_compat._planner.text import ASCII, BLOCKS, map_lines
+
+if TYPE_CHECKING:
+    from gemma4_compat._planner.result import TrainingPlan
+
+_PARTS = ("weights", "streaming buffers", "adapter and optimizer", "activations and gradients", "free")
+
+
+def training_text(plan: TrainingPlan, *, width: int | None = None, blocks: bool = True) -> str:
+    """Everything a plan says; lines of the report are at most ``width`` columns, by default the terminal's."""
+    width = max(50, min(width or shutil.get_terminal_size().columns, 100))
+    return "\n".join([*_report(plan, width, BLOCKS if blocks else ASCII), "", plan.code])
+
+
+def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
+    stored = {None: "bf16", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}[plan.quantization]
+    checkpointing = "with" if plan.checkpointing else "without"
+    yield from textwrap.wrap(
+        f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.sequence} tokens, batch "
+        f"{plan.batch}, LoRA of rank {plan.rank} on {plan.trained:,} weights, {plan.optimizer}, {checkpointing} "
+        f"checkpointing{', the loss in chunks' if plan.chunked_loss else ''}",
+        width,
+    )
+    if plan.assumed:
+        yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
+    yield ""
+    yield from _bar(plan, width, cells)
+    yield ""
+    yield from map_lines(plan.device_map, width)
+    if plan.streamed:
+        yield from textwrap.wrap(
+            f"{len(plan.streamed)} decoder layers are streamed: copied to the accelerator in the forward and again in "
+            "the backward pass.",
+            width,
+        )
+    yield ""
+    yield f"Expected peak: {size_text(plan.peak)} in a step, {size_text(plan.loading)} while loading."
+    for name, nbytes in (
+        ("base weights", plan.weights),
+        ("streaming buffers", plan.buffers),
+        ("adapter", plan.adapter),
+        (f"states of {plan.optimizer}", plan.optimizer_states),
+        ("activations, loss and gradients", plan.activations),
+    ):
+        yield f"  {name:<33}{size_text(nbytes):>11}"
+    yield "What an option would change:"
+    for option, nbytes in plan.changes.items():
+        yield f"  {option:<33}{'-' if nbytes < 0 else '+'}{size_text(abs(nbytes)):>10}"
+
+
+def _bar(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
+    room = width - len("gpu 0  []  10.00 GiB of 10.00 GiB")
+    bar, done = "", 0
+    parts = (plan.weights, plan.buffers, plan.adapter + plan.optimizer_states, plan.activations)
+    for cell, nbytes in zip(cells, parts):
+        done += nbytes
+        bar += cell * (round(room * done / plan.budget) - len(bar))
+    yield f"gpu 0  [{bar[:room].ljust(room, cells[-1])}]  {size_text(plan.peak)} of {size_text(plan.budget)}"
+    if plan.cpu:
+        yield f"cpu    {size_text(plan.cpu)}"
+    yield from textwrap.wrap("  ".join(f"{cell} {part}" for cell, part in zip(cells, _PARTS)), width)

@@ -1,0 +1,237 @@
+"""What a training plan says against steps that are really run, and its own code."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import gemma4_compat
+from gemma4_compat import Gemma4CompatError, cli
+from gemma4_compat._models import build
+from gemma4_compat._planner import training_step
+from gemma4_compat._planner.training_step import Step
+from gemma4_compat._training import chunks
+from tests.planner.models import VARIANTS
+
+MIB = 1 << 20
+BLOCK = 512  # bytes, of an allocation
+
+
+def of(checkpoint: Any, quantized: tuple[str, ...] = (), **step: Any) -> training_step.StepMemory:
+    return training_step.measure(build.on_meta(str(checkpoint))[0], quantized, Step(**step))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sequence, batch", [(24, 1), (16, 3)])
+def test_every_byte_is_that_of_a_step_with_memory(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, sequence: int, batch: int, checkpointing: bool, chunked: bool
+) -> None:
+    """The same model, in bf16 on the CPU, with the same adapter, and a real forward and backward pass."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 256 * 2)  # of 10 tokens: several chunks
+    step = {"checkpointing": checkpointing, "chunked_loss": chunked}
+    planned = of(workspace.checkpoint, sequence=sequence, batch=batch, rank=4, **step)
+    model = get_peft_model(
+        workspace.load(), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS, init_lora_weights=False)
+    ).train()
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    gemma4_compat.chunked_loss(model, enabled=chunked)
+    tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    more = {"shift_labels": tokens} if chunked else {}  # a plan counts a label for every token
+    inputs = {"input_ids": tokens, **more, "attention_mask": torch.ones_like(tokens)}
+    inputs["attention_mask"][0, 0] = 0  # masks without padding may be left out, which a plan does not count on
+    inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
+    counted = training_step.storage_counter(model)
+    with counted, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**inputs, labels=tokens, use_cache=False).loss
+    forward = counted.reset_peak()
+    with counted:
+        loss.backward()
+    assert planned.forward == forward
+    # The indices of the labels that count are of one block more where they are looked up.
+    assert 0 <= counted.peak - planned.backward <= (BLOCK if chunked else 0)
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    assert sorted(planned.sizes) == sorted(trained)
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_a_4_bit_base_adds_the_copy_that_a_layer_is_dequantized_into(workspace: Any) -> None:
+    """Of each layer in turn: the most that one of them can add is its weight in bf16."""
+    built = build.on_meta(str(workspace.checkpoint))[0]
+    names = tuple(
+        name for name, module in built.named_modules() if "language_model" in name and name.endswith("up_proj")
+    )
+    largest = max(built.get_submodule(name).weight.numel() for name in names)
+    plain, packed = (of(workspace.checkpoint, chosen, sequence=4, rank=2) for chosen in ((), names))
+    assert 0 <= packed.backward - plain.backward <= 2 * largest
+    assert packed.sizes == plain.sizes
+
+
+@pytest.mark.full
+def test_steps_grow_with_what_they_are(workspace: Any) -> None:
+    base = of(workspace.checkpoint, sequence=32)
+    assert of(workspace.checkpoint, sequence=64).peak > base.peak
+    assert of(workspace.checkpoint, sequence=32, batch=2).peak > base.peak
+    assert of(workspace.checkpoint, sequence=32, rank=32).adapter == pytest.approx(2 * base.adapter, rel=0.01)
+    assert of(workspace.checkpoint, sequence=32, checkpointing=False).peak > base.peak
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_states_of_torchs_optimizers_are_what_they_keep(optimizer: str) -> None:
+    import torch
+
+    sizes = (16, 4096, 100_000)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    made = torch.optim.SGD(parameters) if optimizer == "sgd" else torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    states = [value for state in made.state.values() for value in state.values() if value.dim()]
+    kept = sum(value.numel() * value.element_size() for value in states)
+    assert training_step.optimizer_bytes(optimizer, sizes) == pytest.approx(kept, abs=512 * len(sizes))
+
+
+def test_states_of_8_bit_optimizers_are_what_bitsandbytes_makes() -> None:
+    import bitsandbytes as bnb
+    import torch
+
+    sizes = (16, 4096, 100_000)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    made = bnb.optim.AdamW8bit(parameters)
+    kept = 0
+    for index, parameter in enumerate(parameters):
+        made.init_state(made.param_groups[0], parameter, 0, index)
+        state = made.state[parameter]
+        found = [state[name] for name in ("state1", "state2", "absmax1", "absmax2") if name in state]
+        kept += sum(value.numel() * value.element_size() for value in found)
+    assert training_step.optimizer_bytes("adamw_8bit", sizes) == pytest.approx(kept, abs=512 * len(sizes))
+    assert training_step.optimizer_bytes("paged_adamw_8bit", sizes) == 0
+
+
+@functools.cache
+def planned(checkpoint: str, **options: Any) -> Any:
+    return gemma4_compat.plan_training(checkpoint, 1 << 40, sequence=32, **options)
+
+
+@pytest.mark.full
+def test_more_memory_never_offloads_more(workspace: Any) -> None:
+    whole = planned(str(workspace.checkpoint))
+    assert set(whole.device_map.values()) == {0}
+    assert whole.streamed == ()
+    away: list[set[str]] = []
+    for budget in (whole.peak - 1, whole.peak - whole.weights // 4):
+        plan = gemma4_compat.plan_training(str(workspace.checkpoint), budget, sequence=32)
+        assert plan.peak <= budget
+        away.append({name for name, device in plan.device_map.items() if device == "cpu"})
+    assert set() < away[0] <= away[1]
+
+
+@pytest.mark.full
+def test_the_parts_add_up_to_the_peak(workspace: Any) -> None:
+    plan = planned(str(workspace.checkpoint))
+    parts = plan.weights + plan.buffers + plan.adapter + plan.optimizer_states + plan.activations
+    workspace_of_blas = 32 * MIB
+    assert plan.peak == pytest.approx(1.01 * (parts + workspace_of_blas), rel=1e-6)
+    assert plan.changes["--no-checkpointing"] > 0
+    chunked = planned(str(workspace.checkpoint), chunked_loss=True)
+    assert chunked.changes["--no-chunked-loss"] == -plan.changes["--chunked-loss"]
+    assert chunked.activations - plan.activations == plan.changes["--chunked-loss"]
+    assert plan.changes["--optimizer paged_adamw_8bit"] == -plan.optimizer_states
+    assert planned(str(workspace.checkpoint), checkpointing=False).changes["--checkpointing"] == pytest.approx(
+        -plan.changes["--no-checkpointing"]
+    )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"sequence": 0}, "sequence is 0; it must be at least 1"),
+        ({"rank": -1}, "rank is -1"),
+        ({"optimizer": "adam"}, "optimizer 'adam' is unknown; use one of adamw_torch"),
+        ({"quantize": "8bit"}, "training plans know 4bit"),
+        ({"vram": {0: "8GiB", 1: "8GiB"}}, "a training plan is of one accelerator"),
+        ({"vram": 1000}, r"takes .* with all decoder layers streamed.* saves .*A shorter sequence"),
+    ],
+)
+def test_what_cannot_be_is_one_error(workspace: Any, options: dict[str, Any], message: str) -> None:
+    options = {"vram": "8GiB", "sequence": 8, **options}
+    with pytest.raises(Gemma4CompatError, match=message):
+        gemma4_compat.plan_training(str(workspace.checkpoint), **options)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_code_trains(workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+    """On a host without a GPU, whose main device is the CPU: one step, and an adapter is saved."""
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    plan = gemma4_compat.plan_training(
+        str(workspace.checkpoint), {"cpu": 1 << 40}, sequence=8, rank=2, chunked_loss=chunked
+    )
+    assert ("gemma4_compat.chunked_loss(model)" in plan.code) is chunked
+    rows = [
+        {"input_ids": torch.arange(8), "labels": torch.arange(8), "attention_mask": torch.ones(8, dtype=torch.long)}
+    ]
+    code = plan.code.replace('"adapter",\n', '"adapter",\n    max_steps=1, report_to=[], use_cpu=True,\n', 1)
+    assert code != plan.code
+    exec(compile(code, "plan", "exec"), {"DATASET": rows})
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert saved["r"] == 2
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_can_be_planned(variant: str) -> None:
+    plan = gemma4_compat.plan_training(variant, "80GiB", sequence=64)
+    assert plan.adapter < plan.activations
+    assert plan.trained > 10**7
+    assert plan.changes["--chunked-loss"] <= 0  # of 64 tokens the loss need not be what the peak is made of
+
+
+def says(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, ["plan", *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_command_prints_the_report(workspace: Any) -> None:
+    arguments = [str(workspace.checkpoint), "--vram", "1GiB", "--train", "--sequence", "16", "--rank", "4"]
+    text = says(*arguments).stdout
+    for part in (
+        "sequences of 16 tokens",
+        "of rank 4",
+        "gpu 0 [",
+        "Expected peak: ",
+        "--no-checkpointing",
+        "DATASET",
+    ):
+        assert part in " ".join(text.split())
+    report = text.partition("import gemma4_compat")[0]
+    assert max(map(len, report.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--sequence", "8"], "--sequence needs --train"),
+        (["--no-checkpointing"], "--checkpointing needs --train"),
+        (["--train", "--vision"], "--vision is not for --train"),
+        (["--train", "--vram", "1GiB"], "a training plan is of one accelerator; give --vram once"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(arguments: list[str], message: str) -> None:
+    result = says("E2B", "--vram", "8GiB", *arguments, code=2)
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
