@@ -331,6 +331,18 @@ def is_installed(function: Any) -> bool:
     return type(function) is FunctionType and function in _installed  # a proxy, such as wrapt's, says it is one
 
 
+def is_on(function: Any, patch_id: str | None = None) -> bool:
+    """Whether a patch that is applied, that one or any, has put this function, or one that it wraps, in its place."""
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        wanted = is_installed(function) and patch_id in (None, vars(function)[_OURS])
+        if wanted and _installed[function].changes.active:
+            return True
+        seen.add(id(function))
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
 def beneath(raw: Any, patch_id: str, label: str) -> FunctionType | None:
     """What a patch last put in place of ``label``, where it lies below others' wrappers in a raw slot."""
     kept = _latest.get((patch_id, label))

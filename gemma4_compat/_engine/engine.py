@@ -24,7 +24,7 @@ from typing import Any
 
 from gemma4_compat._engine import autoreload, detection, hooks, notice, report, settings, versions
 from gemma4_compat._engine.changes import ChangeSet, reach, restore, unreached
-from gemma4_compat._engine.gate import DISABLED, Gate
+from gemma4_compat._engine.gate import Gate
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
 from gemma4_compat._engine.record import Record
 from gemma4_compat._errors import Gemma4CompatError
@@ -104,7 +104,7 @@ class Engine:
             return {record.id: self._status(record, absent, counts.get(record.id, 0)) for record in records}
 
     def revert(self, patch_id: str | None = None) -> dict[str, PatchStatus]:
-        """Undo one patch, or all, newest first, and keep it off until :meth:`install`. Returns the status, uncounted.
+        """Undo one patch, or all, newest first; off until :meth:`install`. The status has ``unreached`` 0: no search.
 
         Raises:
             Gemma4CompatError: no patch has that id.
@@ -156,7 +156,7 @@ class Engine:
 
     def _broken(self, record: Record) -> tuple[PatchState, str]:
         if record.id in self._gate.settings.disabled:
-            return PatchState.SKIPPED, DISABLED
+            return PatchState.SKIPPED, self._gate.disabled
         return PatchState.FAILED, record.broken or ""
 
     def _on_import(self, name: str, own: bool) -> None:
@@ -358,9 +358,11 @@ class Engine:
             if targets & others:
                 covering.append(other)
                 targets |= others
+        elsewhere: list[Any] = []
         for other in reversed(covering):
             assert other.changes is not None
-            other.changes.undo()
+            other.changes.undo(elsewhere)
+        restore(elsewhere)  # one search for all
         try:
             yield
         finally:

@@ -11,7 +11,8 @@ from gemma4_compat._engine.settings import Settings
 from gemma4_compat._errors import Gemma4CompatError
 
 _T = TypeVar("_T")
-DISABLED = "disabled by GEMMA4_COMPAT_DISABLE"
+#: How the reason begins where another library's release is free of the defect.
+ONLY_WITH = "only needed with"
 
 
 class Gate:
@@ -25,6 +26,11 @@ class Gate:
         self.oldest = oldest
         self.settings = Settings()
         self._metadata: dict[tuple[Callable[[str], Any], str], Any] = {}
+
+    @property
+    def disabled(self) -> str:
+        """Why a patch is off that somebody has turned off."""
+        return f"disabled by {self.settings.disabled_by}"
 
     def forget(self) -> None:
         """Read metadata anew from now on."""
@@ -42,7 +48,7 @@ class Gate:
         current = {name: versions.loaded(name) or self._read(versions.installed, name) for name in names}
         releases = {name: version for name, version in current.items() if version is not None}
         if patch.id in self.settings.disabled:
-            return PatchState.SKIPPED, DISABLED, releases
+            return PatchState.SKIPPED, self.disabled, releases
         for name in names:
             if name not in releases:
                 return PatchState.SKIPPED, f"{name} is not installed", releases
@@ -56,7 +62,7 @@ class Gate:
             return PatchState.NOT_NEEDED, reason, releases
         for name, specifier in requirements:
             if not versions.admits(specifier, releases[name]):
-                reason = f"only needed with {name}{specifier}; {name} is {releases[name]}"
+                reason = f"{ONLY_WITH} {name}{specifier}; {name} is {releases[name]}"
                 return PatchState.SKIPPED, reason, releases
         return PatchState.PENDING, "", releases
 

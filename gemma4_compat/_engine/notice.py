@@ -1,8 +1,9 @@
-"""Warnings of the engine: they point at the user's line, and are never an exception.
+"""Warnings that point at the user's line, however deep in the libraries they are given.
 
-Most are given inside an import. One that a filter turns into an error (``-W error``, pytest's ``filterwarnings``)
-would make that import fail, and the next one succeed without the repair. Whoever wants an error sets
-``GEMMA4_COMPAT_STRICT``.
+Most of the engine's are given inside an import. One that a filter turns into an error (``-W error``, pytest's
+``filterwarnings``) would make that import fail, and the next one succeed without the repair, so :func:`warn` never
+raises. Whoever wants an error sets ``GEMMA4_COMPAT_STRICT``. What a call of the user's runs into is
+:func:`warn_user`, an ordinary warning.
 """
 
 from __future__ import annotations
@@ -14,7 +15,31 @@ from types import FrameType
 
 from gemma4_compat._errors import Gemma4CompatWarning
 
-_MACHINERY = {"gemma4_compat", "contextlib", "importlib", "_frozen_importlib", "_frozen_importlib_external", "wrapt"}
+_MACHINERY = {
+    "gemma4_compat",
+    "_gemma4_compat_hook",
+    "contextlib",
+    "importlib",
+    "_frozen_importlib",
+    "_frozen_importlib_external",
+    "wrapt",
+}
+#: What lies between the user's line and the code that a patch replaces.
+LIBRARIES = frozenset({"torch", "transformers", "accelerate", "peft", "bitsandbytes", "trl", "functools", "threading"})
+
+
+def warn_user(message: str) -> None:
+    """Warn about the user's line that led here through this package and the libraries that it patches.
+
+    Raises:
+        Gemma4CompatWarning: a filter turns warnings into errors.
+    """
+    frame = _caller(_MACHINERY | LIBRARIES)
+    names = frame.f_globals
+    registry = names.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        message, Gemma4CompatWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
+    )
 
 
 def warn(message: str, libraries: Collection[str] = ()) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._engine import address, words
 from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
 from gemma4_compat._engine.text import table_text
-
-ISSUES = "https://github.com/gemma4-compat/gemma4-compat/issues"
 
 
 def status_data(status: PatchStatus) -> dict[str, Any]:
@@ -47,19 +46,19 @@ def patch_data(patch: Patch) -> dict[str, Any]:
     }
 
 
-def status_text(statuses: dict[str, PatchStatus]) -> str:
+def status_text(statuses: dict[str, PatchStatus], width: int | None = None) -> str:
     """One line a patch: id, state, reason."""
-    return table_text([(status.id, f"{status.state!s:<10}", status.reason) for status in statuses.values()])
+    rows = [(status.id, words.state_word(status), status.reason) for status in statuses.values()]
+    return table_text(rows, width=width)
 
 
-def patches_text(patches: tuple[Patch, ...]) -> str:
+def patches_text(patches: tuple[Patch, ...], width: int | None = None) -> str:
     """One line a patch: id, area, affected releases, summary."""
-    return table_text(
-        [(patch.id, patch.area, f"{patch.distribution} {patch.affected}", patch.summary) for patch in patches]
-    )
+    rows = [(patch.id, patch.area, f"{patch.distribution} {patch.affected}", patch.summary) for patch in patches]
+    return table_text(rows, width=width)
 
 
-def explanation_text(patch: Patch, status: PatchStatus) -> str:
+def explanation_text(patch: Patch, status: PatchStatus, width: int | None = None) -> str:
     """Everything known about one patch, for a reader."""
     rows = [
         ("affected", f"{patch.distribution} {patch.affected}" + "".join(f", {text}" for text in patch.requires)),
@@ -68,12 +67,12 @@ def explanation_text(patch: Patch, status: PatchStatus) -> str:
         ("upstream", "\n".join(filter(None, (*patch.bug, patch.applied_upstream))) or "not reported"),
         ("replaces", "\n".join(str(target) for target in patch.targets)),
         ("needs", "\n".join(patch.needs) or "no other patch"),
-        ("here", f"{status.state}: {status.reason}"),
+        ("here", f"{words.state_word(status)}: {status.reason}"),
         ("opt out", f"GEMMA4_COMPAT_DISABLE={patch.id}"),
     ]
     # A value of several lines is several rows, the first with the name.
     fields = [(name * (index == 0), line) for name, value in rows for index, line in enumerate(value.split("\n"))]
-    return f"{patch.id} ({patch.area})\n{patch.documentation}\n\n{table_text(fields)}"
+    return f"{patch.id} ({patch.area})\n{patch.documentation}\n\n{table_text(fields, width=width)}"
 
 
 def failure_text(status: PatchStatus, symptom: str) -> str:
@@ -85,6 +84,6 @@ def failure_text(status: PatchStatus, symptom: str) -> str:
     seen = f" [{', '.join(f'{name} {version}' for name, version in status.versions.items())}]"
     return (
         f"patch {status.id!r} {happened}: {status.reason}{seen if status.versions else ''}. {without}"
-        f"(`gemma4-compat doctor {status.id}` looks whether it is still so). Please report it at "
-        f"{ISSUES}; GEMMA4_COMPAT_DISABLE={status.id} silences this."
+        f"(`gemma4-compat doctor {status.id}` looks whether it is still so). Please "
+        f"{address.report_request()}; GEMMA4_COMPAT_DISABLE={status.id} silences this."
     )

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
+from gemma4_compat._engine.text import wrapped
 from gemma4_compat._errors import printable
 
 #: The number of the format of ``--json`` and of ``merge_report.json``; docs/JSON.md says when it changes.
 SCHEMA = 1
+
+
+#: Loggers that speak while their library is imported.
+_CHATTER = ("bitsandbytes", "torchao")
+_GOOD, _BAD, _DIM = "32", "31", "2"
+# Of docs/STATES.md.
+_COLOURS = (
+    dict.fromkeys(("applied", "repaired"), _GOOD)
+    | dict.fromkeys(("not needed", "not applicable", "registered"), _DIM)
+    | dict.fromkeys(("off", "reverted", "failed, defect not seen"), "33")
+    | dict.fromkeys(("failed", "defect remains", "off, defect remains", "failed, defect remains"), _BAD)
+    | {"broken by the patch": _BAD}
+)
+_WORD = re.compile(rf"(?<=  )(?:{'|'.join(sorted(_COLOURS, key=len, reverse=True))})(?=  |$)")
 
 
 class _Shown:
@@ -48,15 +66,71 @@ def guarded() -> Iterator[None]:
         sys.stdout, sys.stderr = streams
 
 
+def width(*, error: bool = False) -> int | None:
+    """Characters of a line of the terminal that standard output (or error) is; None where it is a file or a pipe."""
+    stream = sys.stderr if error else sys.stdout
+    if stream is None or not stream.isatty():
+        return None
+    return max(40, shutil.get_terminal_size().columns)
+
+
+def fitted(text: str) -> str:
+    """``text``, one paragraph, in lines that the terminal has room for."""
+    return wrapped(text, width())
+
+
+def overwrite(line: str) -> None:
+    """Show ``line`` in place of the line shown last, on a terminal alone; "" takes it away. It ends no line."""
+    columns = width(error=True)
+    if columns is not None and sys.stderr is not None:
+        sys.stderr.write("\r" + " " * (columns - 1))
+        sys.stderr.write("\r" + line[: columns - 1])
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """Inside, what libraries log when they are imported is not shown: which optional parts are not installed.
+
+    A level that the user has set stays.
+    """
+    loggers = [logging.getLogger(name) for name in _CHATTER]
+    quiet = [logger for logger in loggers if logger.level == logging.NOTSET]
+    for logger in quiet:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger in quiet:
+            logger.setLevel(logging.NOTSET)
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that has colours, and nobody has asked for none (https://no-color.org)."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return os.name != "nt" or bool({"WT_SESSION", "ANSICON"} & os.environ.keys())
+
+
 def write(text: str, *, error: bool = False) -> None:
     """A line to standard output, or to standard error; to nowhere where the caller has closed it (``>&-``).
 
-    Not by ``typer.echo``, which goes around the guard where it distrusts the encoding.
+    On a terminal words for states that fill a column are coloured. Not by ``typer.echo``, which goes around the guard
+    where it distrusts the encoding.
     """
     stream = sys.stderr if error else sys.stdout
-    if stream is not None:
+    if stream is None:
+        return
+    if has_colour(stream):
+        raw = stream._stream if isinstance(stream, _Shown) else stream
+        raw.write("".join(f"{_painted(printable(line))}\n" for line in text.split("\n")))
+    else:
         stream.write(f"{text}\n")
-        stream.flush()
+    stream.flush()
+
+
+def _painted(line: str) -> str:
+    return _WORD.sub(lambda found: f"\x1b[{_COLOURS[found[0]]}m{found[0]}\x1b[0m", line, count=1)
 
 
 def discard() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,8 @@ _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 _FEWEST = 1 << 20
 #: A number beyond this is no size of anything.
 _MOST = 1 << 63
+#: Characters below which a column of a table is not made narrower, and below which text goes under its row.
+_NARROWEST, _NARROWEST_TEXT = 12, 28
 _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 
 
@@ -86,11 +90,47 @@ def runs_text(numbers: Sequence[int], separator: str = ", ") -> str:
     return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
 
 
-def table_text(rows: Sequence[Sequence[str]], *, header: bool = False) -> str:
-    """Rows as lines of aligned columns; the last column is free text. ``header`` rules off the first row."""
+def table_text(rows: Sequence[Sequence[str]], *, header: bool = False, width: int | None = None) -> str:
+    """Rows as lines of aligned columns; the last column is free text. ``header`` rules off the first row.
+
+    With a ``width``, in characters, lines are no longer: the last column is wrapped under itself, or below each row
+    where the others leave no room; then of the others the widest, except the first, which holds names.
+    """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)][:-1]
-    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+    if width is None:
+        lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+        ruler = "  ".join("-" * size for size in [*widths, len(rows[0][-1])])
+    else:
+        while sum(widths) + 2 * len(widths) > width and max(widths[1:], default=0) > _NARROWEST:
+            widest = max(range(1, len(widths)), key=widths.__getitem__)
+            widths[widest] -= 1
+        room = width - sum(widths) - 2 * len(widths)
+        below = room < _NARROWEST_TEXT and max(len(row[-1]) for row in rows) > room
+        lines = ["\n".join(_wrapped_row(row, widths, width, below=below)) for row in rows]
+        ruler = "  ".join("-" * size for size in [*widths, len(rows[0][-1])])[:width].rstrip()
     if header:
-        lines.insert(1, "  ".join("-" * width for width in [*widths, len(rows[0][-1])]))
+        lines.insert(1, ruler)
     return "\n".join(lines)
+
+
+def _wrapped_row(row: Sequence[str], widths: Sequence[int], width: int, *, below: bool) -> list[str]:
+    cells = [_wrapped(cell, size) for cell, size in zip(row, widths)]
+    if not below:
+        cells.append(_wrapped(row[-1], max(width - sum(widths) - 2 * len(widths), 1)))
+    lines = [
+        "  ".join(line.ljust(size) for line, size in zip(parts, [*widths, 0])).rstrip()
+        for parts in itertools.zip_longest(*cells, fillvalue="")
+    ]
+    return lines + [f"    {line}" for line in _wrapped(row[-1], max(width - 4, 20))] if below else lines
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return wrapped(text, width).split("\n")
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """One line of text as lines no longer than ``width``, None: as it is; a word that is longer stays whole."""
+    if width is None or len(text) <= width:
+        return text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)

@@ -56,9 +56,10 @@ def test_it_works_and_comes_off_without_the_other_patches(inside: Inside, patch:
 
 
 def test_disabling_it_leaves_its_targets_alone_and_no_others(inside: Inside, patch: Patch) -> None:
-    found = inside("after")["disabled"][patch.id]
+    (found,) = [found for found in inside("after")["disabled"] if patch.id in found["ids"]]
+    assert len(found["ids"]) < len(PATCHES) / 4
     for other in PATCHES:
-        if other is patch:
+        if other.id in found["ids"]:
             assert found["seen"][other.id]["state"] == "skipped"
             assert found["seen"][other.id]["reason"] == "disabled by GEMMA4_COMPAT_DISABLE"
             assert True not in found["seen"][other.id]["replaced"].values()

@@ -39,7 +39,7 @@ def test_unknown_code_fails_with_one_warning_that_says_what_and_how_to_opt_out(
     engine = installed(library.patch(library.target(source=CORE)))
     core, said = collected(library.load)
     assert len(said) == 1
-    for part in (ID, f"{library.name}.core.double", f"{library.name} 1.0", "silent: double is wrong", "https://"):
+    for part in (ID, f"{library.name}.core.double", f"{library.name} 1.0", "silent: double is wrong", "report it"):
         assert part in said[0]
     assert f"GEMMA4_COMPAT_DISABLE={ID}" in said[0]
     assert engine.status()[ID].state is PatchState.FAILED
