@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemma4_compat._decoding import obstacles, static_caches, steps
+from gemma4_compat._decoding import fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
@@ -35,15 +35,19 @@ class Statistics:
         replayed: steps that were replayed, the captured ones among them.
         captured: graphs that were made.
         eager: steps that ran as ever: the first of each kind, and those that could not be captured.
-        capture_seconds: for all captures together.
+        fused: graphs that were captured again with fused kernels.
+        capture_seconds: for all captures together, fused ones and their compiling among them.
         reasons: why steps ran as ever, but for the first of each kind.
+        not_fused: why graphs stayed as they were captured.
     """
 
     replayed: int = 0
     captured: int = 0
     eager: int = 0
+    fused: int = 0
     capture_seconds: float = 0.0
     reasons: tuple[str, ...] = ()
+    not_fused: tuple[str, ...] = ()
 
 
 @dataclass
@@ -51,8 +55,10 @@ class _Graph:
     """One captured step."""
 
     recording: Recording
-    inputs: list[Any]  # the tensors that it reads its inputs from
+    static: dict[str, Any]  # the inputs that it reads, but for the cache, which it must not keep alive
+    inputs: list[Any]  # the tensors in them
     outputs: Any  # of steps.kept
+    replays: int = 0  # until it is fused, or known not to be
 
 
 @dataclass
@@ -74,6 +80,7 @@ class Decoding:
     def __init__(self) -> None:
         self.statistics = Statistics()
         self.preferred = False  # over compiling, where transformers would
+        self.fuses = True
         self.lock = threading.RLock()
         self.memories: list[static_caches.Memory] = []
         self._variants: list[_Variant] = []
@@ -95,6 +102,12 @@ class Decoding:
         if text not in self.statistics.reasons:
             self.statistics.reasons += (text,)
             _log.warning("gemma4_compat: decoding without a CUDA graph: %s", text)
+
+    def reason_not_fused(self, text: str) -> None:
+        """Note, and say once, why a graph is replayed as it was captured."""
+        if text not in self.statistics.not_fused:
+            self.statistics.not_fused += (text,)
+            _log.warning("gemma4_compat: decoding without fused kernels, with the same bits: %s", text)
 
     def tidy(self, cache: Any) -> None:
         """Before a ``generate``: let go of caches that are gone, all but one, which lends its memory to ``cache``."""
@@ -158,7 +171,7 @@ class Decoding:
             if graph is None:
                 return None
         variant.graphs.move_to_end((step.addresses, kind))
-        return self._replay(graph, step)
+        return self._replay(model, graph, step)
 
     def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
         """The first step of its kind runs as ever: libraries set themselves up, hooks settle."""
@@ -179,41 +192,51 @@ class Decoding:
         """A graph of the step, which is not done yet; None, with model and cache as they were, if there is none."""
         recorder = RECORDERS[step.device.type]
         self._make_room()
-        streamers = streaming.streamers(model)
         begun = time.perf_counter()
         try:
             if not any(variant.graphs for variant in self._variants):  # a pool without a graph cannot be used again
                 self._pool = recorder.new_pool()
-            recording, static = recorder(step.device, self._pool), step.static_inputs()
-
-            def forward() -> Any:
-                with contextlib.ExitStack() as stack:
-                    for streamer in streamers:
-                        stack.enter_context(streamer.forked())
-                    return model(**static)
-
-            with capturing, static_caches.capturable(step.cache), streaming.captured(streamers):
-                outputs = recording.capture(forward)
+            static = step.static_inputs()
+            recording, outputs = self._recorded(model, step, static)
         except Exception as error:  # noqa: BLE001  # whatever it is, the step runs as ever
-            while error.__context__ is not None:  # what made the capture fail, before it failed to end
-                error = error.__context__  # type: ignore[assignment]
-            self.reason(f"a capture failed with {type(error).__name__}: {' '.join(str(error).split()):.200}")
+            self.reason(f"a capture failed with {_shown(error)}")
             variant.refused.add(step.kind)
             return None
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - begun
         if step.addresses not in {memory.addresses for memory in self.memories}:
             self.memories.append(static_caches.Memory(step.cache))
-        graph = _Graph(recording, steps.tensors(static), steps.kept(outputs, step.cache))
+        graph = _Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
         return graph
+
+    def _recorded(
+        self, model: Any, step: steps.Step, static: dict[str, Any], within: fused_steps.Within = contextlib.nullcontext
+    ) -> tuple[Recording, Any]:
+        """A recording of the step that reads ``static``, and its output; ``within`` is entered around the forward."""
+        streamers = streaming.streamers(model)
+        recording = RECORDERS[step.device.type](step.device, self._pool)
+
+        def forward() -> Any:
+            with contextlib.ExitStack() as stack:
+                for streamer in streamers:
+                    stack.enter_context(streamer.forked())
+                settle = stack.enter_context(within())
+                if settle is not None:
+                    for streamer in streamers:
+                        stack.enter_context(streamer.settled(settle))
+                return model(**static)
+
+        with capturing, static_caches.capturable(step.cache), streaming.captured(streamers):
+            outputs = recording.capture(forward)
+        return recording, steps.kept(outputs, step.cache)
 
     def _make_room(self) -> None:
         while sum(len(variant.graphs) for variant in self._variants) >= MAX_GRAPHS:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
             oldest.graphs.popitem(last=False)
 
-    def _replay(self, graph: _Graph, step: steps.Step) -> Any:
+    def _replay(self, model: Any, graph: _Graph, step: steps.Step) -> Any:
         import torch
 
         if step.device.type == "cuda":
@@ -223,10 +246,39 @@ class Decoding:
             self._stream = stream
         for static, given in zip(graph.inputs, step.tensors):
             static.copy_(given)
-        graph.recording.replay()
+        graph.replays += 1
+        if not (graph.replays == fused_steps.AFTER and self.fuses and self._replay_fused(model, graph, step)):
+            graph.recording.replay()
         static_caches.advance(step.cache)
         self.statistics.replayed += 1
         return steps.copied(graph.outputs, step.cache)
+
+    def _replay_fused(self, model: Any, graph: _Graph, step: steps.Step) -> bool:
+        """Whether the step was replayed, since its graph is fused from now on."""
+        obstacle = fused_steps.obstacle(step.device)
+        if obstacle is not None:
+            _log.debug("gemma4_compat: decoding without fused kernels: %s", obstacle)
+            return False
+        begun = time.perf_counter()
+        try:
+            graph.recording, graph.outputs = fused_steps.fused(
+                *(graph.recording, graph.outputs, step.cache, step.device),
+                lambda within: self._recorded(model, step, steps.given_back(graph.static, step.cache), within),
+            )
+        except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
+            self.reason_not_fused(_shown(error))
+            return False
+        finally:
+            self.statistics.capture_seconds += time.perf_counter() - begun
+        self.statistics.fused += 1
+        return True
+
+
+def _shown(error: BaseException) -> str:
+    """An error for one line; of a failed capture, what made it fail."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 class Decoder:

@@ -8,11 +8,14 @@ for a sliding one ``cumulative_length_int``, which decides between two ways of a
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from gemma4_compat._decoding.bits import same_bits
 
 
 def is_static(cache: Any) -> bool:
@@ -104,6 +107,45 @@ def _reorder(layer: Any, beams: Any) -> None:
     if layer.is_initialized:
         for held in (layer.keys, layer.values):
             held.copy_(held.index_select(0, beams.to(held.device)))
+
+
+class Snapshot:
+    """What a step of one token may change in a cache, copied to the host.
+
+    That is all of a sliding layer, and of another one its length and the keys and values at it.
+
+    Args:
+        cache: its layers hold their tensors.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._views: list[Any] = []
+        for layer in _holding(cache):
+            keys, values = layer.keys, layer.values
+            if type(layer).__name__ == "StaticLayer":
+                at = min(int(layer.cumulative_length), keys.shape[2] - 1)
+                keys, values = keys[:, :, at : at + 1], values[:, :, at : at + 1]
+            self._views += (keys, values, layer.cumulative_length)
+        self._copies = self._copied()
+
+    def _copied(self) -> list[Any]:
+        return [view.cpu().clone() for view in self._views]
+
+    def again(self) -> Snapshot:
+        """The same parts of the cache as they are now."""
+        other = copy.copy(self)
+        other._copies = self._copied()
+        return other
+
+    def restore(self) -> None:
+        """Put what was copied back."""
+        for view, copied in zip(self._views, self._copies, strict=True):
+            view.copy_(copied)
+
+    def holds(self) -> bool:
+        """Whether those parts of the cache are bit by bit what was copied."""
+        pairs = zip(self._views, self._copies, strict=True)
+        return all(same_bits(view, copied.to(view.device)) for view, copied in pairs)
 
 
 class Memory:

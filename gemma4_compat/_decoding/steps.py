@@ -126,6 +126,11 @@ def kept(value: Any, cache: Any) -> Any:
     return _CACHE if value is cache else _rebuilt(value, lambda part: kept(part, cache))
 
 
+def given_back(value: Any, cache: Any) -> Any:
+    """What :func:`kept` has kept, with this cache in it."""
+    return cache if value is _CACHE else _rebuilt(value, lambda part: given_back(part, cache))
+
+
 def copied(value: Any, cache: Any) -> Any:
     """The kept output of a replayed step, with tensors of its own and the cache of this step."""
     import torch

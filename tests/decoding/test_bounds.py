@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import random
@@ -18,6 +17,7 @@ import gemma4_compat
 from gemma4_compat._decoding import decoder
 from tests.conftest import census
 from tests.decoding.calls import Models, ask, assert_equal, base, compared, generate, layers, steps, text, whole
+from tests.helpers import holders
 
 pytestmark = pytest.mark.usefixtures("tapes")
 
@@ -97,9 +97,7 @@ def test_a_deleted_model_leaves_nothing(models: Models, adapter: str | None, whe
     if where == "device":  # accelerate keeps weights that it has dispatched
         left += map(weakref.ref, model.parameters())
     del model
-    for _ in range(2):  # what streams goes in the second turn, without a decoder, too
-        gc.collect()
-    assert not [reference for reference in left if reference() is not None]
+    assert holders(left) == []
 
 
 def test_turned_off_a_model_keeps_no_graph_and_no_cache(models: Models) -> None:
@@ -110,8 +108,7 @@ def test_turned_off_a_model_keeps_no_graph_and_no_cache(models: Models) -> None:
     assert left
     gemma4_compat.decode_fast(model, enabled=False)
     vars(model).pop("_cache", None)  # transformers itself keeps it before 5.15
-    gc.collect()
-    assert not [reference for reference in left if reference() is not None]
+    assert holders(left) == []
     gemma4_compat.decode_fast(model)
     assert_equal(generate(model, text(model), cache_implementation=None), expected)
 
@@ -123,8 +120,7 @@ def test_a_deleted_module_lets_its_weights_go(models: Models) -> None:
     compared(model, ask(model))
     weight = weakref.ref(layers(model)[1].mlp.up_proj.weight)
     layers(model)[1].mlp = torch.nn.Identity().eval()
-    gc.collect()
-    assert weight() is None
+    assert holders([weight]) == []
     assert graphs(model) == []
     compared(model, ask(model))
 

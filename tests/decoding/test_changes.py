@@ -165,24 +165,24 @@ def test_a_hook_on_a_tower_is_not_in_the_way(models: Models) -> None:
     assert len(seen) == 2
 
 
-class Negated:
-    """As a library's: it does the same for every token."""
+class Rolled:
+    """As a library's: it does the same for every token. (A factor would be undone by the norm that comes next.)"""
 
     __module__ = "peft.hooks"
 
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
+    def __init__(self, shift: int) -> None:
+        self.shift = shift
 
     def __call__(self, _module: Any, _given: Any, output: Any) -> Any:
-        return output * self.factor
+        return output.roll(self.shift, -1)
 
 
 def test_a_hook_of_a_library_in_place_of_another(models: Models) -> None:
     model = models.fresh()
-    handle = layers(model)[1].mlp.register_forward_hook(Negated(-1))
+    handle = layers(model)[1].mlp.register_forward_hook(Rolled(1))
     first = compared(model, ask(model))
     handle.remove()
-    handle = layers(model)[1].mlp.register_forward_hook(Negated(2))
+    handle = layers(model)[1].mlp.register_forward_hook(Rolled(2))
     second = compared(model, ask(model))
     assert differ(first, second)
     handle.remove()

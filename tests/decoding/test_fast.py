@@ -62,6 +62,22 @@ def test_what_a_call_says_counts(models: Models, tapes: Any) -> None:
     assert replays(model, do_sample=True)
 
 
+@pytest.mark.parametrize(("sized", "captured"), [(None, 3), (48, 1)])
+def test_a_cache_for_the_longest_call_needs_one_graph(
+    models: Models, tapes: Any, sized: int | None, captured: int
+) -> None:
+    """docs/DECODING.md: a longer call makes a longer cache, whose step is captured anew."""
+    from transformers import GenerationConfig
+
+    if not hasattr(GenerationConfig(), "max_cache_len"):
+        pytest.skip("this transformers has no max_cache_len")
+    model = gemma4_compat.decode_fast(models.fresh(None))
+    model.generation_config.max_cache_len = sized
+    for new in (4, 8, 12):
+        assert_equal(answer(model, new=new), answer(model, new=new, **EAGER))
+    assert steps(model).captured == captured
+
+
 def test_with_an_assistant_it_decodes_as_ever(models: Models, tapes: Any) -> None:
     model, assistant = models.fresh(None), models.workspace.load()
     options = {"assistant_model": assistant, "max_new_tokens": 8, "do_sample": False}

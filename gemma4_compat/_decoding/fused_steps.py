@@ -1,0 +1,126 @@
+"""A captured step captured again, with fewer kernels, and kept if a replay of it has the same bits.
+
+The forward is captured with fused kernels; the first time that shows only which kernels there have to be, and they are
+compiled. Then the step as it was captured at first and the fused one are replayed on the same inputs and the same
+cache. If an output or the cache differs in a bit, the first one stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gemma4_compat._decoding import pointwise, static_caches
+from gemma4_compat._decoding.bits import same_bits
+from gemma4_compat._decoding.kernels import COMPILERS, Kernels
+from gemma4_compat._decoding.kernels import of as kernels_of
+from gemma4_compat._decoding.recording import Recording
+
+#: A plain step is replayed so often before it is fused: an answer of a few tokens is over sooner than the compiler.
+AFTER = 96
+#: Captures: one to see which kernels there have to be, another without operations that were found to be inexact, one
+#: that launches them all.
+_CAPTURES = 4
+_log = logging.getLogger("gemma4_compat")
+
+#: What is entered around a captured forward; it may give a function to call before an event marks a point in a stream.
+Within = Callable[[], contextlib.AbstractContextManager[Callable[[], None] | None]]
+#: What captures the step within that: it returns the recording and the outputs.
+Capture = Callable[[Within], tuple[Recording, Any]]
+
+
+class NotFused(Exception):  # noqa: N818 (it is no error: the plain step stays)
+    """Why a step is not fused."""
+
+
+class _Launches:
+    """A sink that launches kernels, and notes those that are not prepared yet."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self.accepts = kernels.accepts
+        self.texts: dict[str, None] = {}  # of those that were not launched
+        self.signatures: dict[tuple[Any, ...], None] = {}  # of the operations in them
+
+    def kernel(self, kernel: Any, values: list[Any]) -> None:
+        if self._kernels.is_prepared(kernel.text):
+            self._kernels.launch(kernel)
+            return
+        self.texts[kernel.text] = None
+        for value in pointwise.everything(values):
+            self.signatures[value.signature] = None
+
+
+def obstacle(device: Any) -> str | None:
+    """Why no step on this device can be fused; None where one can."""
+    import torch
+
+    compiler = COMPILERS.get(device.type)
+    if compiler is None:
+        return f"there are no kernels for {device.type}"
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return f"torch {torch.__version__} lacks torch._C._storage_Use_Count"
+    return compiler.obstacle()
+
+
+def fused(plain: Recording, outputs: Any, cache: Any, device: Any, capture: Capture) -> tuple[Recording, Any]:
+    """Replay the step once, and return how to replay it from now on.
+
+    Args:
+        plain: the step as it was captured.
+        outputs: its output.
+        cache: the static cache that both write.
+        device: ``torch.device`` with an index.
+        capture: captures the step again.
+
+    Returns:
+        the fused recording and its output, which holds this step's.
+
+    Raises:
+        NotFused: it cannot be done, or bits differ. The cache is as it was before.
+        Exception: the fused step could not be captured. The cache is as it was before.
+    """
+    kernels = kernels_of(device)
+    for _ in range(_CAPTURES):
+        launches = _Launches(kernels)
+        recording, found = capture(lambda: _fusing(device, launches))  # noqa: B023 (it is called here)
+        if not launches.texts:
+            break
+        if not kernels.prepare(list(launches.texts), list(launches.signatures)):
+            _log.info("gemma4_compat: not fused, since bits would differ: %s", ", ".join(kernels.inexact()))
+    else:
+        raise NotFused("each capture of the step needs other kernels")
+    before = static_caches.Snapshot(cache)
+    try:
+        plain.replay()
+        expected, after = _copies(outputs), before.again()
+        before.restore()
+        recording.replay()
+        if not _are_equal(_copies(found), expected) or not after.holds():
+            raise NotFused("a fused step had other bits")
+    except BaseException:
+        before.restore()
+        raise
+    return recording, found
+
+
+@contextlib.contextmanager
+def _fusing(device: Any, sink: Any) -> Iterator[Callable[[], None]]:
+    from gemma4_compat._decoding.fusing import Fusing
+
+    mode = Fusing(device, sink, kernels_of(device).layouts)
+    with mode:
+        yield mode.settle
+        mode.settle()
+
+
+def _copies(outputs: Any) -> list[Any]:
+    from torch.utils import _pytree
+
+    return [leaf.clone() for leaf in _pytree.tree_leaves(outputs) if hasattr(leaf, "clone")]
+
+
+def _are_equal(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(same_bits, some, others))

@@ -1,0 +1,230 @@
+"""Small pointwise operations of a step put off, and computed by one kernel where their results are needed.
+
+A decoding step launches thousands of kernels that compute a few thousand numbers each: casts, squares and products of
+the norms, rotary embeddings, residuals, an adapter's sums. :class:`Fusing` sees every ATen operation of the forward.
+One that :mod:`pointwise` understands gives its result's memory at once, and its numbers later: before the first
+operation that reads them and is none of those, or that writes what they are computed from. A result that nobody holds
+by then is never written. Everything else runs as ever, in its order, reductions and products of matrices among it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gemma4_compat._decoding import kernel_source, pointwise
+from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part, Value
+
+#: A kernel has at most so many arguments.
+_MAX_TENSORS = 60
+#: Views that do not say so in their schema.
+_OTHER_VIEWS = ("aten::_unsafe_view", "aten::lift_fresh")
+
+
+class Sink(Protocol):
+    """Where kernels go."""
+
+    def accepts(self, signature: tuple[Any, ...]) -> bool:
+        """Whether an operation with these dtypes may be computed by a kernel of ours."""
+
+    def kernel(self, kernel: kernel_source.Kernel, values: list[Value]) -> None:
+        """Note a kernel, or launch it."""
+
+
+class Fusing(TorchDispatchMode):  # type: ignore[misc]
+    """Inside, pointwise operations on ``device`` are put off.
+
+    Leave it with :meth:`settle` done: what is put off is computed then. Whoever marks a point in a stream by an event,
+    or frees memory that an operation may read, calls :meth:`settle` before.
+
+    Args:
+        device: ``torch.device`` with an index.
+        sink: where kernels go.
+        layouts: what is known about results, by operation and operands; kept by the caller.
+    """
+
+    def __init__(self, device: Any, sink: Sink, layouts: dict[Any, tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._device, self._sink, self._layouts = device, sink, layouts
+        self._pending: dict[int, Value] = {}  # by storage, the oldest first; of each the last value
+        self._read: dict[int, Any] = {}  # storages that pending values are computed from
+
+    def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = pointwise.understood(op, args, kwargs)
+        if call is not None:
+            found = self._put_off(call, op, args, kwargs)
+            if found is not None:
+                return found
+        if self._pending and self._touches(op, args, kwargs):
+            self.settle()
+        return op(*args, **kwargs)
+
+    def settle(self) -> None:
+        """Compute what is put off, but for what nobody holds any more."""
+        pending, self._pending = self._pending, {}
+        values = [value for value in pending.values() if _is_held(value.memory)]
+        if values:
+            self._sink.kernel(kernel_source.kernel_of(values), values)
+        self._read = {}
+
+    # Which operations
+
+    def _put_off(self, call: Call, op: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation that is computed later; None where it cannot be."""
+        if call.in_place and not self._is_whole(call.operands[0]):
+            return None
+        if call.name == "constant" and kwargs.get("device") != self._device:
+            return None
+        layout = self._layout(call, op, args, kwargs)
+        if layout is None:
+            return None
+        size, stride, dtype = layout
+        if not pointwise.fits(call, dtype, self._device):
+            return None
+        if any(not self._is_plain(operand) for operand in call.operands if isinstance(operand, torch.Tensor)):
+            return None
+        value = self._value(call, tuple(size), dtype)
+        if not self._sink.accepts(value.signature):
+            return None
+        if call.in_place:
+            result = call.operands[0]
+        else:
+            result = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
+        self._add(value, result)
+        return result
+
+    def _layout(self, call: Call, op: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """Size, strides and dtype of the result; None where they do not suit."""
+        key = (op, str(kwargs), call.dim, *map(_description, call.operands))
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts[key] = _layout_of(op, args, kwargs)
+        size, stride, dtype, suits = found
+        return (size, stride, dtype) if suits else None
+
+    def _is_whole(self, tensor: Any) -> bool:
+        """Whether this is all of a pending value's memory."""
+        value = self._pending.get(_storage(tensor))
+        return (
+            value is not None
+            and tensor.dtype == value.dtype
+            and tensor.numel() == value.elements
+            and tensor.storage_offset() == 0
+            and tensor.is_contiguous()
+        )
+
+    def _is_plain(self, tensor: Any) -> bool:
+        """Whether the tensor, if it is pending, has the dtype of what was put off."""
+        value = self._pending.get(_storage(tensor))
+        return value is None or tensor.dtype == value.dtype
+
+    # Values
+
+    def _value(self, call: Call, shape: tuple[int, ...], dtype: Any) -> Value:
+        if call.name != "concatenate":
+            return Value(call.name, tuple(self._operand(operand, shape) for operand in call.operands), shape, dtype)
+        operands = tuple(self._operand(operand, tuple(operand.shape)) for operand in call.operands)
+        sizes = tuple(operand.shape[call.dim] for operand in call.operands)
+        return Value(call.name, operands, shape, dtype, sizes, call.dim)
+
+    def _operand(self, operand: Any, shape: tuple[int, ...]) -> Operand:
+        if not isinstance(operand, torch.Tensor):
+            return Number(float(operand))
+        strides = pointwise.strides_in(operand, shape)
+        value = self._pending.get(_storage(operand))
+        return Load(operand, strides) if value is None else Part(value, operand.storage_offset(), strides)
+
+    def _add(self, value: Value, result: Any) -> None:
+        for operand in value.operands:
+            if isinstance(operand, Load):
+                self._read[_storage(operand.tensor)] = operand.tensor
+        key = _storage(result)
+        # A result in place stays where it was in the order; its memory is that of the value before.
+        known = self._pending.get(key)
+        value.memory = torch.ops.aten.alias.default(result) if known is None else known.memory
+        self._pending[key] = value
+        if len(self._pending) + len(self._read) >= _MAX_TENSORS:
+            self.settle()
+
+    def _touches(self, op: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation needs what is put off, or changes what it is computed from."""
+        if not isinstance(op, torch._ops.OpOverload):
+            return True
+        if _is_view(op):
+            return False
+        if any(_storage(tensor) in self._pending for tensor in _tensors((args, tuple(kwargs.values())))):
+            return True
+        return any(_storage(tensor) in self._read for tensor in _written(op, args, kwargs))
+
+
+def _storage(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors in arguments: schemas nest them in lists alone."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The tensors among the arguments that the operation writes."""
+    if op._schema.is_mutable:
+        for position, argument in enumerate(op._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                yield from _tensors(given)
+
+
+@functools.cache
+def _is_view(op: Any) -> bool:
+    """Whether the operation launches nothing: its result is memory of an argument."""
+    if op.name().partition(".")[0] in _OTHER_VIEWS:
+        return True
+    returns = op._schema.returns
+    return bool(returns) and all(item.alias_info is not None and not item.alias_info.is_write for item in returns)
+
+
+def _is_held(memory: Any) -> bool:
+    """Whether anybody holds the memory of a value, but the value."""
+    return bool(torch._C._storage_Use_Count(memory.untyped_storage()._cdata) > _NOBODYS)
+
+
+def _holders_of_a_value() -> int:
+    with torch.inference_mode():  # no view holds what it is a view of
+        alone = torch.ops.aten.alias.default(torch.empty(1))
+        return int(torch._C._storage_Use_Count(alone.untyped_storage()._cdata))
+
+
+_NOBODYS = _holders_of_a_value()
+
+
+def _description(operand: Any) -> Any:
+    if isinstance(operand, torch.Tensor):
+        return operand.shape, operand.stride(), operand.dtype
+    return type(operand), operand
+
+
+def _layout_of(op: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Size, strides and dtype of what the operation returns, and whether a small kernel suits it."""
+    meta = torch.device("meta")
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=meta)
+        return meta if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = _pytree.tree_map(moved, (args, kwargs))
+    found = op(*args, **kwargs)
+    suits = found.is_contiguous() and 0 < math.prod(found.shape) <= pointwise.MAX_ELEMENTS
+    return found.size(), found.stride(), found.dtype, suits

@@ -1,0 +1,247 @@
+"""The CUDA C of one kernel that computes several results of small pointwise operations.
+
+A thread computes the element of its number of every result that has so many. What it needs of other results that are
+not in memory yet, it computes again: they are pure functions of what is.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import ChainMap
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gemma4_compat._decoding.pointwise import Load, Number, Operand, Part, Value, operation
+
+NAME = "fused"
+
+#: bfloat16 is rounded as c10::BFloat16 is; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
+PRELUDE = r"""
+typedef unsigned short u16;
+__device__ __forceinline__ float from_bf16(u16 bits) { return __uint_as_float(((unsigned int)bits) << 16); }
+__device__ __forceinline__ float round_bf16(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return from_bf16(bits);
+#else
+  unsigned int bits = __float_as_uint(x);
+  if (x != x) return __uint_as_float(0x7fc00000u);
+  return __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+#endif
+}
+__device__ __forceinline__ u16 to_bf16(float x) { return (u16)(__float_as_uint(x) >> 16); }
+#ifndef HAS_HALF
+__device__ __forceinline__ float from_f16(u16 bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}
+__device__ __forceinline__ u16 to_f16(float x) {
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+#endif
+__device__ __forceinline__ float round_f16(float x) { return from_f16(to_f16(x)); }
+__device__ __forceinline__ float gelu_tanh(float x) {
+  const float beta = 1.41421356237309504880168872420969808f * 1.12837916709551257389615890312154517f * 0.5f;
+  const float kappa = 0.044715f;
+  float cube = x * x * x;
+  float inner = beta * (x + kappa * cube);
+  return 0.5f * x * (1.0f + tanhf(inner));
+}
+"""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a dtype lies in memory: its C type, and how it becomes a ``float`` and back."""
+
+    c: str
+    load: str
+    store: str
+    rounded: str
+
+
+def _kinds() -> dict[Any, _Kind]:
+    import torch
+
+    return {
+        torch.float32: _Kind("float", "{}", "{}", "{}"),
+        torch.bfloat16: _Kind("u16", "from_bf16({})", "to_bf16({})", "round_bf16({})"),
+        torch.float16: _Kind("u16", "from_f16({})", "to_f16({})", "round_f16({})"),
+        torch.bool: _Kind("unsigned char", "{}", "", ""),
+    }
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel.
+
+    Attributes:
+        text: its body and parameters; kernels of one text are one kernel.
+        tensors: its arguments, in order: memory that it reads, then memory that it writes.
+        written: how many of them it writes.
+        sizes: arguments after those: how many elements its results have, each number once, the largest first.
+    """
+
+    text: str
+    tensors: tuple[Any, ...]
+    written: int
+    sizes: tuple[int, ...]
+
+    @property
+    def threads(self) -> int:
+        """How many threads it needs."""
+        return self.sizes[0]
+
+
+def kernel_of(values: Sequence[Value]) -> Kernel:
+    """The kernel that puts these values into their memory."""
+    return _Writer().kernel(values)
+
+
+def program(texts: Sequence[str]) -> tuple[str, list[str]]:
+    """One program with a kernel for each text, and the kernels' names."""
+    names = [f"{NAME}_{number}" for number in range(len(texts))]
+    return PRELUDE + "".join(text.replace(f"{NAME}(", f"{name}(", 1) for text, name in zip(texts, names)), names
+
+
+_Scope = MutableMapping[tuple[Any, ...], str]
+
+
+class _Writer:
+    """Lines of a kernel as they are written."""
+
+    def __init__(self) -> None:
+        self._kinds = _kinds()
+        self._lines: list[str] = []
+        self._count = 0
+        self._reads: dict[tuple[int, Any], tuple[str, Any]] = {}  # by address and dtype: parameter and tensor
+        self._values: dict[int, Value] = {}  # whose numbers are in a scope: alive until the end
+
+    def kernel(self, values: Sequence[Value]) -> Kernel:
+        stores = {id(value): f"w{number}" for number, value in enumerate(values)}
+        # Sizes are arguments: the text is the same for every length of a cache.
+        sizes = tuple(sorted({value.elements for value in values}, reverse=True))
+        for number, elements in enumerate(sizes):
+            self._line(f"if (i < n{number}) {{")
+            scope: _Scope = {}
+            for value in values:
+                if value.elements == elements:
+                    found = self._value(value, "i", scope)
+                    self._line(f"{stores[id(value)]}[i] = {self._kinds[value.dtype].store.format(found)};")
+            self._line("}")
+        parameters = [
+            *(f"const {self._kinds[tensor.dtype].c}* __restrict__ {name}" for name, tensor in self._reads.values()),
+            *(f"{self._kinds[value.dtype].c}* __restrict__ {stores[id(value)]}" for value in values),
+            *(f"unsigned int n{number}" for number in range(len(sizes))),
+        ]
+        text = (
+            f'extern "C" __global__ void {NAME}({", ".join(parameters)}) {{\n'
+            "unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;\n" + "\n".join(self._lines) + "\n}\n"
+        )
+        tensors = (*(tensor for _, tensor in self._reads.values()), *(value.memory for value in values))
+        return Kernel(text, tensors, len(values), sizes)
+
+    def _line(self, text: str) -> None:
+        self._lines.append(text)
+
+    def _new(self, kind: str, expression: str) -> str:
+        self._count += 1
+        name = f"{'jr'[kind == 'float']}{self._count}"
+        self._line(f"{kind} {name} = {expression};")
+        return name
+
+    def _value(self, value: Value, at: str, scope: _Scope) -> str:
+        """The name of the value's element ``at`` that index."""
+        key = (id(value), at)
+        if key not in scope:
+            self._values[id(value)] = value
+            scope[key] = self._concatenated(value, at, scope) if value.sizes else self._computed(value, at, scope)
+        return scope[key]
+
+    def _computed(self, value: Value, at: str, scope: _Scope) -> str:
+        found = [self._operand(operand, value.shape, at, scope) for operand in value.operands]
+        how = operation(value.name)
+        expression = how.source.format(*found)
+        return self._new("float", self._kinds[value.dtype].rounded.format(expression) if how.rounds else expression)
+
+    def _concatenated(self, value: Value, at: str, scope: _Scope) -> str:
+        """The element of whichever operand it comes from; that one's index counts from its own begin."""
+        inner = math.prod(value.shape[value.dim + 1 :])
+        whole = inner * value.shape[value.dim]
+        within = self._new("unsigned int", f"{at} % {whole}u")
+        row = self._new("unsigned int", f"{at} / {whole}u")
+        result = self._new("float", "0.0f")
+        begin = 0
+        for operand, size in zip(value.operands, value.sizes, strict=True):
+            self._line(f"{'if' if not begin else 'else if'} ({within} < {(begin + size) * inner}u) {{")
+            nested: _Scope = ChainMap({}, scope)
+            own = self._new("unsigned int", f"{row} * {size * inner}u + ({within} - {begin * inner}u)")
+            shape = (*value.shape[: value.dim], size, *value.shape[value.dim + 1 :])
+            self._line(f"{result} = {self._operand(operand, shape, own, nested)};")
+            self._line("}")
+            begin += size
+        return result
+
+    def _operand(self, operand: Operand, shape: tuple[int, ...], at: str, scope: _Scope) -> str:
+        if isinstance(operand, Number):
+            return _literal(operand.value)
+        offset = operand.offset if isinstance(operand, Part) else 0
+        index = self._index(_index(shape, operand.strides, offset, at), scope)
+        if isinstance(operand, Part):
+            return self._value(operand.value, index, scope)
+        return self._loaded(operand, index, scope)
+
+    def _index(self, expression: str, scope: _Scope) -> str:
+        if expression.isidentifier():
+            return expression
+        key = ("index", expression)
+        if key not in scope:
+            scope[key] = self._new("unsigned int", expression)
+        return scope[key]
+
+    def _loaded(self, operand: Load, index: str, scope: _Scope) -> str:
+        address = (operand.tensor.data_ptr(), operand.dtype)
+        name, _ = self._reads.setdefault(address, (f"p{len(self._reads)}", operand.tensor))
+        key = (name, index)
+        if key not in scope:
+            scope[key] = self._new("float", self._kinds[operand.dtype].load.format(f"{name}[{index}]"))
+        return scope[key]
+
+
+def _literal(value: float) -> str:
+    """A number as PyTorch hands it to a kernel: rounded to ``float``."""
+    try:
+        bits = struct.pack("<f", value)
+    except OverflowError:
+        bits = struct.pack("<f", math.copysign(math.inf, value))
+    return f"__uint_as_float(0x{int.from_bytes(bits, 'little'):08x}u)"
+
+
+def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: str) -> str:
+    """Where the element with number ``at``, counted in ``shape``, lies with these strides."""
+    merged: list[tuple[int, int]] = []  # sizes and strides, from the innermost dimension outwards
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
+        else:
+            merged.append((size, stride))
+    terms = []
+    inner = 1
+    for number, (size, stride) in enumerate(merged):
+        if stride:
+            coordinate = at if inner == 1 else f"({at} / {inner}u)"
+            if number < len(merged) - 1:
+                coordinate = f"({coordinate} % {size}u)"
+            terms.append(coordinate if stride == 1 else f"{coordinate} * {stride}u")
+        inner *= size
+    if offset or not terms:
+        terms.append(f"{offset}u")
+    return " + ".join(terms)

@@ -1,0 +1,190 @@
+"""Fused kernels on a device: compiled, tried against PyTorch's own operations, launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from gemma4_compat._decoding import kernel_source, pointwise
+from gemma4_compat._decoding.bits import same_bits
+from gemma4_compat._decoding.kernel_source import Kernel
+from gemma4_compat._decoding.pointwise import Load, Number, Operand, Value
+
+_Signature = tuple[Any, ...]
+_BLOCK = 128  # threads
+_TRIED = 1 << 18  # elements, in bits drawn at random
+_SIXTEEN = 1 << 16  # every value of a 16-bit dtype
+
+
+class Compiler(Protocol):
+    """Makes kernels for one device."""
+
+    @staticmethod
+    def obstacle() -> str | None:
+        """Why it cannot; None where it can."""
+
+    def __init__(self, device: Any) -> None: ...
+
+    def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
+        """For each name of a kernel in the program, a function that launches it on the current stream."""
+
+
+class CudaCompiler:
+    """NVRTC, which PyTorch brings, through PyTorch's own bindings (private ones; torch 2.9 and newer)."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+
+    @staticmethod
+    def obstacle() -> str | None:
+        """Releases without the bindings, and AMD's GPUs, whose operations have other bits."""
+        import torch
+
+        if torch.version.cuda is None:
+            return "kernels are for CUDA alone"
+        try:
+            from torch.cuda import _utils
+        except ImportError:
+            _utils = None
+        absent = [name for name in ("_nvrtc_compile", "_cuda_load_module") if not hasattr(_utils, name)]
+        return f"torch {torch.__version__} lacks torch.cuda._utils.{absent[0]}" if absent else None
+
+    def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
+        """One program, one module."""
+        import torch
+        from torch.cuda import _utils
+
+        with torch.cuda.device(self._device):
+            binary, _ = _utils._nvrtc_compile(text, names[0])
+            module = _utils._cuda_load_module(binary, list(names))
+        return [_launcher(module[name], self._device) for name in names]
+
+
+def _launcher(function: Any, device: Any) -> Callable[[Kernel], None]:
+    import torch
+
+    def launch(kernel: Kernel) -> None:
+        blocks = -(-kernel.threads // _BLOCK)
+        with torch.cuda.device(device):  # PyTorch's launcher takes the current device's stream
+            function(grid=(blocks, 1, 1), block=(_BLOCK, 1, 1), args=[*kernel.tensors, *kernel.sizes])
+
+    return launch
+
+
+#: By type of device. Tests add one for the CPU.
+COMPILERS: dict[str, type[Compiler]] = {"cuda": CudaCompiler}
+
+_lock = threading.Lock()
+
+
+class Kernels:
+    """The kernels of one device, and which operations they may compute there.
+
+    Args:
+        device: ``torch.device`` with an index.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._compiler = COMPILERS[device.type](device)
+        self._known: dict[str, Callable[[Kernel], None]] = {}
+        self._same: dict[_Signature, bool] = {}
+        self.layouts: dict[Any, tuple[Any, ...]] = {}  # of fusing.Fusing
+
+    def prepare(self, texts: Sequence[str], signatures: Sequence[_Signature]) -> bool:
+        """Compile what is not yet, and try what was not yet tried. Not inside a capture.
+
+        Args:
+            texts: of kernels.
+            signatures: of the operations in them.
+
+        Returns:
+            whether every operation has PyTorch's bits.
+        """
+        trials = {key: self._trial(key) for key in signatures if key not in self._same and _is_computed(key)}
+        kernels = {key: kernel_source.kernel_of([value]) for key, (value, _) in trials.items()}
+        self._compile([*texts, *(kernel.text for kernel in kernels.values())])
+        for key, kernel in kernels.items():
+            value, expected = trials[key]
+            self.launch(kernel)
+            self._same[key] = same_bits(value.memory, expected)
+        return all(self.accepts(key) for key in signatures)
+
+    def accepts(self, signature: _Signature) -> bool:
+        """Whether no trial found other bits than PyTorch's."""
+        return self._same.get(signature, True)
+
+    def is_prepared(self, text: str) -> bool:
+        """Whether a kernel with this text can be launched."""
+        return text in self._known
+
+    def inexact(self) -> list[str]:
+        """The operations whose trials did, for a reader."""
+        return sorted({f"{key[0]} of {key[2]}" for key, same in self._same.items() if not same})
+
+    def launch(self, kernel: Kernel) -> None:
+        """Launch a kernel that is prepared, on the current stream.
+
+        Raises:
+            KeyError: it is not.
+        """
+        self._known[kernel.text](kernel)
+
+    def _compile(self, texts: Sequence[str]) -> None:
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if new:
+            program, names = kernel_source.program(new)
+            self._known.update(zip(new, self._compiler.compiled(program, names), strict=True))
+
+    def _trial(self, signature: _Signature) -> tuple[Value, Any]:
+        """The operation for a kernel of ours, and PyTorch's result: of every value of 16 bits, or of many operands."""
+        import torch
+
+        name, kinds, dtype = signature
+        generator = torch.Generator(self._device).manual_seed(0)
+        tensors = [kind for kind in kinds if not isinstance(kind, float)]
+        elements = _SIXTEEN if len(tensors) == 1 and tensors[0].itemsize == 2 else _TRIED
+        given: list[Any] = []
+        operands: list[Operand] = []
+        for kind in kinds:
+            if isinstance(kind, float):
+                given.append(kind)
+                operands.append(Number(kind))
+            else:
+                tensor = _any_bits(kind, elements, generator)
+                given.append(tensor)
+                operands.append(Load(tensor, (1,)))
+        reference = pointwise.operation(name).reference
+        expected = given[0].to(dtype) if reference is None else reference(*given)
+        value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
+        return value, expected
+
+
+def _is_computed(signature: _Signature) -> bool:
+    """Whether an operation computes anything: the others move what is there."""
+    return signature[0] not in ("concatenate", "constant")
+
+
+def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:
+    """Numbers of any bits, zeros, infinities and NaN among them."""
+    import torch
+
+    device = generator.device
+    if elements == _SIXTEEN and dtype.itemsize == 2:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device).view(dtype)
+    bits = torch.randint(-(2**31), 2**31 - 1, (elements,), generator=generator, device=device)
+    if dtype == torch.bool:
+        return bits > 0
+    return bits.to(torch.int32 if dtype == torch.float32 else torch.int16).view(dtype)
+
+
+_kernels: dict[Any, Kernels] = {}
+
+
+def of(device: Any) -> Kernels:
+    """The kernels of this device."""
+    with _lock:
+        if device not in _kernels:
+            _kernels[device] = Kernels(device)
+        return _kernels[device]
