@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._engine import notice
+from gemma4_compat._errors import Gemma4CompatError
 
 #: What other model families, and older Gemma code, call the modules of Gemma 4.
 _OTHER_NAMES = {
@@ -180,11 +180,9 @@ def nearest(model: Any, name: str) -> list[str]:
 def _warn_unmatched(model: Any, where: str, unmatched: list[str]) -> None:
     meant = "; ".join(f"{name!r} (nearest: {', '.join(nearest(model, name))})" for name in unmatched[:_LISTED])
     more = f" and {len(unmatched) - _LISTED} more" if len(unmatched) > _LISTED else ""
-    warnings.warn(
+    notice.warn_user(
         f"{where} names modules that {type(model).__name__} does not have, so these entries have no effect: "
-        f"{meant}{more}.",
-        Gemma4CompatWarning,
-        stacklevel=2,
+        f"{meant}{more}."
     )
 
 
@@ -196,12 +194,10 @@ def _warn_containers(around: Mapping[str, list[str]]) -> None:
         for entry, names in list(around.items())[:_LISTED]
     )
     more = f" and {len(around) - _LISTED} more" if len(around) > _LISTED else ""
-    warnings.warn(
+    notice.warn_user(
         "llm_int8_skip_modules names modules by the end of their path, which does not reach the linear layers inside: "
         f"they are quantized all the same. {meant}{more}. gemma4_compat.quantization_skip_modules names what is worth "
-        "keeping.",
-        Gemma4CompatWarning,
-        stacklevel=2,
+        "keeping."
     )
 
 

@@ -118,14 +118,15 @@ def find_meta_tensors(model: Any) -> tuple[MetaTensor, ...]:
     the next forward of its module raises ``Cannot copy out of meta tensor`` (or worse, computes with noise), and the
     remedy is to load the model again with this package imported first. Nothing is read from disk and nothing moved.
 
-    >>> [tensor.path for tensor in gemma4_compat.find_meta_tensors(model) if not tensor.offloaded]
-    []
-
     Args:
         model: any ``torch.nn.Module``; PEFT wrappers are walked through.
 
     Returns:
         One :class:`MetaTensor` for each, in the order of ``model.named_modules()``; tied weights once for each place.
+
+    Examples:
+        >>> [tensor.path for tensor in gemma4_compat.find_meta_tensors(model) if not tensor.offloaded]
+        []
     """
     return tuple(_find(model))
 

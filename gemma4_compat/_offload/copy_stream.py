@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._offload.module_groups import ModuleGroup
@@ -19,6 +20,8 @@ class CopyStream:
 
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        #: Called before a group's memory is freed: it issues what was to be computed with the group.
+        self.settle: Callable[[], None] | None = None
         self._computed: dict[Any, Any] = {}  # by computing stream: the event after its last use of a group
 
     def start_copy(self, group: ModuleGroup, size: int) -> None:
@@ -80,6 +83,8 @@ class CopyStream:
 
         if not group.on_device:
             return
+        if self.settle is not None:
+            self.settle()
         if self._stream is not None:
             stream = torch.cuda.current_stream(self.device)
             event = self._computed.get(stream)

@@ -12,13 +12,12 @@ import contextlib
 import functools
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._engine import notice
 from gemma4_compat._models import placement
 
 
@@ -343,10 +342,8 @@ def _unpin_deferred() -> None:
 
 @functools.cache  # one warning for each reason
 def _warn_once(error: str) -> None:
-    warnings.warn(
+    notice.warn_user(
         f"host memory cannot be pinned here ({error}): offloaded weights travel through "
         "pageable memory, slower and not beside the computation. Free host memory, or raise the limit on locked "
-        "memory (ulimit -l).",
-        Gemma4CompatWarning,
-        stacklevel=2,
+        "memory (ulimit -l)."
     )

@@ -144,8 +144,9 @@ class HookedForward:
 
         self._watched = forward
 
-    def unwrap(self, *, watched: bool = False) -> None:
-        """Let the module run without its hook. Does nothing where the hook has been replaced or removed since.
+    def unwrap(self, *, watched: bool = False, instead: Callable[..., Any] | None = None) -> None:
+        """Let the module run without its hook, its forward or ``instead`` of it. Does nothing where the hook has been
+        replaced or removed since.
 
         Nor does it where somebody has put a ``forward`` around the hook's: a profiler, a spy.
         """
@@ -153,7 +154,7 @@ class HookedForward:
         if attributes.get("_hf_hook") is not self._hook or "_old_forward" not in attributes:
             return
         inner, current = attributes["_old_forward"], attributes.get("forward")
-        own = self._watched if watched and self._watched is not None else inner
+        own = instead or (self._watched if watched and self._watched is not None else inner)
         # It is the inner one where another HookedForward has unwrapped the module.
         if current is not own and (current is self._hooked or current is inner):
             self._outer, attributes["forward"] = current, own

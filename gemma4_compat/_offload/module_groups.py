@@ -7,18 +7,21 @@ Autograd keeps tensors of a forward for the backward pass, and bitsandbytes keep
 saved tensors sees it. So a group's tensors on the device are always the same objects. Only the memory below them comes
 and goes (``UntypedStorage.resize_``, as in PyTorch's FSDP).
 
+The experts of a layer are last in the buffers. A group may be on the device in part, without them: then the module
+of the experts looks up those that it needs in the buffer on the host (:mod:`gemma4_compat._offload.expert_lookup`).
+
 :mod:`gemma4_compat._offload.streaming` decides when a group is copied, onloaded and offloaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._models import placement
-from gemma4_compat._offload import host_memory, int8_state, torch_internals
+from gemma4_compat._offload import expert_lookup, host_memory, torch_internals
+from gemma4_compat._offload.group_weights import HostTensor, OffloadedWeight
 from gemma4_compat._offload.idle_hooks import HookedForward, is_accelerates_forward
-from gemma4_compat._quantization import quant_states
 
 ALIGNMENT = 512  # bytes; what the caching allocator gives, and more than any kernel asks for
 
@@ -28,9 +31,12 @@ class ModuleGroup:
 
     Attributes:
         device: where the layer computes.
+        experts: the layer's experts module, where its forward can look them up; or None.
         size: bytes.
+        size_without_experts: bytes of the group in part.
         on_disk: a copy reads files.
         on_device: the group has its memory on the device. The copy into it was issued, and may still run.
+        in_part: what is on the device, or was there last, is without the experts.
         copied: the event after that copy; None on a device without streams.
         onloaded: the layer's modules have their weights, and no hooks.
         on_output: called with an output of the layer; prepares for the gradient of that output.
@@ -38,19 +44,29 @@ class ModuleGroup:
 
     on_output: Callable[[Any], None]
 
-    def __init__(self, device: Any, weights: list[OffloadedWeight], forwards: list[HookedForward]) -> None:
-        self.device = device
-        self.on_device = self.onloaded = False
+    def __init__(
+        self, device: Any, weights: list[OffloadedWeight], forwards: list[HookedForward], experts: Any = None
+    ) -> None:
+        self.device, self.experts = device, experts
+        self.on_device = self.onloaded = self.in_part = False
         self.copied: Any = None
+        weights = sorted(weights, key=lambda weight: weight.module is experts)
         self._weights, self._forwards = weights, forwards
+        self._without_experts = weights if experts is None else [one for one in weights if one.module is not experts]
+        self._lookup: expert_lookup.ExpertLookup | None = None
+        self._lookup_is_known = experts is None
         self._sources: list[HostTensor] = []
+        self._first_of_experts = 0  # of the sources
         self._offsets: list[int] = []  # of each in the buffers
-        offset = 0
+        offset = self.size_without_experts = 0
         for weight in weights:
+            weight.assign(len(self._sources))
             for source in weight.sources():
                 self._sources.append(source)
                 self._offsets.append(offset)
                 offset += -(-source.size // ALIGNMENT) * ALIGNMENT
+            if weight.module is not experts:
+                self.size_without_experts, self._first_of_experts = offset, len(self._sources)
         self.size = offset
         self.on_disk = any(weight.stored.on_disk for weight in weights)
         self._host_buffer: Any = None
@@ -60,7 +76,7 @@ class ModuleGroup:
         self._views: list[Any] = []  # the tensors in it
         # is_stale and onload_ run for every token, so these are plain tuples.
         self._snapshot = [weight.snapshot() for weight in weights]
-        self._swaps: list[tuple[dict[str, Any], str, Any]] = []
+        self._swaps: dict[bool, list[tuple[dict[str, Any], str, Any]]] = {}  # by in_part
 
     def modules(self) -> list[Any]:
         """Those whose weights are in the group."""
@@ -69,7 +85,11 @@ class ModuleGroup:
     @classmethod
     def from_layer(cls, layer: Any) -> ModuleGroup | None:
         """The group of a layer as it is now; None for a layer without weights to stream, or left to accelerate."""
+        inside = expert_lookup.inside(layer)
         device = placement.hook_device(layer)
+        alone = device is None and inside is not None  # a map that names the parts of the layer
+        if alone:
+            device = placement.hook_device(inside)
         weights: list[OffloadedWeight] = []
         forwards: list[HookedForward] = []
         for part in layer.modules():
@@ -91,9 +111,13 @@ class ModuleGroup:
                         if weight is None:
                             return None
                         weights.append(weight)
-            if "_old_forward" in vars(part):
+            # What else has a hook in a layer that has none brings its own inputs to the device.
+            if "_old_forward" in vars(part) and (part is inside or not alone):
                 forwards.append(HookedForward(part))
-        return cls(device, weights, forwards) if weights else None
+        if alone and any(weight.module is not inside for weight in weights):
+            return None
+        experts = next((weight.module for weight in weights if weight.module is inside), None)
+        return cls(device, weights, forwards, experts) if weights else None
 
     def is_stale(self) -> bool:
         """Whether a weight, a hook or the place of a weight on the host has changed since this group was created."""
@@ -146,13 +170,16 @@ class ModuleGroup:
     def onload_(self, *, watched: bool = False) -> None:
         """Give the modules their weights on the device, and bypass the hooks inside the layer. Copies nothing."""
         for forward in self._forwards:
-            forward.unwrap(watched=watched)
-        if not self._swaps:
-            for weight in self._weights:
+            looks_up = self.in_part and forward.module is self.experts
+            forward.unwrap(watched=watched, instead=self._lookup if looks_up else None)
+        swaps = self._swaps.get(self.in_part, ())
+        if not swaps:
+            weights = self._without_experts if self.in_part else self._weights
+            for weight in weights:
                 weight.onload_(self._views)
-            if all(weight.is_reusable for weight in self._weights):
-                self._swaps = [weight.swap() for weight in self._weights]
-        for parameters, name, parameter in self._swaps:
+            if all(weight.is_reusable for weight in weights):
+                self._swaps[self.in_part] = [weight.swap() for weight in weights]
+        for parameters, name, parameter in swaps:
             parameters[name] = parameter
         self.onloaded = True
 
@@ -172,15 +199,15 @@ class ModuleGroup:
             torch_internals.resize(self._buffer, size)
             return
         with torch.inference_mode(False):
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._buffer = torch.empty(max(size, self.size), dtype=torch.uint8, device=self.device)
             self._filled = self._buffer.data[: self.size]
             self._views = [
                 _view(self._buffer, offset, source)
                 for offset, source in zip(self._offsets, self._sources, strict=True)
             ]
-            first = 0
-            for weight in self._weights:
-                first = weight.assign(first)
+        if size < self.size:  # in part, and the views above are of all
+            torch_internals.resize(self._buffer, 0)
+            torch_internals.resize(self._buffer, size)
 
     def free(self) -> None:
         """Give the memory on the device back; the tensors in it stay, empty."""
@@ -193,12 +220,44 @@ class ModuleGroup:
         # `_filled` counts its own versions: a second copy brings the same values, and autograd must not take the
         # tensors it kept for changed.
         with torch.no_grad():
+            size = self.size_without_experts if self.in_part else self.size
             if self.on_disk:
-                self._copy_from_disk(self._filled)
+                self._copy_from_disk(self._filled[:size])
             else:
                 if self._host_buffer is None:
                     self._pack()
-                self._filled.copy_(self._host_buffer, non_blocking=True)
+                self._filled[:size].copy_(self._host_buffer[:size], non_blocking=True)
+
+    def looks_experts_up(self) -> bool:
+        """Whether the layer can run with the group in part. Packs its host tensors to know."""
+        if not self._lookup_is_known:
+            self._lookup, self._lookup_is_known = self._new_lookup(), True
+        return self._lookup is not None
+
+    def _new_lookup(self) -> expert_lookup.ExpertLookup | None:
+        import torch
+
+        if self.on_disk:
+            if any(source.casts for source in self._sources[self._first_of_experts :]):
+                return None
+            tensors = [source.tensor for source in self._sources]
+        else:
+            if self._host_buffer is None:
+                self._pack()
+            tensors = [source.tensor for source in self._sources]
+            if self.device.type != "cpu":
+                memory = None if self._pinned is None else self._pinned.view_on(self.device)
+                if memory is None:  # it could not be pinned: streaming all experts is faster than copying rows
+                    return None
+                tensors = [_view(memory, *place) for place in zip(self._offsets, self._sources, strict=True)]
+        with torch.no_grad():
+            tensors = [one if expert_lookup.per_expert(one) else one.to(self.device, copy=True) for one in tensors]
+        own = [weight for weight in self._weights if weight.module is self.experts]
+        forward = expert_lookup.forward_of(self.experts)
+        assert forward is not None
+        return expert_lookup.ExpertLookup(
+            self.experts, forward, {weight.name: weight.device_parameter(tensors) for weight in own}, self.device
+        )
 
     def _pack(self) -> None:
         """Move the layer's host tensors into one buffer, pinned where possible."""
@@ -221,162 +280,12 @@ class ModuleGroup:
 
         target = buffer
         if self.device.type == "cuda":
-            target = host_memory.staging((self.size,), torch.uint8)
-        for offset, source in zip(self._offsets, self._sources, strict=True):
+            target = host_memory.staging(buffer.shape, torch.uint8)
+        last = self._first_of_experts if self.in_part else None
+        for offset, source in zip(self._offsets[:last], self._sources[:last], strict=True):
             source.copy_to(_view(target, offset, source))
         if target is not buffer:
             buffer.copy_(target, non_blocking=True)
-
-
-class HostTensor:
-    """A tensor on the host, and the dtype that it has on the device.
-
-    Args:
-        tensor: as it is stored.
-        casts: the dtypes through which it goes to the device.
-    """
-
-    def __init__(self, tensor: Any, casts: tuple[Any, ...] = ()) -> None:
-        self.shape, self.dtype = tensor.shape, casts[-1] if casts else tensor.dtype
-        self.size: int = tensor.numel() * self.dtype.itemsize  # bytes, on the device
-        self._tensor, self._casts = tensor, casts
-
-    def copy_to(self, view: Any) -> None:
-        """Copy it to a tensor of its dtype on the device."""
-        view.copy_(host_memory.cast(self._tensor, self._casts[:-1]))
-
-
-class OffloadedWeight:
-    """One offloaded parameter of a module in a group, with its quantization tensors.
-
-    Attributes:
-        module: the module that has the parameter.
-        hook: accelerate's, which offloads it.
-        stored: where the host keeps its data.
-    """
-
-    def __init__(self, module: Any, name: str, meta: Any, hook: Any, stored: Any, quantization: list[Any]) -> None:
-        self.module, self.stored = module, stored
-        self._name, self._meta, self.hook = name, meta, hook
-        self._hooks, self._map = vars(module)["_hf_hook"], hook.weights_map
-        self._forward = vars(module)["forward"]
-        self._value, self._state = stored.raw, vars(meta).get("quant_state")
-        self._dtype = meta.dtype
-        self._quantization = quantization  # scales and code books
-        self._first = 0  # position of its tensors in the group
-        self._parameter: Any = None  # on the device
-
-    @classmethod
-    def of(cls, module: Any, name: str, parameter: Any, hook: Any) -> OffloadedWeight | None:
-        """None for a parameter that cannot be part of a group: not on meta, scales lost, of an unknown class."""
-        import torch
-
-        if parameter.device.type != "meta":
-            return None
-        stored = host_memory.stored(hook.weights_map, name)
-        kind = type(parameter).__name__
-        quantization: list[Any] = []
-        if kind == "Params4bit":
-            state = parameter.quant_state
-            if not parameter.bnb_quantized or state is None or quant_states.is_packed(state):
-                return None
-            if not quant_states.is_pristine(state):
-                return None
-            quantization = list(quant_states.tensors(state))
-        elif kind == "Int8Params":
-            scales = vars(parameter).get("SCB")
-            if scales is None or scales.device.type == "meta":
-                try:
-                    scales = host_memory.stored(hook.weights_map, "SCB").tensor
-                except KeyError:
-                    return None
-                vars(scales)[quant_states.PRISTINE] = True
-                parameter.SCB = scales  # where bitsandbytes-int8-meta-scales keeps them
-            quantization = [scales]
-        elif type(parameter) is not torch.nn.Parameter:
-            return None
-        if quantization and stored.dtype != parameter.dtype:
-            return None
-        return cls(module, name, parameter, hook, stored, quantization)
-
-    def sources(self) -> Iterator[HostTensor]:
-        """Its host tensors, the data first."""
-        # The parameter's dtype is not the stored one where the model was cast since (model.float()).
-        same = self._value.dtype == self._dtype and not self.stored.casts
-        yield HostTensor(self._value, () if same else (*self.stored.casts, self._dtype))
-        for tensor in self._quantization:
-            yield HostTensor(tensor)
-
-    def assign(self, first: int) -> int:
-        """Its tensors are those of the group from position ``first`` on; returns the position after them."""
-        self._first = first
-        return first + 1 + len(self._quantization)
-
-    def move_host_copy(self, views: list[Any]) -> None:
-        """From now on the host keeps its tensors in the group's buffer."""
-        data, *quantization = self._own(views)
-        self.stored.replace(data)
-        self._value = data
-        if type(self._meta).__name__ == "Params4bit":
-            known = {id(old): new for old, new in zip(self._quantization, quantization, strict=True)}
-            quant_states.replace_tensors(self._meta.quant_state, known)
-            self._quantization = quantization
-
-    def snapshot(self) -> tuple[Any, ...]:
-        """What :meth:`ModuleGroup.is_stale` compares."""
-        attributes, stored = vars(self.module), self.stored
-        return (
-            *(attributes["_parameters"], self._name, self._meta, self._dtype, self._state),
-            *(attributes, self._forward, self._hooks, self.hook, self._map),
-            *(stored.holder, stored.key, self._value),
-        )
-
-    @property
-    def is_reusable(self) -> bool:
-        """Whether the parameter on the device serves for more than one forward."""
-        # On a CPU bitsandbytes may repack a 4-bit weight in its forward; an 8-bit one it always takes apart.
-        return self._parameter is not None and self._parameter.device.type != "cpu" and not self._is_int8
-
-    @property
-    def _is_int8(self) -> bool:
-        return type(self._meta).__name__ == "Int8Params"
-
-    def swap(self) -> tuple[dict[str, Any], str, Any]:
-        """Where the parameter on the device goes, and that parameter."""
-        return self.module._parameters, self._name, self._parameter
-
-    def onload_(self, views: list[Any]) -> None:
-        """Give the module its parameter on the device."""
-        if self._parameter is None:
-            self._parameter = self._device_parameter(views)
-        self.module._parameters[self._name] = self._parameter
-
-    def offload_(self) -> None:
-        """Give the module its parameter on meta."""
-        self.module._parameters[self._name] = self._meta
-        if not self.is_reusable:
-            if self._state is not None and self._parameter is not None:
-                quant_states.note_dtype(self._parameter.quant_state)
-            self._parameter = None
-        if self._is_int8 and vars(self.module).get("state") is not None:
-            int8_state.reset(self.module)
-
-    def _own(self, tensors: list[Any]) -> list[Any]:
-        return tensors[self._first : self._first + 1 + len(self._quantization)]
-
-    def _device_parameter(self, views: list[Any]) -> Any:
-        import torch
-
-        data, *quantization = self._own(views)
-        with torch.inference_mode(False):
-            parameter = torch.Tensor._make_subclass(type(self._meta), data.data, False)
-            vars(parameter).update(vars(self._meta))
-            if type(self._meta).__name__ == "Params4bit":
-                known = {id(old): new for old, new in zip(self._quantization, quantization, strict=True)}
-                parameter.quant_state = quant_states.with_tensors(self._meta.quant_state, known)
-            elif type(self._meta).__name__ == "Int8Params":
-                parameter.CB, parameter.SCB = parameter.data, quantization[0]
-        return parameter
 
 
 def _view(buffer: Any, offset: int, source: HostTensor) -> Any:

@@ -11,8 +11,12 @@ On the device there are at most two groups of a list of layers, three in a backw
 has. A group's memory is freed when the layer's forward is over. It comes back when a gradient reaches the layer: that
 of its output, or that of the output of a module in it, whichever is first.
 
-During its layer's backward pass a group is onloaded as in the forward: checkpointing may compute the layer again, even
-through ``layer.forward``, which calls no hook of a module (transformers 5.23).
+Where a step has few tokens and wants no gradients, a layer with experts is onloaded in part, without them
+(:mod:`gemma4_compat._offload.expert_lookup`).
+
+The last group of a forward with gradients stays: the backward pass begins with it. During its layer's backward pass a
+group is onloaded as in the forward: checkpointing may compute the layer again, even through ``layer.forward``, which
+calls no hook of a module (transformers 5.23).
 
 One thread at a time is in a model's streamed layers (:mod:`gemma4_compat._offload.model_lock`); backward passes that
 the engine runs in turn each keep their own groups. The groups that a graph of gradients goes through (create_graph)
@@ -30,11 +34,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._models import placement
-from gemma4_compat._offload import torch_internals
+from gemma4_compat._offload import expert_lookup, torch_internals
 from gemma4_compat._offload.copy_stream import CopyStream
 from gemma4_compat._offload.model_lock import ModelLock
 from gemma4_compat._offload.module_groups import ModuleGroup
@@ -147,8 +151,9 @@ class LayerStreamer:
         self._cyclic = self._again = cyclic
         self._groups: list[ModuleGroup | None] = []  # by position; None: left to accelerate's hooks
         self._copies: CopyStream | None = None
-        # Bytes of the largest group. Every group takes as much, so that each fits where another was.
-        self._buffer_size = 0
+        # Bytes of the largest group, and without experts. Every group takes as much, so that each fits where another
+        # was.
+        self._buffer_size = self._part_size = 0
         self._prefetched: ModuleGroup | None = None  # and not used yet
         self._kept: dict[int, list[ModuleGroup]] = {}  # by the graph task of a backward pass
         self._in_graphs: list[ModuleGroup] = []  # as often as the graph of a gradient (create_graph) has its weights
@@ -165,8 +170,14 @@ class LayerStreamer:
             return
         if recomputed:
             self._keep(group)
-        self._require(group, self._neighbour(position, -1 if recomputed else 1))
-        group.onload_(watched=torch.is_grad_enabled() and not recomputed)
+        watched = torch.is_grad_enabled() and not recomputed
+        stays = watched and self._is_last(position)  # a backward pass may begin with it
+        in_part = not recomputed and self._in_part(group, layer, _inputs)
+        following = None if stays else self._neighbour(position, -1 if recomputed else 1)
+        ends = position == len(self._groups) - 1 and not recomputed and not torch.is_grad_enabled()
+        next_in_part = in_part or ends  # after a prompt comes a token
+        self._require(group, following, in_part=in_part, next_in_part=next_in_part)
+        group.onload_(watched=watched)
 
     def post_forward(self, layer: Any, _inputs: Any, output: Any) -> None:
         """The hook after a layer's forward, also after a failed one (``output`` is None then): offload its group."""
@@ -182,7 +193,11 @@ class LayerStreamer:
             return
         group.offload_()
         group.on_output(output)
-        if not self._is_kept(group):  # recomputed by checkpointing: its backward comes next
+        if self._is_kept(group):  # recomputed by checkpointing: its backward comes next
+            return
+        if self._is_last(position) and any(tensor.requires_grad for tensor in _tensors(output)):
+            self._prefetched = group
+        else:
             self._free(group)
 
     def groups(self) -> list[ModuleGroup]:
@@ -210,6 +225,18 @@ class LayerStreamer:
             yield
         finally:  # a capture whose streams have not joined again cannot even be ended
             self._copies.join_current_stream()
+
+    @contextlib.contextmanager
+    def settled(self, settle: Callable[[], None]) -> Iterator[None]:
+        """Inside, ``settle`` is called before weights are freed: what the layer computes is issued by then."""
+        if self._copies is None:
+            yield
+            return
+        self._copies.settle = settle
+        try:
+            yield
+        finally:
+            self._copies.settle = None
 
     def after_capture(self) -> None:
         """Free what a capture that failed has left on the device, and forget its events."""
@@ -287,8 +314,24 @@ class LayerStreamer:
         if group not in self._in_graphs:
             self._free(group)
 
-    def _require(self, group: ModuleGroup, following: ModuleGroup | None) -> None:
-        """Have ``group`` on the device for what the current stream does next, and prefetch ``following``."""
+    def _in_part(self, group: ModuleGroup, layer: Any, inputs: Any) -> bool:
+        """Whether the layer's next forward looks its experts up."""
+        if group.experts is None or expert_lookup.inside(layer) is not group.experts:
+            return False
+        return expert_lookup.few_tokens(group.experts, layer, inputs) and group.looks_experts_up()
+
+    def _require(
+        self,
+        group: ModuleGroup,
+        following: ModuleGroup | None,
+        *,
+        in_part: bool = False,
+        next_in_part: bool = False,
+    ) -> None:
+        """Have ``group`` on the device for what the current stream does next, and prefetch ``following``.
+
+        ``in_part``: without its experts, if it is not there as a whole; ``next_in_part`` the same of ``following``.
+        """
         assert self._copies is not None
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None and prefetched is not group:
@@ -296,18 +339,28 @@ class LayerStreamer:
                 self._prefetched = prefetched
             elif not self._is_kept(prefetched):
                 self._free(prefetched)
+        if group.in_part and not in_part:
+            self._free(group)
         if not group.on_device:
-            self._copies.start_copy(group, self._buffer_size)
+            self._start_copy(group, in_part=in_part)
         self._copies.wait_for_copy(group)
-        if following is not None and not following.on_device:
-            self._prefetch(following)
+        if following is not None:
+            if following.in_part and not next_in_part and following is self._prefetched:
+                self._prefetched = None
+                self._free(following)
+            if not following.on_device:
+                self._prefetch(following, in_part=next_in_part and following.looks_experts_up())
 
-    def _prefetch(self, group: ModuleGroup) -> None:
+    def _start_copy(self, group: ModuleGroup, *, in_part: bool) -> None:
+        assert self._copies is not None
+        group.in_part = in_part
+        self._copies.start_copy(group, self._part_size if in_part else self._buffer_size)
+
+    def _prefetch(self, group: ModuleGroup, *, in_part: bool) -> None:
         import torch
 
-        assert self._copies is not None
         try:
-            self._copies.start_copy(group, self._buffer_size)
+            self._start_copy(group, in_part=in_part)
         except torch.OutOfMemoryError:
             return  # copied when it is needed
         self._prefetched = group
@@ -329,6 +382,10 @@ class LayerStreamer:
             group = self._groups[position]
             if group is not None:
                 return group
+
+    def _is_last(self, position: int) -> bool:
+        """Whether a list that runs again ends with this layer."""
+        return self._cyclic and not any(self._groups[position + 1 :])
 
     def _group(self, position: int, layer: Any) -> ModuleGroup | None:
         """The group of a layer, a new one where the layer has changed."""
@@ -358,6 +415,7 @@ class LayerStreamer:
         if group.device != self._copies.device:  # each list of layers streams to one device
             return None
         self._buffer_size = max(self._buffer_size, group.size)
+        self._part_size = max(self._part_size, group.size_without_experts)
         group.watch_outputs(torch.compiler.disable(functools.partial(self._watch_gradients, position, group)))
         return group
 

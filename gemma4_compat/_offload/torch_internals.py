@@ -5,11 +5,10 @@ torch promises none of them. Where one is gone, a dispatched model keeps acceler
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._errors import Gemma4CompatWarning
+from gemma4_compat._engine import notice
 
 _GRAPH_TASK = "torch._C._current_graph_task_id"
 _QUEUE_CALLBACK = "torch.autograd.Variable._execution_engine.queue_callback"
@@ -33,6 +32,14 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def resize(tensor: Any, size: int) -> None:
     """Give the memory of a tensor of bytes ``size`` bytes. Tensors that are views of it stay views of it."""
     tensor.untyped_storage().resize_(size)
+
+
+def is_graph_kept() -> bool:
+    """Whether the backward pass that is running may run again (``retain_graph``); True where this torch cannot say."""
+    import torch
+
+    ask = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+    return True if ask is None else bool(ask())
 
 
 def missing() -> tuple[str, ...]:
@@ -61,13 +68,18 @@ def warn(absent: tuple[str, ...]) -> None:
     if absent in _warned:
         return
     _warned.add(absent)
-    warnings.warn(
+    notice.warn_user(
         f"this torch lacks {' and '.join(absent)}: offloaded layers are left to accelerate's own offloading, which "
         "gives the same outputs and is slower, and only one thread at a time may use such a model. Another release "
-        "of torch, or a newer gemma4_compat, brings the speed back.",
-        Gemma4CompatWarning,
-        stacklevel=3,
+        "of torch, or a newer gemma4_compat, brings the speed back."
     )
 
 
 _warned: set[tuple[str, ...]] = set()
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has a shape and no values, as those of ``FakeTensorMode``."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

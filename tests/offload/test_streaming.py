@@ -135,6 +135,35 @@ def test_the_next_group_is_prefetched_before_the_layer_runs(
         assert events == [*(first[1:] if cyclic else first), *([("copy", 0)] if cyclic else []), ("free", 2)]
 
 
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_a_backward_pass_begins_with_the_last_group_of_the_forward(
+    dispatched: Callable[..., Any], events: list[tuple[str, int]], cyclic: bool
+) -> None:
+    import torch
+
+    plain, inputs = toy(3), x().requires_grad_()
+    expected = plain(inputs)
+    (right,) = torch.autograd.grad(expected.sum(), inputs)
+    model = dispatched(toy(3).requires_grad_(False))
+    streamer = streamer_of(model, cyclic=cyclic)
+    for _ in range(2):
+        events.clear()
+        output = model(inputs)
+        assert on_device(streamer) == ([2] if cyclic else [])
+        (found,) = torch.autograd.grad(output.sum(), inputs)
+        assert torch.equal(output, expected)
+        assert torch.equal(found, right)
+        copies = [position for what, position in events if what == "copy"]
+        assert copies == [0, 1, 2, *(() if cyclic else (2,)), 1, 0]
+        assert on_device(streamer) == []
+    model(inputs)
+    events.clear()
+    with torch.no_grad():  # the backward pass never comes
+        model(inputs)
+    freed = [("free", 2)] if cyclic else []
+    assert events[: len(freed) + 2] == [*freed, ("copy", 0), ("copy", 1)]
+
+
 def test_layers_between_that_are_not_offloaded(dispatched: Callable[..., Any], events: list[tuple[str, int]]) -> None:
     import torch
 

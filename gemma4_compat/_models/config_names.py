@@ -1,0 +1,37 @@
+"""Settings of a text model that transformers writes by layer from 5.15.0 on, under the names that other readers read.
+
+``global_head_dim`` is the head size of full attention, ``num_global_key_value_heads`` its number of key-value heads
+(null: that of the other layers), as in released ``config.json`` files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+#: Name -> the setting of a layer that it stands for.
+NAMES = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+
+
+def restored(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that ``text``, a text model's part of ``config.json``, has by layer and not by name.
+
+    None where it has no settings by layer, or some that these names cannot say: full-attention layers that differ from
+    each other, or other layers with settings of their own.
+    """
+    layers, kinds = text.get("per_layer_config"), text.get("layer_types")
+    if not isinstance(layers, Mapping) or not isinstance(kinds, list) or "full_attention" not in kinds:
+        return {}
+    try:
+        own = {int(index): dict(settings) for index, settings in layers.items()}
+    except (TypeError, ValueError):
+        return {}
+    full = {index for index, kind in enumerate(kinds) if kind == "full_attention"}
+    said = [own.get(index, {}) for index in full]
+    if any(settings != said[0] for settings in said) or set(own) - full or set(said[0]) - set(NAMES.values()):
+        return {}
+    found = {
+        "global_head_dim": said[0].get("head_dim", text.get("head_dim")),
+        "num_global_key_value_heads": said[0].get("num_key_value_heads"),
+    }
+    return {name: value for name, value in found.items() if name not in text}
