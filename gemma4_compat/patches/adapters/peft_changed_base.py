@@ -17,12 +17,11 @@ weights.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._models import family
 from gemma4_compat._quantization.plain_layers import is_quantized
 
@@ -38,7 +37,7 @@ def inject_adapter(
     if isinstance(init, str) and family.is_gemma4(model):
         text = _warning(init.lower(), model, adapter_name)
         if text is not None:
-            warnings.warn(text, Gemma4CompatWarning, stacklevel=4)
+            notice.warn_user(text)
     return result
 
 

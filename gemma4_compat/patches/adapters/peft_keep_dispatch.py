@@ -28,13 +28,13 @@ dispatching it again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models.placement import hidden_map, map_owner
 from gemma4_compat._offload import peft_layers
 
@@ -83,12 +83,10 @@ def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
     ignored = [name for name in ("device_map", "max_memory") if kwargs.get(name) is not None]
     if ignored and kwargs.get("device_map") != owner.hf_device_map:  # PEFT's Auto classes give both the same map
-        warnings.warn(
+        notice.warn_user(
             f"{' and '.join(ignored)} given to PEFT is ignored: the base model is already dispatched and its "
             f"placement ({len(owner.hf_device_map)} entries in hf_device_map) wins. To place it differently, load the "
-            "base model with another device_map.",
-            Gemma4CompatWarning,
-            stacklevel=4,
+            "base model with another device_map."
         )
     return {name: value for name, value in kwargs.items() if name not in _PLACEMENT_ARGUMENTS}
 

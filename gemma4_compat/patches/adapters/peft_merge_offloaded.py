@@ -65,32 +65,30 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> contextlib.Abstrac
 def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
-    found = []
-    for adapter, offloaded in (
-        (workspace.adapter("language"), "model.language_model.layers.0"),
-        (_head_adapter(workspace), "lm_head"),
-    ):
-        whole, split = (_merged(workspace, adapter, placed) for placed in (None, offloaded))
-        found.append(max(difference(first, second) for first, second in zip(whole, split)))
-    return Outcome.of_parity(max(found), "a layer and the head, offloaded, merged and unmerged")
+    adapter = _adapter(workspace)
+    whole = _merged(workspace, adapter)
+    split = _merged(workspace, adapter, "model.language_model.layers.0", "lm_head")
+    found = max(difference(first, second) for first, second in zip(whole, split))
+    return Outcome.of_parity(found, "a layer and the head, offloaded, merged and unmerged")
 
 
-def _head_adapter(workspace: Workspace) -> Path:
+def _adapter(workspace: Workspace) -> Path:
     from gemma4_compat._reproduction import tiny_adapters
 
-    def merged_head(folder: Path) -> Path:
-        return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
+    def merged_layers_and_head(folder: Path) -> Path:
+        targets = rf"({tiny_adapters.TARGETS['language']}|lm_head)"
+        return tiny_adapters.write_adapter(workspace.load(), targets, folder)
 
-    return workspace.cached(merged_head)
+    return workspace.cached(merged_layers_and_head)
 
 
-def _merged(workspace: Workspace, adapter: Path, offloaded: str | None) -> list[Outputs]:
+def _merged(workspace: Workspace, adapter: Path, *offloaded: str) -> list[Outputs]:
     """Outputs with the adapter merged, then without it, then with it again."""
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(workspace.load(), adapter)
-    if offloaded is not None:  # after PEFT's load, which without other patches undoes a split
-        placement = {"": workspace.main, f"base_model.model.{offloaded}": workspace.offloaded}
+    if offloaded:  # after PEFT's load, which without other patches undoes a split
+        placement = {"": workspace.main} | {f"base_model.model.{name}": workspace.offloaded for name in offloaded}
         model = workspace.dispatch_map(model, placement)
     model.merge_adapter()
     found = [workspace.outputs(model)]

@@ -26,8 +26,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, placement
 from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, with_base
 
@@ -155,12 +156,10 @@ def _warn_of_losses(losses: dict[str, tuple[float, float]]) -> None:
         )
     else:
         said = "how much of the adapter's change that loses could not be measured"
-    warnings.warn(
+    notice.warn_user(
         f"the adapter was merged into {len(losses)} quantized layers, whose weights were quantized again: {said}, so "
         "the model gives different outputs than with the adapter loaded, and unmerging does not bring the base back. "
-        f"{_WITHOUT_LOSS}",
-        Gemma4CompatWarning,
-        stacklevel=7,
+        f"{_WITHOUT_LOSS}"
     )
 
 

@@ -12,6 +12,8 @@ nothing and gives different outputs.
 With ``modules_to_save`` on quantized modules: ``only Tensors of floating point dtype can require gradients``, and
 ``KeyError: 'base_model.model...weight.absmax'`` when such an adapter is loaded.
 
+With any adapter on layers of compressed-tensors: ``AttributeError: 'Linear' object has no attribute 'weight'``.
+
 Cause: The bitsandbytes layers of the first group convert their input to float32 and return that dtype, while the
 bitsandbytes layer below returns the dtype of its input. The next unquantized layer has bfloat16 weights, and each
 Gemma 4 block has several of those. The second group uses the base weight as it is stored, as packed bytes.
@@ -19,7 +21,8 @@ Gemma 4 block has several of those. The second group uses the base weight as it 
 Fix: Layers of the first group return the dtype of their input (outside of autocast). For the second group, on Gemma
 4 models, the patch runs one layer of each kind once it is created, and compares it with the same layer over the
 unpacked weight. If the outputs differ, or if the layer cannot be created, one error names the layer and what works
-instead, and the model is as it was. Trained copies of quantized modules are refused the same way.
+instead, and the model is as it was. Trained copies of quantized modules are refused the same way, and adapters on
+compressed layers.
 
 Remove when: PEFT's layers for bitsandbytes return the dtype of their input, and the other tuners refuse quantized
 layers.
@@ -35,6 +38,7 @@ from gemma4_compat._adapters import rollback
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, walk
+from gemma4_compat._quantization import compressed
 from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
 
 if TYPE_CHECKING:
@@ -47,6 +51,14 @@ _TOLERANCE = 0.5
 def inject_adapter(
     original: Callable[..., Any], self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
+    if family.is_gemma4(model) and any(compressed.is_compressed(module) for module in walk.modules(model)):
+        with rollback.undone_if_it_fails(model, adapter_name):
+            try:
+                return original(self, model, adapter_name, *args, **kwargs)
+            except AttributeError as error:
+                if "has no attribute 'weight'" not in str(error):
+                    raise
+                raise _compressed_refusal(error) from error
     if not family.is_gemma4(model) or not any(is_quantized(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
@@ -69,6 +81,14 @@ def inject_adapter(
             vars(self).pop("_create_and_replace", None)
         _try_one_of_each_kind(config, model, adapter_name)
     return result
+
+
+def _compressed_refusal(error: AttributeError) -> Gemma4CompatError:
+    """What to say where PEFT finds no weight to put an adapter beside."""
+    return Gemma4CompatError(
+        "the adapter targets layers of compressed-tensors, which have no weight before the first forward: "
+        f"{error}. Nothing was changed. {compressed.DEQUANTIZE[0].upper()}{compressed.DEQUANTIZE[1:]}"
+    )
 
 
 def _refuse_quantized_copies(config: Any, model: Any) -> None:
@@ -175,21 +195,22 @@ def reproduce(workspace: Workspace) -> Outcome:
         ("8bit", RoadConfig(group_size=32, target_modules=["q_proj", "up_proj"])),
     )
     found = []
+    bases: dict[str, Any] = {}
+    references: dict[str, Any] = {}
     for quantization, config in works:
-        reference = workspace.outputs(workspace.load(quantization))
+        bases[quantization] = workspace.load(quantization)
+        references[quantization] = workspace.outputs(bases[quantization])
         model = get_peft_model(workspace.load(quantization), config)
-        found.append(difference(reference, workspace.outputs(model.eval())))
+        found.append(difference(references[quantization], workspace.outputs(model.eval())))
     cannot = (
         ("4bit", LoHaConfig(r=4, alpha=8, target_modules=["q_proj"])),
         ("8bit", HRAConfig(r=4, target_modules=["q_proj"])),
     )
     for quantization, config in cannot:
-        base = workspace.load(quantization)
-        reference = workspace.outputs(base)
         try:
-            workspace.outputs(get_peft_model(base, config).eval())
+            workspace.outputs(get_peft_model(bases[quantization], config).eval())
         except Gemma4CompatError:
-            found.append(difference(reference, workspace.outputs(base)))
+            found.append(difference(references[quantization], workspace.outputs(bases[quantization])))
         else:
             return Outcome(True, f"{config.peft_type.value} on a {quantization} base gives different outputs")
     return Outcome.of_parity(
@@ -200,7 +221,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 PATCH = Patch(
     id="peft-quantized-tuners",
     severity=Severity.CRASH,
-    failure_points=("F4",),
+    failure_points=("F4", "F66"),
     distribution="peft",
     affected=">=0.18.0",
     requires=("bitsandbytes", "transformers>=5.5"),

@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 
 #: The one weight that every language model has under one name, so it tells what comes before.
 _ANCHOR = "embed_tokens.weight"
+#: The same in a QAT checkpoint (``quant_method: "gemma"``).
+_PACKED_ANCHOR = "embed_tokens.embedding_quantized"
 _INSIDE = "language_model"
-#: What bitsandbytes saves beside a quantized weight.
-_QUANTIZED = (".SCB", ".absmax", ".quant_map")
+#: What is saved beside a quantized weight: bitsandbytes, QAT, compressed-tensors, GPTQ, AWQ.
+_QUANTIZED = (".SCB", ".absmax", ".quant_map", ".weight_scale", ".embedding_scale", ".weight_packed", ".qweight")
 
 
 def load_pretrained_model(
@@ -102,7 +104,12 @@ def _rename(there: Iterable[str], here: Iterable[str], base_model_prefix: str) -
 
 def _prefix(keys: Iterable[str]) -> str | None:
     """What stands before the input embedding's name."""
-    found = [key[: -len(_ANCHOR)] for key in keys if key == _ANCHOR or key.endswith(f".{_ANCHOR}")]
+    found = [
+        key[: -len(anchor)]
+        for key in keys
+        for anchor in (_ANCHOR, _PACKED_ANCHOR)
+        if key == anchor or key.endswith(f".{anchor}")
+    ]
     return found[0] if len(found) == 1 else None
 
 

@@ -9,10 +9,10 @@ model quantized by bitsandbytes and for every device map with ``"cpu"`` or ``"di
 
 Fix: For Gemma 4 on CUDA, where transformers takes its compiled call, it gets one that replays: the step of one token
 is captured once as a CUDA graph and launched again for each token after it. The kernels are those of the step run
-eagerly, so tokens and logits are the same bits. Weights, hooks, adapters and the cache are looked at before each
-replay. What transformers compiles itself is left to it, unless ``gemma4_compat.decode_fast(model)`` asked for a
-replay. What cannot be captured (8-bit layers, weights on disk, hooks of users, several devices) runs as before, and
-the log says why. ``disable_compile=True`` turns it off.
+eagerly, so tokens and logits are the same bits; after a while small ones are fused, where that keeps the bits.
+Weights, hooks, adapters and the cache are looked at before each replay. What transformers compiles itself is left to
+it, unless ``gemma4_compat.decode_fast(model)`` asked for a replay. What cannot be captured (8-bit layers, weights on
+disk, hooks of users, several devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
 
 Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call for
 each kernel.

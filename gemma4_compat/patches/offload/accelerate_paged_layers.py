@@ -11,6 +11,10 @@ Fix: The offloaded layers of a Gemma 4 model are streamed: each layer is one cop
 while the layer before it computes. The outputs are bit-identical. Whatever a map offloads besides layers is left as
 it is, and so are layers that compute on several devices or have offloaded buffers or tied weights.
 
+Experts of an offloaded layer, or experts that a map offloads alone, stay there in a step of few tokens without
+gradients, a decoding step for example: it looks up those that its tokens are sent to, out of pinned host memory, with
+the same outputs. The rest of the layer is streamed.
+
 Several threads may call such a model: a forward, or a backward pass, waits for that of another thread, and
 ``generate`` takes turns with it token by token. A model without offloaded parts has no such lock. The layers that a
 graph of gradients (``create_graph=True``) goes through stay on the device as long as the graph lives.

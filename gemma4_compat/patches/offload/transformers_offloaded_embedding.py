@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import walk
+from gemma4_compat._models import padding_row, walk
 from gemma4_compat._models.placement import execution_device, offload_hook
 from gemma4_compat._offload import host_memory
 
@@ -35,56 +35,28 @@ if TYPE_CHECKING:
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = walk.in_use(self.language_model.embed_tokens)
     config = self.config.text_config
-    if offload_hook(embedding) is None or not config.hidden_size_per_layer_input:
+    # One of a QAT checkpoint has no weight of its own, and is for another patch.
+    if offload_hook(embedding) is None or "weight" not in embedding._parameters:
         return original(self, *args, **kwargs)
-    with _padding_row_between_forwards(self.language_model.embed_tokens, embedding, config.pad_token_id):
+    if not config.hidden_size_per_layer_input:
+        return original(self, *args, **kwargs)
+    row = _padding_row(embedding, config.pad_token_id)
+    with padding_row.between_forwards(self.language_model.embed_tokens, embedding, row):
         return original(self, *args, **kwargs)
 
 
 def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = walk.in_use(self.embed_tokens) if input_ids is None else None
-    if embedding is None or offload_hook(embedding) is None:
+    if embedding is None or offload_hook(embedding) is None or "weight" not in embedding._parameters:
         return original(self, input_ids, *args, **kwargs)
     with _onloaded(embedding):
         return original(self, input_ids, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _padding_row_between_forwards(outermost: Any, embedding: Any, token: int) -> Iterator[None]:
-    """Inside, whenever the embedding's weight would be on meta, each of its rows reads as that of ``token``.
-
-    The forward of the ``outermost`` layer around it is an exception: an adapter may need the real weight (DoRA).
-    """
-    import torch
-
-    hook = offload_hook(embedding)
-    stored = host_memory.stored(hook.weights_map, "weight")  # the map itself would read the whole weight
-    between_forwards = embedding.weight
-    row = host_memory.cast(stored.raw[token], (*stored.casts, between_forwards.dtype)).to(execution_device(embedding))
-    stand_in = torch.nn.Parameter(row.expand(between_forwards.shape), requires_grad=False)
-
-    def put_stand_in(*_: Any) -> None:
-        nonlocal between_forwards
-        if embedding.weight is not stand_in:
-            between_forwards = embedding.weight
-        embedding._parameters["weight"] = stand_in
-
-    def remove_stand_in(*_: Any) -> None:
-        embedding._parameters["weight"] = between_forwards
-
-    put_stand_in()
-    # Around accelerate's hook, which is inside `forward` and must not see the stand-in: it remembers addresses.
-    handles = (
-        outermost.register_forward_pre_hook(remove_stand_in, prepend=True),
-        outermost.register_forward_hook(put_stand_in),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        if embedding.weight is stand_in:
-            remove_stand_in()
+def _padding_row(embedding: Any, token: int) -> Any:
+    """The row of ``token``, from where it is stored, on the device that computes."""
+    stored = host_memory.stored(offload_hook(embedding).weights_map, "weight")  # the map itself would read all of it
+    return host_memory.cast(stored.raw[token], (*stored.casts, embedding.weight.dtype)).to(execution_device(embedding))
 
 
 @contextlib.contextmanager

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps, family
 
 if TYPE_CHECKING:
@@ -58,11 +58,9 @@ def _folder(offload_folder: Any, offload_dir: Any) -> Any:
             f"offload_folder={os.fspath(offload_folder)!r}: two folders for the same weights. Nothing was moved. Give "
             "offload_dir alone."
         )
-    warnings.warn(
+    notice.warn_user(
         "dispatch_model calls it offload_dir: without gemma4_compat, the argument offload_folder is a TypeError. "
-        "Write offload_dir.",
-        Gemma4CompatWarning,
-        stacklevel=2,
+        "Write offload_dir."
     )
     return offload_dir if offload_folder is None else offload_folder
 

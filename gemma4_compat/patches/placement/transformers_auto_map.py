@@ -12,8 +12,9 @@ values or for activations.
 
 Fix: For Gemma 4 models on ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``, the patch uses
 upstream's map when it offloads nothing. Otherwise the per-layer embeddings leave the accelerator first, then the
-towers, then decoder layers, as few as needed. Offloaded layers are quantized like the others, as upstream does for
-these maps. A tower loaded alone and a model with a quantizer other than bitsandbytes always get upstream's map.
+towers, then the experts of as few decoder layers as needed, then decoder layers, as few as needed. Offloaded layers
+are quantized like the others, as upstream does for these maps. A tower loaded alone and a model with a quantizer
+other than bitsandbytes always get upstream's map.
 
 ``max_memory`` is then the peak while loading and running, for the context length that one warning line names. A
 budget too small for that is filled with weights alone, as upstream does, and the line says so. On the CPU, all free

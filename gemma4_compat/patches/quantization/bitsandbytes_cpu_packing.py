@@ -20,12 +20,11 @@ Remove when: bitsandbytes restores the original scales when it unpacks, exactly 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._models import host
 from gemma4_compat._quantization import quant_states
 
@@ -44,10 +43,9 @@ def unpack(original: Callable[..., Any], packed_weight: Any, quant_state: Any, *
     before = vars(quant_state).get(quant_states.UNPACKED)
     qweight, recovered = original(packed_weight, quant_state, *args, **kwargs)
     if before is None:
-        warnings.warn(
+        notice.warn_user(
             "a 4-bit weight was repacked for the CPU before the patch bitsandbytes-cpu-packing was active; its exact "
             "scales are gone. Import gemma4_compat before the first forward and load the model again.",
-            Gemma4CompatWarning,
         )
     else:
         vars(recovered).clear()

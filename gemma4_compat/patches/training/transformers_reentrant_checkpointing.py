@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._models import family
@@ -51,12 +52,10 @@ def set_gradient_checkpointing(
     function = gradient_checkpointing_func or torch.utils.checkpoint.checkpoint  # upstream's default
     if enable and _is_reentrant(function) and _shares_keys_and_values(self):
         if getattr(function, "keywords", {}).get(_KEYWORD):
-            warnings.warn(
+            notice.warn_user(
                 f"use_reentrant=True gives wrong gradients in {type(self).__name__}, whose layers share keys and "
                 "values: it is checkpointed with use_reentrant=False, which saves the same memory. Pass "
-                "gradient_checkpointing_kwargs={'use_reentrant': False} to say so yourself.",
-                Gemma4CompatWarning,
-                stacklevel=4,
+                "gradient_checkpointing_kwargs={'use_reentrant': False} to say so yourself."
             )
         function = functools.partial(function, use_reentrant=False)
     return original(self, enable, function, *args, **kwargs)

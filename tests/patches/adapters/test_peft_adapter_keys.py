@@ -292,5 +292,6 @@ def test_names_of_modules_do_not_show_adapters(workspace: Any) -> None:
 def test_the_warning_is_of_our_category(workspace: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    with pytest.warns(Gemma4CompatWarning, match=r"48 of 1\d\d keys"):
+    with pytest.warns(Gemma4CompatWarning, match=r"48 of 1\d\d keys") as told:
         PeftModel.from_pretrained(workspace.load_text(), workspace.adapter("all"))
+    assert {one.filename for one in told if one.category is Gemma4CompatWarning} == {__file__}

@@ -71,8 +71,9 @@ def test_loading_says_it_too(workspace: Any, tmp_path: Path) -> None:
     model, said = adapted(workspace.load(), "pissa_niter_4")
     assert len(said) == 1
     model.save_pretrained(tmp_path)
-    with pytest.warns(Gemma4CompatWarning, match=r"'pissa_niter_4' takes a random part out of the base weights"):
+    with pytest.warns(Gemma4CompatWarning, match=r"'pissa_niter_4' takes a random part out of the base") as told:
         again = peft.PeftModel.from_pretrained(workspace.load(), tmp_path)
+    assert {one.filename for one in told if one.category is Gemma4CompatWarning} == {__file__}
     assert (logits(again) - logits(model)).abs().max() > 0
 
 

@@ -16,6 +16,7 @@ from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import Outputs, difference
 from gemma4_compat.patches.checkpoints.transformers_text_only_checkpoint import PATCH
 from tests.patches.promise import Promise
+from tests.patches.quantization import qat
 
 
 class TestPromise(Promise):
@@ -122,6 +123,33 @@ def test_a_checkpoint_that_was_saved_quantized(workspace: Any, tmp_path: Path) -
     text.quantization_config = config.quantization_config
     model = load(tmp_path, config=text, device_map={"": workspace.main})
     assert difference(whole, workspace.outputs(model, text_only=True)) == 0.0
+
+
+@qat.needs_quantizer
+@pytest.mark.parametrize("place", ["one device", "disk"])
+def test_a_qat_checkpoint(workspace: Any, tmp_path: Path, place: str) -> None:
+    """Its patterns are about names in the multimodal model; what the refusal says works, offloaded and saved again."""
+    import transformers
+
+    checkpoint = workspace.qat()
+    whole = qat.load(checkpoint)
+    expected = workspace.outputs(whole, text_only=True)
+    with pytest.raises(Gemma4CompatError, match=r"was saved quantized.*Gemma4ForConditionalGeneration.*config="):
+        load(checkpoint)
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    text = config.get_text_config()
+    text.quantization_config = config.quantization_config
+    options = {}
+    if place == "disk":
+        names = {name: where for name, where in qat.layout(whole, "layers").items() if "tower" not in name}
+        names = {name.replace("language_model.", ""): where for name, where in names.items() if "embed_v" not in name}
+        options = {"device_map": names, "offload_folder": tmp_path / "offload"}
+    model = load(checkpoint, config=text, **options)
+    assert {module.num_bits for module in model.modules() if hasattr(module, "num_bits")} == {2, 4, 8}
+    assert difference(expected, workspace.outputs(model, text_only=True)) == 0.0
+    if place == "one device":
+        model.save_pretrained(tmp_path / "saved")
+        assert difference(expected, workspace.outputs(load(tmp_path / "saved"), text_only=True)) == 0.0
 
 
 def test_the_unified_classes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._models import placement as _placement
-from gemma4_compat._offload import module_groups, streaming
+from gemma4_compat._offload import group_weights, module_groups, streaming
 from gemma4_compat._reproduction import tiny
 
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
@@ -54,7 +54,7 @@ def groups(streamer: streaming.LayerStreamer) -> list[module_groups.ModuleGroup]
     return [group for group in streamer._groups if group is not None]
 
 
-def weights(streamers: list[streaming.LayerStreamer]) -> list[module_groups.OffloadedWeight]:
+def weights(streamers: list[streaming.LayerStreamer]) -> list[group_weights.OffloadedWeight]:
     return [weight for streamer in streamers for group in groups(streamer) for weight in group._weights]
 
 

@@ -61,6 +61,7 @@ def test_transformers_name_of_the_offload_folder(
     with pytest.warns(gemma4_compat.Gemma4CompatWarning, match="without gemma4_compat.* is a TypeError") as caught:
         dispatch_model(model, asked, offload_folder=tmp_path)
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     assert list(tmp_path.glob("*.dat"))
     assert difference(one_device(None, None), workspace.outputs(model)) == 0.0
 
@@ -114,6 +115,7 @@ def test_entries_that_match_nothing_have_no_effect_but_one_warning(
         dispatch_model(model, asked, offload_dir=tmp_path)
     ours = [str(w.message) for w in caught if w.category is gemma4_compat.Gemma4CompatWarning]
     assert len(ours) == 1
+    assert {w.filename for w in caught if str(w.message) in ours} == {__file__}
     assert "'model.layers.3' (nearest: model.language_model.layers.3" in ours[0]
     assert "'multi_modal_projector' (nearest: model.embed_vision, model.embed_audio)" in ours[0]
     assert model.hf_device_map == asked

@@ -218,6 +218,7 @@ def test_only_who_asked_by_name_is_told(workspace: Any) -> None:
     with pytest.warns(Gemma4CompatWarning, match="use_reentrant=True gives wrong gradients in Gemma4For") as told:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=REENTRANT)
     assert len([one for one in told if one.category is Gemma4CompatWarning]) == 1
+    assert {one.filename for one in told if one.category is Gemma4CompatWarning} == {__file__}
     for kwargs in (None, {}, {"use_reentrant": False}):
         with warnings.catch_warnings():
             warnings.simplefilter("error", Gemma4CompatWarning)

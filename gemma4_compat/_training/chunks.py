@@ -1,0 +1,172 @@
+"""Cross entropy of the logits of a language model's head, some tokens at a time.
+
+The logits of 2,048 tokens over 262,144 words are 1 GiB in bfloat16, and autograd keeps more than three times as much.
+Here the head runs on a few tokens, the gradient of their logits is written over them, and the head's own backward pass
+follows at once. What is kept for the backward pass of the model is the gradient of the hidden states, as large as
+these, and that of the head's weights where they are trained. The head runs once: nothing is recomputed.
+
+Per token the arithmetic is upstream's, operation by operation and dtype by dtype: the soft cap in the dtype of the
+logits, log-softmax in float32, the gradient rounded where autograd rounds it. Two things differ, both by rounding: the
+division by the number of tokens comes last, and gradients of the head's weights are sums over chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._offload import torch_internals
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of the logits that a head computes at once.
+LOGITS_BYTES = 96 * 2**20
+#: Bytes of a block of them in float32. The loss needs about four times as much for a moment.
+BLOCK_BYTES = 2**24
+#: A head that is more than one linear layer, such as an adapted one, holds so many copies of its output for a moment.
+_COPIES = 3
+
+
+def cross_entropy(
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden_states: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocabulary: int,
+    soft_cap: float | None = None,
+    trained: tuple[torch.Tensor, ...] = (),
+    plain: bool = True,
+) -> torch.Tensor:
+    """The sum of the cross entropies of ``head(hidden_states)``; differentiable once.
+
+    Args:
+        head: hidden states, (1, n, hidden) -> logits, (1, n, vocabulary), of any floating dtype.
+        hidden_states: (tokens, hidden).
+        targets: (tokens,), the next words, none of them to be ignored; int64.
+        vocabulary: words.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``.
+        trained: the weights of the head that get a gradient.
+        plain: the head is one linear layer.
+
+    Returns:
+        A float32 scalar on the device of the logits.
+
+    Raises:
+        Gemma4CompatError: in a backward pass with ``create_graph=True``.
+    """
+    import torch
+
+    if not torch.is_grad_enabled():  # which a Function is not told
+        hidden_states, trained = hidden_states.detach(), ()
+    rows = max(1, LOGITS_BYTES // (vocabulary * hidden_states.element_size()))
+    rows = max(1, rows // (1 if plain else _COPIES))
+    total: torch.Tensor = _function().apply(hidden_states, targets, head, soft_cap, rows, *trained)
+    return total
+
+
+@functools.cache
+def _function() -> Any:
+    import torch
+
+    class ChunkedCrossEntropy(torch.autograd.Function):  # type: ignore[misc] # torch is not typed here
+        """Gradients are computed with the loss; the backward pass only scales them."""
+
+        @staticmethod
+        def forward(ctx: Any, hidden: Any, targets: Any, head: Any, soft_cap: Any, rows: int, *trained: Any) -> Any:
+            wanted = [index for index, weight in enumerate(trained) if ctx.needs_input_grad[5 + index]]
+            gradients = _Gradients(hidden if ctx.needs_input_grad[0] else None, [trained[index] for index in wanted])
+            total = None
+            for start in range(0, len(hidden), rows):
+                part = slice(start, start + rows)
+                found = _chunk(head, hidden[part], targets[part], soft_cap, gradients, part)
+                total = found if total is None else total + found
+            ctx.save_for_backward(gradients.hidden, *gradients.trained)
+            ctx.wanted, ctx.weights = wanted, len(trained)
+            return torch.zeros((), device=hidden.device) if total is None else total
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise Gemma4CompatError(
+                    "create_graph=True asks for a second derivative, and a loss in chunks has only the first. Call "
+                    "gemma4_compat.chunked_loss(model, enabled=False) for it."
+                )
+            hidden, *trained = ctx.saved_tensors
+            scaled: list[Any] = [None] * ctx.weights
+            kept = torch_internals.is_graph_kept()
+            for index, found in zip(ctx.wanted, trained, strict=True):  # each as large as the head
+                factor = gradient.to(found.device)
+                scaled[index] = found * factor if kept else found.mul_(factor)
+            first = None if hidden is None else hidden * gradient.to(hidden.device)
+            return (first, None, None, None, None, *scaled)
+
+    return ChunkedCrossEntropy
+
+
+class _Gradients:
+    """Of the sum of the losses: those of the hidden states, and of the head's weights."""
+
+    def __init__(self, hidden: Any, weights: list[Any]) -> None:
+        import torch
+
+        self.hidden = None if hidden is None else torch.empty_like(hidden)
+        self.weights = weights
+        self.trained = [torch.zeros_like(weight) for weight in weights] if weights else []
+
+    @property
+    def needed(self) -> bool:
+        return self.hidden is not None or bool(self.weights)
+
+    def add(self, part: slice, inputs: Any, logits: Any, gradient: Any) -> None:
+        """Those of one chunk, from the gradient of its logits."""
+        import torch
+
+        asked = ([] if self.hidden is None else [inputs]) + self.weights
+        found = list(torch.autograd.grad(logits, asked, gradient, allow_unused=True))
+        if self.hidden is not None:
+            first = found.pop(0)
+            self.hidden[part] = 0 if first is None else first
+        for index, more in enumerate(found):
+            if more is not None:
+                self.trained[index] += more
+
+
+def _chunk(head: Any, hidden: Any, targets: Any, soft_cap: float | None, gradients: _Gradients, part: slice) -> Any:
+    """The summed loss of one chunk, a float32 scalar; its gradients are added to ``gradients``."""
+    import torch
+
+    inputs = hidden.detach().requires_grad_(gradients.hidden is not None)
+    with torch.set_grad_enabled(gradients.needed):
+        logits = head(inputs[None])
+    values = logits.detach()[0]
+    targets = targets.to(values.device)
+    size = max(1, BLOCK_BYTES // (4 * values.shape[-1]))
+    losses = [
+        _block(values[first : first + size], targets[first : first + size], soft_cap, gradients.needed)
+        for first in range(0, len(values), size)
+    ]
+    total = torch.cat(losses).sum()
+    if gradients.needed:
+        gradients.add(part, inputs, logits, values[None])
+    return total
+
+
+def _block(values: Any, targets: Any, soft_cap: float | None, gradient: bool) -> Any:
+    """The losses of some tokens, float32; ``values``, their logits, become the gradient of their sum."""
+    import torch
+
+    if soft_cap is not None:
+        values.div_(soft_cap).tanh_()
+    log_probabilities = torch.log_softmax(values.float() if soft_cap is None else (values * soft_cap).float(), dim=-1)
+    losses = -log_probabilities.gather(1, targets[:, None])[:, 0]
+    if gradient:
+        found = log_probabilities.exp_()
+        found[torch.arange(len(targets), device=targets.device), targets] -= 1
+        found = found.to(values.dtype)
+        if soft_cap is not None:
+            found = torch.ops.aten.tanh_backward(found.mul_(soft_cap), values).div_(soft_cap)
+        values.copy_(found)
+    return losses

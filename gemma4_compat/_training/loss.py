@@ -1,0 +1,241 @@
+"""The forward of a Gemma 4 model with labels, its loss computed in chunks, and ``gemma4_compat.chunked_loss``."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gemma4_compat._engine import changes, notice, settings
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import family
+from gemma4_compat._offload import torch_internals
+from gemma4_compat._training import chunks, head
+
+ID = "transformers-chunked-loss"
+_Model = TypeVar("_Model")
+_TRAINING, _ALWAYS = "training", "always"
+_ATTRIBUTE = "_gemma4_compat_chunked_loss"  # of a model: one of the two
+_TOLD = "_gemma4_compat_chunked_loss_told"  # of a model: what it was warned of
+_IGNORED = -100
+_EAGER: list[Callable[..., Any]] = []  # `_mean`, run as it is between the graphs of torch.compile
+
+
+def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = False) -> _Model:
+    """Have a Gemma 4 model compute its loss from some tokens at a time: logits of all tokens never exist.
+
+    >>> model = gemma4_compat.chunked_loss(model)
+    >>> loss = model(input_ids=ids, labels=ids).loss
+
+    Head, soft cap and cross entropy run on a few hundred tokens at once, each followed by the head's own backward
+    pass; tokens whose label is -100 are left out. The logits of 2,048 tokens over 262,144 words are 1 GiB in bfloat16,
+    and autograd keeps more than three times as much; here at most 96 MiB of them exist (docs/TRAINING.md has the
+    measured peaks). ``outputs.logits`` is None then. The head may be quantized, offloaded (it is copied in once a
+    step), adapted, trained, or tied to the embedding.
+
+    Loss and gradients differ from upstream's by rounding: a matrix product of fewer rows may be summed in another
+    order, and the division by the number of tokens comes after the head instead of before it. docs/TRAINING.md has the
+    measured bounds. ``num_items_in_batch``, ``shift_labels`` and ``ignore_index`` mean what they mean upstream.
+
+    A forward without labels gives logits as ever, and so ``generate`` does. So do a Trainer with
+    ``label_smoothing_factor`` or ``compute_loss_func``, which take the labels away and read logits: a warning says so.
+    TRL's SFTTrainer (1.16) has a head of its own that works in pieces, and does not ask for this loss.
+
+    ``GEMMA4_COMPAT_ENABLE=transformers-chunked-loss`` does the same for every Gemma 4 model of the process.
+
+    Args:
+        model: a transformers model with a language modeling head, quantized, dispatched or not, or a PEFT model, DDP
+            or another wrapper around one.
+        enabled: False undoes it.
+        evaluation: also after ``model.eval()``, as in ``Trainer.evaluate`` without ``compute_metrics``; otherwise a
+            forward in evaluation mode gives logits and upstream's loss.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        Gemma4CompatError: it is no Gemma 4 model that has a loss, or the patch ``transformers-chunked-loss`` is off.
+    """
+    inner: Any = model
+    while not hasattr(inner, "get_base_model") and hasattr(inner, "module"):  # DDP
+        inner = inner.module
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if not family.is_gemma4(inner) or not _has_a_loss(inner):
+        raise Gemma4CompatError(
+            f"chunked_loss needs a Gemma 4 model with a language modeling head, and {type(inner).__name__} is none. "
+            "Load it with AutoModelForCausalLM or AutoModelForImageTextToText."
+        )
+    if enabled and not changes.is_on(type(inner).forward, ID):
+        raise Gemma4CompatError(
+            f"chunked_loss needs the patch {ID}, which does not repair {type(inner).__name__}.forward here: "
+            f"gemma4_compat.status()[{ID!r}] says why."
+        )
+    vars(inner).pop(_TOLD, None)
+    vars(inner).pop(_ATTRIBUTE, None)
+    if enabled:
+        ask(inner, evaluation=evaluation)
+    return model
+
+
+def ask(model: Any, *, evaluation: bool = False) -> None:
+    """Note that the loss is wanted in chunks; whether a patch is there to see it is not looked at."""
+    _run_eagerly()
+    setattr(model, _ATTRIBUTE, _ALWAYS if evaluation else _TRAINING)
+
+
+def _has_a_loss(model: Any) -> bool:
+    return hasattr(model, "lm_head") and "labels" in inspect.signature(type(model).forward).parameters
+
+
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a model with a head. Its loss is computed in chunks where that was asked for."""
+    if not _is_asked_for(self):
+        return original(self, *args, **kwargs)
+    if args:
+        kwargs.update(zip(_positional(original), args, strict=False))
+        args = ()
+    obstacle = _obstacle(self, kwargs)
+    if obstacle is None:
+        return _returned(self, kwargs.pop("return_dict", None), _forward(original, self, **kwargs))
+    if obstacle:
+        _tell(self, obstacle)
+    return original(self, **kwargs)
+
+
+def _is_asked_for(model: Any) -> bool:
+    chosen = vars(model).get(_ATTRIBUTE)
+    if chosen is None:
+        return model.training and settings.is_enabled(ID)
+    return bool(model.training) or chosen == _ALWAYS
+
+
+def _obstacle(model: Any, given: dict[str, Any]) -> str | None:
+    """None where the loss can be computed in chunks; else why it is not, or "" where nobody expects it to be."""
+    import torch
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if given.get("labels") is None:
+        if not (model.training and torch.is_grad_enabled()):
+            return ""
+        return "no labels were given, as by a Trainer with label_smoothing_factor or compute_loss_func"
+    keep = given.get("logits_to_keep", 0)
+    if not isinstance(keep, int) or keep:
+        return ""
+    if model.loss_function is not ForCausalLMLoss:
+        return f"the model has a loss function of its own, {model.loss_function!r}"
+    return None
+
+
+def _tell(model: Any, obstacle: str) -> None:
+    told = vars(model).setdefault(_TOLD, set())
+    if obstacle not in told:
+        told.add(obstacle)
+        notice.warn_user(
+            f"the loss of {type(model).__name__} is not computed in chunks, and the logits of all tokens take their "
+            f"memory: {obstacle}. Call chunked_loss(model, enabled=False) if that is meant."
+        )
+
+
+@functools.cache
+def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[1:]
+
+
+def _forward(
+    original: Callable[..., Any], model: Any, labels: Any = None, logits_to_keep: int = 0, **kwargs: Any
+) -> Any:
+    """Upstream's output with a loss, and without logits."""
+    upstream = inspect.unwrap(original)
+    if "pixel_values" in upstream.__code__.co_varnames[: upstream.__code__.co_argcount]:
+        outputs = model.model(**kwargs, labels=labels, return_dict=True)
+    else:
+        outputs = model.model(**kwargs, return_dict=True)
+    if "loss_function" not in upstream.__code__.co_names:  # before transformers 5.6
+        labels, kwargs = _as_before_5_6(labels, kwargs)
+    loss = _loss(model, outputs.last_hidden_state, labels, **kwargs)
+    kind = upstream.__annotations__["return"]
+    fields = kind.__dataclass_fields__
+    return kind(loss=loss, **{name: getattr(outputs, name, None) for name in fields if name not in ("loss", "logits")})
+
+
+def _as_before_5_6(labels: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Labels and options of a loss that leaves out padding and averages what is left, whatever it is told."""
+    mask = kwargs.get("attention_mask")
+    if mask is not None:
+        labels = labels.masked_fill(mask[:, -labels.shape[1] :].to(labels.device) == 0, _IGNORED)
+    return labels, {}
+
+
+def _returned(model: Any, return_dict: bool | None, outputs: Any) -> Any:
+    """As upstream's ``can_return_tuple``."""
+    wanted = getattr(model.config, "return_dict", True) if return_dict is None else return_dict
+    return outputs if wanted else outputs.to_tuple()
+
+
+def _loss(
+    model: Any,
+    hidden_states: Any,
+    labels: Any,
+    *,
+    num_items_in_batch: Any = None,
+    ignore_index: int = _IGNORED,
+    shift_labels: Any = None,
+    **_: Any,
+) -> Any:
+    """``ForCausalLMLoss`` of the model's logits: a float32 scalar on the device of its head."""
+    import torch
+
+    config = model.config.get_text_config()
+    _run_eagerly()
+    return _EAGER[0](
+        model.lm_head,
+        hidden_states,
+        torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels,
+        num_items_in_batch,
+        ignore_index,
+        config.vocab_size,
+        config.final_logit_softcapping,
+    )
+
+
+def _run_eagerly() -> None:
+    import torch
+
+    if not _EAGER:
+        _EAGER.append(torch.compiler.disable(_mean))
+
+
+def _mean(
+    lm_head: Any,
+    hidden_states: Any,
+    targets: Any,
+    num_items: Any,
+    ignored: int,
+    vocabulary: int,
+    soft_cap: float | None,
+) -> Any:
+    """The mean over the targets that are not ignored, or the sum divided by ``num_items``."""
+    import torch
+
+    targets = targets.reshape(-1)
+    if torch_internals.is_fake(targets):  # nobody knows its values: none is ignored
+        rows = torch.arange(len(targets), device=targets.device)
+    else:
+        rows = (targets != ignored).nonzero()[:, 0]
+    states = hidden_states.reshape(-1, hidden_states.shape[-1])
+    states = states.index_select(0, rows.to(states.device))
+    with head.onloaded(lm_head):
+        device = head.device(lm_head) or states.device
+        total = chunks.cross_entropy(
+            lm_head,
+            states.to(device),
+            targets[rows].to(device),
+            vocabulary=vocabulary,
+            soft_cap=soft_cap,
+            trained=head.trained(lm_head),
+            plain=head.is_plain(lm_head),
+        )
+    if num_items is None:
+        return total / len(rows)
+    return total / (num_items.to(total.device) if torch.is_tensor(num_items) else num_items)

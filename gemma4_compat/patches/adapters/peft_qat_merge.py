@@ -1,0 +1,107 @@
+"""DoRA runs on the layers of a QAT checkpoint; a merge into them is one refusal that says how to merge.
+
+Symptom: ``RuntimeError: The size of tensor a (32) must match the size of tensor b (64)`` from ``merge_and_unload()``
+and ``merge_adapter()``, or ``result type Float can't be cast to the desired output type Char``, with part of the model
+already merged. The same error of sizes from ``get_peft_model`` and ``PeftModel.from_pretrained`` with
+``use_dora=True``; layers of 8 bits raise nothing and have magnitudes that are the norms of integers.
+
+Cause: PEFT takes ``QuantizedLinear`` for the ``nn.Linear`` that it inherits from, and adds the adapter's change to
+its packed integers.
+
+Fix: ``dequantize_module_weight``, through which DoRA reads a base weight, gives the values that the layer computes
+with, in the model's dtype. No integer that such a layer stores is the exact sum with an adapter, and it rounds its
+activations, which an adapter beside it does not. So the merge is refused before anything is changed, and the error
+says how to merge: into the model that ``dequantize()`` gives.
+
+Remove when: PEFT dequantizes layers whose weights are packed integers, and refuses to merge into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._quantization import qat
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    _refuse(self.model)
+    return original(self, *args, **kwargs)
+
+
+def unload_and_optionally_merge(
+    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
+) -> Any:
+    if merge:
+        _refuse(self.model)
+    return original(self, merge, *args, **kwargs)
+
+
+def _refuse(model: Any) -> None:
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(module, "get_base_layer") and qat.is_linear(module.get_base_layer())
+    ]
+    if layers:
+        raise Gemma4CompatError(
+            f"an adapter cannot be merged into {len(layers)} layers of a QAT checkpoint (quant_method 'gemma'), "
+            f"{layers[0]!r} among them: they store integers of 2 to 8 bits and round their activations. Nothing was "
+            "changed. Keep the adapter loaded; or load the model without it, call model.dequantize(), load the "
+            "adapter onto that and merge: the result is a bf16 model that rounds no activations."
+        )
+
+
+def dequantize_module_weight(original: Callable[..., Any], module: Any) -> Any:
+    if qat.is_linear(module):
+        return qat.values(module)
+    return original(module)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from gemma4_compat._reproduction import tiny
+
+    model = tiny.load(workspace.qat(grouped=False), device=workspace.main)  # loads on every release
+    settings = LoraConfig(r=4, target_modules=r".*language_model.*up_proj", init_lora_weights=False)
+    adapted = get_peft_model(model, settings).eval()
+    before = {name: value.clone() for name, value in adapted.state_dict().items()}
+    try:
+        adapted.merge_and_unload()
+    except Gemma4CompatError as error:
+        after = adapted.state_dict()
+        changed = [name for name, value in before.items() if not torch.equal(value, after[name])]
+        return Outcome(bool(changed), f"refused: {error}")
+    return Outcome(True, "merged")
+
+
+PATCH = Patch(
+    id="peft-qat-merge",
+    severity=Severity.CRASH,
+    failure_points=("F56",),
+    distribution="peft",
+    affected=">=0.18.0",
+    requires=("transformers>=5.11",),
+    needs=("transformers-qat-loading",),
+    targets=(
+        Target(module="peft.tuners.tuners_utils", name="BaseTuner.merge_adapter", replacement=merge_adapter),
+        Target(
+            module="peft.tuners.tuners_utils",
+            name="BaseTuner._unload_and_optionally_merge",
+            replacement=unload_and_optionally_merge,
+        ),
+        Target(
+            module="peft.utils.integrations",
+            name="dequantize_module_weight",
+            replacement=dequantize_module_weight,
+        ),
+    ),
+    reproduce=reproduce,
+)

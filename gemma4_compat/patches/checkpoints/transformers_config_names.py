@@ -1,0 +1,76 @@
+"""A saved ``config.json`` names the head size and the key-value heads of full attention, as released ones do.
+
+Symptom: silent: ``config.json`` of a saved 12B, 26B-A4B or 31B has no ``num_global_key_value_heads``, and that of no
+model a ``global_head_dim``. mlx-lm and mlx-vlm then build layers of other shapes: ``Expected shape ... but received
+shape ... for parameter ...self_attn.k_proj.weight``. transformers before 5.15.0 says ``size mismatch``.
+
+Cause: transformers 5.15.0 turned the two settings into ``per_layer_config``, which other readers do not know. It
+understands both, and writes that alone.
+
+Fix: A text model's configuration is written with both. The values are those of its full-attention layers. Where these
+differ from each other the names cannot say it, and nothing is added.
+
+Remove when: the configuration's ``to_dict`` has ``global_head_dim`` and ``num_global_key_value_heads``, or readers
+understand ``per_layer_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import config_names
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def to_dict(original: Callable[..., dict[str, Any]], self: Any) -> dict[str, Any]:
+    output = original(self)
+    return output | config_names.restored(output)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import json
+    import tempfile
+    from pathlib import Path
+
+    from gemma4_compat._models import variants
+    from gemma4_compat._reproduction import tiny_configs
+
+    name = workspace.variant or "31B"
+    config = tiny_configs.config(variant=name)
+    folder = tempfile.mkdtemp(prefix="config-", dir=workspace.folder)
+    config.save_pretrained(folder)
+    text = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["text_config"]
+    heads = variants.shape(name)["text"].get("num_global_key_value_heads")
+    expected = {
+        "global_head_dim": tiny_configs.TEXT["global_head_dim"],
+        "num_global_key_value_heads": None if heads is None else 1,
+    }
+    lost = [setting for setting, value in expected.items() if setting not in text or text[setting] != value]
+    return Outcome(bool(lost), f"config.json of the {name} lacks: {', '.join(lost) or 'nothing'}")
+
+
+PATCH = Patch(
+    id="transformers-config-names",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F55",),
+    distribution="transformers",
+    affected=">=5.15.0",
+    targets=(
+        Target(
+            module="transformers.models.gemma4.configuration_gemma4",
+            name="Gemma4TextConfig.to_dict",
+            replacement=to_dict,
+        ),
+        Target(
+            module="transformers.models.gemma4_unified.configuration_gemma4_unified",
+            name="Gemma4UnifiedTextConfig.to_dict",
+            replacement=to_dict,
+            group="unified",
+        ),
+    ),
+    reproduce=reproduce,
+)

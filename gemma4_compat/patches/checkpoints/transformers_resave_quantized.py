@@ -1,0 +1,78 @@
+"""A model loaded from a 4-bit or 8-bit checkpoint can be saved again.
+
+Symptom: ``NotImplementedError`` without a message from ``save_pretrained`` of a model that was loaded from a
+checkpoint that bitsandbytes quantized. One that was quantized while loading is saved.
+
+Cause: ``revert_weight_conversion`` takes every operation back that loading needed, to write the names of the original
+checkpoint. What builds a quantized weight from its stored parts (``Bnb4bitDeserialize``, ``Bnb8bitDeserialize``) has
+no reverse operation. It needs none: ``state_dict`` of bitsandbytes' layers gives those parts again.
+
+Fix: These operations are left out of what is taken back. All others, such as renamed weights, are taken back as
+before. ``save_original_format=False``, which takes nothing back, is not needed.
+
+Remove when: transformers takes bitsandbytes' deserialization back.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_BUILDS_WEIGHTS = ("Bnb4bitDeserialize", "Bnb8bitDeserialize")
+
+
+def revert_weight_conversion(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    conversions = vars(model).get("_weight_conversions") or []
+    kept = [conversion for conversion in conversions if not _builds_weights(conversion)]
+    if len(kept) == len(conversions) or not family.is_gemma4(model):
+        return original(model, *args, **kwargs)
+    model._weight_conversions = kept
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        model._weight_conversions = conversions
+
+
+def _builds_weights(conversion: Any) -> bool:
+    return any(type(operation).__name__ in _BUILDS_WEIGHTS for operation in getattr(conversion, "operations", ()))
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    found = []
+    for quantization in ("4bit", "8bit"):
+        model = workspace.load(quantization)
+        for _ in range(2):  # the second time it comes from a quantized checkpoint
+            folder = Path(tempfile.mkdtemp(prefix="saved-", dir=workspace.folder))
+            model.save_pretrained(folder)
+            model = tiny.load(folder, device=workspace.main)
+        found.append(difference(workspace.outputs(workspace.load(quantization)), workspace.outputs(model)))
+    return Outcome.of_parity(max(found), "4-bit and 8-bit models saved, loaded, saved and loaded")
+
+
+PATCH = Patch(
+    id="transformers-resave-quantized",
+    severity=Severity.CRASH,
+    failure_points=("F69",),
+    distribution="transformers",
+    affected=">=5.5",
+    requires=("accelerate", "bitsandbytes"),
+    targets=(
+        Target(
+            module="transformers.core_model_loading",
+            name="revert_weight_conversion",
+            replacement=revert_weight_conversion,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,92 @@
+"""A Gemma 4 with per-layer embeddings runs under tensor parallelism.
+
+Symptom: ``RuntimeError: aten.where.self got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to
+DTensor before calling distributed operators!`` from the first forward of an E2B or E4B whose token embedding is split
+between processes, as by ``tp_plan="auto"`` or torch's ``parallelize_module``.
+
+Cause: ``Gemma4Model.forward`` reads the row of the padding token from the embedding's weight, which is a ``DTensor``
+then, and puts it between embeddings, which are plain tensors.
+
+Fix: While the model runs, the weight outside the embedding's own forward is that row as a plain tensor, gathered from
+the processes. Outputs are those of one process up to the rounding of sums that are split.
+
+Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import padding_row, walk
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    embedding = walk.in_use(self.language_model.embed_tokens)
+    weight = vars(embedding).get("_parameters", {}).get("weight")
+    config = self.config.text_config
+    if not hasattr(weight, "full_tensor") or not config.hidden_size_per_layer_input:
+        return original(self, *args, **kwargs)
+    row = weight.detach()[config.pad_token_id].full_tensor()
+    with padding_row.between_forwards(self.language_model.embed_tokens, embedding, row):
+        return original(self, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    workspace.needs("per_layer_embeddings")
+    if not torch.distributed.is_available():
+        return Outcome(False, "this torch has no distributed package", applicable=False)
+    reference = workspace.outputs(tiny.load(workspace.checkpoint, device=workspace.main))
+    with _one_process():
+        mesh = torch.distributed.device_mesh.init_device_mesh("cuda" if workspace.main != "cpu" else "cpu", (1,))
+        model = tiny.load(workspace.checkpoint, device=workspace.main)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # it stays a plain tensor
+        split = {"model.language_model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+        parallelize_module(model, mesh, split)
+        return Outcome.of_parity(difference(reference, workspace.outputs(model)), "a split embedding")
+
+
+@contextlib.contextmanager
+def _one_process() -> Iterator[None]:
+    """A group of one process, where there is none."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        yield
+        return
+    torch.distributed.init_process_group(
+        "gloo" if not torch.cuda.is_available() else "nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+PATCH = Patch(
+    id="transformers-tensor-parallel",
+    severity=Severity.CRASH,
+    failure_points=("F64",),
+    distribution="transformers",
+    affected=">=5.5",
+    targets=(
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4Model.forward",
+            replacement=model_forward,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,121 @@
+"""Weights of torchao, quanto and compressed-tensors that cannot be offloaded are one error before anything is changed.
+
+Symptom: ``NotImplementedError: Int8Tensor dispatch: attempting to run unimplemented operator/function`` (torchao, a
+map with ``"disk"``), or ``TypeError: WeightQBytesTensor.__new__() missing 6 required positional arguments`` (quanto,
+any map that offloads), from ``dispatch_model``, with part of the model already moved. With compressed-tensors, in the
+first forward, ``AttributeError: ... object has no attribute '_hf_hook'`` or an ``AssertionError`` without a message.
+
+Cause: The weights are tensor subclasses around several tensors. ``offload_weight`` writes the bytes of one tensor, and
+``set_module_tensor_to_device`` builds a parameter by calling the class of the old one. compressed-tensors decompresses
+all layers in the first forward, and replaces accelerate's offloading by its own for that.
+
+Fix: On Gemma 4 models such a map is refused, with the module, what it holds and what can be done instead. torchao's
+weights are offloaded to host memory as before, with the same outputs.
+
+Remove when: accelerate offloads tensor subclasses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import family
+from gemma4_compat._quantization import compressed
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: Where the classes are from -> the library, and where their weights cannot be offloaded to.
+_LIBRARIES = {"torchao": ("torchao", ("disk",)), "optimum": ("quanto", ("disk", "cpu"))}
+
+
+def dispatch_model(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+    if family.is_gemma4(model):
+        main = kwargs.get("main_device", args[0] if args else None)
+        _refuse(model, device_map, main)
+    return original(model, device_map, *args, **kwargs)
+
+
+def _refuse(model: Any, device_map: Any, main: Any) -> None:
+    devices = {str(device) for device in device_map.values()}
+    if main is None:  # accelerate's rule
+        main = next((device for device in device_map.values() if device not in ("cpu", "disk")), "cpu")
+    offloaded = devices & ({"disk"} if main in ("cpu", "mps") else {"cpu", "disk"})
+    if not offloaded:
+        return
+    for entry, device in device_map.items():
+        # A device object that says "cpu" is where a module stays.
+        if not isinstance(device, str) or device not in offloaded:
+            continue
+        _refuse_compressed(model, entry, device)
+        for name, parameter in model.named_parameters():
+            if entry and name != entry and not name.startswith(f"{entry}."):
+                continue
+            library, places = _LIBRARIES.get(type(parameter).__module__.partition(".")[0], ("", ()))
+            if device in places:
+                others = "put it into host memory ('cpu'), " if "cpu" not in places else ""
+                raise Gemma4CompatError(
+                    f"device_map puts {entry!r} on {device!r}; {name!r} is a {type(parameter).__name__} of {library}, "
+                    f"which accelerate cannot offload there. Nothing was changed. Keep it on a device, {others}or "
+                    "quantize with BitsAndBytesConfig, whose weights can be offloaded anywhere"
+                )
+
+
+def _refuse_compressed(model: Any, entry: str, device: str) -> None:
+    for name, module in model.named_modules():
+        if (not entry or name == entry or name.startswith(f"{entry}.")) and compressed.is_compressed(module):
+            raise Gemma4CompatError(
+                f"device_map puts {entry!r} on {device!r}; {name!r} is a layer of compressed-tensors, which are "
+                "decompressed in the first forward and cannot be offloaded. Nothing was changed. Keep it on a device, "
+                f"or {compressed.DEQUANTIZE}"
+            )
+
+
+def settings() -> dict[str, Any]:
+    """A quantization of each of these libraries that is installed, as ``from_pretrained`` takes it."""
+    import transformers
+
+    found: dict[str, Any] = {}
+    if find_spec("torchao") is not None:
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        found["torchao"] = transformers.TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=["lm_head"])
+    if find_spec("optimum") is not None and find_spec("optimum.quanto") is not None:
+        found["quanto"] = transformers.QuantoConfig(weights="int8", modules_to_not_convert=["lm_head"])
+    return found
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    import transformers
+
+    from gemma4_compat._reproduction import tiny, tiny_models
+
+    cls = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
+    refused = []
+    for library, quantization in settings().items():
+        model = cls.from_pretrained(workspace.checkpoint, dtype=torch.bfloat16, quantization_config=quantization)
+        placement = tiny.device_map(model, "layers", main=workspace.main, offloaded="disk")
+        try:
+            workspace.dispatch_map(model, placement)
+        except Gemma4CompatError as error:
+            refused.append(f"{library}: {error}")
+    if not refused:
+        return Outcome(False, "neither torchao nor quanto is installed", applicable=False)
+    return Outcome(False, "; ".join(refused))
+
+
+PATCH = Patch(
+    id="accelerate-subclass-offload",
+    severity=Severity.CRASH,
+    failure_points=("F66",),
+    distribution="accelerate",
+    affected=">=1.12",
+    requires=("transformers>=5.5",),
+    targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
+    reproduce=reproduce,
+)

@@ -1,0 +1,94 @@
+"""A 4-bit load whose layers compute in float32 says so.
+
+Symptom: silent: ``BitsAndBytesConfig(load_in_4bit=True)`` under ``dtype=torch.bfloat16`` multiplies in float32. Each
+linear layer casts its input to float32 and its output back: more time and memory than the same layer in bfloat16.
+
+Cause: ``bnb_4bit_compute_dtype`` is float32 unless it is named, whatever the dtype of the model. bitsandbytes warns
+where inputs are float16, and not where they are bfloat16.
+
+Fix: A load of a Gemma 4 in 4 bits says it once, in one line of the log, with the option to pass. Nothing is changed:
+the outputs of float32 are others, and who saved or merged with them must get them again.
+
+Remove when: transformers takes the model's dtype for 4-bit computation, or says that it does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_log = logging.getLogger("gemma4_compat")
+
+
+def process_model_after_weight_loading(
+    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    loaded = original(self, model, *args, **kwargs)
+    if family.is_gemma4(model):
+        _say(model, self.quantization_config.bnb_4bit_compute_dtype)
+    return loaded
+
+
+def _say(model: Any, compute: Any) -> None:
+    import torch
+
+    if compute != torch.float32 or model.dtype == torch.float32:
+        return
+    layers = sum(type(module).__name__ == "Linear4bit" for module in model.modules())
+    if layers:
+        name = str(model.dtype)
+        _log.warning(
+            "gemma4_compat: %d layers in 4 bits compute in float32, and the model is %s: pass "
+            "bnb_4bit_compute_dtype=%s to BitsAndBytesConfig to compute in that",
+            layers,
+            name.removeprefix("torch."),
+            name,
+        )
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    _log.addHandler(handler)
+    try:
+        AutoModelForImageTextToText.from_pretrained(
+            workspace.checkpoint,
+            dtype=torch.bfloat16,
+            device_map={"": workspace.main},
+            quantization_config=BitsAndBytesConfig(load_in_4bit=True),
+        )
+    finally:
+        _log.removeHandler(handler)
+    lines = [line for line in said if "compute in float32" in line]
+    return Outcome(
+        not lines, f"a bfloat16 model in 4 bits computes in float32, and {len(lines) or 'no'} line of the log says so"
+    )
+
+
+PATCH = Patch(
+    id="transformers-compute-dtype",
+    severity=Severity.SPEED,
+    failure_points=("F61",),
+    distribution="transformers",
+    affected=">=5.5",
+    requires=("bitsandbytes",),
+    targets=(
+        Target(
+            module="transformers.quantizers.quantizer_bnb_4bit",
+            name="Bnb4BitHfQuantizer._process_model_after_weight_loading",
+            replacement=process_model_after_weight_loading,
+        ),
+    ),
+    reproduce=reproduce,
+)

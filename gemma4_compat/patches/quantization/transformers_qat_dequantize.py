@@ -1,0 +1,81 @@
+"""``dequantize()`` of a model that was loaded from Google's QAT checkpoints.
+
+Symptom: ``NotImplementedError: gemma has no implementation of `dequantize` `` (the method's name differs between
+releases) from ``model.dequantize()``: there is no way to a model that an adapter can be merged into.
+
+Cause: ``GemmaQuantizer`` has no ``_dequantize``.
+
+Fix: Each layer is replaced by the plain one that Gemma 4 has without quantization, with the values that it
+computes with, in the dtype that the model was loaded in. The rounding of activations, which is no property of a
+weight, is gone: the model computes what it did if its activation scales were zero, but for one factor. Gemma 4's own
+embedding rounds its scale, the root of ``hidden_size``, to the model's dtype, and that of these checkpoints does not:
+where the root is not exact in bfloat16 (E2B, E4B) embedded tokens differ by up to 2**-7 of their value. The model can
+be saved and quantized by other means, and adapters are merged into it exactly as into any checkpoint. A model with
+offloaded layers is refused before anything is replaced.
+
+Remove when: ``GemmaQuantizer`` implements ``_dequantize``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import placement
+from gemma4_compat._quantization import qat
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def dequantize(original: Callable[..., Any], self: Any, model: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    if type(self).__name__ != "GemmaQuantizer":
+        return original(self, model, *([] if dtype is None else [dtype]), **kwargs)
+    _refuse(model)
+    return qat.dequantized(model, dtype or model.config.dtype)
+
+
+def _refuse(model: Any) -> None:
+    layers = qat.packed(model)
+    away = [name for name, module in layers.items() if placement.offload_hook(module) is not None]
+    if away:
+        raise Gemma4CompatError(
+            f"dequantize: the weights of {len(away)} quantized layers are offloaded, {away[0]!r} among them, and "
+            "would be several times as large in host memory or on disk. Nothing was changed. Load the model with "
+            "everything on one device, device_map={'': 'cpu'}, and dequantize it there."
+        )
+    hooked = [name for name, module in layers.items() if hasattr(module, "_hf_hook")]
+    if hooked:
+        from accelerate.hooks import remove_hook_from_submodules
+
+        devices = {str(placement.hook_device(layers[name])) for name in hooked}
+        if len(devices) > 1:
+            raise Gemma4CompatError(
+                f"dequantize: the model is split over {', '.join(sorted(devices))}. Nothing was changed. Load "
+                "it with everything on one device, device_map={'': 'cpu'}, and dequantize it there."
+            )
+        remove_hook_from_submodules(model)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    # These load on every release, and round no activations, which dequantizing would leave out.
+    model = tiny.load(workspace.qat(grouped=False, calibrated=False), device=workspace.main)
+    expected = workspace.outputs(model)
+    model.dequantize()
+    return Outcome.of_parity(difference(expected, workspace.outputs(model)), "a dequantized QAT model")
+
+
+PATCH = Patch(
+    id="transformers-qat-dequantize",
+    severity=Severity.CRASH,
+    failure_points=("F56",),
+    distribution="transformers",
+    affected=">=5.11",
+    targets=(Target(module="transformers.quantizers.base", name="HfQuantizer._dequantize", replacement=dequantize),),
+    reproduce=reproduce,
+)

@@ -1,0 +1,106 @@
+"""Google's QAT checkpoints load, on one device and split.
+
+Symptom: ``RuntimeError: You set `ignore_mismatched_sizes` to `False` `` on transformers 5.23, for
+``embed_tokens_per_layer.embedding_scale`` of ``google/gemma-4-E2B-it-qat-mobile-transformers`` and its like. On every
+release ``RuntimeError: expected a floating-point or complex dtype, but got dtype=torch.uint8`` from
+``from_pretrained`` with a map that offloads a layer to disk.
+
+Cause: ``replace_with_quant_layers`` prepares one scale for each row of an embedding. The checkpoints have one for each
+row and layer in the per-layer embeddings; transformers 5.23 compares the shapes, where earlier releases took what the
+file holds. And ``_init_weights`` draws random numbers for linear layers whose weights it finds on the meta device,
+where those on disk stay: integers, in these layers.
+
+Fix: After the layers were replaced, the scales get the shapes that the checkpoint's files say, and the packed weights
+are marked as initialized. One that the checkpoint lacks is still reported as missing. In a text-only model whose
+config has the ``quantization_config`` of a multimodal checkpoint, that config's patterns find the modules by their
+names in the multimodal one.
+
+Remove when: transformers prepares scales of the shape that the checkpoint has, and initializes no packed weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._checkpoint.header import header
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._quantization import qat
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_SCALE = "embedding_scale"
+
+
+def process_model_before_weight_loading(
+    original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    dtype = model.dtype  # scales are float32 in any model
+    named = qat.below_multimodal_names(model, self.quantization_config)
+    result = original(self, named, *args, **kwargs)
+    qat.take_head(model, named)
+    qat.note_dtype(model, dtype)
+    layers = qat.packed(model)
+    for module in layers.values():
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.is_floating_point():
+                parameter._is_hf_initialized = True
+    embeddings = {name: module for name, module in layers.items() if qat.is_embedding(module)}
+    if embeddings:
+        _shape_scales(embeddings, kwargs.get("checkpoint_files") or ())
+    return result
+
+
+def _shape_scales(embeddings: dict[str, Any], files: Iterable[str]) -> None:
+    """Give the scales of embeddings the shapes that they have in the files.
+
+    A text model that is loaded from a multimodal checkpoint has other names in front: the last ones are compared.
+    """
+    import torch
+
+    shapes = {
+        ".".join(key.split(".")[-2:]): entry.shape
+        for file in files
+        if str(file).endswith(".safetensors")
+        for key, entry in header(Path(file)).items()
+        if key.endswith(f".{_SCALE}")
+    }
+    for name, module in embeddings.items():
+        scale = module.embedding_scale
+        shape = shapes.get(f"{name.rpartition('.')[2]}.{_SCALE}", scale.shape)
+        rows, groups = shape[0], shape[-1]
+        if tuple(shape) != tuple(scale.shape) and rows == scale.shape[0] and module.embedding_dim % groups == 0:
+            empty = torch.empty(tuple(shape), dtype=scale.dtype, device=scale.device)
+            module.embedding_scale = torch.nn.Parameter(empty, requires_grad=False)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    checkpoint = workspace.qat()
+    reference = tiny.load(checkpoint, device=workspace.main)
+    placement = tiny.device_map(reference, "layers", main=workspace.main, offloaded="disk")
+    model = tiny.load(checkpoint, device_map=placement, offload_folder=workspace.folder / "qat-offload")
+    found = difference(workspace.outputs(reference), workspace.outputs(model))
+    return Outcome.of_parity(found, "layers of a QAT checkpoint loaded to disk")
+
+
+PATCH = Patch(
+    id="transformers-qat-loading",
+    severity=Severity.CRASH,
+    failure_points=("F56",),
+    distribution="transformers",
+    affected=">=5.11",
+    requires=("accelerate",),
+    targets=(
+        Target(
+            module="transformers.quantizers.quantizer_gemma",
+            name="GemmaQuantizer._process_model_before_weight_loading",
+            replacement=process_model_before_weight_loading,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,139 @@
+"""The embedding of a QAT checkpoint is not dequantized as a whole for one row, and can be offloaded.
+
+Symptom: silent: each forward of a multimodal model with per-layer embeddings dequantizes all of ``embed_tokens``,
+262,144 rows, to read the one of the padding token: seconds on a CPU, for each generated token. With
+``embed_tokens`` on the CPU or on disk ``RuntimeError: Tensor on device meta is not on the expected device``.
+
+Cause: ``Gemma4Model.forward`` reads ``embed_tokens.weight[pad_token_id, :]``. In ``QuantizedEmbedding`` the weight is
+a property that dequantizes the whole embedding, outside the forward for which accelerate's hook onloads it.
+
+Fix: While such a model runs on token ids, its embedding's weight is the row of the padding token, dequantized from
+where it is stored, in every place: expanded, without taking memory. Any other read, such as that of a model that is
+given ``inputs_embeds`` alone, gives the whole weight, onloaded if need be. A compiled forward is left to the
+compiler, which reads one row by itself.
+
+Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement, walk
+from gemma4_compat._offload import host_memory
+from gemma4_compat._quantization import qat
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_PARTS = ("embedding_quantized", "embedding_scale")
+
+
+class _Running(threading.local):
+    """The embeddings of this thread's running models, by ``id``, and their padding tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}
+
+
+_running = _Running()
+
+
+def model_forward(original: Callable[..., Any], self: Any, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    embedding = walk.in_use(self.language_model.embed_tokens)
+    config = self.config.text_config
+    if input_ids is None or not qat.is_embedding(embedding) or not config.hidden_size_per_layer_input:
+        return original(self, input_ids, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return original(self, input_ids, *args, **kwargs)
+    with _one_row(embedding, config.pad_token_id):
+        return original(self, input_ids, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _one_row(embedding: Any, token: int) -> Iterator[None]:
+    before = _running.tokens
+    _running.tokens = {**before, id(embedding): token}
+    try:
+        yield
+    finally:
+        _running.tokens = before
+
+
+def weight(original: Callable[[Any], Any], self: Any) -> Any:
+    token = _running.tokens.get(id(self)) if _running.tokens else None
+    hook = placement.offload_hook(self)
+    away = hook is not None and placement.is_offloaded(self)
+    if token is None:
+        if not away:
+            return original(self)
+        hook.pre_forward(self)
+        try:
+            return original(self)
+        finally:
+            hook.post_forward(self, None)
+    rows = [_stored_row(hook, name, token) if away else getattr(self, name)[token : token + 1] for name in _PARTS]
+    if away:
+        device = placement.execution_device(self)
+        rows = [row.to(device) for row in rows]
+    return self._dequantize_weights(*rows).expand(self.num_embeddings, -1)
+
+
+def _stored_row(hook: Any, name: str, token: int) -> Any:
+    stored = host_memory.stored(hook.weights_map, name)
+    return host_memory.cast(stored.raw[token : token + 1], stored.casts)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    workspace.needs("per_layer_embeddings")
+    checkpoint = workspace.qat(grouped=False)  # loads on every release
+    model = tiny.load(checkpoint, device=workspace.main)
+    embedding = model.get_input_embeddings()
+    dequantize, sizes = embedding._dequantize_weights, []
+
+    def watched(quantized: Any, scales: Any) -> Any:
+        sizes.append(quantized.numel() // quantized.shape[-1])
+        return dequantize(quantized, scales)
+
+    embedding._dequantize_weights = watched
+    inputs = workspace.inputs(text_only=True)
+    with torch.no_grad():
+        model.model(**inputs)
+    del embedding._dequantize_weights
+    if max(sizes) > inputs["input_ids"].numel():
+        return Outcome(True, f"a forward dequantizes {max(sizes)} rows of the embedding for one of them")
+    reference = workspace.outputs(model)
+    name = "model.language_model.embed_tokens"
+    split = tiny.load(checkpoint, device=workspace.main)
+    layout = tiny.device_map(split, "none", main=workspace.main, offloaded=workspace.offloaded)
+    split = workspace.dispatch_map(split, {**layout, name: workspace.offloaded})
+    return Outcome.of_parity(difference(reference, workspace.outputs(split)), "the embedding offloaded")
+
+
+PATCH = Patch(
+    id="transformers-qat-padding-row",
+    severity=Severity.SPEED,
+    failure_points=("F56",),
+    distribution="transformers",
+    affected=">=5.11",
+    targets=(
+        Target(module="transformers.integrations.gemma_quant", name="QuantizedEmbedding.weight", replacement=weight),
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4Model.forward",
+            replacement=model_forward,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,59 @@
+"""A model loaded from Google's QAT checkpoints can be saved.
+
+Symptom: ``TypeError: 'bool' object is not callable`` from ``save_pretrained``.
+
+Cause: ``GemmaQuantizer.is_serializable`` is a property, and ``save_pretrained`` calls it as the method it is in every
+other quantizer.
+
+Fix: The property gives a function that says the same, and a function is true. The packed weights and their scales are
+saved as they are. Scales for a quantized cache (``k_cache_scale``, ``v_cache_scale``), which transformers does not
+load, are not in what it saves.
+
+Remove when: ``GemmaQuantizer.is_serializable`` is a method.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def is_serializable(original: Callable[[Any], Any], self: Any) -> Callable[[], bool]:
+    found = original(self)
+    return lambda: bool(found)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    checkpoint = workspace.qat(grouped=False)  # loads on every release
+    model = tiny.load(checkpoint, device=workspace.main)
+    folder = Path(tempfile.mkdtemp(prefix="saved-", dir=workspace.folder))
+    model.save_pretrained(folder)
+    again = tiny.load(folder, device=workspace.main)
+    return Outcome.of_parity(difference(workspace.outputs(model), workspace.outputs(again)), "a QAT model saved")
+
+
+PATCH = Patch(
+    id="transformers-qat-saving",
+    severity=Severity.CRASH,
+    failure_points=("F56",),
+    distribution="transformers",
+    affected=">=5.11",
+    targets=(
+        Target(
+            module="transformers.quantizers.quantizer_gemma",
+            name="GemmaQuantizer.is_serializable",
+            replacement=is_serializable,
+        ),
+    ),
+    reproduce=reproduce,
+)

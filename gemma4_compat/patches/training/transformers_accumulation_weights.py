@@ -1,0 +1,151 @@
+"""Gradient accumulation weights tokens, not microbatches.
+
+Symptom: silent: with ``gradient_accumulation_steps`` above 1, loss and gradients of a multimodal Gemma 4 depend on how
+a batch is cut into microbatches. A token in a short microbatch counts more than one in a long microbatch; with one of
+20 and one of 200 trained tokens, ten times more.
+
+Cause: ``Gemma4ForConditionalGeneration`` and ``Gemma4UnifiedForConditionalGeneration`` have ``accepts_loss_kwargs =
+False``, from the time when their loss did not take ``num_items_in_batch``. So the Trainer does not count tokens, and
+averages the means of the microbatches. From 5.6 on the loss takes it. Before, ``forward`` computes a loss of its own
+that ignores it.
+
+Fix: A Trainer (TRL's included) of such a model counts tokens, as it does for ``Gemma4ForCausalLM``. Before 5.6 the
+loss of ``forward`` is weighted by the tokens it is the mean of. Models whose class or instance sets
+``accepts_loss_kwargs`` itself, or has another ``forward``, are left alone. So is sequence parallelism, where the
+Trainer counts by itself. Without accumulation, losses stay the same.
+
+Remove when: transformers drops ``accepts_loss_kwargs = False`` from both classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+_NAME = "accepts_loss_kwargs"
+#: Trained tokens of the two microbatches of the reproduction.
+_LENGTHS = (4, 20)
+_IGNORED = -100
+
+
+def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    model: Any = getattr(self, "model", None)
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if _is_stale(model) and not _is_sequence_parallel(self):
+        self.model_accepts_loss_kwargs = True
+
+
+def _is_stale(model: Any) -> bool:
+    """Whether ``accepts_loss_kwargs`` is upstream's, and so is the forward that it is about."""
+    if not family.is_gemma4(model) or getattr(model, _NAME, None) is not False or _NAME in vars(model):
+        return False
+    owner = next(kind for kind in type(model).__mro__ if _NAME in vars(kind))
+    forward = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
+    return owner is forward and owner.__module__.startswith("transformers.models.gemma4")
+
+
+def _is_sequence_parallel(trainer: Any) -> bool:
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    return bool(getattr(parallelism, "sp_enabled", False))
+
+
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before 5.6: the mean over a microbatch, as its share of all items."""
+    items = kwargs.get("num_items_in_batch")
+    if items is None or "loss_function" in inspect.unwrap(original).__code__.co_names:
+        return original(self, *args, **kwargs)
+    outputs = original(self, *args, **kwargs)
+    given = {**dict(zip(tuple(inspect.signature(original).parameters)[1:], args, strict=False)), **kwargs}
+    loss = outputs[0]
+    if given.get("labels") is None:
+        return outputs
+    counted = _counted(given["labels"], given.get("attention_mask")).to(loss.device)
+    share = counted / (items.to(loss.device) if hasattr(items, "to") else items)
+    loss = loss.nan_to_num(0.0) * share if not counted else loss * share
+    if isinstance(outputs, tuple):
+        return (loss, *outputs[1:])
+    outputs.loss = loss
+    return outputs
+
+
+def _counted(labels: Any, mask: Any) -> Any:
+    """How many tokens that loss is the mean of."""
+    wanted = labels[..., 1:] != _IGNORED
+    if mask is not None:
+        wanted = wanted & (mask[:, -wanted.shape[1] :].to(wanted.device) != 0)
+    return wanted.sum()
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    batch = _batch(workspace)
+    losses = []
+    for size, steps in ((len(_LENGTHS), 1), (1, len(_LENGTHS))):
+        model = workspace.load().to(torch.float32)
+        losses.append(_loss(workspace, model, batch, size, steps))
+    whole, parts = losses
+    off = abs(parts - whole) / whole
+    return Outcome(
+        off > 1e-4,
+        f"the loss of {len(_LENGTHS)} sequences is {whole:.4g} in one batch and {parts:.4g} in {len(_LENGTHS)} "
+        "microbatches",
+    )
+
+
+def _batch(workspace: Workspace) -> list[dict[str, Any]]:
+    """Sequences of which the first tokens are not trained."""
+    import torch
+
+    found = []
+    for number, length in enumerate(_LENGTHS):
+        one = {name: value[0].cpu() for name, value in workspace.inputs(text_only=True).items()}
+        one["input_ids"] = (one["input_ids"] * (number + 3)) % 240 + 3
+        one["mm_token_type_ids"] = torch.zeros_like(one["input_ids"])
+        one["labels"] = one["input_ids"].clone()
+        one["labels"][:-length] = _IGNORED
+        found.append(one)
+    return found
+
+
+def _loss(workspace: Workspace, model: Any, batch: list[dict[str, Any]], size: int, steps: int) -> float:
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        str(workspace.folder / "trainer"),
+        max_steps=1,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=steps,
+        disable_tqdm=True,
+        optim="sgd",
+        use_cpu=workspace.main == "cpu",
+    )
+    training = Trainer(model, arguments, train_dataset=batch)
+    training.args._n_gpu = min(1, training.args._n_gpu)
+    return float(training.train().training_loss)
+
+
+PATCH = Patch(
+    id="transformers-accumulation-weights",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F60",),
+    distribution="transformers",
+    affected=">=5.5",
+    targets=(
+        Target(module="transformers.trainer", name="Trainer.__init__", replacement=trainer, group="trainer"),
+        Target(module=_GEMMA4, name="Gemma4ForConditionalGeneration.forward", replacement=forward, group="gemma4"),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,84 @@
+"""The loss of a Gemma 4 model can be computed in chunks, without the logits of all tokens.
+
+Symptom: silent: with ``labels``, a forward and backward pass needs 3.25 times the memory of the logits of all tokens:
+3.2 GiB for 2,048 tokens over a vocabulary of 262,144 in bfloat16, beside an E2B of 1.66 GiB in 4 bits. On a small card
+it is the loss that ends in ``torch.OutOfMemoryError``.
+
+Cause: ``forward`` computes logits of every token, divides them, takes their tanh, multiplies them and casts them to
+float32, and autograd keeps most of these tensors until the backward pass.
+
+Fix: For models of ``gemma4_compat.chunked_loss``, or all of them with
+``GEMMA4_COMPAT_ENABLE=transformers-chunked-loss``, a forward with labels calls the model without its head, then head,
+soft cap and cross entropy for a few hundred tokens at a time, each with its gradient. ``outputs.logits`` is None. It
+is opt-in, because a matrix product of fewer rows may round differently, and who reads logits gets none.
+
+Remove when: transformers computes the loss of Gemma 4 in chunks by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._training import loss
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+_UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
+
+
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    return loss.forward(original, self, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    """How much the backward pass keeps of the logits, where the loss was asked for in chunks."""
+    import torch
+
+    model = workspace.load().train().requires_grad_(False)
+    loss.ask(model)
+    batch = workspace.inputs(text_only=True)
+    text = model.config.get_text_config()
+    states = torch.zeros(*batch["input_ids"].shape, text.hidden_size, dtype=model.dtype, device=workspace.main)
+    model.model.register_forward_hook(lambda *call: _with_states(call[-1], states))
+    kept = 0
+
+    def keep(tensor: Any) -> Any:
+        nonlocal kept
+        kept += tensor.nbytes if tensor.numel() >= states.shape[1] * text.vocab_size else 0
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = model(**batch, labels=batch["input_ids"])
+    logits = states.shape[1] * text.vocab_size * states.itemsize
+    return Outcome(
+        outputs.logits is not None, f"the backward pass keeps {kept / logits:.2f} times the bytes of all logits"
+    )
+
+
+def _with_states(outputs: Any, states: Any) -> Any:
+    outputs.last_hidden_state = states.requires_grad_()  # the head's is the first gradient
+    return outputs
+
+
+def _target(module: str, name: str, group: str) -> Target:
+    return Target(module=module, name=f"{name}.forward", replacement=forward, group=group)
+
+
+PATCH = Patch(
+    id=loss.ID,
+    severity=Severity.MEMORY,
+    failure_points=("F57",),
+    distribution="transformers",
+    affected=">=5.5",
+    targets=(
+        _target(_GEMMA4, "Gemma4ForCausalLM", "gemma4"),
+        _target(_GEMMA4, "Gemma4ForConditionalGeneration", "gemma4"),
+        _target(_UNIFIED, "Gemma4UnifiedForCausalLM", "gemma4_unified"),
+        _target(_UNIFIED, "Gemma4UnifiedForConditionalGeneration", "gemma4_unified"),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,107 @@
+"""Flash attention runs, in the layers whose heads are not too wide for it.
+
+Symptom: ``RuntimeError: FlashAttention forward only supports head dimension at most 256`` from the first forward with
+``attn_implementation="flash_attention_2"``. The same with ``"flash_attention_3"`` and with flash kernels of a hub.
+
+Cause: The heads of full-attention layers are 512 wide, and upstream declares that Gemma 4 supports flash attention.
+Masks are made for one attention implementation, too: a flash kernel's mask tells padding alone, so the tokens of an
+image would not attend to each other in the 12B, the 26B-A4B and the 31B.
+
+Fix: Full-attention layers run ``sdpa`` with the mask that upstream makes for ``sdpa``; sliding layers run flash. Where
+a flash kernel cannot express the mask (an image of a model whose image tokens attend to each other, several rows of
+packed sequences, a mask of four dimensions that was passed), sliding layers run ``sdpa``, too. ``cu_seq_lens_q`` and
+positions that start anew separate sequences in every layer. Outputs are those of ``sdpa`` up to a flash kernel's
+rounding.
+
+Remove when: transformers runs Gemma 4 with flash attention, or no longer declares that it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import flash
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_MASKS = "transformers.masking_utils"
+_NAMES = ("config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids")
+#: Of the largest logit. A package's kernel takes no float32; the stand-in does.
+BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
+
+
+def create_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if args or not flash.is_split(kwargs.get("config")):
+        return original(*args, **kwargs)
+    return flash.full_mask(original, kwargs)
+
+
+def create_sliding_window_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if args or not flash.is_split(kwargs.get("config")):
+        return original(*args, **kwargs)
+    return flash.sliding_mask(original, kwargs)
+
+
+def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from transformers import masking_utils
+
+    arguments = dict(zip(_NAMES, args)) | kwargs
+    config = getattr(arguments.get("config"), "get_text_config", lambda: None)()
+    if len(args) > len(_NAMES) or not flash.is_split(config):
+        return original(*args, **kwargs)
+    arguments["config"] = config
+    known = {*_NAMES, "or_mask_function", "and_mask_function", "block_sequence_ids"}
+    given = {name: value for name, value in arguments.items() if name in known and value is not None}
+    given = dict.fromkeys(_NAMES) | given
+    # Not through upstream's table of mask functions: it holds what they were before a patch.
+    return {
+        "full_attention": masking_utils.create_causal_mask(**given),
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
+    }
+
+
+def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any:
+    found = original(self, key)
+    return flash.by_layer(found, original(self, "sdpa")) if flash.is_flash(key) else found
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.flash import kernel
+
+    checkpoint = workspace.larger(full_width=512)
+    batch = workspace.inputs(text_only=True)
+    with torch.no_grad(), kernel() as (name, dtype):
+        expected = tiny.load(checkpoint, device=workspace.main, dtype=dtype)(**batch).logits.float()
+        model = tiny.load(checkpoint, device=workspace.main, dtype=dtype, attn_implementation={"text_config": name})
+        off = (model(**batch).logits.float() - expected).abs().max().item()
+    bound = BOUNDS[str(dtype)] * expected.abs().max().item()
+    return Outcome(off > bound, f"the logits with flash attention differ by {off:.2g} from those with sdpa", off)
+
+
+PATCH = Patch(
+    id="transformers-flash-attention",
+    severity=Severity.CRASH,
+    failure_points=("F54",),
+    distribution="transformers",
+    affected=">=5.5.0",
+    bug=("https://github.com/Dao-AILab/flash-attention/issues/2427",),
+    targets=(
+        Target(module=_MASKS, name="create_causal_mask", replacement=create_causal_mask),
+        Target(
+            module=_MASKS,
+            name="create_sliding_window_causal_mask",
+            replacement=create_sliding_window_causal_mask,
+        ),
+        Target(module=_MASKS, name="create_masks_for_generate", replacement=create_masks_for_generate),
+        Target(
+            module="transformers.modeling_utils", name="AttentionInterface.__getitem__", replacement=attention_function
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,88 @@
+"""A 26B-A4B or 31B can be trained on text alone.
+
+Symptom: ``ValueError: `mm_token_type_ids` is required as a model input when training`` from a forward in training mode
+of a multimodal Gemma 4 whose images see themselves in both directions, for a batch without images.
+
+Cause: Until 5.5.4 ``create_causal_mask_mapping`` wants to know in training which tokens are those of an image, also
+where there is none. A tokenizer does not give ``mm_token_type_ids``; only the processor does.
+
+Fix: Without ``pixel_values`` a missing ``mm_token_type_ids`` means that no token is one of an image, as upstream has
+it from 5.6.0 on. Masks, and so logits and gradients, are those with zeros given. With images the error remains.
+
+Remove when: transformers below 5.6.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def create_causal_mask_mapping(
+    original: Callable[..., Any],
+    config: Any,
+    inputs_embeds: Any,
+    attention_mask: Any,
+    past_key_values: Any,
+    position_ids: Any,
+    mm_token_type_ids: Any = None,
+    pixel_values: Any = None,
+    is_training: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if mm_token_type_ids is None and pixel_values is None:
+        is_training = False  # which it asks for that error alone
+    given = (config, inputs_embeds, attention_mask, past_key_values, position_ids, mm_token_type_ids, pixel_values)
+    return original(*given, is_training, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny, tiny_models
+
+    workspace.needs("gemma4")
+    checkpoint = workspace.cached(_of_the_31b) if workspace.variant is None else workspace.checkpoint
+    model = tiny.load(checkpoint, device=workspace.main).train()
+    batch = workspace.inputs(text_only=True)
+    zeros = torch.zeros_like(batch["input_ids"])
+    right = model(**batch, mm_token_type_ids=zeros, labels=batch["input_ids"])
+    found = model(**batch, labels=batch["input_ids"])
+    off = (right.logits - found.logits).abs().max().item()
+    return Outcome(
+        off > 0 or right.loss.item() != found.loss.item(),
+        f"{tiny_models.class_name(checkpoint)} on text: logits differ by {off:.3g} from those with zeros given",
+        off,
+    )
+
+
+def _of_the_31b(folder: Any) -> None:
+    from gemma4_compat._reproduction import tiny_models
+
+    tiny_models.build_checkpoint(folder, variant="31B")
+
+
+PATCH = Patch(
+    id="transformers-text-training",
+    severity=Severity.CRASH,
+    failure_points=("F58",),
+    distribution="transformers",
+    affected=">=5.5,<5.6",
+    fixed="5.6",
+    bug=("https://github.com/huggingface/transformers/issues/45200",),
+    applied_upstream="https://github.com/huggingface/transformers/pull/45454",
+    targets=(
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="create_causal_mask_mapping",
+            replacement=create_causal_mask_mapping,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,74 @@
+"""Attention of full-attention layers takes memory by the length of a text, not by its square.
+
+Symptom: silent: more memory for long texts, and less speed: a forward or training step without padding computes the
+attention of full-attention layers with torch's math kernel, which holds all scores of a layer at once (in float32 at
+batch 1 and 8,192 tokens: 2 GiB for 8 heads).
+
+Cause: ``sdpa_attention_forward`` leaves the repetition of key-value heads to torch (``enable_gqa``) where there is no
+mask. Of torch's CUDA kernels only flash and math take that, and flash takes no heads wider than 256; those of
+full-attention layers are 512 wide.
+
+Fix: Key-value heads wider than 256 are repeated before the call, as upstream does from 5.13.0 on; torch then takes its
+memory-efficient kernel. Outputs are equal up to that kernel's rounding.
+
+Remove when: transformers before 5.13.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models.flash import WIDEST
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def use_gqa_in_sdpa(original: Callable[..., Any], attention_mask: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    found = original(attention_mask, key, *args, **kwargs)
+    return found and (key.shape[-1] <= WIDEST or key.device.type == "xpu")  # Intel's kernels take both
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+
+    model = tiny.load(workspace.larger(full_width=512), device=workspace.main)
+    kept = torch.nn.functional.scaled_dot_product_attention
+    seen: list[tuple[int, bool]] = []
+
+    def attention(query: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((query.shape[-1], kwargs.get("enable_gqa", False)))
+        return kept(query, *args, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+    try:
+        with torch.no_grad():
+            model(input_ids=workspace.inputs(text_only=True)["input_ids"])
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = kept
+    wide = [grouped for width, grouped in seen if width > 256]
+    if not wide:
+        return Outcome(False, "no wide heads in sdpa", applicable=False)
+    return Outcome(
+        any(wide),
+        f"{sum(wide)} of {len(wide)} layers with heads of 512 leave grouped heads to sdpa: its math kernel on CUDA",
+    )
+
+
+PATCH = Patch(
+    id="transformers-wide-heads",
+    severity=Severity.MEMORY,
+    failure_points=("F59",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.13.0",
+    fixed="5.13.0",
+    applied_upstream="https://github.com/huggingface/transformers/pull/46960",
+    targets=(
+        Target(module="transformers.integrations.sdpa_attention", name="use_gqa_in_sdpa", replacement=use_gqa_in_sdpa),
+    ),
+    reproduce=reproduce,
+)

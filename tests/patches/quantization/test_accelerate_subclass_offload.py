@@ -1,0 +1,83 @@
+"""accelerate-subclass-offload: what docs/QUANTIZATION.md says of other libraries, where they are installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat.patches.quantization.accelerate_subclass_offload import PATCH, settings
+from tests.patches.promise import Promise
+from tests.patches.quantization import qat
+
+#: Library, where decoder layers go, and whether that gives the same outputs; otherwise it is refused.
+CELLS = [
+    ("torchao", "host memory", True),
+    ("torchao", "disk", False),
+    ("quanto", "host memory", False),
+    ("quanto", "disk", False),
+]
+
+
+class TestPromise(Promise):
+    patch_id = PATCH.id
+    original = r"Int8Tensor dispatch|WeightQBytesTensor.__new__\(\)"
+    exact = False
+
+
+def load(workspace: Any, library: str) -> Any:
+    import torch
+    import transformers
+
+    found = settings()
+    if library not in found:
+        pytest.skip(f"{library} is not installed")
+    cls = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
+    options = {"dtype": torch.bfloat16, "quantization_config": found[library]}
+    return cls.from_pretrained(workspace.checkpoint, **options).eval()
+
+
+def logits(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():  # quanto's kernel for CPUs takes no transposed inputs, which the audio tower has
+        return [model(**tiny.inputs(text_only=True)).logits for _ in range(2)]
+
+
+@pytest.mark.parametrize(("library", "place", "exact"), CELLS)
+def test_offloaded(workspace: Any, library: str, place: str, exact: bool) -> None:
+    model = load(workspace, library)
+    expected = logits(model)
+    places = {name: parameter.device for name, parameter in model.named_parameters()}
+
+    def dispatched() -> Any:
+        if place == "disk":
+            return workspace.dispatch_map(model, qat.layout(model, "layers"))
+        return qat.into_host_memory(model, "layers")
+
+    if not exact:
+        with pytest.raises(gemma4_compat.Gemma4CompatError, match=f"of {library}, which accelerate cannot offload"):
+            dispatched()
+        assert {name: parameter.device for name, parameter in model.named_parameters()} == places
+        assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    assert all(one.equal(other) for one, other in zip(expected, logits(dispatched() if exact else model), strict=True))
+
+
+@pytest.mark.parametrize("library", ["torchao", "quanto"])
+def test_embeddings_are_offloaded_as_they_are(workspace: Any, library: str) -> None:
+    model = load(workspace, library)
+    expected = logits(model)
+    model = workspace.dispatch_map(model, qat.layout(model, "embedding"))
+    assert all(one.equal(other) for one, other in zip(expected, logits(model), strict=True))
+
+
+@pytest.mark.parametrize("library", ["torchao", "quanto"])
+def test_an_adapter_has_gradients(workspace: Any, library: str) -> None:
+    model = qat.adapted(load(workspace, library))
+    batch = tiny.inputs(text_only=True)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.requires_grad]
+    assert gradients
+    assert all(gradient is not None and bool(gradient.any()) for gradient in gradients)
