@@ -164,6 +164,20 @@ def told(error: Exception, folder: Path) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
+def child(script: Path, shape: str, what: str, work: Path) -> Data:
+    """The JSON that ``script`` prints last when it is run once, by itself, with ``--child WHAT WORK``.
+
+    Raises:
+        SystemExit: it failed; its standard error is the message.
+    """
+    command = [sys.executable, str(script.resolve()), "--shape", shape, "--child", what, str(work)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{what} ended with {done.returncode}:\n{done.stderr}")
+    found: Data = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return found
+
+
 # What is done with the figures
 
 

@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import experts_report
 import graph_decoding_report
+import training_report
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -31,6 +33,8 @@ INK = "#808080"
 COLOURS = {"ours": "#3a87d0", "upstream": "#d0603a", "noise": "#8a8a8a"}
 NAMES = {"ours": "with gemma4_compat", "upstream": "upstream", "noise": "the same setting twice"}
 CALLS = ("python_calls", "c_calls")
+#: Of a case of graph_decoding.py and experts.py: what a table shows.
+PARTS = ("speed", "fusing", "bits", "short", "endurance", "memory")
 Run = dict[str, Any]
 #: Label, value, lower and upper end of its interval (or None), colour.
 Bar = tuple[str, float, tuple[float, float] | None, str]
@@ -45,6 +49,37 @@ def committed(benchmark: str) -> dict[str, Path]:
     return found
 
 
+def earlier(benchmark: str) -> dict[Path, Run]:
+    """Older runs of a shape, each with the parts of its cases that no newer run has."""
+    found: dict[Path, Run] = {}
+    known: dict[str, set[tuple[str, str]]] = {}
+    newest = set(committed(benchmark).values())
+    for file in sorted(RESULTS.glob(f"*/{benchmark}-*.json"), reverse=True):
+        run = read(file)
+        key = f"{run['machine']['versions']['transformers']} {run['shape']}"
+        seen = known.setdefault(key, set())
+        parts = {(name, part) for name, case in run.get("cases", {}).items() for part in case if shown(case, part)}
+        if file not in newest and parts - seen:
+            cases = {
+                name: {part: data for part, data in case.items() if part not in PARTS or (name, part) not in seen}
+                for name, case in run["cases"].items()
+                if any((name, part) in parts - seen for part in case)
+            }
+            found[file] = run | {"cases": cases, "not_run": []}
+        seen |= parts
+    return found
+
+
+def shown(case: Run, part: str) -> bool:
+    """Whether a run has finished this part of a case."""
+    data = case[part]
+    if part not in PARTS or not data:
+        return False
+    if part == "bits":
+        return any(not isinstance(one, dict) or "error" not in one for one in data.values())
+    return "rounds" not in data or "summary" in data
+
+
 def read(file: Path) -> Run:
     run: Run = json.loads(file.read_text(encoding="utf-8"))
     return run
@@ -52,15 +87,14 @@ def read(file: Path) -> Run:
 
 def section(benchmark: str) -> str:
     """What docs/BENCHMARKS.md says of the committed runs."""
-    runs = committed(benchmark)
+    runs = {file: read(file) for file in committed(benchmark).values()} | earlier(benchmark)
     if not runs:
         return (
             f"No result is committed yet; `python benchmarks/{benchmark}.py --shape E2B --out "
             f"benchmarks/results/DATE-DEVICE/{benchmark}-E2B.json` makes one."
         )
     parts: list[str] = []
-    for file in runs.values():
-        run = read(file)
+    for file, run in sorted(runs.items(), key=lambda item: (item[1]["shape"], str(item[0]))):
         parts += [heading(run, f"../{file.relative_to(ROOT).as_posix()}"), "", TABLES[benchmark](run), ""]
         if run.get("note"):
             parts += [run["note"], ""]
@@ -72,7 +106,7 @@ def section(benchmark: str) -> str:
 
 
 def summary() -> str:
-    """What the README says of the committed runs: a row for each shape on each stack."""
+    """What docs/EVIDENCE.md says of the committed runs: a row for each shape on each stack."""
     loads, idles = (
         {key: read(file) for key, file in committed(name).items()} for name in ("adapter_load", "idle_shim")
     )
@@ -297,6 +331,8 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "model_lock": model_lock,
     "alternatives": alternatives,
     "graph_decoding": graph_decoding_report.table,
+    "experts": experts_report.table,
+    "training": training_report.table,
 }
 TITLES = {
     "adapter_load": "Adapter load with the shim, as a share of upstream's time: less is better",

@@ -8,8 +8,9 @@ the same `generate` call with upstream's switch `disable_compile=True`, in the s
 
 speed      tokens a second after the first ones, in turns, in several rounds; the time to the first token; the VRAM
            peak of each way, and the planner's; of streamed layers, what share of the bus that is
+fusing     tokens a second of replays with fused kernels and without them, in turns
 bits       tokens and logits of both ways: greedy, sampled, beams, padded, an image, across and past the window, three
-           turns on one cache, adapters switched
+           turns on one cache, adapters switched; graphs are fused early in them
 short      seconds of answers of 16, 64 and 256 tokens
 compiled   bf16 on the GPU without the shim, where upstream compiles the step, in a process of its own; the same model
            after `gemma4_compat.decode_fast`
@@ -38,7 +39,7 @@ import graph_decoding_report as report  # noqa: E402
 from common import Data, Order  # noqa: E402
 from graph_decoding_models import ADAPTED, SECOND, WHERE  # noqa: E402
 
-PARTS = ("speed", "bits", "short", "compiled", "endurance")
+PARTS = ("speed", "fusing", "bits", "short", "compiled", "endurance")
 CASES = tuple(f"{where}{adapter}" for where in WHERE if where != "bf16" for adapter in ("", ADAPTED))
 #: Tokens of a turn, and after how many of them tokens are counted: a replay has to be captured first.
 TOKENS = {"eager": 12, "replayed": 100, "compiled": 100}
@@ -47,6 +48,7 @@ SETTLED = {"eager": 1, "replayed": 5, "compiled": 5}
 REPEATS = 3
 CALLS = 6
 CHECK_EVERY = 7
+FUSING_ROUNDS = 3
 #: What a process may take beyond the deadline before it is ended.
 GRACE_S = 10
 
@@ -134,6 +136,22 @@ def speed(run: Run, name: str, entry: Data, rounds: int, ways: tuple[str, ...] =
     run.keep(report.speed_line(name, entry))
 
 
+def fusing(run: Run, name: str, entry: Data, rounds: int) -> None:
+    """Replays with fused kernels and without, in turns."""
+    found: Data = {"rounds": []}
+    entry["fusing"] = found
+    for number in range(rounds):
+        turns: Data = {}
+        for way in ("plain", "fused") if number % 2 == 0 else ("fused", "plain"):
+            turns[way] = run.tell("fusing", f"{name} fusing", plain=way == "plain", settled=SETTLED["replayed"])
+        if any("error" in one for one in turns.values()):
+            return
+        found["rounds"].append(turns)
+        found["summary"] = report.fusing_summary(found["rounds"])
+        run.keep()
+    run.keep(f"{name:<14} fusing: {found.get('summary')}")
+
+
 def bits(run: Run, name: str, entry: Data) -> None:
     found = entry["bits"] = {}
     for scenario in measure.SCENARIOS:
@@ -209,6 +227,7 @@ def case(run: Run, name: str, arguments: Any) -> None:
     run.order["where"] = where
     steps: dict[str, Callable[[], None]] = {
         "speed": lambda: speed(run, name, entry, arguments.rounds),
+        "fusing": lambda: fusing(run, name, entry, FUSING_ROUNDS),
         "bits": lambda: bits(run, name, entry),
         "short": lambda: short(run, name, entry, arguments.answers),
         "endurance": lambda: endurance(run, name, entry, arguments.endurance_tokens),

@@ -22,9 +22,12 @@ from small_card_measure import streamed_bytes
 from small_card_models import PROMPT, Clock
 
 WAYS: dict[str, Data] = {"eager": {"disable_compile": True}, "replayed": {}, "compiled": {}}
-COUNTS = ("replayed", "captured", "eager", "capture_seconds")
+COUNTS = ("replayed", "captured", "fused", "eager", "capture_seconds")
 #: Of each call in "bits", the tokens; a prompt is so much shorter than the window that half of them are past it.
 BITS_TOKENS = 12
+
+#: Tokens of a call after its step was fused.
+FUSED_TOKENS = 24
 
 _model: Any = None
 
@@ -130,6 +133,24 @@ def turn(order: Order) -> Data:
     return found | ({} if before is None else {"steps": since(before)})
 
 
+def fusing(order: Order) -> Data:
+    """Tokens a second of replays with fused kernels, or (``plain``) without, and what the captures of that took."""
+    from gemma4_compat._decoding import decoder, fused_steps
+
+    decoding = decoder.of(models.base(_model))
+    tokens = fused_steps.AFTER + FUSED_TOKENS
+    before = counted()
+    decoding.clear()
+    decoding.fuses = not order["plain"]
+    try:
+        generate("replayed", tokens, text_prompt(_model, PROMPT))
+        steps = since(before)
+        found = turn(order | {"way": "replayed", "tokens": tokens, "settled": order["settled"]})
+    finally:
+        decoding.fuses = True
+    return {"tok_s": found["tok_s"], "capture_s": steps["capture_seconds"], "fused": steps["fused"]}
+
+
 def answer(order: Order) -> Data:
     """Seconds of an answer of so many tokens, prefill included."""
     batch = text_prompt(_model, PROMPT)
@@ -219,6 +240,18 @@ SCENARIOS: dict[str, Callable[[str], list[Any]]] = {
 _folder = Path()
 
 
+@contextlib.contextmanager
+def fused_early() -> Iterator[None]:
+    """Inside, a graph is fused at its second replay."""
+    from gemma4_compat._decoding import fused_steps
+
+    usual, fused_steps.AFTER = fused_steps.AFTER, 2
+    try:
+        yield
+    finally:
+        fused_steps.AFTER = usual
+
+
 def bits(order: Order) -> Data:
     """One of :data:`SCENARIOS` in both ways: whether the tokens are the same, and how far apart the logits are."""
     global _folder
@@ -228,7 +261,8 @@ def bits(order: Order) -> Data:
     for way in ("replayed", "eager"):
         small_card_device.synchronize()
         started = time.perf_counter()
-        outputs[way] = SCENARIOS[order["scenario"]](way)
+        with fused_early():
+            outputs[way] = SCENARIOS[order["scenario"]](way)
         small_card_device.synchronize()
         seconds[way] = time.perf_counter() - started
         if way == "replayed":
@@ -337,6 +371,7 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {
     "adapt": adapt,
     "decode_fast": decode_fast,
     "turn": turn,
+    "fusing": fusing,
     "answer": answer,
     "bits": bits,
     "endure": endure,

@@ -36,12 +36,14 @@ SHAPES: dict[str, tuple[str, int | None, int]] = {
 WHERE = {
     "gpu": "everything on the GPU",
     "host": "table and towers on the host",
+    "half": "table, towers and every second layer streamed",
     "streamed": "table, towers and all layers streamed",
     "auto-2": 'device_map="auto", 2 GiB',
     "auto-4": 'device_map="auto", 4 GiB',
     "auto-6": 'device_map="auto", 6 GiB',
     "bf16": "bf16, everything on the GPU",
 }
+SPLIT = ("host", "half", "streamed")
 ADAPTED = "+lora"
 SECOND = "second"  # the name of the adapter that is switched to
 
@@ -114,8 +116,9 @@ def device_map(where: str, folder: Path) -> dict[str, Any]:
     placement = tiny.device_map(model, "none" if where == "gpu" else "towers", main=main_device(), offloaded=away)
     if where != "gpu" and PER_LAYER_EMBEDDINGS in placement:
         placement[PER_LAYER_EMBEDDINGS] = away
-    if where == "streamed":
-        placement |= {name: away for name in placement if ".layers." in name}
+    if where in ("half", "streamed"):
+        layers = [name for name in placement if ".layers." in name]
+        placement |= dict.fromkeys(layers[:: 2 if where == "half" else 1], away)
     return placement
 
 
@@ -135,7 +138,7 @@ def load(where: str, folder: Path) -> Any:
     options: dict[str, Any] = {"device_map": {"": main_device()}}
     if where.startswith("auto-"):
         options = {"device_map": "auto", "max_memory": {0: f"{where.removeprefix('auto-')}GiB", "cpu": "100GiB"}}
-    elif where in ("host", "streamed") and not on_cpu:
+    elif where in SPLIT and not on_cpu:
         options = {"device_map": device_map(where, folder)}
     if where != "bf16":
         options["quantization_config"] = BitsAndBytesConfig(
@@ -155,7 +158,7 @@ def load(where: str, folder: Path) -> Any:
             .from_pretrained(checkpoint, dtype=torch.bfloat16, **options)
             .eval()
         )
-    if where in ("host", "streamed") and on_cpu:  # a quantized model refuses disk entries at from_pretrained
+    if where in SPLIT and on_cpu:  # a quantized model refuses disk entries at from_pretrained
         on_disk = tempfile.mkdtemp(prefix="offload-", dir=folder)
         model = tiny.dispatch(model, device_map(where, folder), Path(on_disk))
     return model

@@ -30,7 +30,7 @@ def speed_summary(entry: Data, result: Data) -> Data:
     }
     if "replayed" in ways:
         turns = [found["replayed"]["steps"] for found in (speed["first"], *speed["rounds"])]
-        found["steps"] = {key: [one[key] for one in turns] for key in ("replayed", "captured", "eager")}
+        found["steps"] = {key: [one[key] for one in turns] for key in ("replayed", "captured", "fused", "eager")}
         found["capture_s"] = statistics.median([one["capture_seconds"] for one in turns])
         found["reasons"] = turns[-1]["reasons"]
     if len(ways) == 2:
@@ -41,6 +41,20 @@ def speed_summary(entry: Data, result: Data) -> Data:
         bound = bus["pinned"] * GIB / load["streamed_bytes"]
         found["bus"] = {"bound_tok_s": bound, "share": found["tok_s"]["replayed"]["median"] / bound}
     return found
+
+
+def fusing_summary(rounds: list[Data]) -> Data:
+    """Of the rounds so far."""
+    ratios = [turns["fused"]["tok_s"] / turns["plain"]["tok_s"] for turns in rounds]
+    return {
+        "tok_s": {way: common.spread([turns[way]["tok_s"] for turns in rounds]) for way in ("plain", "fused")},
+        "ratio": common.spread(ratios),
+        "capture_s": {
+            "first": rounds[0]["fused"]["capture_s"],
+            "later": statistics.median([turns["fused"]["capture_s"] for turns in rounds[1:] or rounds]),
+        },
+        "fused": [turns["fused"]["fused"] for turns in rounds],
+    }
 
 
 def endurance_summary(calls: list[Data]) -> Data:
@@ -67,6 +81,9 @@ def problems(result: Data) -> list[str]:
         summary = entry.get("speed", {}).get("summary")
         if on_gpu and summary and not all(summary["steps"]["replayed"]):
             found.append(f"{name}: nothing was replayed: {'; '.join(summary['reasons']) or 'no reason given'}")
+        fused = entry.get("fusing", {}).get("summary")
+        if on_gpu and fused and not all(fused["fused"]):
+            found.append(f"{name}: nothing was fused")
         found += [
             f"{name}, {scenario}: {_bits(data)}"
             for scenario, data in entry.get("bits", {}).items()
@@ -175,8 +192,30 @@ def _speed(run: Data) -> str:
     )
 
 
+def _fusing(run: Data) -> str:
+    rows = []
+    for entry in run["cases"].values():
+        summary = entry.get("fusing", {}).get("summary")
+        if summary:
+            low, high = summary["ratio"]["quartiles"]
+            rows.append(
+                [
+                    entry["what"],
+                    *(_rate(summary["tok_s"][way]) for way in ("plain", "fused")),
+                    f"**{summary['ratio']['median']:.2f}** ({low:.2f} to {high:.2f})",
+                    " / ".join(f"{summary['capture_s'][when]:.2f} s" for when in ("first", "later")),
+                ]
+            )
+    titles = ("replays, tok/s", "kernels as captured", "kernels fused", "ratio", "captures, first graph / later ones")
+    return _table(titles, rows)
+
+
 def _all_bits(run: Data) -> str:
-    entries = [entry for entry in run["cases"].values() if entry.get("bits")]
+    entries = [
+        entry
+        for entry in run["cases"].values()
+        if any(data.get("error") != "no time" for data in entry.get("bits", {}).values())
+    ]
     scenarios = list(dict.fromkeys(scenario for entry in entries for scenario in entry["bits"]))
     rows = [
         [entry["what"], *(_bits(entry["bits"][name]) if name in entry["bits"] else "-" for name in scenarios)]
@@ -227,7 +266,7 @@ def _from_to(pair: Any) -> str:
     return "-" if pair is None else f"{pair[0]:.3f} -> {pair[1]:.3f} GiB"
 
 
-TABLES: tuple[Callable[[Data], str], ...] = (_speed, _all_bits, _short, _compiled, _endurance)
+TABLES: tuple[Callable[[Data], str], ...] = (_speed, _fusing, _all_bits, _short, _compiled, _endurance)
 
 
 def table(run: Data) -> str:

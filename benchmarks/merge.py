@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[:0] = [str(folder) for folder in Path(__file__).resolve().parents[:2]]
+
+import common  # noqa: E402
 
 #: hidden, intermediate, layers, vocabulary, bytes of a shard
 SHAPES = {"mid": (2048, 8192, 8, 32768, "256MB"), "tiny": (64, 128, 3, 256, "100KB")}
@@ -54,9 +55,9 @@ def main() -> int:
 
 def run(shape: str, work: Path) -> dict[str, Any]:
     # Not here: a child's peak begins with what its parent holds.
-    built = child(shape, "build", work)
+    built = common.child(Path(__file__), shape, "build", work)
     unit = built["largest_shard"] + built["largest_layer"]
-    ways = {way: child(shape, way, work) for way in WAYS}
+    ways = {way: common.child(Path(__file__), shape, way, work) for way in WAYS}
     for way in ways.values():
         way["of_shard_and_layer"] = round(way["peak"] / unit, 3)
         way["of_checkpoint"] = round(way["peak"] / built["checkpoint"], 3)
@@ -74,15 +75,6 @@ def run(shape: str, work: Path) -> dict[str, Any]:
         "values_that_differ": differ,
         "largest_difference_in_bf16_units": apart,
     }
-
-
-def child(shape: str, what: str, work: Path) -> dict[str, Any]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--shape", shape, "--child", what, str(work)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{what} ended with {done.returncode}:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return found
 
 
 def build(shape: str, work: Path) -> dict[str, Any]:

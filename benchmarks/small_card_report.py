@@ -3,7 +3,7 @@
 python benchmarks/small_card_report.py            print the tables, draw docs/small_card-<shape>.svg
 python benchmarks/small_card_report.py FILE...    the same for these results, drawn beside them
 
-Drawing needs matplotlib (`pip install "gemma4-compat[bench]"`); the tables, which tools/docs.py puts into the README,
+Drawing needs matplotlib (`pip install "gemma4-compat[bench]"`); the tables, which tools/docs.py puts into docs/,
 need nothing.
 """
 
@@ -168,7 +168,7 @@ def heading(run: dict[str, Any], link: str) -> str:
 
 
 def section() -> str:
-    """What the README says of the committed runs."""
+    """What docs/SMALL_CARD.md says of the committed runs."""
     parts: list[str] = []
     for shape, file in committed().items():
         run = read(file)

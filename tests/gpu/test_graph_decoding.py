@@ -39,6 +39,14 @@ CELLS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def fused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a few tokens have fused kernels, too."""
+    from gemma4_compat._decoding import fused_steps
+
+    monkeypatch.setattr(fused_steps, "AFTER", 2)
+
+
 @pytest.fixture(scope="module")
 def models(workspace: Any) -> Models:
     return Models(workspace)
@@ -238,3 +246,16 @@ def test_memory_is_flat_over_changing_calls(models: Models, record: Callable[[st
     assert held[2] == held[3] <= held[1]
     assert steps(model).replayed > 0
     assert steps(model).reasons == ()
+
+
+@pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
+def test_kernels_are_fused(models: Models, quantization: str | None, adapter: str | None, where: str) -> None:
+    from gemma4_compat._decoding import fused_steps, kernels
+
+    model = models.fresh(quantization, adapter, where)
+    obstacle = fused_steps.obstacle(model.device)
+    if obstacle is not None:
+        pytest.skip(obstacle)
+    compared(model, ask(model, new=8))
+    assert (steps(model).fused, steps(model).not_fused) == (1, ())
+    assert kernels.of(model.device).inexact() == []

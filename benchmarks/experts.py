@@ -1,0 +1,373 @@
+"""What does a 26B-A4B cost whose experts stay in host memory, of which a token reads those that it hits: bits, VRAM,
+tokens a second, bytes a token, against experts on the card and against streaming whole layers?
+
+python benchmarks/experts.py --shape 26B-A4B --out FILE.json [--cases card,experts,...] [--parts bits,memory,...]
+
+All 30 layers in the real shape, 4-bit with double quantization, random weights, without the model in bf16. Cases:
+
+card          everything on the card: what the others are compared with, so it comes first
+experts       the experts of all layers in host memory
+layers        all layers in host memory; the experts of a layer stay there, the rest of it is streamed
+whole         the same, and all experts travel, as before there was a lookup
+budget:N      experts on the card as far as N GiB go (6, 8, 12, 16), the others in host memory
+
+Parts of each: "bits" (three forwards, an image prompt, a generate; against the card), "memory" (prefill of 2,048 and
+8,192 tokens: peak and seconds), "speed" (tokens a second, eager and replayed, and the share of the bus), "profile"
+(what the time of a step goes to). The file is written after each of them, and nothing is begun after --minutes.
+`--shape tiny` runs on a CPU, too. Exit code 1: something raised, or bits differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import common  # noqa: E402
+import experts_models as models  # noqa: E402  (imports gemma4_compat before the libraries)
+import small_card_device as device  # noqa: E402
+from common import Data  # noqa: E402
+from small_card_device import GIB  # noqa: E402
+from small_card_models import Clock, image_prompt  # noqa: E402
+
+CASES = ("card", "experts", "layers", "whole", "budget:8", "budget:6", "budget:12", "budget:16")
+PARTS = ("bits", "memory", "speed", "profile")
+PREFILLS = (2048, 8192)
+PROMPT, BITS_TOKENS = 64, 24
+#: Tokens of a turn, and after how many of them tokens are counted.
+TOKENS = {"eager": (16, 2), "replayed": (120, 10)}
+SLOW = {"eager": (6, 1), "replayed": (12, 4)}
+WAYS: dict[str, Data] = {"eager": {"disable_compile": True}, "replayed": {}}
+#: Tokens before the profile of a step begins.
+SKIPPED = 6
+#: What is kept free of a budget beside weights and the peak of a prefill that was measured.
+RESERVE_GIB = 0.3
+
+
+class Run:
+    """The result so far, the time that is left, and what the cases are compared with."""
+
+    def __init__(self, arguments: Any, options: list[str]) -> None:
+        self.shape, self.out = arguments.shape, arguments.out
+        self.deadline = time.monotonic() + 60 * arguments.minutes
+        self.result = common.header(Path(__file__), sys.modules[__name__], arguments.shape, options, arguments.note)
+        self.result |= {"machine": device.machine(), "host_to_device_gib_s": device.bandwidth(), "cases": {}}
+        self.hosted: models.Hosted = {}
+        self.expected: dict[str, Any] = {}
+        self.took: dict[str, float] = {}
+
+    def part(self, name: str, do: Callable[[], Data], entry: Data, key: str) -> None:
+        """Keep what ``do`` returns; an error is a problem, what there is no time for is not run."""
+        kind = key if key != "bits" else name
+        if self.deadline - time.monotonic() < self.took.get(kind, 5.0):
+            self.result["not_run"].append(f"{name} {key}")
+            return
+        started = time.monotonic()
+        try:
+            entry[key] = do()
+        except Exception as error:  # noqa: BLE001  # a problem of this part alone
+            self.result["problems"].append(
+                f"{name} {key}: {type(error).__name__}: {' '.join(str(error).split()):.300}"
+            )
+        self.took[kind] = time.monotonic() - started
+        entry.setdefault("seconds", {})[key] = self.took[kind]
+        common.write(self.result, self.out)
+        print(f"{name:10} {key:8} {self.took[kind]:6.1f} s  {common.rounded(entry.get(key))}", flush=True)
+
+
+# What is measured
+
+
+def ids(model: Any, length: int, seed: int = 7) -> Any:
+    import torch
+
+    vocabulary = min(250_000, model.config.get_text_config().vocab_size - 16)
+    found = torch.randint(3, vocabulary, (1, length), generator=torch.Generator().manual_seed(seed))
+    return found.to(device.main_device())
+
+
+def generate(model: Any, way: str, tokens: int, given: Any, **options: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            do_sample=False,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            cache_implementation="static",
+            **options,
+            **WAYS[way],
+        )
+
+
+def answers(model: Any) -> dict[str, list[Any]]:
+    """Logits, on the CPU."""
+    import torch
+
+    found: dict[str, list[Any]] = {}
+    with torch.no_grad():
+        found["prompt"] = [model(input_ids=ids(model, PROMPT)).logits.cpu()]
+        found["token"] = [model(input_ids=ids(model, 1, seed)).logits.cpu() for seed in (1, 2)]
+        found["5 tokens"] = [model(input_ids=ids(model, 5)).logits.cpu()]
+        found["image"] = [model(**image_prompt(model), logits_to_keep=8).logits.cpu()]
+    for way in WAYS:
+        kept = {"return_dict_in_generate": True, "output_logits": True}
+        found[f"generate {way}"] = [
+            one.cpu() for one in generate(model, way, BITS_TOKENS, ids(model, 24), **kept).logits
+        ]
+    return found
+
+
+def bits(run: Run, model: Any, name: str) -> Data:
+    import torch
+
+    said = answers(model)
+    if name == "card":
+        run.expected = said
+        return {"expected": {key: len(value) for key, value in said.items()}} | {"finite": _finite(said)}
+    found: Data = {"finite": _finite(said)}
+    for key, value in said.items():
+        pairs = list(zip(value, run.expected.get(key, ()), strict=True))
+        worst = max(float((one - other).abs().max()) for one, other in pairs)
+        found[key] = worst if worst or all(torch.equal(*pair) for pair in pairs) else float("inf")
+        if found[key] != 0.0:
+            run.result["problems"].append(f"{name}: {key} differs by {found[key]}")
+    return found
+
+
+def _finite(said: dict[str, list[Any]]) -> bool:
+    return all(bool(one.isfinite().all()) for values in said.values() for one in values)
+
+
+def memory(model: Any, lengths: tuple[int, ...]) -> Data:
+    """What is loaded, and the peak and the seconds of a prefill, the second one of its length."""
+    import torch
+
+    found: Data = {"loaded_gib": device.memory()["resident_gib"]}
+    for length in lengths:
+        device.forget_peak()
+        with torch.no_grad():
+            for _ in range(2):
+                device.synchronize()
+                started = time.perf_counter()
+                model(input_ids=ids(model, length), use_cache=True, logits_to_keep=1)
+                device.synchronize()
+        found[str(length)] = {"prefill_s": time.perf_counter() - started, **device.memory()}
+    return found
+
+
+def speed(run: Run, model: Any, *, slow: bool) -> Data:
+    from gemma4_compat import _decoding
+
+    found: Data = {}
+    bus = run.result["host_to_device_gib_s"]
+    for way, (tokens, settled) in (SLOW if slow else TOKENS).items():
+        device.forget_peak()
+        if way == "replayed":  # graphs are captured, and fused: the next call has them
+            generate(model, way, tokens, ids(model, PROMPT))
+        clock = Clock()
+        generate(model, way, tokens, ids(model, PROMPT), streamer=clock)
+        times = clock.times[1:]
+        rate = (len(times) - 1 - settled) / (times[-1] - times[settled])
+        found[way] = {"tok_s": rate, **device.memory()}
+        if "bytes_a_token" not in found:  # groups say how they came last: for a token, after an eager step
+            found["bytes_a_token"] = bytes_a_token(model)
+        if bus is not None and sum(found["bytes_a_token"].values()):
+            bound = bus["pinned"] * GIB / sum(found["bytes_a_token"].values())
+            found[way] |= {"bus_bound_tok_s": bound, "share_of_bound": rate / bound}
+    counted = _decoding.statistics(model)
+    if device.main_device() != "cpu" and not counted.replayed:
+        run.result["problems"].append(f"nothing was replayed: {', '.join(counted.reasons)}")
+    found["steps"] = {
+        key: getattr(counted, key) for key in ("replayed", "captured", "fused", "capture_seconds", "reasons")
+    }
+    return found
+
+
+def bytes_a_token(model: Any) -> dict[str, int]:
+    """What a step of one token brings over the bus: of streamed layers, and of experts."""
+    from gemma4_compat._offload import expert_lookup, streaming
+
+    text = model.config.get_text_config()
+    layers, hit = 0, 0
+    for streamer in streaming.streamers(model):
+        for group in streamer.groups():
+            if not group.in_part:
+                layers += group.size
+                continue
+            layers += group.size_without_experts
+            own = [one for weight in group._weights if weight.module is group.experts for one in weight.sources()]
+            nbytes = sum(one.size for one in own if expert_lookup.per_expert(one.tensor))
+            hit += nbytes * text.top_k_experts // text.num_experts
+    return {"layers": layers, "experts": hit}
+
+
+def gathered(run: Run) -> Data | None:
+    """GiB/s of a copy, and of the gather of 8 of 128 rows out of pinned host memory, by the width of what is read."""
+    import torch
+
+    from gemma4_compat._offload import host_memory
+    from gemma4_compat._quantization.expert_storage import rows_of
+
+    if not torch.cuda.is_available():
+        return None
+    text = models.config(run.shape).get_text_config()
+    found: Data = {}
+    for name, width in (
+        ("gate_up_proj", text.moe_intermediate_size * text.hidden_size),
+        ("down_proj", text.moe_intermediate_size * text.hidden_size // 2),
+        ("absmax", text.moe_intermediate_size * text.hidden_size // 32),
+    ):
+        rows = torch.randint(0, 255, (text.num_experts, width), dtype=torch.uint8)
+        pinned = host_memory.pin(rows, torch.device("cuda", 0))
+        view = None if pinned is None else pinned.view_on(torch.device("cuda", 0))
+        if view is None:
+            return {"not": "pinned"}
+        chosen = [torch.randperm(text.num_experts)[: text.top_k_experts].sort().values.cuda() for _ in range(20)]
+        takes = {"bytes": functools.partial(view.index_select, 0), "words": functools.partial(rows_of, view)}
+        for kind, take in takes.items():
+            seconds, _ = device.timed(lambda take=take, chosen=chosen: [take(one) for one in chosen], runs=3)
+            found[f"{name} {kind}"] = len(chosen) * text.top_k_experts * width / seconds / GIB
+    return found
+
+
+def profiled(model: Any) -> Data:
+    """Milliseconds a token of the kernels of replayed steps, those that take longest, and of all."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if not torch.cuda.is_available():
+        return {}
+    record = profile(activities=[ProfilerActivity.CUDA])
+
+    class Starts(Clock):
+        def put(self, value: Any) -> None:
+            """The prompt, an eager token and a captured one come first."""
+            super().put(value)
+            if len(self.times) == SKIPPED:
+                record.start()
+
+    tokens = 10
+    generate(model, "replayed", SKIPPED + tokens - 1, ids(model, PROMPT), streamer=Starts())
+    device.synchronize()
+    record.stop()
+    events = [one for one in record.key_averages() if one.self_device_time_total]
+    events.sort(key=lambda one: -one.self_device_time_total)
+    return {
+        "tokens": tokens,
+        "ms_a_token": sum(one.self_device_time_total for one in events) / 1000 / tokens,
+        "kernels_a_token": sum(one.count for one in events) / tokens,
+        "longest": [
+            {"name": one.key[:90], "ms": one.self_device_time_total / 1000 / tokens, "count": one.count / tokens}
+            for one in events[:14]
+        ],
+    }
+
+
+# The whole
+
+
+@contextlib.contextmanager
+def without_lookup() -> Iterator[None]:
+    """Inside, whole layers are streamed for every token."""
+    from gemma4_compat._offload.module_groups import ModuleGroup
+
+    decide = ModuleGroup.looks_experts_up
+    ModuleGroup.looks_experts_up = lambda _: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ModuleGroup.looks_experts_up = decide  # type: ignore[method-assign]
+
+
+def layers_that_fit(run: Run, budget: float) -> int:
+    """Of how many layers the experts fit on the card beside what the case "experts" needs at most."""
+    measured = run.result["cases"]["experts"]["memory"]
+    needed = max(value["peak_reserved_gib"] for value in measured.values() if isinstance(value, dict))
+    one = next(iter(run.hosted.values()))
+    nbytes = sum(_stored(parameter) for parameter in one.values()) / GIB
+    return max(0, min(len(run.hosted), int((budget - needed - RESERVE_GIB) / nbytes)))
+
+
+def _stored(parameter: Any) -> int:
+    from gemma4_compat._quantization.bytes import stored_bytes
+
+    return int(stored_bytes(parameter))
+
+
+def case(run: Run, name: str, parts: list[str]) -> None:
+    import gemma4_compat
+
+    entry: Data = {}
+    run.result["cases"][name] = entry
+    where = {"whole": "layers"}.get(name, name)
+    if name.startswith("budget:"):
+        if "memory" not in run.result["cases"].get("experts", {}) or device.main_device() == "cpu":
+            run.result["not_run"].append(name)
+            return
+        entry["layers_with_experts_on_card"] = layers_that_fit(run, float(name.partition(":")[2]))
+        where = f"experts:{entry['layers_with_experts_on_card']}"
+    made: list[Any] = []
+
+    def build() -> Data:
+        made.append(models.placed(run.shape, run.hosted, where))
+        if device.main_device() != "cpu":
+            gemma4_compat.decode_fast(made[0])
+        return device.memory()
+
+    with without_lookup() if name == "whole" else contextlib.nullcontext():
+        run.part(name, build, entry, "build")
+        if made:
+            small = device.main_device() == "cpu"
+            lengths = (64,) if small else PREFILLS
+            steps: dict[str, Callable[[], Data]] = {
+                "bits": lambda: bits(run, made[0], name),
+                "memory": lambda: memory(made[0], lengths),
+                "speed": lambda: speed(run, made[0], slow=small or name == "whole"),
+                "profile": lambda: profiled(made[0]),
+            }
+            for part in PARTS if name != "whole" else ("speed",):
+                if part in parts and (part != "profile" or name in ("card", "experts", "layers")):
+                    run.part(name, steps[part], entry, part)
+    made.clear()
+    gc.collect()
+    device.forget_peak()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.parser(__doc__, sorted(models.SHAPES), minutes=5.0)
+    parser.add_argument("--cases", default="card,experts,layers,whole,budget:8", help=", ".join(CASES))
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    arguments = parser.parse_args(argv)
+    if arguments.shape is None:
+        parser.error("--shape is required")
+    cases, parts = arguments.cases.split(","), arguments.parts.split(",")
+    for wanted, known in ((cases, CASES), (parts, PARTS)):
+        if unknown := [name for name in wanted if name not in known]:
+            parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+    run = Run(arguments, common.shown(arguments))
+    started = time.monotonic()
+    run.hosted = models.hosted_experts(run.shape)
+    nbytes = sum(_stored(parameter) for one in run.hosted.values() for parameter in one.values())
+    run.result["experts"] = {"gib": nbytes / GIB, "build_s": time.monotonic() - started, "layers": len(run.hosted)}
+    print(common.rounded(run.result["experts"]), flush=True)
+    run.part("machine", lambda: gathered(run) or {}, run.result, "gathered_gib_s")
+    for name in cases:
+        case(run, name, parts)
+    common.write(run.result, run.out)
+    for problem in run.result["problems"]:
+        print(f"PROBLEM {problem}", file=sys.stderr)
+    return 1 if run.result["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
