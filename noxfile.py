@@ -32,6 +32,16 @@ UPSTREAM = ("attrs", "datasets", "diffusers", "parameterized", "scikit-learn", "
 #: Software on top of the libraries that tests/clients runs.
 CLIENTS = ("datasets", "lm-eval", "trl", "torchvision")
 
+#: Readers of exported adapters (tests/readers); llama-cpp-python compiles llama.cpp. What follows them, they import.
+READERS = ("mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2", "mlx-vlm==0.7.10", "gguf==0.19.0",
+           "llama-cpp-python==0.3.36", "diskcache")  # fmt: skip
+
+#: Other quantization libraries (docs/QUANTIZATION.md) and what they import; gptqmodel builds from source.
+QUANTIZERS = ("torchao==0.18.0", "optimum-quanto==0.2.7", "optimum==2.3.0", "compressed-tensors==0.20.0",
+              "llmcompressor==0.14.0.1", "loguru", "datasets", "pyarrow", "pandas", "dill", "multiprocess", "xxhash",
+              "gptqmodel==7.6.0", "pypcre", "tokenicer", "logbar", "device-smi", "defuser", "threadpoolctl", "ninja",
+              "protobuf", "aiohttp", "nvidia-ml-py", "pytz")  # fmt: skip
+
 
 @nox.session
 def lint(session: nox.Session) -> None:
@@ -42,6 +52,13 @@ def lint(session: nox.Session) -> None:
     session.run("mypy")
     session.run("pyright", env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})  # no look-up of a newer release
     session.run("lint-imports")
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """The wheel and the sdist: the same bytes twice, complete, accepted by an index."""
+    session.install(*NEWEST, ".[dev]")
+    session.run("python", "-m", "pytest", "tests/tools/test_package.py")
 
 
 @nox.session
@@ -117,6 +134,24 @@ def clients(session: nox.Session, stack: str) -> None:
 
 
 @nox.session
+def readers(session: nox.Session) -> None:
+    """mlx-lm, mlx-vlm and llama.cpp read what `export` writes, and compute what PEFT does (Linux, CPU)."""
+    session.install(*NEWEST, ".[test]", "requests")
+    session.install("--no-deps", *READERS)  # they want other releases of what is under test
+    session.run("python", "-m", "pytest", "tests/readers", *session.posargs)
+
+
+@nox.session
+def quantizers(session: nox.Session) -> None:
+    """Weights of torchao, quanto, GPTQ, AWQ and compressed-tensors, offloaded and with adapters."""
+    session.install(*NEWEST, ".[test]", "requests", "setuptools>=84.2.1,<85")
+    # They want other releases of what is under test; gptqmodel's setup reads the installed torch.
+    session.install("--no-deps", "--no-build-isolation", *QUANTIZERS)
+    folder, names = "tests/patches/quantization", ("test_other_libraries.py", "test_accelerate_subclass_offload.py")
+    session.run("python", "-m", "pytest", "--full", *(f"{folder}/{name}" for name in names), *session.posargs)
+
+
+@nox.session
 def interpreters(session: nox.Session) -> None:
     """The same small case in every interpreter mode and packaging; `-- --python PATH` adds interpreters."""
     session.install(*NEWEST, ".[test]", "pyinstaller>=6.10")
@@ -125,6 +160,7 @@ def interpreters(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Generate docs/PATCHES.md and the marked parts of README.md."""
-    session.install(".")
+    """Write the generated pages and parts of pages, then build the site in site/, with warnings as errors."""
+    session.install(".[docs]")
     session.run("python", "tools/docs.py", *session.posargs)
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})

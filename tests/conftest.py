@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,17 +32,44 @@ notice.show = lambda warning, file, line: _shown.append(f"{file}:{line}: {warnin
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every test, not only those of the fast suite")
+    parser.addoption("--sample", metavar="COUNT:SEED", help="of COUNT parts of the tests, the one that SEED chooses")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked ``full``, unless it was asked for: with ``--full``, or by naming files or folders."""
+    """Leave out what is marked ``full``, unless it was asked for: with ``--full``, or by naming files or folders; and
+    what is in no ``--sample``.
+    """
+    if config.getoption("--sample"):
+        count, _, seed = config.getoption("--sample").partition(":")
+        if not count.isdecimal() or int(count) == 0:
+            raise pytest.UsageError(f"--sample is COUNT:SEED, such as 3:today, not {count!r}")
+        _keep(config, items, lambda item: in_sample(item.nodeid, int(count), seed))
     everything = {str(config.rootpath / path) for path in config.getini("testpaths")}
     named = {str((config.invocation_params.dir / argument).resolve()) for argument in config.args}
     if config.getoption("--full") or named != everything:
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=left_out)
+    _keep(config, items, lambda item: not item.get_closest_marker("full"))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
+    kept = [(item, wanted(item)) for item in items]
+    items[:] = [item for item, is_kept in kept if is_kept]
+    config.hook.pytest_deselected(items=[item for item, is_kept in kept if not is_kept])
+
+
+def in_sample(test: str, count: int, seed: str) -> bool:
+    """Whether a test is in the part that ``seed`` chooses of ``count``; all cases of a function are in one part."""
+    return zlib.crc32(test.partition("[")[0].encode()) % count == zlib.crc32(seed.encode()) % count
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each worker gets a run of neighbours, which share what their module builds, and idle ones take from the others:
+    `-n 2` means that unless another ``--dist`` is named.
+    """
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:
@@ -58,12 +87,21 @@ def _a_patch_that_could_not_apply_is_a_failure() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def folder_of_workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tiny checkpoint is, once :func:`workspace` or :func:`reproduce` has built it."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    return tmp_path_factory.mktemp("gemma4")
+
+
+@pytest.fixture(scope="session")
+def workspace(folder_of_workspace: Path) -> Any:
     """The tiny Gemma 4 checkpoint and its adapters, built once a run with the shim on."""
-    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     from gemma4_compat._reproduction.workspace import Workspace
 
-    return Workspace.build(tmp_path_factory.mktemp("gemma4"))
+    if any(folder_of_workspace.iterdir()):
+        return Workspace(folder_of_workspace)
+    return Workspace.build(folder_of_workspace)
 
 
 @pytest.fixture
@@ -98,30 +136,32 @@ def one_device(workspace: Any) -> Callable[[str | None, str | None], Any]:
 
 
 @pytest.fixture(scope="session")
-def reproduce(workspace: Any) -> Iterator[Callable[..., dict[str, Any]]]:
+def reproduce(folder_of_workspace: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """``reproduce(patch_id, shim=...)``: the reproduction's result in a process of its own, each run once.
 
     ``shim`` is "off", "on", or armed, libraries imported, and undone: "reverted" (every patch), "others" (this one,
-    the others are on).
+    the others are on). This process need not import the libraries.
     """
-    import torch
-
+    folder = folder_of_workspace
     known: dict[tuple[str, str], dict[str, Any]] = {}
     servers: dict[str, children.Forks] = {}
-    can_fork = sys.platform == "linux" and not torch.cuda.is_available()
+
+    def answer(command: str, disabled: str) -> dict[str, Any]:
+        if children.can_fork():
+            server = servers.get(disabled) or servers.setdefault(
+                disabled, stack.enter_context(children.Forks(folder, disabled))
+            )
+            return server(command)
+        return children.alone(command, folder, disabled=disabled)
 
     def run(patch_id: str, *, shim: str) -> dict[str, Any]:
+        if not any(folder.iterdir()):
+            built = answer("build", "")
+            assert "built" in built, built
         key = (patch_id, shim)
         if key not in known:
             command = {"reverted": f"{patch_id}:reverted", "others": f"{patch_id}:alone"}.get(shim, patch_id)
-            disabled = "all" if shim == "off" else ""
-            if can_fork:
-                server = servers.get(disabled) or servers.setdefault(
-                    disabled, stack.enter_context(children.Forks(workspace.folder, disabled))
-                )
-                known[key] = server(command)
-            else:
-                known[key] = children.alone(command, workspace.folder, disabled=disabled)
+            known[key] = answer(command, "all" if shim == "off" else "")
         return known[key]
 
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""Generate docs/PATCHES.md, docs/VARIANTS.md and the marked parts of README.md and other pages from registry and
-measurements.
+"""Generate docs/PATCHES.md, docs/ERRORS.md, docs/VARIANTS.md, gemma4_compat/patches/raised.py and the marked parts of
+README.md and other pages from registry and measurements.
 
 python tools/docs.py            write them
 python tools/docs.py --check    exit 1 when they are stale (a test does this)
@@ -7,8 +7,10 @@ python tools/docs.py --check    exit 1 when they are stale (a test does this)
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,42 +23,55 @@ import small_card_report  # noqa: E402
 from tools import variants  # noqa: E402
 from tools.pages import (  # noqa: E402
     clients,
+    errors,
     fuzzing,
+    gives,
     gpu,
     interpreters,
     matrix,
     measurements,
     patches,
     quantization,
+    raised,
     threads,
 )
-from tools.pages.markers import filled  # noqa: E402
+from tools.pages.markers import filled, from_docs  # noqa: E402
+
+#: Page -> its generated parts. What is written for the README names files from the root of the repository.
+PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
+    "README.md": [("common errors", errors.common), ("what it gives", gives.section)],
+    "docs/SMALL_CARD.md": [("small card", small_card_report.section)],
+    "docs/MERGING.md": [("merge", measurements.merge_section)],
+    "docs/RELEASES.md": [("matrix", matrix.summary), ("upstream", measurements.upstream_section)],
+    "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
+    "docs/PLACEMENT.md": [("search", measurements.search_section)],
+    "docs/EVIDENCE.md": [("gpu", gpu.summary), ("what it costs", compare_report.summary)],
+    "docs/BENCHMARKS.md": [
+        (benchmark.replace("_", " "), functools.partial(compare_report.section, benchmark))
+        for benchmark in compare_report.TABLES
+    ],
+}
+
+#: Pages whose parts have links that are right where they stand.
+AS_WRITTEN = ("README.md", "docs/BENCHMARKS.md")
 
 
-def benchmarks_page() -> str:
-    """docs/BENCHMARKS.md with its tables."""
-    page = (ROOT / "docs" / "BENCHMARKS.md").read_text(encoding="utf-8")
-    for benchmark in compare_report.TABLES:
-        page = filled(page, benchmark.replace("_", " "), compare_report.section(benchmark))
-    return page
+def with_parts(page: str) -> str:
+    """The page with its generated parts as they should be."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, content in PARTS[page]:
+        text = filled(text, name, content() if page in AS_WRITTEN else from_docs(content()))
+    return text
 
 
 def main() -> int:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, content in (
-        ("patches", patches.table()),
-        ("gpu", gpu.readme_section()),
-        ("search", measurements.search_section()),
-        ("matrix", matrix.readme_section()),
-        ("upstream", measurements.upstream_section()),
-        ("import time", measurements.import_section()),
-        ("merge", measurements.merge_section()),
-        ("what it costs", compare_report.summary()),
-        *([("small card", small_card_report.section())] if small_card_report.committed() else []),
-    ):
-        readme = filled(readme, name, content)
-    wanted = {ROOT / "README.md": readme, ROOT / "docs" / "PATCHES.md": patches.patches_page()}
+    wanted = {ROOT / page: with_parts(page) for page in PARTS}
+    wanted[ROOT / "docs" / "ERRORS.md"] = errors.page()
+    wanted[ROOT / "docs" / "PATCHES.md"] = patches.patches_page()
+    wanted[ROOT / "gemma4_compat" / "patches" / "raised.py"] = raised.module()
     wanted[ROOT / "docs" / "QUANTIZATION.md"] = quantization.page()
+    training = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
+    wanted[ROOT / "docs" / "TRAINING.md"] = filled(training, "chunked loss", measurements.chunked_loss_section())
     wanted[ROOT / "docs" / "GPU.md"] = gpu.page()
     wanted[ROOT / "docs" / "VARIANTS.md"] = variants.page()
     wanted[ROOT / "docs" / "CLIENTS.md"] = clients.page()
@@ -64,7 +79,6 @@ def main() -> int:
     wanted[ROOT / "docs" / "THREADS.md"] = threads.page()
     if interpreters.FILE.exists():
         wanted[ROOT / "docs" / "INTERPRETERS.md"] = interpreters.page()
-    wanted[ROOT / "docs" / "BENCHMARKS.md"] = benchmarks_page()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     pictures = {path: "small_card_report" for path in small_card_report.stale()}
     pictures |= {path: "compare_report" for path in compare_report.stale()}

@@ -246,3 +246,19 @@ def test_spreads_are_medians_with_an_interval_that_repeats() -> None:
     assert spread == common.spread([1.0, 1.1, 0.9, 1.0, 1.05])
     low, high = spread["interval_95"]
     assert 0.9 <= low <= spread["median"] == 1.0 <= high <= 1.1
+
+
+def test_an_older_run_shows_what_no_newer_one_has(results: Path) -> None:
+    newer = report.read(results / "graph_decoding-tiny.json")
+    finished = {name: case for name, case in newer["cases"].items() if report.shown(case, "speed")}
+    name, case = next(iter(finished.items()))
+    older = newer | {"cases": {name: case, "streamed": case | {"what": "only here"}}}
+    folder = results.parent / "2026-11-20-cpu"
+    folder.mkdir()
+    (folder / "graph_decoding-tiny.json").write_text(json.dumps(older), encoding="utf-8")
+    ((file, kept),) = report.earlier("graph_decoding").items()
+    assert file.parent == folder
+    assert set(kept["cases"]) == {"streamed"}
+    assert report.section("graph_decoding").count("only here") >= 1
+    (folder / "graph_decoding-tiny.json").write_text(json.dumps(newer), encoding="utf-8")
+    assert report.earlier("graph_decoding") == {}

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, child
+from tests.helpers import ROOT, Finished, child
 
 pytestmark = pytest.mark.full
 
 
-def run(name: str, folder: Path, *options: str, left_out: list[str] | None = None) -> dict[str, Any]:
+@pytest.fixture
+def run(tmp_path: Path, warm_child: Callable[..., Finished]) -> Callable[..., dict[str, Any]]:
+    """``run(name, *options)``: what that benchmark wrote."""
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
-    out = folder / "results" / f"{name}-tiny.json"
-    fixed = ["--shape", "tiny", "--minutes", "8", "--out", str(out), "--work", str(folder)]
-    done = child(str(ROOT / "benchmarks" / f"{name}.py"), *fixed, *options, timeout=500)
-    assert done.code == 0, done.stdout + done.stderr
-    text = out.read_text(encoding="utf-8")
-    assert str(folder) not in text
-    assert [path.name for path in folder.iterdir()] == ["results"], "the checkpoint is removed"
-    found: dict[str, Any] = json.loads(text)
-    assert set(found["machine"]["versions"]) >= {"transformers", "accelerate", "peft", "bitsandbytes", "torch"}
-    assert found["not_run"] == (left_out or [])
-    return found
+
+    def result(name: str, *options: str, left_out: list[str] | None = None) -> dict[str, Any]:
+        out = tmp_path / "results" / f"{name}-tiny.json"
+        fixed = ["--shape", "tiny", "--minutes", "8", "--out", str(out), "--work", str(tmp_path)]
+        done = warm_child(str(ROOT / "benchmarks" / f"{name}.py"), *fixed, *options, timeout=500)
+        assert done.code == 0, done.stdout + done.stderr
+        text = out.read_text(encoding="utf-8")
+        assert str(tmp_path) not in text
+        assert [path.name for path in tmp_path.iterdir()] == ["results"], "the checkpoint is removed"
+        found: dict[str, Any] = json.loads(text)
+        assert set(found["machine"]["versions"]) >= {"transformers", "accelerate", "peft", "bitsandbytes", "torch"}
+        assert found["not_run"] == (left_out or [])
+        return found
+
+    return result
 
 
-def test_loading_an_adapter_is_measured_in_turns_with_upstream(tmp_path: Path) -> None:
-    found = run("adapter_load", tmp_path, "--rounds", "1")
+def test_loading_an_adapter_is_measured_in_turns_with_upstream(run: Callable[..., dict[str, Any]]) -> None:
+    found = run("adapter_load", "--rounds", "1")
     assert [entry["placement"] for entry in found["rounds"]] == ["towers", "table-towers", "all-gpu"]
     assert [entry["order"][0] for entry in found["rounds"]] == ["ours", "upstream", "ours"]
     for entry in found["rounds"]:
@@ -41,8 +48,8 @@ def test_loading_an_adapter_is_measured_in_turns_with_upstream(tmp_path: Path) -
     assert any("from_pretrained" in row["function"] for row in found["profile"]["ours"]["cumulative"])
 
 
-def test_the_idle_shim_is_counted_and_timed(tmp_path: Path) -> None:
-    found = run("idle_shim", tmp_path, "--blocks", "1")
+def test_the_idle_shim_is_counted_and_timed(run: Callable[..., dict[str, Any]]) -> None:
+    found = run("idle_shim", "--blocks", "1")
     assert list(found["models"]) == ["base", "adapter"]
     for model in found["models"].values():
         assert set(model["costs"]) == {"token", "prefill"}
@@ -52,8 +59,8 @@ def test_the_idle_shim_is_counted_and_timed(tmp_path: Path) -> None:
             assert len(set(counts)) == 1, "the same each time"
 
 
-def test_the_lock_is_counted_and_timed_in_turns(tmp_path: Path) -> None:
-    found = run("model_lock", tmp_path, "--rounds", "2")
+def test_the_lock_is_counted_and_timed_in_turns(run: Callable[..., dict[str, Any]]) -> None:
+    found = run("model_lock", "--rounds", "2")
     assert list(found["models"]) == ["4-bit", "bf16"]
     for model in found["models"].values():
         assert model["hooks"] > 2
@@ -67,8 +74,8 @@ def test_the_lock_is_counted_and_timed_in_turns(tmp_path: Path) -> None:
         assert calls["differing"]["gemma4_compat/_offload/model_lock.py _call"] == [2, 0]
 
 
-def test_the_alternatives_are_compared_with_the_same_weights_on_one_device(tmp_path: Path) -> None:
-    found = run("alternatives", tmp_path, "--only", "upstream-split,ours-split")
+def test_the_alternatives_are_compared_with_the_same_weights_on_one_device(run: Callable[..., dict[str, Any]]) -> None:
+    found = run("alternatives", "--only", "upstream-split,ours-split")
     assert list(found["choices"]) == ["gpu", "gpu-linear", "upstream-split", "ours-split"]
     assert "Gemma4ClippableLinear" in found["choices"]["upstream-split"]["error"]
     ours = found["choices"]["ours-split"]
@@ -77,12 +84,10 @@ def test_the_alternatives_are_compared_with_the_same_weights_on_one_device(tmp_p
     assert 0 < ours["share"] < 10
 
 
-def test_both_ways_to_decode_are_timed_and_compared(tmp_path: Path) -> None:
+def test_both_ways_to_decode_are_timed_and_compared(run: Callable[..., dict[str, Any]]) -> None:
     cases, parts = "gpu,gpu+lora,auto-2", "speed,bits,short,endurance"
     fixed = ["--rounds", "1", "--answers", "4", "--endurance-tokens", "300"]
-    found = run(
-        "graph_decoding", tmp_path, "--cases", cases, "--parts", parts, *fixed, left_out=["auto-2 (needs a GPU)"]
-    )
+    found = run("graph_decoding", "--cases", cases, "--parts", parts, *fixed, left_out=["auto-2 (needs a GPU)"])
     assert list(found["cases"]) == ["gpu", "gpu+lora"]
     for entry in found["cases"].values():
         assert entry["speed"]["summary"]["ratio"]["of"] == 1
@@ -96,8 +101,8 @@ def test_both_ways_to_decode_are_timed_and_compared(tmp_path: Path) -> None:
     assert with_adapter["endurance"]["summary"]["wrong"] == 0 < with_adapter["endurance"]["summary"]["compared"]
 
 
-def test_upstream_compiles_in_a_process_of_its_own(tmp_path: Path) -> None:
-    found = run("graph_decoding", tmp_path, "--cases", "gpu", "--parts", "compiled", "--rounds", "1")
+def test_upstream_compiles_in_a_process_of_its_own(run: Callable[..., dict[str, Any]]) -> None:
+    found = run("graph_decoding", "--cases", "gpu", "--parts", "compiled", "--rounds", "1")
     assert list(found["compiled"]["upstream"]["speed"]["first"]) == ["compiled"]
     assert set(found["compiled"]["replayed"]["speed"]["first"]) == {"eager", "replayed"}
 

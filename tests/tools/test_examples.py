@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, Finished, child
+from tests.helpers import ROOT, Finished
 
 pytestmark = pytest.mark.full
 
+QLORA = str(ROOT / "examples" / "qlora_small_card.py")
 CHAT = str(ROOT / "examples" / "small_card_chat.py")
 
 
@@ -18,11 +21,12 @@ def _needs_the_libraries() -> None:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 
 
-def chat(*options: str) -> Finished:
-    return child(CHAT, *options, timeout=200)
+@pytest.fixture
+def chat(warm_child: Callable[..., Finished]) -> Callable[..., Finished]:
+    return functools.partial(warm_child, CHAT, timeout=200)
 
 
-def test_the_chat_says_what_goes_where_and_answers() -> None:
+def test_the_chat_says_what_goes_where_and_answers(chat: Callable[..., Finished]) -> None:
     done = chat("--prompt", "Hello", "--max-new-tokens", "5")
     assert done.code == 0, done.stderr
     lines = done.stdout.strip().splitlines()
@@ -33,7 +37,9 @@ def test_the_chat_says_what_goes_where_and_answers() -> None:
     assert "Loading weights" in done.stderr, "a progress bar"
 
 
-def test_the_chat_looks_at_an_image_and_offloads_to_stay_inside_the_budget(tmp_path: Path) -> None:
+def test_the_chat_looks_at_an_image_and_offloads_to_stay_inside_the_budget(
+    tmp_path: Path, chat: Callable[..., Finished]
+) -> None:
     image = pytest.importorskip("PIL.Image", reason="needs pillow: pip install 'gemma4-compat[images]'")
     image.new("RGB", (40, 30), (200, 30, 30)).save(tmp_path / "red.png")
     image.new("RGB", (40, 30), (20, 230, 90)).save(tmp_path / "green.png")
@@ -60,7 +66,7 @@ def test_the_chat_looks_at_an_image_and_offloads_to_stay_inside_the_budget(tmp_p
         (["--prompt", " "], "--prompt is empty"),
     ],
 )
-def test_bad_input_is_one_clear_error(options: list[str], message: str) -> None:
+def test_bad_input_is_one_clear_error(chat: Callable[..., Finished], options: list[str], message: str) -> None:
     done = chat("--prompt", "Hi", *options)
     assert done.code == 2
     errors = [line for line in done.stderr.splitlines() if "error: " in line]
@@ -69,10 +75,24 @@ def test_bad_input_is_one_clear_error(options: list[str], message: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_an_image_that_is_none_is_one_clear_error(tmp_path: Path) -> None:
+def test_an_image_that_is_none_is_one_clear_error(tmp_path: Path, chat: Callable[..., Finished]) -> None:
     pytest.importorskip("PIL", reason="needs pillow: pip install 'gemma4-compat[images]'")
     (tmp_path / "x.png").write_text("no image", encoding="utf-8")
     done = chat("--prompt", "Hi", "--image", str(tmp_path / "x.png"))
     assert done.code == 2
     assert "cannot be read as an image" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_qlora_trains_resumes_and_merges(tmp_path: Path, warm_child: Callable[..., Finished]) -> None:
+    pytest.importorskip("peft", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    out = tmp_path / "run"
+    common = ["--out", str(out), "--accumulation", "1", "--rank", "4"]
+    first = warm_child(QLORA, *common, "--steps", "2", timeout=300)
+    assert first.code == 0, first.stderr
+    assert (out / "checkpoint-2").is_dir()
+    done = warm_child(QLORA, *common, "--steps", "3", "--resume", "--merge", timeout=300)
+    assert done.code == 0, done.stderr
+    assert (out / "adapter" / "adapter_model.safetensors").is_file()
+    assert (out / "merged" / "config.json").is_file()
+    assert "parity ok" in done.stdout

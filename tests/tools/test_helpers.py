@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from typing import Any
 
 import pytest
 
+from tests import conftest, helpers
 from tests.helpers import pairwise
 
 
@@ -20,3 +23,38 @@ def test_pairwise_has_every_two_values_of_different_factors_and_is_the_same_each
     assert set(cells) <= set(everything)
     assert len(cells) < len(everything) or len(factors) == 2
     assert cells == pairwise(*factors)
+
+
+class Node:
+    other: Any = None
+
+
+def test_what_a_finalizer_lets_go_is_not_held() -> None:
+    """Found by the second turn of the collector: in the first one the finalizer had it."""
+    kept: dict[str, Any] = {}
+    inner, outer = Node(), Node()
+    inner.other, outer.other = inner, outer
+    kept["inner"] = inner
+    weakref.finalize(outer, kept.clear)
+    references = [weakref.ref(inner), weakref.ref(outer)]
+    del inner, outer
+    assert helpers.holders(references) == []
+
+
+def test_who_holds_what_is_alive_is_said() -> None:
+    node, holder = Node(), Node()
+    holder.other = node
+    reference = weakref.ref(node)
+    del node
+    (found,) = helpers.holders([reference])
+    assert found.startswith("Node is held by [")
+    assert "other" in found or "Node" in found
+
+
+def test_samples_are_parts_of_the_whole() -> None:
+    tests = [f"tests/test_{name}.py::test_{number}[{case}]" for name in "abc" for number in range(20) for case in "xy"]
+    parts = {tuple(test for test in tests if conftest.in_sample(test, 3, str(seed))) for seed in range(30)}
+    assert len(parts) == 3
+    assert sorted(test for part in parts for test in part) == sorted(tests)
+    assert all(len(part) > len(tests) / 6 for part in parts)
+    assert all(test.replace("x]", "y]") in part for part in parts for test in part)

@@ -14,7 +14,7 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
-from tests.helpers import ON_A_GPU, ROOT
+from tests.helpers import ON_A_GPU, ROOT, WITH_OTHER_LIBRARIES
 from tools.matrix import __main__ as command
 from tools.matrix import bisection, environments, index, measure, run, stacks
 
@@ -27,6 +27,12 @@ IN_CI = [stack for stack in STACKS.values() if stack.ci]
 def result(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((stacks.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
+
+
+def verdict(stack: str, patch_id: str) -> str | None:
+    """What was measured of a patch in a stack; None where it was not."""
+    entry = result(stack)["patches"].get(patch_id)
+    return None if entry is None else str(entry["verdict"])
 
 
 # ---------------------------------------------------------------------------------------------------------- the stacks
@@ -90,15 +96,19 @@ def test_every_stack_has_a_result_and_every_result_a_stack() -> None:
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_a_result_is_of_the_pins_and_of_every_patch_and_as_claimed(name: str) -> None:
+def test_a_result_is_of_the_pins_and_as_claimed(name: str) -> None:
+    """A new patch may lack results, but not where the tests below look: the ends of its range."""
     found = result(name)
     assert found["ok"] is True
     assert found["pins"] == STACKS[name].pins
     assert {library: found["versions"][library] for library in stacks.LIBRARIES} == STACKS[name].pins
-    known = [patch.id for patch in gemma4_compat.patches()]
+    known = [patch.id for patch in gemma4_compat.patches() if patch.id in found["patches"]]
     assert [patch_id for patch_id in found["patches"] if patch_id in known] == known  # of retired ones results stay
+    if name in ("newest", "thread"):
+        assert known == [patch.id for patch in gemma4_compat.patches()]
     for patch in gemma4_compat.patches():
-        entry = found["patches"][patch.id]
+        if (entry := found["patches"].get(patch.id)) is None:
+            continue
         inside = stacks.claimed(patch, STACKS[name].pins)
         assert entry["claimed"] == inside, f"{patch.id} claims something else since; run nox -s matrix"
         assert entry["verdict"] in ({measure.REPAIRED, measure.NOT_APPLICABLE} if inside else OUTSIDE), patch.id
@@ -106,7 +116,7 @@ def test_a_result_is_of_the_pins_and_of_every_patch_and_as_claimed(name: str) ->
         assert not entry["tests"]["failed"] + entry["tests"]["error"]
 
 
-ON_ANY = [patch for patch in gemma4_compat.patches() if patch.id not in ON_A_GPU]
+ON_ANY = [patch for patch in gemma4_compat.patches() if patch.id not in (*ON_A_GPU, *WITH_OTHER_LIBRARIES)]
 OUTSIDE = {measure.NOT_AFFECTED, measure.NOT_APPLICABLE}
 
 
@@ -122,16 +132,14 @@ def test_a_patch_for_gpus_was_seen_to_repair_on_one(patch_id: str) -> None:
     assert any(affected for _, affected in seen)
     for found, affected in seen:
         assert (found["without"]["defect"], found["with"]["defect"]) == (affected, False)
-    assert {result(name)["patches"][patch_id]["verdict"] for name in STACKS} == {measure.NOT_APPLICABLE}
+    assert {verdict(name, patch_id) for name in STACKS} - {None} == {measure.NOT_APPLICABLE}
 
 
 @pytest.mark.parametrize("patch", ON_ANY, ids=lambda patch: patch.id)
 def test_every_patch_was_seen_to_repair_its_oldest_and_its_newest_release(patch: Patch) -> None:
     inside = [stack for stack in STACKS.values() if stacks.claimed(patch, stack.pins)]
     repaired = {
-        stack.pins[patch.distribution]
-        for stack in inside
-        if result(stack.name)["patches"][patch.id]["verdict"] == measure.REPAIRED
+        stack.pins[patch.distribution] for stack in inside if verdict(stack.name, patch.id) == measure.REPAIRED
     }
     listed = [name for name in RELEASES[patch.distribution] if _versions.admits(patch.affected, name)]
     assert {listed[0], patch.measured} <= repaired
@@ -140,7 +148,7 @@ def test_every_patch_was_seen_to_repair_its_oldest_and_its_newest_release(patch:
 @pytest.mark.parametrize("gate", [gate for gate in GATES if gate.patch in ON_ANY], ids=str)
 def test_both_sides_of_every_gate_were_measured(gate: Any) -> None:
     verdicts = [
-        {result(stack.name)["patches"][gate.patch.id]["verdict"] for stack in group}
+        {verdict(stack.name, gate.patch.id) for stack in group} - {None}
         for group in stacks.sides(gate, STACKS.values())
     ]
     assert measure.REPAIRED in verdicts[0] ^ verdicts[1], verdicts
@@ -250,7 +258,7 @@ def test_a_new_measurement_of_some_patches_leaves_what_is_known_of_the_others() 
 @pytest.mark.parametrize("parts", [1, 2, 5, 100])
 def test_a_stack_in_several_processes_has_every_patch_once(parts: int) -> None:
     patches = gemma4_compat.patches()
-    slow = {patches[0].id: 5000.0}
+    slow = {patches[0].id: 10_000.0}
     groups = run.split(patches, parts, slow)
     assert sorted(patch.id for group in groups for patch in group) == sorted(patch.id for patch in patches)
     assert all(groups)

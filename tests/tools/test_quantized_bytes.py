@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import ROOT, child
+from tests.helpers import ROOT, Finished
 
 pytestmark = pytest.mark.full
 
@@ -45,10 +46,10 @@ def test_loaded_towers_take_the_bytes_that_were_computed(file: Path) -> None:
             )
 
 
-def test_the_towers_benchmark_runs_on_the_tiny_shape(tmp_path: Path) -> None:
+def test_the_towers_benchmark_runs_on_the_tiny_shape(tmp_path: Path, warm_child: Callable[..., Finished]) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     out = tmp_path / "towers.json"
-    done = child(str(ROOT / "benchmarks" / "towers.py"), "--variant", "tiny", "--json", str(out), timeout=300)
+    done = warm_child(str(ROOT / "benchmarks" / "towers.py"), "--variant", "tiny", "--json", str(out), timeout=300)
     assert done.code == 0, done.stdout + done.stderr
     run = json.loads(out.read_text(encoding="utf-8"))
     for shim in ("with", "without"):

@@ -173,7 +173,7 @@ def breaks(world: Any, step: Operation) -> None:
 @pytest.mark.parametrize(
     "tamper, signature, left",
     [
-        (later_weights, "forward: logits differs", ["set_adapter", "forward"]),
+        pytest.param(*(later_weights, "forward: logits differs", ["set_adapter", "forward"]), marks=pytest.mark.full),
         (breaks, "generate: AttributeError", ["change_weight", "generate"]),
     ],
 )
@@ -299,6 +299,7 @@ def items(batch: list[str], folder: Path) -> Iterator[str]:
         yield item.upper()
 
 
+@pytest.mark.full
 def test_a_process_that_dies_takes_one_item_with_it() -> None:
     batches = [["a", "crash", "b"], ["leave", "hang", "c"], ["d"]]
     found = dict(pool.spread(items, batches, jobs=2, limit=2.0, start=2.0))

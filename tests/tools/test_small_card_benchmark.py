@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, child
+from tests.helpers import ROOT, Finished, child
 
 pytestmark = pytest.mark.full
 
 
-def test_the_benchmark_measures_a_placement_and_compares_its_answers(tmp_path: Path) -> None:
+def test_the_benchmark_measures_a_placement_and_compares_its_answers(
+    tmp_path: Path, warm_child: Callable[..., Finished]
+) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     out = tmp_path / "results" / "small_card-tiny.json"
     script = str(ROOT / "benchmarks" / "small_card.py")
     options = ["--shape", "tiny", "--quick", "--cases", "everything", "--out", str(out), "--work", str(tmp_path)]
-    done = child(script, *options, timeout=400)
+    done = warm_child(script, *options, timeout=400)
     assert done.code == 0, done.stdout + done.stderr
     run = json.loads(out.read_text(encoding="utf-8"))
     assert list(run["cases"]) == ["all-gpu", "everything", "all-gpu-again"]

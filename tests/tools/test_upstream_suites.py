@@ -77,6 +77,7 @@ def complaints(suite: Any, off: dict[str, Any], on: dict[str, Any]) -> list[str]
 # Two processes
 
 
+@pytest.mark.full
 def test_a_suite_is_run_twice_and_the_difference_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream_suites, "RERUNS", 1)
     (folder / FILE).write_text(UPSTREAM + DIFFERENT, encoding="utf-8")

@@ -34,8 +34,7 @@ class Stack:
         why: what this stack is there to show.
         tests: "all" tests of every patch, or its "reproductions" only.
         ci: "" (not in CI), "gates" (in CI, the reproductions of patches that have a gate here), "all" (in CI, every
-            patch's reproduction) or "suite" (in steps of their own: every reproduction, in the newest stack the whole
-            suite).
+            patch's reproduction) or "suite" (in steps of its own, the whole test suite).
     """
 
     name: str

@@ -59,6 +59,11 @@ class Dialect:
         return self.on_towers if cls in HAS_TOWERS else self.on_text
 
     @property
+    def export(self) -> str:
+        """What ``export`` does with it, of a ``Gemma4ForConditionalGeneration``."""
+        return "yes" if self.on_towers is Cell.LOADS else "refused"
+
+    @property
     def example(self) -> str:
         """One of its keys, for the table."""
         if self.extra:
@@ -147,11 +152,11 @@ DIALECTS = (
 
 def table() -> str:
     """The table of docs/ADAPTERS.md: each dialect on each class."""
-    rows = ["| keys from | such as | " + " | ".join(f"`{name}`" for name in CLASSES) + " |"]
-    rows.append("|" + "---|" * (2 + len(CLASSES)))
+    rows = ["| keys from | such as | " + " | ".join(f"`{name}`" for name in CLASSES) + " | `export` |"]
+    rows.append("|" + "---|" * (3 + len(CLASSES)))
     for dialect in DIALECTS:
         cells = " | ".join(str(dialect.cell(name)) for name in CLASSES)
-        rows.append(f"| {dialect.name} | `{dialect.example}` | {cells} |")
+        rows.append(f"| {dialect.name} | `{dialect.example}` | {cells} | {dialect.export} |")
     return "\n".join(rows)
 
 

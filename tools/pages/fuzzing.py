@@ -12,7 +12,7 @@ _INTRODUCTION = """\
 
 Whatever is in a file or an option, a reader or command gives an answer or one `Gemma4CompatError`: the command line
 exits 0, 1 or 2, without a traceback, and prints no control character of a file. That is tried with valid adapters,
-checkpoints, indexes, requirements files, projects, lock files and options that
+checkpoints, indexes, requirements files, projects, lock files, error texts and options that
 [hypothesis](https://hypothesis.readthedocs.io) changes anywhere: wrong types, huge numbers, deep nesting, regular
 expressions that backtrack, overlapping tensors, links, pipes, `/dev/zero`, holes of gigabytes, paths that leave the
 folder, control characters, lone surrogates; then their bytes are cut.

@@ -1,4 +1,4 @@
-"""The committed runs on GPUs: docs/GPU.md and the README's section."""
+"""The committed runs on GPUs: docs/GPU.md and the section of docs/EVIDENCE.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def runs() -> Iterator[tuple[dict[str, Any], str]]:
         )
 
 
-def readme_section() -> str:
+def summary() -> str:
     """What the committed GPU runs say of all patches, and VRAM before and after the adapter."""
     parts: list[str] = []
     for run, title in runs():

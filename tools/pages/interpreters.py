@@ -36,7 +36,8 @@ def page() -> str:
         "",
         *(f"- {name}: {reason}" for name, reason in STUB_ONLY.items()),
         "",
-        "A real Jupyter kernel, with autoreload, is in [tests/engine](../tests/engine).",
+        "*Jupyter*: a kernel with autoreload, which brings in an edit first. Edits of what is patched, and a program",
+        "that PyInstaller froze with libraries that patches are for, are in [tests/engine](../tests/engine).",
         "",
     ]
     return "\n".join(lines)
@@ -49,5 +50,5 @@ def _cell(results: list[dict[str, Any]], python: str, name: str) -> str:
 
 
 def _libraries(results: list[dict[str, Any]], python: str) -> str:
-    one = next(one for one in results if one["python"] == python)
+    one = min((one for one in results if one["python"] == python), key=lambda one: "missing" in one)
     return one.get("missing") or ", ".join(f"{name} {version}" for name, version in one["versions"].items())

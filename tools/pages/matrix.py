@@ -16,10 +16,11 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def verdicts(patch: gemma4_compat.Patch) -> dict[str, list[str]]:
-    """Verdict -> stacks in which it was measured; usual ones first."""
+    """Verdict -> stacks in which it was measured; usual ones first. A new patch is not measured in all of them yet."""
     found: dict[str, list[str]] = {}
     for name, result in results().items():
-        found.setdefault(result["patches"][patch.id]["verdict"], []).append(name)
+        if patch.id in result["patches"]:
+            found.setdefault(result["patches"][patch.id]["verdict"], []).append(name)
     usual = (measure.REPAIRED, measure.NOT_AFFECTED, measure.NOT_APPLICABLE)
     return {name: found[name] for name in sorted(found, key=lambda name: (name not in usual, name))}
 
@@ -46,7 +47,8 @@ def page_section() -> list[str]:
         "Every reproduction ran in these stacks: without the patch, with it, and undone. Where there is no *, the",
         "other tests of the patch ran, too (`nox -s matrix`; raw results: [matrix/](matrix)). **R**: affected,",
         "repaired; **-**: not affected; **n/a**: not applicable, the situation cannot exist there (a model class or",
-        "entry point that the release lacks, a CPU without AVX512-BF16, no GPU: [GPU.md](GPU.md)).",
+        "entry point that the release lacks, a CPU without AVX512-BF16, no GPU: [GPU.md](GPU.md)); **?**: not run",
+        "there yet, which only a new patch may be, and never at an end of its range.",
         "",
         "Columns: " + ", ".join(f"{number} `{patch.id}`" for number, patch in enumerate(patches, 1)) + ".",
         "",
@@ -54,9 +56,11 @@ def page_section() -> list[str]:
         "|" + "---|" * (5 + len(patches)),
     ]
     for name, result in results().items():
-        entries = [result["patches"][patch.id] for patch in patches]
+        entries = [result["patches"].get(patch.id) for patch in patches]
         said = [
-            marks.get(entry["verdict"], entry["verdict"]) + (" *" if sum(entry["tests"].values()) <= 3 else "")
+            "?"
+            if entry is None
+            else marks.get(entry["verdict"], entry["verdict"]) + (" *" if sum(entry["tests"].values()) <= 3 else "")
             for entry in entries
         ]
         pins = [result["pins"][library] for library in stacks.LIBRARIES]
@@ -64,7 +68,7 @@ def page_section() -> list[str]:
     return rows
 
 
-def readme_section() -> str:
+def summary() -> str:
     """The matrix in a paragraph."""
     found = results()
     entries = [entry for result in found.values() for entry in result["patches"].values()]

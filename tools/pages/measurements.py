@@ -1,4 +1,4 @@
-"""The README's sections on the search, upstream's tests, the import and the merge, from the committed runs."""
+"""Sections of docs on the search, upstream's tests, the import and the merge, from the committed runs."""
 
 from __future__ import annotations
 
@@ -87,3 +87,32 @@ def merge_section() -> str:
             f"[raw]({file.relative_to(ROOT).as_posix()})).",
         ]
     )
+
+
+def chunked_loss_section() -> str:
+    """What the loss in chunks saves, and how far it is from the plain one."""
+    (file,) = sorted((ROOT / "benchmarks" / "results").glob("*-cpu/chunked_loss.json"))[-1:]
+    run = json.loads(file.read_text(encoding="utf-8"))
+    memory, peak = run["memory"], run["memory"]["peak_gib"]
+    rows = [
+        f"Measured on a CPU ([raw](../{file.relative_to(ROOT).as_posix()}), transformers {run['transformers']}, torch "
+        f"{run['torch']}; `python benchmarks/chunked_loss.py`): a forward and backward pass of {memory['tokens']:,} "
+        f"tokens over {memory['vocabulary']:,} words in bfloat16, of a model so small that the loss is nearly all of "
+        f"it, takes {peak['plain']:.2f} GiB at its peak, and {peak['chunked']:.2f} GiB in chunks: "
+        f"{memory['ratio']:.1f} times less (medians of {len(memory['rounds_gib']['plain'])} processes each, in "
+        "turns).",
+        "",
+        "How far the two are apart, with tiny models of random weights in chunks of 5 tokens: the loss relatively, "
+        "the gradients as the norm of all differences, of the norm of all. In bfloat16 the distance of each from "
+        "float32 is beside it: it is the dtype, not the chunks, that rounds.",
+        "",
+        "| class | float32: loss | gradients | bfloat16: loss | gradients | plain from float32 "
+        "| chunks from float32 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in run["exactness"].items():
+        single, half = found["float32"], found["bfloat16"]
+        figures = [single["loss"], single["gradients"], half["loss"], half["gradients"]]
+        figures += [half["plain_from_float32"], half["chunked_from_float32"]]
+        rows.append(f"| `{name}` | " + " | ".join(f"{figure:.1e}" if figure else "0" for figure in figures) + " |")
+    return "\n".join(rows)

@@ -1,4 +1,4 @@
-"""Patch by patch: docs/PATCHES.md and the table of the README."""
+"""Patch by patch: docs/PATCHES.md."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def table() -> str:
         found = matrix.verdicts(patch)
         counts = ", ".join(f"{name}: {len(stacks)}" for name, stacks in found.items())
         rows.append(
-            f"| `{patch.id}` ({', '.join(patch.failure_points)}) | {patch.summary} | {symptom} | {affected(patch)} "
-            f"| {acts_on(patch)} | {patch.fixed or 'no'} | {counts} |"
+            f"| [`{patch.id}`](#{patch.id}) ({', '.join(patch.failure_points)}) | {patch.summary} | {symptom} "
+            f"| {affected(patch)} | {acts_on(patch)} | {patch.fixed or 'no'} | {counts} |"
         )
     return "\n".join(rows)
 

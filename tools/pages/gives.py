@@ -1,0 +1,69 @@
+"""The README's table of placement, memory and speed, from committed runs of graph_decoding.py and experts.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tools.pages.markers import ROOT
+
+#: Shape -> the cases of its run, and what a reader calls them.
+ROWS = {
+    "E2B": {
+        "gpu": "nothing",
+        "host": "towers and per-layer embeddings",
+        "streamed": "the same and all decoder layers",
+    },
+    "E4B": {
+        "host": "towers and per-layer embeddings",
+        "host+lora": "the same, with an adapter",
+        "streamed": "towers, per-layer embeddings and all decoder layers",
+    },
+}
+#: The same of the runs of experts.py.
+EXPERTS = {"26B-A4B": {"card": "nothing", "experts": "the experts of all layers"}}
+
+
+def newest(shape: str, case: str, benchmark: str = "graph_decoding", done: str = "summary") -> dict[str, Any]:
+    """The last committed run of this shape that has finished the case."""
+    files = sorted((ROOT / "benchmarks" / "results").glob(f"*/{benchmark}-{shape}.json"))
+    runs: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return next(run for run in reversed(runs) if done in run["cases"].get(case, {}).get("speed", {}))
+
+
+def section() -> str:
+    """A row for each placement, and what was measured on."""
+    rows = [
+        "| model, 4-bit | in host memory | peak VRAM | tokens a second | with `decode_fast` |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for shape, cases in ROWS.items():
+        for case, what in cases.items():
+            run = newest(shape, case)
+            found = run["cases"][case]["speed"]["summary"]
+            speed = found["tok_s"]
+            rows.append(
+                f"| {shape} | {what} | {peak(run['cases'][case]):.2f} GiB | {speed['eager']['median']:.1f} "
+                f"| **{speed['replayed']['median']:.1f}** |"
+            )
+    for shape, cases in EXPERTS.items():
+        for case, what in cases.items():
+            found = newest(shape, case, "experts", "replayed")["cases"][case]["speed"]
+            rows.append(
+                f"| {shape} | {what} | {found['replayed']['peak_gib']:.2f} GiB | {found['eager']['tok_s']:.1f} "
+                f"| **{found['replayed']['tok_s']:.1f}** |"
+            )
+    machine, settings = run["machine"], run["settings"]
+    rows += [
+        "",
+        f"One {machine['device']}, transformers {machine['versions']['transformers']}, random weights in the real "
+        f"shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
+        f"({run['date']}); VRAM is what torch allocates at most, loading included. Longer contexts, upstream beside "
+        "it and all figures: [a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
+    ]
+    return "\n".join(rows)
+
+
+def peak(case: dict[str, Any]) -> float:
+    """GiB that torch allocated at most, while loading or decoding."""
+    return max(case["load"]["memory"]["peak_gib"], case["speed"]["summary"]["peak_gib"]["replayed"])

@@ -1,0 +1,59 @@
+"""MkDocs' hook for the site: pages from the root of the repository, and links to files that are not on the site.
+
+CHANGELOG, CONTRIBUTING and SECURITY become pages. Other links that leave docs/ go to the repository's address
+(``gemma4_compat/_engine/address.py``), or are plain text as long as there is none.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = runpy.run_path(str(ROOT / "gemma4_compat" / "_engine" / "address.py"))["REPOSITORY"]
+FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)\s]+)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from the root, with links as docs/ has them."""
+    for name in FROM_ROOT:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        text = _LINK.sub(lambda found: f"{found[1]}[{found[2]}]({_seen_from_docs(found[3])})", text)
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Mend the links of a page."""
+    return _LINK.sub(lambda found: _link(found, files), markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Docstrings name classes as Sphinx does (``:class:`Plan```); the role goes, the code stays."""
+    return re.sub(r":(?:attr|class|data|exc|func|meth|mod):(?=<code>)", "", html)
+
+
+def _seen_from_docs(target: str) -> str:
+    return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
+
+
+def _link(found: re.Match[str], files: Files) -> str:
+    picture, text, target = found.groups()
+    path, _, anchor = target.partition("#")
+    inside = path.removeprefix("../")
+    if path == "../README.md":
+        return f"[{text}](index.md)"
+    if inside in FROM_ROOT:
+        return f"[{text}]({inside}{'#' * bool(anchor)}{anchor})"
+    if files.get_file_from_path(path) is not None or picture or not (ROOT / "docs" / path).exists():
+        return found.group()  # MkDocs' own; where it leads nowhere, the build fails
+    if REPOSITORY:
+        full = path.removeprefix("../") if path.startswith("../") else f"docs/{path}"
+        return f"[{text}]({REPOSITORY}/blob/main/{full})"
+    return text if text != "raw" else f"`{inside if path.startswith('../') else 'docs/' + path}`"
