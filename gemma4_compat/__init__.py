@@ -7,7 +7,8 @@ repaired as those libraries are imported.
 
 Importing it imports none of them. ``GEMMA4_COMPAT_DISABLE=id,id`` (or ``all``) leaves patches out,
 ``GEMMA4_COMPAT_ENABLE=id`` does for the whole process what :func:`quantize_offloaded` or :func:`quantize_experts` does
-inside its ``with``, ``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply into an error.
+inside its ``with``, ``GEMMA4_COMPAT_STRICT=1`` turns a patch that cannot apply into an error. A project says the same
+in ``[tool.gemma4_compat]`` of its pyproject.toml: ``disable``, ``enable`` and ``strict`` (docs/RUN.md).
 """
 
 from __future__ import annotations
@@ -30,20 +31,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gemma4_compat._decoding.fast import decode_fast as decode_fast
+    from gemma4_compat._export.result import ExportReport as ExportReport
     from gemma4_compat._merge.check import Parity as Parity
+    from gemma4_compat._merge.repair import RepairReport as RepairReport
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
     from gemma4_compat._merge.result import MergeReport as MergeReport
     from gemma4_compat._models.inspection import MetaTensor as MetaTensor
     from gemma4_compat._models.inspection import find_meta_tensors as find_meta_tensors
     from gemma4_compat._models.inspection import input_device as input_device
+    from gemma4_compat._planner.plan import plan_device_map as plan_device_map
     from gemma4_compat._planner.result import Plan as Plan
+    from gemma4_compat._planner.result import TrainingPlan as TrainingPlan
     from gemma4_compat._planner.skip_modules import SkipModule as SkipModule
+    from gemma4_compat._planner.training import plan_training as plan_training
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
+    from gemma4_compat._training.loss import chunked_loss as chunked_loss
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExportReport",
     "Gemma4CompatError",
     "Gemma4CompatWarning",
     "MergeParityError",
@@ -55,20 +63,26 @@ __all__ = [
     "PatchStatus",
     "Plan",
     "Problem",
+    "RepairReport",
     "Scan",
     "Severity",
     "SkipModule",
+    "TrainingPlan",
     "__version__",
+    "chunked_loss",
     "decode_fast",
+    "export_adapter",
     "find_meta_tensors",
     "input_device",
     "install",
     "merge_adapter",
     "patches",
     "plan_device_map",
+    "plan_training",
     "quantization_skip_modules",
     "quantize_experts",
     "quantize_offloaded",
+    "repair_checkpoint",
     "revert",
     "scan_adapter",
     "status",
@@ -76,19 +90,25 @@ __all__ = [
 
 _ON = (PatchState.APPLIED, PatchState.PENDING)
 
-#: What functions return or raise, and where it is: imported on first use, as the functions import their rooms.
+#: Names that are imported on first use, and where they are.
 _LAZY = {
+    "ExportReport": "gemma4_compat._export.result",
     "MergeParityError": "gemma4_compat._merge.result",
     "MergeReport": "gemma4_compat._merge.result",
     "MetaTensor": "gemma4_compat._models.inspection",
     "Parity": "gemma4_compat._merge.check",
     "Plan": "gemma4_compat._planner.result",
+    "TrainingPlan": "gemma4_compat._planner.result",
     "Problem": "gemma4_compat._scan.result",
+    "RepairReport": "gemma4_compat._merge.repair",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._planner.skip_modules",
+    "chunked_loss": "gemma4_compat._training.loss",
     "decode_fast": "gemma4_compat._decoding.fast",
     "find_meta_tensors": "gemma4_compat._models.inspection",
     "input_device": "gemma4_compat._models.inspection",
+    "plan_device_map": "gemma4_compat._planner.plan",
+    "plan_training": "gemma4_compat._planner.training",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too
@@ -112,7 +132,7 @@ def install() -> None:
 
     Raises:
         Gemma4CompatError: with ``GEMMA4_COMPAT_STRICT=1``, when patches for what is imported already cannot apply. Of
-            what is imported later, the import fails.
+            what is imported later, the import fails. Also when the project's settings make no sense.
     """
     _engine.install()
 
@@ -126,9 +146,9 @@ def status() -> dict[str, PatchStatus]:
 
 
 def revert(id: str | None = None) -> dict[str, PatchStatus]:
-    """Undo the patch ``id``, or all of them, exactly; they stay off until :func:`install`. Returns :func:`status`.
+    """Undo the patch ``id``, or all of them, exactly; they stay off until :func:`install`.
 
-    (But for ``unreached``, which :func:`status` alone counts.)
+    Returns what :func:`status` returns, with ``unreached`` 0: counting takes a search that only :func:`status` makes.
 
     torch.compile looks at some functions once, constructors among them: what was compiled before may keep the patch,
     until ``torch.compiler.reset()``.
@@ -139,87 +159,14 @@ def revert(id: str | None = None) -> dict[str, PatchStatus]:
     return _engine.revert(id)
 
 
-def plan_device_map(
-    model: Any,
-    vram: float | str | Sequence[float | str] | Mapping[int | str, float | str],
-    *,
-    context: int = 8192,
-    batch: int = 1,
-    prompt: int | None = None,
-    quantize: str | None = "4bit",
-    quantize_experts: bool = False,
-    adapter: str | Path | None = None,
-    vision: bool = False,
-    audio: bool = False,
-    cpu: float | str | None = None,
-    disk: float | str | None = None,
-    attention: str = "sdpa",
-    balanced: bool = False,
-    fast: bool = True,
-) -> Plan:
-    """A device map for ``model`` that stays inside ``vram`` while loading, in the prefill and while decoding.
-
-    >>> plan = gemma4_compat.plan_device_map("E4B", "4GiB", context=2048)
-    >>> plan.device_map["model.language_model.embed_tokens_per_layer"]
-    'cpu'
-
-    Needs torch and transformers, no weights and no accelerator. What leaves the accelerator first costs the
-    least: the per-layer embeddings, the towers, then as many decoder layers as must, which are streamed.
-
-    Args:
-        model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
-            "31B"), a Gemma 4 configuration, or a model (on meta is enough).
-        vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
-            mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
-        context: tokens of a sequence, prompt and answer together.
-        batch: sequences at a time.
-        prompt: tokens of the prompt; default: all of the context, the worst case.
-        quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
-        quantize_experts: experts are quantized to 4 bits, too; otherwise they stay in bf16, as upstream keeps them.
-        adapter: the folder of a PEFT adapter that will be loaded onto the model.
-        vision: inputs contain images, one a sequence.
-        audio: inputs contain audio, 30 s a sequence.
-        cpu: host memory for what is offloaded; default: as much as it takes.
-        disk: disk space for what is offloaded; default: as much as it takes.
-        attention: "sdpa" or "eager".
-        balanced: over several accelerators, about the same on each; otherwise the first are filled.
-        fast: decode with :func:`decode_fast` where it applies, and leave room for its static cache and graphs;
-            otherwise ``slow_because`` says why not.
-
-    Returns:
-        The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
-
-    Raises:
-        Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
-    """
-    from gemma4_compat._planner import plan
-
-    return plan.plan_device_map(
-        model,
-        vram,
-        context=context,
-        batch=batch,
-        prompt=prompt,
-        quantize=quantize,
-        quantize_experts=quantize_experts,
-        adapter=adapter,
-        vision=vision,
-        audio=audio,
-        cpu=cpu,
-        disk=disk,
-        attention=attention,
-        balanced=balanced,
-        fast=fast,
-    )
-
-
 def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str, SkipModule]:
     """The modules worth keeping in bf16 when the rest of ``model`` is quantized, each with the reason and its cost.
 
     >>> keep = gemma4_compat.quantization_skip_modules("26B-A4B")
     >>> keep["router.proj"].modules
     30
-    >>> config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=list(keep))
+    >>> options = {"bnb_4bit_compute_dtype": torch.bfloat16, "llm_int8_skip_modules": list(keep)}
+    >>> config = BitsAndBytesConfig(load_in_4bit=True, **options)
 
     Names are those of this model only, as ``llm_int8_skip_modules`` takes them on every supported transformers. That
     list replaces upstream's own, so the head is among them. Needs torch and transformers, no weights.
@@ -272,13 +219,14 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
 
 def merge_adapter(
     base: str | Path,
-    adapter: str | Path,
+    adapter: str | Path | Mapping[str | Path, float],
     out: str | Path,
     *,
     start: str = "original",
     quantize: Any = None,
     skip_modules: Sequence[str] | None = None,
     dtype: str | None = None,
+    quantize_result: str | None = None,
     device_map: Any = None,
     max_shard_size: int | str = "5GB",
     check: int = 4,
@@ -299,15 +247,21 @@ def merge_adapter(
 
     Args:
         base: the folder of a Gemma 4 checkpoint in safetensors, or the id of a cached one.
-        adapter: the folder of an adapter, or the id of a cached one; keys of another Gemma 4 class are understood.
+        adapter: the folder of an adapter, or the id of a cached one; keys of another Gemma 4 class are understood. Or
+            several LoRAs with weights, ``{"one": 1.0, "other": 0.5}``: the changes they make to a weight are
+            multiplied and added, as PEFT's ``add_weighted_adapter`` with ``combination_type="cat"`` does.
         out: a folder that does not exist, or is empty.
         start: "original" (the weights as they are on disk) or "dequantized" (what the 4-bit or 8-bit base computes
             with, as the adapter saw it).
         quantize: for "dequantized": "4bit", "4bit-double", "8bit" or a ``BitsAndBytesConfig``; default: what the base
             says, else "4bit-double".
-        skip_modules: for "dequantized": ``llm_int8_skip_modules``; default: those of ``quantize`` where it is a
-            configuration, else the head and the routers.
-        dtype: "bf16", "fp16" or "fp32"; default: the base's.
+        skip_modules: for "dequantized" and ``quantize_result``: ``llm_int8_skip_modules``; default: those of
+            ``quantize`` where it is a configuration, else the head and the routers.
+        dtype: "bf16", "fp16" or "fp32", or torch's name of it; default: the base's. A value that it cannot hold is an
+            error.
+        quantize_result: write the merged model in "4bit" or "4bit-double" of bitsandbytes; default: in ``dtype``. Its
+            outputs are compared once more, with a bound that is what this quantization changes in the base; needs
+            room for both on the disk.
         device_map: where the check runs; default: the first GPU, else the CPU.
         max_shard_size: of a file with weights.
         check: how many prompts to compare outputs on; 0: no check.
@@ -332,6 +286,7 @@ def merge_adapter(
         quantize=quantize,
         skip_modules=skip_modules,
         dtype=dtype,
+        quantize_result=quantize_result,
         device_map=device_map,
         max_shard_size=max_shard_size,
         check=check,
@@ -339,6 +294,76 @@ def merge_adapter(
         allow_pickle=allow_pickle,
         progress=progress,
     )
+
+
+def repair_checkpoint(
+    checkpoint: str | Path,
+    original: str | Path,
+    out: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    progress: bool | None = None,
+) -> RepairReport:
+    """Give a checkpoint that ``save_pretrained`` wrote back what servers ask for, and transformers dropped.
+
+    >>> gemma4_compat.repair_checkpoint("my-model", "gemma-4-E2B-it", "repaired").tensors[0]
+    'model.language_model.layers.15.self_attn.k_norm.weight'
+
+    That is ``k_proj``, ``v_proj`` and ``k_norm`` of KV-shared layers (E2B, E4B), from the original, in the dtype that
+    the same layer's queries have in the checkpoint; and ``global_head_dim`` and ``num_global_key_value_heads`` in
+    ``config.json``, from the checkpoint's own ``per_layer_config``. Outputs of transformers do not depend on them. All
+    other tensors, and the files beside the weights, are copied as they are. In host memory is a piece of a tensor, of
+    64 MiB. ``out`` appears when all is done. The inputs are only read.
+
+    Args:
+        checkpoint: the folder of a Gemma 4 checkpoint in safetensors that is not quantized, or the id of a cached one.
+        original: the folder of the checkpoint it was made from, as it was downloaded, or the id of a cached one.
+        out: a folder that does not exist, or is empty.
+        max_shard_size: of a file with weights.
+        progress: show a progress bar; default: on a terminal.
+
+    Returns:
+        What was added.
+
+    Raises:
+        Gemma4CompatError: it cannot be done, or nothing is missing; the message says why, and nothing is left behind.
+    """
+    from gemma4_compat._merge import repair
+
+    return repair.repair_checkpoint(checkpoint, original, out, max_shard_size=max_shard_size, progress=progress)
+
+
+def export_adapter(
+    adapter: str | os.PathLike[str], out: str | os.PathLike[str], target: str, *, base: Any = None
+) -> ExportReport:
+    """Write a saved PEFT adapter in the keys and the configuration that another reader takes.
+
+    >>> report = gemma4_compat.export_adapter("my-adapter", "for-vllm", "vllm", base="E4B")
+    >>> report.command
+    'vllm serve google/gemma-4-E4B-it --enable-lora --max-lora-rank 16 --lora-modules my-adapter=/home/me/for-vllm'
+
+    The outputs there are the adapter's: modules of several ranks and scales get one, layers that a server joins get
+    all their parts, and what a reader would leave out or compute differently is refused (docs/ADAPTERS.md). In memory
+    is one tensor at a time, and for experts one layer's. ``out`` appears when all is written.
+
+    Args:
+        adapter: its folder, or the id of one in the cache of the hub; keys of any Gemma 4 class are understood.
+        out: a folder that does not exist, or is empty.
+        target: "vllm", "sglang", "mlx" (mlx-lm and mlx-vlm), "gguf" (llama.cpp), or "peft" (without this package).
+        base: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
+            "31B"), or a Gemma 4 configuration; default: the id that the adapter names. Adapters on experts take the
+            folder with its weights for "gguf".
+
+    Returns:
+        What was written, what was changed for the reader, and the command that loads it.
+
+    Raises:
+        Gemma4CompatError: the reader cannot have it, or it cannot be read; the message says why and what to do
+            instead, and nothing is left behind.
+    """
+    from gemma4_compat._export import job
+
+    return job.export_adapter(adapter, out, target, base=base)
 
 
 def patches() -> tuple[Patch, ...]:
@@ -393,4 +418,9 @@ def _check_is_on(patch_id: str, needed_by: str) -> None:
         raise Gemma4CompatError(f"{needed_by} needs the patch {found.id}, which is {found.state}: {found.reason}.")
 
 
-install()
+try:
+    install()
+except Gemma4CompatError as error:
+    if not _startup.is_command_line():
+        raise
+    _startup.refusal = str(error)

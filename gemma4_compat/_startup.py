@@ -10,6 +10,23 @@ import os
 import sys
 
 _COMMAND = __name__.partition(".")[0]
+_SCRIPTS = ("gemma4-compat", "gemma4-compat.exe", "gemma4-compat-script.py")
+
+#: What is wrong with the settings, where the command line is to say it, in one line and not as a traceback.
+refusal: str | None = None
+
+
+def is_command_line() -> bool:
+    """Whether this process is the ``gemma4-compat`` command."""
+    if sys.argv[:1] == ["-m"]:
+        return _module() == _COMMAND
+    return bool(sys.argv) and os.path.basename(sys.argv[0]) in _SCRIPTS  # noqa: PTH119 - pathlib is not loaded
+
+
+def _module() -> str:
+    """What ``-m`` names, on the command line of this process."""
+    at = next((index for index, argument in enumerate(sys.orig_argv) if argument.startswith("-m")), None)
+    return "" if at is None else sys.orig_argv[at][2:] or sys.orig_argv[at + 1]
 
 
 def leave_working_directory_out() -> None:
@@ -19,8 +36,7 @@ def leave_working_directory_out() -> None:
     # Python has "-m" there until it has found the module.
     if sys.argv[:1] != ["-m"] or not sys.path or sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
-    at = next((index for index, argument in enumerate(sys.orig_argv) if argument.startswith("-m")), None)
-    module = "" if at is None else sys.orig_argv[at][2:] or sys.orig_argv[at + 1]
+    module = _module()
     if module != _COMMAND and not module.startswith(f"{_COMMAND}."):
         return
     package = os.path.realpath(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 - pathlib is not loaded

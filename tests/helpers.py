@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -11,8 +12,11 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -27,6 +31,8 @@ from gemma4_compat._engine.patch import Severity, Target
 ROOT = Path(__file__).resolve().parents[1]
 #: Patches whose defects need a GPU: `detect` asks for one, and the matrix, which is one of CPUs, cannot show them.
 ON_A_GPU = ("bitsandbytes-int8-strides", "transformers-offloaded-cache")
+#: Patches of other libraries' weights, which no stack of the matrix installs: their own tests run where these are.
+WITH_OTHER_LIBRARIES = ("accelerate-subclass-offload",)
 MARK = changes._OURS
 
 CORE = '''
@@ -213,6 +219,31 @@ def traces(packages: Sequence[str] = ()) -> list[str]:
     return found
 
 
+def holders(references: Iterable[weakref.ref[Any]]) -> list[str]:
+    """What is alive of these, each with who holds it: [] once all are gone.
+
+    A turn of the collector is not always enough: what a finalizer lets go of is found in a later one, and a turn that
+    begins while another thread collects does nothing.
+    """
+    alive = list(references)
+    for _ in range(5):
+        alive = [reference for reference in alive if reference() is not None]
+        if not alive:
+            return []
+        gc.collect()
+        time.sleep(0.01)
+    found = []
+    for reference in alive:
+        value = reference()
+        by = [
+            f"{type(other).__qualname__} {sorted(map(str, other))[:8] if isinstance(other, dict) else other!r:.200}"
+            for other in gc.get_referrers(value)
+            if other is not alive and not isinstance(other, types.FrameType)
+        ]
+        found.append(f"{type(value).__qualname__} is held by {by or 'no object of Python'}")
+    return found
+
+
 def collected(action: Callable[[], Any]) -> tuple[Any, list[str]]:
     """What ``action`` returns, and the text of every warning of ours it gave, repetitions included."""
     with warnings.catch_warnings(record=True) as caught:
@@ -254,6 +285,7 @@ def child(
     environment: Mapping[str, str] | None = None,
     isolated: bool = False,
     timeout: float = 60,
+    python: str = sys.executable,
 ) -> Finished:
     """Run this interpreter with ``arguments`` (``"-c", script``), the repository and ``path`` on its sys.path.
 
@@ -263,13 +295,14 @@ def child(
         environment: variables to set; those of this package are otherwise unset.
         isolated: leave the interpreter's site-packages out.
         timeout: seconds after which the child has hung, which fails the test.
+        python: what takes the arguments.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GEMMA4_COMPAT_")}
     inherited.pop("PYTHONWARNINGS", None)
     outer = "" if isolated else inherited.get("PYTHONPATH", "")
     search = os.pathsep.join(filter(None, [str(ROOT), *map(str, path), outer]))
     done = subprocess.run(
-        [sys.executable, *(["-S"] if isolated else []), *arguments],
+        [python, *(["-S"] if isolated else []), *arguments],
         env=inherited | {"PYTHONPATH": search, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"} | dict(environment or {}),
         capture_output=True,
         text=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from importlib import metadata
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat._engine import words
 from gemma4_compat.patches import registry
 from tests.adapters.adapter_files import lora, write_adapter
 from tests.engine.test_import_cost import UPSTREAM, imported_by
@@ -30,14 +32,15 @@ def cli_says(*arguments: str, code: int = 0) -> Any:
     return result
 
 
-def test_version() -> None:
-    assert cli_says("--version").stdout == f"{gemma4_compat.__version__}\n"
+@pytest.mark.parametrize("option", ["--version", "-V"])
+def test_version(option: str) -> None:
+    assert cli_says(option).stdout == f"{gemma4_compat.__version__}\n"
 
 
 def test_status_has_a_line_for_each_patch() -> None:
-    lines = cli_says("status").stdout.splitlines()
-    assert [line.split()[:2] for line in lines] == [
-        [patch_id, str(status.state)] for patch_id, status in gemma4_compat.status().items()
+    lines = cli_says("status").stdout.partition("\n\n")[0].splitlines()
+    assert [re.split(r" {2,}", line)[:2] for line in lines] == [
+        [patch_id, words.state_word(status)] for patch_id, status in gemma4_compat.status().items()
     ]
     assert all(line.endswith(status.reason) for line, status in zip(lines, gemma4_compat.status().values()))
 
@@ -90,7 +93,7 @@ def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> N
         assert part in text
     assert text.startswith(f"{patch.id} ({registry.area(patch.id)})\n")
     assert f"GEMMA4_COMPAT_DISABLE={patch.id}" in text
-    assert str(gemma4_compat.status()[patch.id].state) in text
+    assert f"{words.state_word(gemma4_compat.status()[patch.id])}: " in text
 
 
 @pytest.mark.parametrize("area", sorted({registry.area(patch_id) for patch_id in IDS}))

@@ -17,8 +17,12 @@ import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._doctor import children, findings
 from gemma4_compat._engine import terminal
+from gemma4_compat._launch import environment
 from gemma4_compat._merge.check import Parity
+from gemma4_compat._merge.repair import RepairReport
 from gemma4_compat._merge.result import MergeParityError, MergeReport
+from gemma4_compat._reproduction import tiny_models
+from gemma4_compat._support import environment as facts
 from tests.adapters.adapter_files import lora, write_adapter
 from tests.commands.helpers import ROOT
 from tests.planner.test_arithmetic import a_plan
@@ -87,13 +91,26 @@ def run(*arguments: str, code: int = 0) -> str:
 
 def test_the_page_has_every_command() -> None:
     commands = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
-    assert set(PAGE) == commands
+    assert {name.partition(" ")[0] for name in PAGE} == commands - {"run", "reproduce"}  # their output is a program
 
 
 @pytest.mark.parametrize("arguments", [["status"], ["list"], ["explain", PATCH], ["explain", "offload"], ["needed"]])
 def test_what_is_known_about_patches(arguments: list[str]) -> None:
-    data = assert_as_documented(arguments[0], run(*arguments))
+    data = assert_as_documented(arguments[0], run(*arguments), absent=("matches",))
     assert data["gemma4_compat"] == gemma4_compat.__version__
+
+
+@pytest.mark.parametrize("names", [None, ["NVIDIA X"]])
+def test_env(monkeypatch: pytest.MonkeyPatch, names: list[str] | None) -> None:
+    monkeypatch.setattr(facts, "_devices", lambda: names)
+    assert_as_documented("env", run("env"), absent=("devices",))
+
+
+def test_enable_and_disable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_folders", lambda: [tmp_path])
+    monkeypatch.setattr(environment, "_is_read", lambda: True)
+    for command, changed in (("enable", True), ("enable", False), ("disable", True), ("disable", False)):
+        assert assert_as_documented(command, run(command))["changed"] is changed
 
 
 def test_needed_of_a_file(tmp_path: Path) -> None:
@@ -112,6 +129,22 @@ def test_scan(tmp_path: Path) -> None:
 def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemma4_compat, "plan_device_map", lambda *_, **__: a_plan())
     assert_as_documented("plan", run("plan", "E2B", "--vram", "8GiB"))
+
+
+def test_plan_of_a_training(tmp_path: Path) -> None:
+    tiny_models.build_checkpoint(tmp_path)
+    shown = run("plan", str(tmp_path), "--vram", "8GiB", "--train", "--sequence", "8")
+    assert_as_documented("plan --train", shown)
+
+
+def test_export(tmp_path: Path) -> None:
+    prefix, q = "base_model.model.model.layers.0.self_attn", {"q_proj.lora_A": (5, 1536), "q_proj.lora_B": (2048, 5)}
+    shapes = {f"{prefix}.{name}.weight": shape for name, shape in q.items()}
+    folder = write_adapter(tmp_path / "adapter", shapes, {"peft_type": "LORA", "r": 5, "target_modules": ["q_proj"]})
+    for target in ("vllm", "peft"):
+        text = run("export", str(folder), str(tmp_path / target), "--for", target, "--base", "E2B")
+        data = assert_as_documented("export", text)
+        assert data["reader"].lower().startswith(target)
 
 
 NUMBERS = ("difference", "difference_rms", "noise", "noise_rms", "effect", "effect_rms", "bound", "kl_mean", "kl_max")
@@ -149,10 +182,21 @@ def test_merge(monkeypatch: pytest.MonkeyPatch, value: float, shown: Any) -> Non
     assert json.loads(without)["parity"] is None
 
 
+def test_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = RepairReport(
+        out="x", checkpoint="x", original="x", tensors=("a",), dtypes=("bfloat16",), files=("f",), nbytes=2,
+        settings={"text_config.global_head_dim": 512, "text_config.num_global_key_value_heads": None},
+        added_nbytes=1, seconds=0.5,
+    )  # fmt: skip
+    monkeypatch.setattr(gemma4_compat, "repair_checkpoint", lambda *_, **__: report)
+    assert_as_documented("repair", run("repair", "a", "c", "--from", "b"))
+
+
 def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     result = {"defect": False, "detail": "", "parity": math.nan, "applicable": True, "seconds": 1.0}
     result |= {"state": "applied", "reason": "", "detection": None}
     monkeypatch.setattr(findings, "stack", lambda: dict.fromkeys(findings.STACK, "1.0"))
+    monkeypatch.setattr(children, "can_fork", lambda: False)
     monkeypatch.setattr(children, "alone", lambda name, *_, **__: {"built": ""} if name == "build" else result)
     data = assert_as_documented("doctor", run("doctor", PATCH))
     assert data["findings"][0]["with"]["parity"] == "NaN"

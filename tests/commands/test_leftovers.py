@@ -35,6 +35,7 @@ def alone(command, folder, **_):
     print("building", flush=True)
     time.sleep(60)
 children.alone = alone
+children.can_fork = lambda: False
 next(findings.examine([], keep=False, note=print))
 """
 
@@ -117,6 +118,7 @@ def test_the_next_doctor_removes_what_a_killed_one_left_and_says_so(
     (left,) = tmp_path.iterdir()
     kept = Path(tempfile.mkdtemp(prefix="gemma4-compat-", dir=tmp_path))  # as `doctor --keep` leaves it
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(children, "can_fork", lambda: False)
     monkeypatch.setattr(children, "alone", lambda *_, **__: {"built": ""})
     said: list[str] = []
     assert list(findings.examine([], keep=False, note=said.append)) == []

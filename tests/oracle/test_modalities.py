@@ -182,7 +182,9 @@ def conversation(model: Any, processor: Any, files: dict[str, Path]) -> tuple[li
     return texts, logits
 
 
-@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS])
+@pytest.mark.parametrize(
+    "quantization", [None, *(pytest.param(name, marks=pytest.mark.full) for name in QUANTIZATIONS)]
+)
 def test_a_chat_with_an_image_and_a_sound(
     checkpoint: Path, processor: Any, files: dict[str, Path], tmp_path: Path, quantization: str | None
 ) -> None:

@@ -19,6 +19,7 @@ import gemma4_compat
 SPLIT = ("_offload", "patches/offload", "patches/placement", "patches/checkpoints", "patches/adapters")
 #: Of these, what runs in a forward or for a token, with how often at most.
 ASKED = {
+    "patches/placement/transformers_tensor_parallel.py:model_forward": 1,  # is the embedding split?
     "patches/offload/transformers_offloaded_embedding.py:model_forward": 1,  # is the embedding offloaded?
     "patches/offload/transformers_offloaded_embedding.py:get_per_layer_inputs": 1,
     "patches/offload/transformers_model_device.py:device": 2,  # `generate` reads it; is it meta?

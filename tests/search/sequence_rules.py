@@ -123,6 +123,10 @@ def _plain_map(choose: random.Random, case: Case) -> Map:
     leave = [name for name in large if choose.random() < 0.35]
     leave += [name for name in layers if choose.random() < 0.3]
     leave += [choose.choice(parts)] if choose.random() < 0.2 else []
+    if case.experts:
+        experts = [name for name in nodes if name.endswith(".experts")]
+        share = choose.choice((0.0, 0.5, 1.0))
+        leave += [name for name in experts if choose.random() < share]
     return (("", MAIN), *((name, OFFLOADED) for name in dict.fromkeys(leave)))
 
 

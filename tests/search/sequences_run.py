@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import tempfile
 import warnings
@@ -27,6 +28,7 @@ from tests.search.sequence_shrinking import simplifications, size
 from tests.search.sequences_bench import SequenceBench, World
 
 Tamper = Callable[[World, Operation], None]
+DISABLE = "GEMMA4_COMPAT_DISABLE"
 #: What upstream refuses of a split model before it changes anything.
 REFUSED_UPSTREAM = ("You can't move a model that has some modules offloaded",)
 
@@ -101,20 +103,32 @@ def check_one_device(sequence: Sequence, bench: SequenceBench, *, tamper: Tamper
 
     Where it raises without the shim, the sequence ends and has held.
     """
-    import gemma4_compat
-
     steps = tuple(step for step in sequence.operations if step.name != "undo_and_install")
     sequence = replace(sequence, operations=steps)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         on = perform(sequence, bench, split=False, tamper=tamper)
-        for patch_id in gemma4_compat.status().keys() - REPAIRED.keys():
-            gemma4_compat.revert(patch_id)
-        try:
+        with repaired_alone():
             off = perform(sequence, bench, split=False, skip=on.refused, stop=len(on.shown) + 1)
-        finally:
-            gemma4_compat.install()
     return compare(sequence, on, off)
+
+
+@contextlib.contextmanager
+def repaired_alone() -> Iterator[None]:
+    """Without the shim but for :data:`REPAIRED`: all is undone once, for each undoing looks at every module."""
+    import gemma4_compat
+
+    before = os.environ.get(DISABLE)
+    gemma4_compat.revert()
+    os.environ[DISABLE] = ",".join(gemma4_compat.status().keys() - REPAIRED.keys())
+    try:
+        gemma4_compat.install()
+        yield
+    finally:
+        os.environ.pop(DISABLE)
+        if before is not None:
+            os.environ[DISABLE] = before
+        gemma4_compat.install()
 
 
 def perform(

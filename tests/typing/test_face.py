@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
+from gemma4_compat._export import job as export_job
 from gemma4_compat._merge import job
 from gemma4_compat._planner import plan, skip_modules
 from gemma4_compat._scan import job as scan_job
@@ -23,6 +24,7 @@ LAZY = gemma4_compat._LAZY
     "face, implementation",
     [
         (gemma4_compat.plan_device_map, plan.plan_device_map),
+        (gemma4_compat.export_adapter, export_job.export_adapter),
         (gemma4_compat.merge_adapter, job.merge_adapter),
         (gemma4_compat.quantization_skip_modules, skip_modules.quantization_skip_modules),
     ],
@@ -39,7 +41,9 @@ def test_only_a_scan_is_told_what_the_shim_renames() -> None:
     assert dict(inspect.signature(gemma4_compat.scan_adapter).parameters) == inside
 
 
-@pytest.mark.parametrize("name", ["merge_adapter", "plan_device_map", "quantization_skip_modules", "scan_adapter"])
+@pytest.mark.parametrize(
+    "name", ["export_adapter", "merge_adapter", "plan_device_map", "quantization_skip_modules", "scan_adapter"]
+)
 def test_every_argument_is_documented(name: str) -> None:
     function = getattr(gemma4_compat, name)
     documented = inspect.getdoc(function).partition("\nArgs:\n")[2].partition("\n\n")[0]

@@ -12,6 +12,7 @@ from typing_extensions import assert_type
 
 import gemma4_compat
 from gemma4_compat import (
+    ExportReport,
     Gemma4CompatError,
     Gemma4CompatWarning,
     MergeParityError,
@@ -23,6 +24,7 @@ from gemma4_compat import (
     PatchStatus,
     Plan,
     Problem,
+    RepairReport,
     Scan,
     Severity,
     SkipModule,
@@ -74,8 +76,15 @@ def plan() -> dict[str, int | str]:
     return made.device_map
 
 
+def training_plan() -> int:
+    made = gemma4_compat.plan_training("E4B", "12GiB", sequence=2048, rank=16, optimizer="adamw_8bit")
+    shown: gemma4_compat.TrainingPlan = made
+    return shown.peak
+
+
 def bad_plans() -> None:
     gemma4_compat.plan_device_map("E2B")  # type: ignore[call-arg]
+    gemma4_compat.plan_training("E2B", "8GiB", context=2048)  # type: ignore[call-arg]
     gemma4_compat.plan_device_map("E2B", None)  # type: ignore[arg-type]
     gemma4_compat.plan_device_map("E2B", "8GiB", 2048)  # type: ignore[call-arg]
     gemma4_compat.plan_device_map("E2B", "8GiB", contxt=2048)  # type: ignore[call-arg]
@@ -99,6 +108,17 @@ def scan(folder: Path) -> list[Problem]:
 def bad_scans() -> None:
     gemma4_compat.scan_adapter()  # type: ignore[call-arg]
     gemma4_compat.scan_adapter("adapter", renames=False)  # type: ignore[call-arg]
+
+
+def export(folder: Path) -> tuple[str, ...]:
+    report = gemma4_compat.export_adapter(folder, "out", "vllm", base="E2B")
+    assert_type(report, ExportReport)
+    return report.added if report.rank is None else report.files
+
+
+def bad_exports() -> None:
+    gemma4_compat.export_adapter("adapter", "out")  # type: ignore[call-arg]
+    gemma4_compat.export_adapter("adapter", "out", "mlx", "E2B")  # type: ignore[call-arg]
 
 
 def merge() -> MergeReport:
@@ -135,6 +155,18 @@ def bad_merges() -> None:
     gemma4_compat.merge_adapter("base", "adapter", "out", check="all")  # type: ignore[arg-type]
 
 
+def repair() -> dict[str, int | None]:
+    report = gemma4_compat.repair_checkpoint("saved", Path("original"), "out", max_shard_size="5GB", progress=False)
+    assert_type(report, RepairReport)
+    assert_type(report.tensors, tuple[str, ...])
+    return report.settings
+
+
+def bad_repairs() -> None:
+    gemma4_compat.repair_checkpoint("saved", "out")  # type: ignore[call-arg]
+    gemma4_compat.repair_checkpoint("saved", "original", "out", "5GB")  # type: ignore[call-arg]
+
+
 def load(model_class: Any) -> Any:
     with gemma4_compat.quantize_experts(), gemma4_compat.quantize_offloaded():
         model = model_class.from_pretrained("checkpoint")
@@ -158,3 +190,10 @@ def bad_names() -> None:
     print(gemma4_compat.merge_adapters)  # type: ignore[attr-defined]
     print(gemma4_compat.PatchState.BROKEN)  # type: ignore[attr-defined]
     gemma4_compat.patches()[0].id = "other"  # type: ignore[misc]
+
+
+def training(model: Any) -> None:
+    assert_type(gemma4_compat.chunked_loss(Path("any")), Path)  # a model, of any type, is given back
+    gemma4_compat.chunked_loss(model, enabled=False)
+    gemma4_compat.chunked_loss(model, evaluation=True)
+    gemma4_compat.chunked_loss(model, False)  # type: ignore[call-arg]

@@ -1,0 +1,153 @@
+"""Train an adapter on a 4-bit Gemma 4 (QLoRA) with the loss in chunks, and merge it.
+
+python examples/qlora_small_card.py                                   a tiny random model: no download, no GPU
+python examples/qlora_small_card.py --model google/gemma-4-E4B-it --data FILE.txt --vram 12GiB --out my-run
+python examples/qlora_small_card.py ... --resume                      from the last checkpoint in --out
+
+The data are a text file, a sample a line. The folder ``--out`` gets checkpoints, the adapter (``adapter``) and, with
+``--merge``, the merged model (``merged``), which is what ``gemma4-compat merge MODEL OUT/adapter OUT/merged`` writes.
+"""
+
+from __future__ import annotations
+
+import gemma4_compat  # isort: skip  (before the libraries it repairs)
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+TARGETS = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+SAMPLES = [f"Sample {number}: the quick brown fox jumps over the lazy dog {number} times." for number in range(16)]
+
+
+class Bytes:
+    """The tiny model's stand-in for a tokenizer: a token a byte."""
+
+    def __call__(self, text: str) -> dict[str, Any]:
+        """The ids of a text."""
+        return {"input_ids": [3 + byte % 200 for byte in text.encode()]}
+
+
+def main() -> int:
+    options = parsed()
+    out = Path(options.out)
+    checkpoint = options.model or str(tiny_checkpoint(out / "tiny"))
+    model = load(checkpoint, options)
+    tokenizer = Bytes() if options.model is None else tokenizer_of(checkpoint)
+    lines = SAMPLES if options.data is None else Path(options.data).read_text(encoding="utf-8").splitlines()
+    samples = [sample(tokenizer, line, options.sequence) for line in lines if line.strip()]
+    trainer = made(model, samples, options, out)
+    trainer.train(resume_from_checkpoint=True if options.resume else None)
+    trainer.model.save_pretrained(out / "adapter")
+    print(f"adapter: {out / 'adapter'}")
+    if options.merge:
+        report = gemma4_compat.merge_adapter(checkpoint, out / "adapter", out / "merged", progress=False)
+        print(f"merged: {out / 'merged'} (parity {'ok' if report.parity and report.parity.ok else 'not checked'})")
+    return 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder or an id; default: a tiny random model")
+    parser.add_argument("--data", help="a text file, a sample a line")
+    parser.add_argument("--out", default="qlora")
+    parser.add_argument("--vram", help="offload layers that do not fit, such as 8GiB; default: all on the GPU")
+    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sample at most")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--accumulation", type=int, default=4)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--merge", action="store_true")
+    return parser.parse_args()
+
+
+def tiny_checkpoint(folder: Path) -> Path:
+    from gemma4_compat._reproduction import tiny_models
+
+    return folder if folder.exists() else Path(tiny_models.build_checkpoint(folder))
+
+
+def tokenizer_of(checkpoint: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def load(checkpoint: str, options: argparse.Namespace) -> Any:
+    """The base in 4 bits, prepared, with an adapter and the loss in chunks."""
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+
+    main_device = 0 if torch.cuda.is_available() else "cpu"
+    split = options.vram is not None
+    placement: dict[str, Any] = {"device_map": {"": main_device}}
+    if split:
+        placement = {"device_map": "auto", "max_memory": {main_device: options.vram, "cpu": "64GiB"}}
+    with gemma4_compat.quantize_offloaded():
+        model = AutoModelForImageTextToText.from_pretrained(
+            checkpoint,
+            dtype=torch.bfloat16,
+            quantization_config=BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_compute_dtype=torch.bfloat16,
+                llm_int8_enable_fp32_cpu_offload=split,
+            ),
+            **placement,
+        )
+    model = prepare_model_for_kbit_training(model)
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=TARGETS))
+    return gemma4_compat.chunked_loss(model, evaluation=True)
+
+
+def sample(tokenizer: Any, text: str, length: int) -> dict[str, Any]:
+    ids = list(tokenizer(text)["input_ids"])[:length]
+    return {"input_ids": ids, "labels": ids}
+
+
+def collated(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch, padded on the right; padding has no label."""
+    import torch
+
+    longest = max(len(one["input_ids"]) for one in samples)
+
+    def padded(name: str, filler: int) -> Any:
+        return torch.tensor([list(one[name]) + [filler] * (longest - len(one[name])) for one in samples])
+
+    lengths = torch.tensor([len(one["input_ids"]) for one in samples])
+    mask = (torch.arange(longest)[None] < lengths[:, None]).long()
+    ids = padded("input_ids", 0)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": padded("labels", -100),
+        "mm_token_type_ids": torch.zeros_like(ids),
+    }
+
+
+def made(model: Any, samples: list[dict[str, Any]], options: argparse.Namespace, out: Path) -> Any:
+    import torch
+
+    shared: dict[str, Any] = {
+        "output_dir": str(out),
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": options.accumulation,
+        "gradient_checkpointing": True,
+        "learning_rate": 2e-4,
+        "max_steps": options.steps,
+        "save_steps": max(1, options.steps // 2),
+        "logging_steps": 1,
+        "report_to": [],
+        "remove_unused_columns": False,
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    from transformers import Trainer, TrainingArguments
+
+    return Trainer(model, TrainingArguments(**shared), train_dataset=samples, data_collator=collated)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Programs that are started with the shim: ``gemma4-compat run``, ``enable`` and ``disable``."""

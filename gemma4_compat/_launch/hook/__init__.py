@@ -1,0 +1,1 @@
+"""Not for import: ``run`` and ``enable`` put this folder on the search path of a Python that starts."""

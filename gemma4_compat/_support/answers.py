@@ -1,0 +1,103 @@
+"""What a user is told of an error, as text and as JSON-able data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gemma4_compat._engine import words
+from gemma4_compat._engine.address import report_request
+from gemma4_compat._engine.patch import PatchState, PatchStatus
+from gemma4_compat._engine.text import table_text, wrapped
+from gemma4_compat._errors import printable
+from gemma4_compat._support.messages import Said
+from gemma4_compat._support.search import Answer, Match
+
+#: Matches that are shown one by one; the others are named.
+_SHOWN = 3
+_LONGEST = 400
+#: What a report of an error needs.
+REPORT = (
+    f"if a program with Gemma 4 raises this, please {report_request()}, with the whole traceback, the lines that load "
+    "and place the model, and what `gemma4-compat env` prints."
+)
+
+
+def sorted_answer(answer: Answer, statuses: Mapping[str, PatchStatus]) -> Answer:
+    """The same, with patches that can be needed here before those that are not; certain matches stay first."""
+
+    def order(match: Match) -> tuple[bool, bool]:
+        return not match.certain, words.state_word(statuses[match.patch.id]) == words.NOT_NEEDED
+
+    return Answer(tuple(sorted(answer.matches, key=order)), answer.nearest)
+
+
+def remedy(status: PatchStatus) -> str:
+    """What to do about an error that a patch repairs, in the state the patch has here."""
+    state, name, word = status.state, status.id, words.state_word(status)
+    if word == words.NOT_NEEDED:
+        return "the releases installed here do not have this defect. Run this command where the program runs."
+    if state is PatchState.SKIPPED:
+        return f"the patch is off here: {status.reason}. Change that, and put `import gemma4_compat` into the program."
+    if state is PatchState.FAILED:
+        return f"the patch cannot be applied here; `gemma4-compat doctor {name}` says what to report."
+    if status.unmet:
+        return f"the patch needs {', '.join(status.unmet)}, which is off: enable it."
+    return (
+        "put `import gemma4_compat` at the top of the program. If it is there: "
+        f"`gemma4-compat doctor {name}` shows whether the patch works here."
+    )
+
+
+def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus], width: int | None = None) -> str:
+    """The error, what repairs it and what to do; or what to report. Lines of ``width`` characters; None: any."""
+    if not answer.matches:
+        parts = [_cut(str(message)) for message in said.messages[:1]]
+        parts.append("No patch is known to be about this error.")
+        if answer.nearest:
+            parts.append(f"The most similar errors: {', '.join(answer.nearest)} (`gemma4-compat explain ID`).")
+        return "\n\n".join(wrapped(part, width) for part in [*parts, f"What to report: {REPORT}"])
+    parts = [wrapped(_cut(str(answer.matches[0].message)), width)]
+    if not answer.matches[0].certain:
+        more = "." if said.frames else "; the whole traceback tells more: gemma4-compat explain - < traceback.txt"
+        parts.append(
+            wrapped(f"Programs without Gemma 4 raise this text, too. With Gemma 4 it is one of these{more}", width)
+        )
+    # Where one is certain, those that any program raises are only named.
+    shown = ([match for match in answer.matches if match.certain] or answer.matches)[:_SHOWN]
+    parts += [table_text(_rows(match, statuses[match.patch.id]), width=width) for match in shown]
+    if left := [match.patch.id for match in answer.matches if match not in shown]:
+        parts.append(wrapped(f"Other patches about this text: {', '.join(left)}", width))
+    parts.append(wrapped(f"If that does not help: {REPORT}", width))
+    return "\n\n".join(parts)
+
+
+def answer_data(said: Said, answer: Answer) -> dict[str, Any]:
+    """The answer as plain data, without the patches."""
+    messages = [match.message for match in answer.matches[:1]] or list(said.messages[:1])
+    return {
+        "error": _cut(str(messages[0])) if messages else "",
+        "matches": [
+            {"id": match.patch.id, "certain": match.certain, "known": match.known, "quoted": match.quoted}
+            for match in answer.matches
+        ],
+        "nearest": list(answer.nearest),
+    }
+
+
+def _rows(match: Match, status: PatchStatus) -> list[tuple[str, str]]:
+    patch = match.patch
+    points = ", ".join(patch.failure_points)
+    return [
+        ("patch", f"{patch.id} ({patch.area}; {points} of docs/FAILURE_POINTS.md)"),
+        ("repairs", patch.summary),
+        ("known as", match.known if match.quoted else f"{match.known} (raised by its reproduction)"),
+        ("here", f"{words.state_word(status)}: {status.reason}"),
+        ("to do", remedy(status)),
+        ("more", f"gemma4-compat explain {patch.id}"),
+    ]
+
+
+def _cut(text: str) -> str:
+    shown = printable(text)
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."

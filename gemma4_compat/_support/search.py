@@ -1,0 +1,189 @@
+"""Which patch an error is about.
+
+What is known of errors is what patches say: the messages that the ``Symptom:`` of their files quotes, and those that
+their reproductions raised in the measured releases (:mod:`gemma4_compat.patches.raised`). Numbers, shapes, devices and
+paths in a message are not compared. A text that names nothing of these libraries is raised by other programs, too:
+it is a possible match, unless the traceback goes through what the patch replaces.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gemma4_compat._engine.patch import Patch
+from gemma4_compat._support.messages import Frame, Message, Said
+from gemma4_compat.patches.raised import RAISED
+
+#: A message is one of a pattern when so much of the pattern's weight is in it, in its order.
+_ENOUGH = 0.82
+#: Below, nothing is worth to be named as the nearest.
+_NEAR = 0.4
+#: Words of a message that are compared.
+_WORDS = 400
+_ERROR_NAME = re.compile(r"\w+(?:Error|Exception|Warning)")
+_PATH = re.compile(r"[\w.\-]*[\\/][\w.\-\\/]+|\.{2,}")
+_MODULE = re.compile(r"(?:\w+\.){2,}\w+")  # model.layers.3.mlp: another one in every message
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_NAME = re.compile(r"[a-z]_[a-z]|[a-z][A-Z]|\d[a-z]")  # quant_state, PeftModel, Params4bit
+# Names of devices, and what a number or a shape leaves.
+_LEFT_OUT = frozenset({"cpu", "cuda", "xpu", "mps", "npu", "hpu", "x", "e", "a", "an", "the"})
+#: Names that errors of any program have.
+_ANYBODYS = frozenset(dir(builtins)) | {"NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half"}
+_SAME = frozenset({"RuntimeError", "NotImplementedError"})  # torch raises the one or the other, by release
+
+
+@dataclass(frozen=True)
+class Match:
+    """A patch that an error is about.
+
+    Attributes:
+        patch: the patch.
+        message: the error as it was given.
+        known: the known message that it resembles.
+        certain: no other program raises this; False where the text alone does not tell.
+        quoted: the patch's ``Symptom:`` quotes it; False where only its reproduction raised it.
+    """
+
+    patch: Patch
+    message: Message
+    known: str
+    certain: bool
+    quoted: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Matches, best first; where there are none, the ids of patches with the most similar messages."""
+
+    matches: tuple[Match, ...]
+    nearest: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    patch: Patch
+    text: str
+    kind: str
+    words: tuple[str, ...]
+    quoted: bool
+    names: frozenset[str]  # of these libraries: the words that no other program's errors have
+
+
+def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[str]] = RAISED) -> Answer:
+    """The patches that the errors of a text are about, the last error first."""
+    patterns = [pattern for patch in patches for pattern in _patterns(patch, raised.get(patch.id, ()))]
+    weights = _weights(patterns)
+    near = dict.fromkeys((patch.id for patch in patches), 0.0)
+    for message in said.messages:
+        found: dict[str, tuple[tuple[float, ...], Match]] = {}
+        words = _words(message.text)
+        for pattern in patterns:
+            covered = _covered(pattern, words, weights)
+            near[pattern.patch.id] = max(near[pattern.patch.id], covered * (0.5 + 0.5 * _same(pattern, message)))
+            if covered < _ENOUGH or not _same(pattern, message) or not _fits(pattern, words):
+                continue
+            seen = _seen(pattern.patch, said.frames)
+            certain = seen > 0 or not pattern.names.isdisjoint(words)
+            match = Match(pattern.patch, message, pattern.text, certain, pattern.quoted)
+            rank = (match.certain, pattern.quoted, seen, sum(weights[word] for word in pattern.words))
+            if pattern.patch.id not in found or rank > found[pattern.patch.id][0]:
+                found[pattern.patch.id] = (rank, match)
+        if found:
+            ordered = sorted(found.values(), key=lambda item: item[0], reverse=True)
+            return Answer(tuple(match for _, match in ordered), ())
+    closest = sorted(near, key=lambda name: -near[name])[:3]
+    return Answer((), tuple(name for name in closest if near[name] >= _NEAR))
+
+
+def _patterns(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
+    quoted = re.findall(r"``(.+?)``", patch.symptom)
+    first = patch.symptom.startswith("``")
+    found = []
+    for index, text in enumerate(quoted):
+        # A class alone says something only where the symptom begins with it.
+        is_error = _ERROR_NAME.match(text) and (": " in text or (first and index == 0))
+        if is_error or _is_sentence(text):
+            found.append(_pattern(patch, text, quoted=True))
+    found += [_pattern(patch, text, quoted=False) for text in raised]
+    return found
+
+
+def _is_sentence(text: str) -> bool:
+    words = text.split()
+    return len(words) >= 4 and sum(word.strip("`'\".,").isalpha() for word in words) >= len(words) / 2
+
+
+def _pattern(patch: Patch, text: str, *, quoted: bool) -> _Pattern:
+    found = re.match(rf"({_ERROR_NAME.pattern})(?:: ?|$)", text)
+    kind, message = (found[1], text[found.end() :]) if found else ("", text)
+    words = tuple(_words(_MODULE.sub(" ", _PATH.sub(" ", message))) or _words(message))
+    names = frozenset(word.lower() for word in _WORD.findall(message) if _NAME.search(word) and word not in _ANYBODYS)
+    return _Pattern(patch, text, kind, words, quoted, names)
+
+
+def _words(text: str) -> list[str]:
+    """The words of a message that are compared: not numbers, shapes, paths or devices."""
+    shown = _PATH.sub(" ", text[:4000])
+    words = [word.lower() for word in _WORD.findall(shown)]
+    left = [word for word in words if word not in _LEFT_OUT][:_WORDS]
+    if not left:  # a key, or nothing at all
+        left = ["<number>" if re.search(r"\d", text) else "<nothing>"] if not text.strip("0123456789 ") else []
+    return left
+
+
+def _weights(patterns: Sequence[_Pattern]) -> dict[str, float]:
+    """Of each word: a word that few patterns have says more."""
+    count = Counter(word for pattern in patterns for word in set(pattern.words))
+    return {word: math.log(1 + len(patterns) / number) for word, number in count.items()}
+
+
+def _same(pattern: _Pattern, message: Message) -> bool:
+    kinds = {pattern.kind, message.kind}
+    return "" in kinds or len(kinds) == 1 or kinds <= _SAME
+
+
+def _fits(pattern: _Pattern, words: Sequence[str]) -> bool:
+    """A pattern of a word or two is found in any long message; so the message must be as short."""
+    return len(pattern.words) > 3 or len(words) <= len(pattern.words) + 3
+
+
+def _covered(pattern: _Pattern, words: Sequence[str], weights: dict[str, float]) -> float:
+    """Share of the pattern's weight that is in ``words``, in its order and not scattered over a long message."""
+    whole = sum(weights[word] for word in pattern.words)
+    present = set(words)
+    if not whole or sum(weights[word] for word in pattern.words if word in present) < _NEAR * whole:
+        return 0.0
+    size = 2 * len(pattern.words) + 12
+    step = len(pattern.words) + 6
+    starts = range(0, max(1, len(words) - size + step), step)
+    return max(_common(pattern.words, words[start : start + size], weights) for start in starts) / whole
+
+
+def _common(first: Sequence[str], second: Sequence[str], weights: dict[str, float]) -> float:
+    """The weight of the heaviest common subsequence."""
+    row = [0.0] * (len(second) + 1)
+    for word in first:
+        above = row
+        row = [0.0]
+        for index, other in enumerate(second):
+            both = above[index] + weights[word] if word == other else 0.0
+            row.append(max(both, above[index + 1], row[index]))
+    return row[-1]
+
+
+def _seen(patch: Patch, frames: Sequence[Frame]) -> int:
+    """How much of what a patch is about a traceback goes through: what it replaces, and what its symptom names."""
+    if not frames:
+        return 0
+    targets = [(target.module.replace(".", "/") + ".py", target.name.rpartition(".")[2]) for target in patch.targets]
+    named = set(re.findall(r"``(?:[\w.]*\.)?([a-z]\w{5,})(?:\(.*?\))?``", patch.symptom))
+    found = 0
+    for file, function in {*frames}:
+        found += 2 * any(file.endswith(f"/{module}") and function in (name, "") for module, name in targets)
+        found += function in named and bool(re.search(r"/(?:transformers|accelerate|peft|bitsandbytes)/", file))
+    return found

@@ -1,0 +1,204 @@
+"""Commands about adapters: ``scan``, ``export`` and ``merge``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import gemma4_compat
+from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
+
+# Options of `merge`.
+_Start = Annotated[
+    str,
+    typer.Option(
+        "--base",
+        metavar="original|dequantized",
+        help="The weights to merge into. original: as they are on disk; right when the merged model is used in bf16, "
+        "or is quantized again by another tool. dequantized: each weight that bitsandbytes would quantize goes to "
+        "4 bits and back first; right when the adapter was trained and evaluated on the quantized base and the merged "
+        "model must give the same outputs. The first has better weights that the adapter never saw; the second keeps "
+        "the quantization errors that the adapter learned to compensate.",
+    ),
+]
+_QuantizeBase = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize", help="For dequantized: 4bit, 4bit-double or 8bit; default: what the base says, or 4bit-double."
+    ),
+]
+_Others = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="OTHER=WEIGHT", help="Another LoRA and its weight to add; may be repeated."),
+]
+_SkipModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--skip-module",
+        help="For dequantized and --quantize-result: an entry of llm_int8_skip_modules; may be repeated.",
+    ),
+]
+_CheckDevice = Annotated[
+    str | None,
+    typer.Option("--device-map", help="Where the check runs: auto, cpu, cuda:0 or JSON; default: a GPU, or the CPU."),
+]
+_Tolerance = Annotated[
+    float | None,
+    typer.Option("--tolerance", help="Largest difference of logits; default: a bound measured on this model."),
+]
+
+
+@app.command()
+@command("a scan with BASE")
+def scan(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A saved adapter's folder, or a cached id.")],
+    base: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="BASE", help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint's folder, or a cached id; default: none."
+        ),
+    ] = None,
+    quantize: Annotated[
+        str, typer.Option("--quantize", help="How BASE will be quantized: 4bit, 4bit-double, 8bit or none.")
+    ] = "none",
+    as_json: Json = False,
+) -> None:
+    """What a saved adapter is, and what it would do on BASE: problems first.
+
+    Reads headers and configurations, no weights and no pickle. Needs torch, transformers and PEFT only with BASE.
+    Exit 0 without problems, 1 with some, 2 when ADAPTER or BASE cannot be read.
+    """
+    from gemma4_compat._scan import text as _scan_text
+
+    found = gemma4_compat.scan_adapter(adapter, base, quantize=quantize)
+    if as_json:
+        print_json(found.as_data())
+    else:
+        say(_scan_text.scan_text(found))
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
+@command("an export")
+def export(
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A saved adapter's folder, or a cached id.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist, or be empty.")],
+    target: Annotated[
+        str, typer.Option("--for", metavar="vllm|sglang|mlx|gguf|peft", help="Who reads it; gguf is llama.cpp.")
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint's folder, or a cached id; default: what ADAPTER names.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write an adapter in the keys and the configuration that another reader takes.
+
+    Exit 0 when OUT is there, 2 when the reader cannot have the adapter, or it cannot be read.
+    """
+    from gemma4_compat._export import text as _export_text
+
+    report = gemma4_compat.export_adapter(adapter, out, target, base=base)
+    if as_json:
+        print_json(report.as_data())
+    else:
+        say(_export_text.report_text(report))
+
+
+@app.command()
+@command("a merge")
+def merge(
+    base_model: Annotated[
+        str, typer.Argument(metavar="BASE", help="Folder of the base's checkpoint in safetensors, or a cached id.")
+    ],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="Folder of a PEFT adapter, or a cached id.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder of the merged model; must not exist, or be empty.")
+    ],
+    start: _Start = "original",
+    quantize: _QuantizeBase = None,
+    skip: _SkipModules = None,
+    others: _Others = None,
+    weight: Annotated[float, typer.Option("--weight", help="Of ADAPTER: its change is multiplied by it.")] = 1.0,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="bf16, fp16 or fp32; default: the base's.")] = None,
+    quantize_result: Annotated[
+        str | None,
+        typer.Option(
+            "--quantize-result", help="Write OUT in 4bit or 4bit-double of bitsandbytes; default: in --dtype."
+        ),
+    ] = None,
+    device_map: _CheckDevice = None,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file with weights.")] = "5GB",
+    check: Annotated[int, typer.Option("--check", help="Prompts to compare outputs on; 0: no check.")] = 4,
+    tolerance: _Tolerance = None,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Read an adapter_model.bin (tensors and nothing else).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Merge an adapter into its base with little memory, and compare outputs with those of the adapter.
+
+    Exit 0 when OUT is there and parity is within bounds, 1 when it is not (then there is no OUT), 2 on bad input.
+    """
+    from gemma4_compat._merge import result
+    from gemma4_compat._merge import text as _merge_text
+
+    try:
+        report = gemma4_compat.merge_adapter(
+            base_model,
+            _weighted(adapter, weight, others or []),
+            out,
+            start=start,
+            quantize=quantize,
+            skip_modules=skip or None,
+            dtype=dtype,
+            quantize_result=quantize_result,
+            device_map=_device_map(device_map),
+            max_shard_size=max_shard_size,
+            check=check,
+            tolerance=tolerance,
+            allow_pickle=allow_pickle,
+        )
+    except result.MergeParityError as error:
+        tell(str(error))
+        report = error.report
+    if as_json:
+        print_json(report.as_data())
+    else:
+        say(_merge_text.report_text(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _weighted(adapter: str, weight: float, others: list[str]) -> str | dict[str | Path, float]:
+    if not others and weight == 1:
+        return adapter
+    found: dict[str | Path, float] = {adapter: weight}
+    for text in others:
+        name, _, value = text.rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            name = ""
+        if not name:
+            fail(f"--adapter is a folder and its weight, as in my-adapter=0.5, not {text!r}")
+        if name in found:
+            fail(f"the adapter {name!r} is given twice; add its weights up")
+        found[name] = number
+    return found
+
+
+def _device_map(text: str | None) -> Any:
+    if text is None or not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except RecursionError:
+        fail("--device-map is nested too deeply; it is a name, or JSON that names a device for each module")
+    except ValueError as error:
+        fail(f"--device-map is neither a name nor JSON: {error}")

@@ -1,0 +1,162 @@
+"""The application that commands join, and how all of them say and refuse things."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ParamSpec, TypeVar
+
+import typer
+import typer.core
+
+import gemma4_compat
+from gemma4_compat._engine import terminal
+from gemma4_compat._errors import printable
+
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer releases of typer bring themselves
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# Types as typer writes them in its help, and what a reader knows them as.
+_TYPE = re.compile(r"<(?:list\[)?(\w+)\]?>")
+_TYPES = {"int": "NUMBER", "float": "NUMBER", "path": "PATH", "bool": ""}
+
+
+def _plainly(formatter: Any, *, types: bool) -> None:
+    """Make a formatter write the types of options as :data:`_TYPES` has them, and those of arguments not at all."""
+    original = formatter.write_dl
+
+    def write_dl(rows: Sequence[tuple[str, str]], *args: Any, **kwargs: Any) -> None:
+        def shown(name: str) -> str:
+            takes = types and name.startswith("-")
+            return _TYPE.sub(lambda found: _TYPES.get(found[1].lower(), "TEXT") if takes else "", name).strip()
+
+        original([(shown(name), text) for name, text in rows], *args, **kwargs)
+
+    formatter.write_dl = write_dl
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose help has no words of the framework."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options."""
+        _plainly(formatter, types=True)
+        super().format_options(ctx, formatter)
+
+
+class _Commands(typer.core.TyperGroup):
+    """The commands; what a usage error says of arguments is shown like all other text."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0].endswith(".py"):
+            ctx.fail(f"{args[0]!r} is no command; to run it: gemma4-compat run {args[0]}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except _UsageError as error:
+            error.message = printable(error.message)
+            raise
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)
+        for param in params:
+            if param.name in ("install_completion", "show_completion"):
+                param.hidden = True  # once in a lifetime: no line of every help
+        return params
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _plainly(formatter, types=False)
+        super().format_options(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Each command with the whole first sentence of its help."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, re.split(r"(?<=\.)\s", " ".join((command.help or "").split()), maxsplit=1)[0])
+            for name, command in found
+            if command is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+class _App(typer.Typer):
+    """The application: its commands are :class:`Command`."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[_Function], _Function]:
+        return super().command(name, **({"cls": Command} | settings))
+
+
+app = _App(
+    cls=_Commands,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Repairs for Gemma 4 with transformers, accelerate, PEFT and bitsandbytes: what they are, whether this "
+    "environment needs them, and whether they work here.",
+)
+
+_P = ParamSpec("_P")
+_SIGPIPE = 128 + 13
+
+#: The option that every command with an answer has.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def command(needs: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
+    """Makes what a function raises one line on standard error; ``needs`` is why it imports libraries."""
+
+    def decorate(function: Callable[_P, None]) -> Callable[_P, None]:
+        @functools.wraps(function)
+        def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+            with terminal.guarded(), terminal.without_chatter():
+                try:
+                    function(*args, **kwargs)
+                except gemma4_compat.Gemma4CompatError as error:
+                    fail(str(error))
+                except ModuleNotFoundError as error:
+                    fail(f"{error.name} is not installed; {needs} needs it: pip install 'gemma4-compat[stack]'")
+
+        return guarded
+
+    return decorate
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    show: Annotated[bool, typer.Option("--version", "-V", help="Print the version and exit.")] = False,
+) -> None:
+    if show:
+        typer.echo(gemma4_compat.__version__)
+        raise typer.Exit(0)
+
+
+def fail(message: str) -> Any:
+    """Ends the command with exit code 2 and one line on standard error."""
+    tell(message)
+    raise typer.Exit(2)
+
+
+def tell(message: str) -> None:
+    """Writes one line to standard error, whatever a file put into ``message``."""
+    terminal.write(f"gemma4-compat: {printable(message)}", error=True)
+
+
+def say(text: str, as_json: bool = False) -> None:
+    """Writes an answer; with ``as_json``, to standard error."""
+    try:
+        terminal.write(text, error=as_json)  # with --json, standard output holds the JSON and nothing else
+    except BrokenPipeError:
+        terminal.discard()
+        raise typer.Exit(_SIGPIPE) from None
+
+
+def print_json(data: Mapping[str, Any]) -> None:
+    """Writes an answer's JSON object, with the version of this package first."""
+    say(terminal.json_text({"gemma4_compat": gemma4_compat.__version__, **data}))

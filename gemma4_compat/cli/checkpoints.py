@@ -1,0 +1,41 @@
+"""A command about checkpoints: ``repair``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import gemma4_compat
+from gemma4_compat.cli.app import Json, app, command, print_json, say
+
+
+@app.command()
+@command("a repair")
+def repair(
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint that save_pretrained wrote.")
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder of the repaired checkpoint; must not exist, or be empty.")
+    ],
+    original: Annotated[
+        str,
+        typer.Option("--from", metavar="ORIGINAL", help="Folder of the checkpoint it was made from, or a cached id."),
+    ],
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file with weights.")] = "5GB",
+    as_json: Json = False,
+) -> None:
+    """Give a saved checkpoint back what servers ask for: keys and values of KV-shared layers, names of settings.
+
+    transformers drops them on load; its outputs do not depend on them. Exit 0 when OUT is there, 2 on bad input, which
+    is also a checkpoint that lacks nothing.
+    """
+    from gemma4_compat._merge.repair import report_text
+
+    report = gemma4_compat.repair_checkpoint(checkpoint, original, out, max_shard_size=max_shard_size)
+    if as_json:
+        print_json(report.as_data())
+    else:
+        say(report_text(report))

@@ -1,0 +1,21 @@
+"""``gemma4-compat env``."""
+
+from __future__ import annotations
+
+import gemma4_compat
+from gemma4_compat._support import environment
+from gemma4_compat.cli.app import Json, app, command, print_json, say
+
+
+@app.command()
+@command("this command")
+def env(as_json: Json = False) -> None:
+    """What a bug report needs: releases, platform, settings, states of patches. Imports none of the libraries.
+
+    Asks no GPU, and reads no variable that could hold a secret.
+    """
+    data = environment.collect(gemma4_compat.__version__, gemma4_compat.status())
+    if as_json:
+        print_json(data)
+    else:
+        say(environment.text(data))

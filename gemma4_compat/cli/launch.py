@@ -1,0 +1,59 @@
+"""Commands about programs that are started with the shim: ``run``, ``enable``, ``disable``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from gemma4_compat._launch import environment, program
+from gemma4_compat.cli.app import Command, Json, app, command, print_json, say, tell
+
+
+class _Verbatim(Command):
+    """Leaves what follows to the program, its options too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args if args[:1] in (["--"], ["-h"], ["--help"], []) else ["--", *args])
+
+
+@app.command(cls=_Verbatim)
+@command("this command")
+def run(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND...", help="A program, a script.py, or options of Python: -m MODULE, -c CODE."),
+    ],
+) -> None:
+    """Start any program with the shim in it and in every Python that it starts.
+
+    The program takes the place of this command: its exit code, its signals, its terminal. Scripts, and what begins
+    with a dash, are run by this Python. Exit 127 when there is no such program, 126 when it cannot be executed.
+    """
+    try:
+        code = program.execute(words)
+    except program.CannotStartError as error:
+        tell(str(error))
+        code = error.code
+    raise typer.Exit(code)
+
+
+@app.command()
+@command("this command")
+def enable(as_json: Json = False) -> None:
+    """Arm the shim in every Python of this environment, by a file in site-packages. `status` says whether it is on."""
+    _answer(*environment.enable(), as_json)
+
+
+@app.command()
+@command("this command")
+def disable(as_json: Json = False) -> None:
+    """Remove the file that `enable` has written."""
+    _answer(*environment.disable(), as_json)
+
+
+def _answer(found: environment.Startup, changed: bool, as_json: bool) -> None:
+    if as_json:
+        print_json({"changed": changed, "startup": found.as_data()})
+    else:
+        say(("" if changed else "nothing to change\n") + f"start-up hook: {found.text()}")

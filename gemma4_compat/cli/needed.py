@@ -1,0 +1,37 @@
+"""``gemma4-compat needed``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import gemma4_compat
+from gemma4_compat._engine import terminal
+from gemma4_compat._needed import files, judge
+from gemma4_compat._needed import report as _needed_report
+from gemma4_compat.cli.app import Json, app, command, print_json, say
+
+
+@app.command()
+@command("this command")
+def needed(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help=f"{files.ACCEPTED}; default: what is installed.")
+    ] = None,
+    as_json: Json = False,
+    fail_if_droppable: Annotated[
+        bool, typer.Option("--fail-if-droppable", help="Exit 1 when no patch is needed any more, for CI to tell you.")
+    ] = False,
+) -> None:
+    """Which patches a stack still needs, and which releases make each unnecessary. Imports none of the libraries.
+
+    Exit 0 when the question was answered, 2 when FILE cannot be understood.
+    """
+    assessment = judge.assess(file, gemma4_compat.patches())
+    if as_json:
+        print_json(_needed_report.assessment_data(assessment))
+    else:
+        say(_needed_report.assessment_text(assessment, terminal.width()))
+    raise typer.Exit(1 if fail_if_droppable and assessment.droppable else 0)

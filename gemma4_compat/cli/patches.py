@@ -1,0 +1,109 @@
+"""Commands about patches: ``status``, ``list``, ``explain``. None imports a library."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+import gemma4_compat
+from gemma4_compat._engine import report as _report
+from gemma4_compat._engine import settings, terminal
+from gemma4_compat._launch import environment
+from gemma4_compat._support import answers, messages, search
+from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
+
+#: Bytes of standard input: a log of days, not a device that never ends.
+_MOST_INPUT = 256 << 20
+
+
+@app.command()
+@command("this command")
+def status(as_json: Json = False) -> None:
+    """What each patch would do in this environment. Imports none of the libraries."""
+    statuses, startup, project = gemma4_compat.status(), environment.state(), settings.project_file()
+    if as_json:
+        patches = [_report.status_data(item) for item in statuses.values()]
+        where = {"file": None if project is None else str(project)}
+        print_json({"startup": startup.as_data(), "settings": where, "patches": patches})
+    else:
+        say(_report.status_text(statuses, terminal.width()))
+        say(f"\nstart-up hook: {startup.text()}" + ("" if project is None else f"\nsettings: {project}"))
+
+
+@app.command(name="list")
+@command("this command")
+def list_patches(as_json: Json = False) -> None:
+    """Every patch this package knows, with its area and the releases it is for."""
+    if as_json:
+        print_json({"patches": [_report.patch_data(patch) for patch in gemma4_compat.patches()]})
+    else:
+        say(_report.patches_text(gemma4_compat.patches(), terminal.width()))
+
+
+@app.command()
+@command("this command")
+def explain(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID|AREA|ERROR",
+            help="A patch, or an area, such as offload (`list` shows both); or an error, such as "
+            "\"KeyError: 'sliding_attention'\"; or - for a traceback on standard input.",
+        ),
+    ],
+    as_json: Json = False,
+) -> None:
+    """What repairs an error; or what a patch repairs, why upstream breaks, what it changes, and when it goes.
+
+    Exit 0, or 1 when no patch is known to be about the error.
+    """
+    statuses = gemma4_compat.status()
+    areas = {patch.id: patch.area for patch in gemma4_compat.patches()}
+    patches = [patch for patch in gemma4_compat.patches() if name in (patch.id, areas[patch.id])]
+    if not patches and (name == "-" or messages.looks_like_an_error(name)):
+        _explain_error(_standard_input() if name == "-" else name, as_json=as_json)
+    if not patches:
+        close = settings.nearest(name, {*areas, *areas.values()})
+        known = f"areas are {', '.join(sorted(set(areas.values())))}, and `gemma4-compat list` shows every id."
+        fail(f"no patch and no area is called {name!r}; " + (f"did you mean {close!r}?" if close else known))
+    if as_json:
+        print_json({"error": None, "matches": [], "nearest": [], "patches": _explained(patches, statuses)})
+    else:
+        width = terminal.width()
+        say("\n\n".join(_report.explanation_text(patch, statuses[patch.id], width) for patch in patches))
+
+
+def _explain_error(text: str, *, as_json: bool) -> NoReturn:
+    statuses = gemma4_compat.status()
+    said = messages.read(text)
+    if not said.messages:
+        fail("there is no error in this text; give the error, or - and a traceback on standard input")
+    answer = answers.sorted_answer(search.search(said, gemma4_compat.patches()), statuses)
+    if as_json:
+        patches = _explained([match.patch for match in answer.matches], statuses)
+        print_json(answers.answer_data(said, answer) | {"patches": patches})
+    else:
+        say(answers.answer_text(said, answer, statuses, terminal.width()))
+    raise typer.Exit(0 if answer.matches else 1)
+
+
+def _explained(patches: Sequence[gemma4_compat.Patch], statuses: Mapping[str, gemma4_compat.PatchStatus]) -> list[Any]:
+    return [_report.patch_data(patch) | {"status": _report.status_data(statuses[patch.id])} for patch in patches]
+
+
+def _standard_input() -> str:
+    """The end of what is there: a traceback ends with its error. Memory is bounded, and so is what is waited for."""
+    if sys.stdin is None:
+        fail("there is no standard input to read a traceback from")
+    if sys.stdin.isatty():
+        tell("paste the traceback, then press Ctrl-D on a line of its own (Windows: Ctrl-Z, Enter)")
+    kept, taken = b"", 0
+    while chunk := sys.stdin.buffer.read(1 << 16):
+        kept = (kept + chunk)[-4 * messages.LONGEST :]
+        taken += len(chunk)
+        if taken > _MOST_INPUT:
+            fail(f"standard input has more than {_MOST_INPUT >> 20} MiB; give the end of it: tail -n 1000 FILE")
+    return kept.decode("utf-8", "backslashreplace")
