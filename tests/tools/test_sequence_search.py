@@ -36,9 +36,9 @@ DIFFERENT = {
     "bitsandbytes-cpu-packing": 49,
     "bitsandbytes-cpu-strides": 20,
     "peft-adalora-ranks": 28,
-    "peft-kbit-dtypes": 183,
+    "peft-kbit-dtypes": 265,
     "transformers-quantized-router": 33,
-    "transformers-reentrant-checkpointing": 83,
+    "transformers-reentrant-checkpointing": 167,
     "transformers-sliding-cache": 17,
 }
 #: How many sequences may be tried to shrink a failure here; the command in the message has more patience.
