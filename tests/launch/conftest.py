@@ -58,5 +58,5 @@ def script(tmp_path: Path) -> Callable[[str], str]:
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment with nothing in it."""
     folder = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=240)
     return folder / "bin" / "python"

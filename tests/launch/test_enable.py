@@ -22,7 +22,7 @@ def python(program: Path, *arguments: str, **variables: str) -> tuple[int, str, 
     """An environment's Python, without anything of the tests' own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GEMMA4_COMPAT_"))}
     done = subprocess.run(
-        [program, *arguments], env=kept | variables, cwd="/", capture_output=True, text=True, timeout=60
+        [program, *arguments], env=kept | variables, cwd="/", capture_output=True, text=True, timeout=240
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -37,7 +37,7 @@ def start(*arguments: str, path: list[Path], python: str = sys.executable, **var
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GEMMA4_COMPAT_"))}
     search = os.pathsep.join(map(str, [environment.HOOK, *path]))
     environ = kept | {"PYTHONPATH": search} | variables
-    done = subprocess.run([python, *arguments], env=environ, cwd="/", capture_output=True, text=True, timeout=60)
+    done = subprocess.run([python, *arguments], env=environ, cwd="/", capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout, done.stderr
 
 

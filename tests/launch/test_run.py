@@ -124,7 +124,7 @@ def test_a_terminal_stays_the_programs_terminal(script: Script) -> None:
     text = "import os, sys\nprint(input(), [os.isatty(n) for n in range(3)], os.ttyname(0))"
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
     process = started(*RUN, script(text), **streams)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=240) == 0
     assert f"typed [True, True, True] {os.ttyname(terminal)}" in os.read(main, 4096).decode()
     os.close(main)
     os.close(terminal)

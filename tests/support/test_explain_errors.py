@@ -204,7 +204,7 @@ def test_an_input_that_never_ends_is_refused() -> None:
             stdin=zeros,
             capture_output=True,
             cwd=ROOT,
-            timeout=60,
+            timeout=240,
         )
     assert (done.returncode, done.stdout) == (2, b"")
     assert b"standard input has more than 256 MiB" in done.stderr

@@ -95,7 +95,7 @@ def salts() -> tuple[int, int]:
     for seed in range(1, 30):
         environment = dict(os.environ, PYTHONHASHSEED=str(seed))
         command = [sys.executable, "-S", "-c", code]  # not -I, which ignores the salt
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=240)
         seen.setdefault(done.stdout, seed)
         if len(seen) == 2:
             break
