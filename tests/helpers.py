@@ -284,7 +284,7 @@ def child(
     path: Sequence[Path] = (),
     environment: Mapping[str, str] | None = None,
     isolated: bool = False,
-    timeout: float = 60,
+    timeout: float = 240,
     python: str = sys.executable,
 ) -> Finished:
     """Run this interpreter with ``arguments`` (``"-c", script``), the repository and ``path`` on its sys.path.
