@@ -80,7 +80,7 @@ def full(session: nox.Session, stack: str) -> None:
 @nox.session
 def upgrade(session: nox.Session) -> None:
     """`-- LIBRARY RELEASE`: measures a new release, writes the data, says what a person has to look at."""
-    session.install(*NEWEST, *MATRIX, "matplotlib")
+    session.install(*NEWEST, *MATRIX)
     session.run("python", "-m", "tools.upgrade", *session.posargs)
 
 

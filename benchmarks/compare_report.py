@@ -1,18 +1,14 @@
 """Tables and pictures of the committed runs of adapter_load.py, idle_shim.py, model_lock.py, alternatives.py and
 graph_decoding.py.
 
-python benchmarks/compare_report.py            print the tables, draw docs/<benchmark>.png
-python benchmarks/compare_report.py --no-plot  print the tables
+python benchmarks/compare_report.py  print the tables
 
-Drawing needs matplotlib (`pip install "gemma4-compat[bench]"`); the tables, which tools/docs.py puts into
-docs/BENCHMARKS.md, and the check that pictures are current, need nothing. Pictures have a transparent background and
-colours of middle brightness, to be read on dark and light pages.
+tools/docs.py puts them into docs/BENCHMARKS.md, and writes the pictures, docs/<benchmark>.svg.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -22,22 +18,18 @@ from typing import Any
 import experts_report
 import graph_decoding_report
 import training_report
+from pictures import Panel, Row, chart
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs"
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
-#: What a picture shows of a run, for its digest; change it with the drawing, and committed pictures are stale.
-DRAWING = "2"
-INK = "#808080"
-COLOURS = {"ours": "#3a87d0", "upstream": "#d0603a", "noise": "#8a8a8a"}
-NAMES = {"ours": "with gemma4_compat", "upstream": "upstream", "noise": "the same setting twice"}
 CALLS = ("python_calls", "c_calls")
 #: Of a case of graph_decoding.py and experts.py: what a table shows.
 PARTS = ("speed", "fusing", "bits", "short", "endurance", "memory")
+#: In the order of their sizes.
+SHAPES = ("tiny", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
 Run = dict[str, Any]
-#: Label, value, lower and upper end of its interval (or None), colour.
-Bar = tuple[str, float, tuple[float, float] | None, str]
 
 
 def committed(benchmark: str) -> dict[str, Path]:
@@ -72,7 +64,7 @@ def earlier(benchmark: str) -> dict[Path, Run]:
 
 def shown(case: Run, part: str) -> bool:
     """Whether a run has finished this part of a case."""
-    data = case[part]
+    data = case.get(part)
     if part not in PARTS or not data:
         return False
     if part == "bits":
@@ -100,8 +92,8 @@ def section(benchmark: str) -> str:
             parts += [run["note"], ""]
         if run["not_run"]:
             parts += [f"Not run, for lack of time: {', '.join(run['not_run'])}.", ""]
-    if bars(benchmark):
-        parts += [f"![{TITLES[benchmark]}]({benchmark}.png)", ""]
+    if rows(benchmark):
+        parts += [f"![{TITLES[benchmark]}]({benchmark}.svg)", ""]
     return "\n".join(parts).rstrip()
 
 
@@ -337,24 +329,34 @@ TABLES: dict[str, Callable[[Run], str]] = {
 TITLES = {
     "adapter_load": "Adapter load with the shim, as a share of upstream's time: less is better",
     "idle_shim": "Cost of an idle shim in per cent: 0 is none",
-    "alternatives": "Decode speed as a share of all-GPU, and peak VRAM in GiB",
+    "alternatives": "What one could do on a small card instead",
+    "graph_decoding": "Decoding by replay: speed and memory",
+}
+PANELS = {
+    "adapter_load": (Panel(line=1.0),),
+    "idle_shim": (Panel(),),
+    "alternatives": (Panel("speed, of all on the GPU", 1.0), Panel("peak VRAM, GiB")),
+    "graph_decoding": (Panel("tokens a second"), Panel("peak VRAM, GiB")),
 }
 
 
 # Pictures
 
 
-def bars(benchmark: str) -> list[Bar]:
+def rows(benchmark: str) -> list[Row]:
     """What is drawn."""
-    found: list[Bar] = []
-    for file in committed(benchmark).values():
-        run = read(file)
+    found: list[Row] = []
+    runs = [read(file) for file in committed(benchmark).values()]
+    if benchmark == "graph_decoding":  # of which a run has some cases only
+        runs = sorted([*runs, *earlier(benchmark).values()], key=lambda run: SHAPES.index(run["shape"]))
+    for run in runs:
         name = named(run, "transformers ")
         if benchmark == "adapter_load":
             for entry in run["summary"].values():
                 if entry["ratio"] is not None:
                     low, high = entry["ratio"]["interval_95"]
-                    found.append((f"{entry['what']}\n{name}", entry["ratio"]["median"], (low, high), "ours"))
+                    label = f"{entry['what']}\n{name}"
+                    found.append(Row(label, "ours", (entry["ratio"]["median"],), ((low, high),)))
         elif benchmark == "idle_shim":
             for entry in run["models"].values():
                 for what, cost in entry.get("costs", {}).items():
@@ -365,87 +367,46 @@ def bars(benchmark: str) -> list[Bar]:
                         low, high = (100 * (end - 1) for end in spread["interval_95"])
                         label = {"A/B": "shim", "A/A": "noise, with", "B/B": "noise, without"}[kind]
                         text = f"{label}: {what}, {entry['what']}\n{name}"
-                        found.append((text, 100 * (spread["median"] - 1), (low, high), colour))
+                        found.append(Row(text, colour, (100 * (spread["median"] - 1),), ((low, high),)))
         elif benchmark == "alternatives":
             for entry in run["choices"].values():
                 if "share" in entry:
-                    vram = "" if entry["peak_gib"] is None else f", peak {entry['peak_gib']:.1f} GiB"
-                    found.append((f"{entry['what']}{vram}\n{name}", entry["share"], None, entry["who"]))
+                    found.append(Row(f"{entry['what']}\n{name}", entry["who"], (entry["share"], entry["peak_gib"])))
+        elif benchmark == "graph_decoding":
+            for entry in run["cases"].values():
+                if shown(entry, "speed"):
+                    found += replayed(entry, run["shape"])
     return found
 
 
-def digest(benchmark: str) -> str:
-    """Of what is drawn. A picture carries it, so that a stale one is seen where matplotlib is missing."""
-    return hashlib.sha256(json.dumps([DRAWING, benchmark, bars(benchmark)]).encode()).hexdigest()[:16]
-
-
-def picture(benchmark: str) -> Path:
-    return PLOTS / f"{benchmark}.png"
-
-
-def stale() -> list[Path]:
-    """Pictures of committed runs that are missing or show other data."""
+def replayed(entry: Run, shape: str) -> list[Row]:
+    """Two bars of a case: its steps as they are, and replayed."""
+    found = entry["speed"]["summary"]
     return [
-        picture(benchmark)
-        for benchmark in TABLES
-        if bars(benchmark)
-        and not (
-            picture(benchmark).exists() and f"data {digest(benchmark)}".encode() in picture(benchmark).read_bytes()
+        Row(
+            label,
+            kind,
+            (found["tok_s"][way]["median"], found["peak_gib"][way]),
+            (tuple(found["tok_s"][way]["interval_95"]), None),
         )
+        for way, kind, label in (("eager", "eager", f"{shape}: {entry['what']}"), ("replayed", "ours", ""))
     ]
 
 
-def draw(benchmark: str) -> Path:
-    """Horizontal bars with their intervals, transparent, in colours that show on dark and light."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("drawing needs matplotlib: pip install 'gemma4-compat[bench]'") from None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    shown = bars(benchmark)[::-1]
-    ink = {name: INK for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")}
-    with matplotlib.rc_context({**ink, "font.family": "sans-serif", "font.size": 8}):
-        figure = Figure(figsize=(9, 0.8 + 0.42 * len(shown)), layout="constrained")
-        axes = figure.add_subplot()
-        places = range(len(shown))
-        values = [value for _, value, _, _ in shown]
-        axes.barh(places, values, color=[COLOURS[colour] for *_, colour in shown], height=0.6)
-        for place, (_, value, interval, _) in zip(places, shown):
-            if interval is not None:
-                axes.plot(interval, (place, place), color=INK, linewidth=2)
-            axes.annotate(
-                f"{value:.2f}",
-                (max(value, *(interval or ()), 0.0), place),
-                xytext=(4, 0),
-                va="center",
-                textcoords="offset points",
-            )
-        axes.set_yticks(places, [label for label, *_ in shown])
-        axes.axvline(0.0 if benchmark == "idle_shim" else 1.0, color=INK, linewidth=1)
-        axes.margins(x=0.09)  # room for the figure at the end of a bar
-        axes.grid(axis="x", color=INK, alpha=0.3, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(TITLES[benchmark])
-        kinds = [kind for kind in COLOURS if any(colour == kind for *_, colour in shown)]
-        handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-        FigureCanvasAgg(figure)
-        metadata = {"Software": None, "Description": f"data {digest(benchmark)}"}
-        figure.savefig(picture(benchmark), format="png", dpi=130, transparent=True, metadata=metadata)
-    return picture(benchmark)
+def pictures() -> dict[Path, str]:
+    """Each picture of the committed runs, as it should be."""
+    return {
+        PLOTS / f"{benchmark}.svg": chart(TITLES[benchmark], PANELS[benchmark], shown)
+        for benchmark in TITLES
+        if (shown := rows(benchmark))
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-plot", action="store_true", help="tables only")
-    arguments = parser.parse_args(argv)
+    parser.parse_args(argv)
     for benchmark in TABLES:
         print(f"## {benchmark}\n\n{section(benchmark)}\n")
-        if not arguments.no_plot and bars(benchmark):
-            print(f"drew {draw(benchmark)}", file=sys.stderr)
     return 0
 
 

@@ -1,28 +1,24 @@
-"""Tables and plots of the committed runs of small_card.py.
+"""Tables and pictures of the committed runs of small_card.py.
 
-python benchmarks/small_card_report.py            print the tables, draw docs/small_card-<shape>.svg
-python benchmarks/small_card_report.py FILE...    the same for these results, drawn beside them
+python benchmarks/small_card_report.py          print the tables
+python benchmarks/small_card_report.py FILE...  the same of these results, with a picture beside each
 
-Drawing needs matplotlib (`pip install "gemma4-compat[bench]"`); the tables, which tools/docs.py puts into docs/,
-need nothing.
+tools/docs.py puts the tables into docs/SMALL_CARD.md, and writes the pictures, docs/small_card-<shape>.svg.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from pictures import Panel, Row, chart
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs"
-#: What a picture shows of a case, for its digest; change it with the drawing, and committed pictures are stale.
-DRAWING = "1"
-NAMES = {"reference": "all on the GPU", "upstream": "upstream", "ours": "with gemma4_compat"}
-COLOURS = {"reference": "#555555", "upstream": "#c44e52", "ours": "#4c72b0"}
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 
 
@@ -180,82 +176,44 @@ def section() -> str:
     return "\n".join(parts).rstrip()
 
 
-def points(run: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """Who, name, peak VRAM, share of decode speed: what is drawn."""
-    found = [(entry["who"], name, peak(entry), entry["decode_share"]) for name, entry in measured(run).items()]
-    return [(who, name, x, y) for who, name, x, y in found if x is not None]
+def rows(run: dict[str, Any]) -> list[Row]:
+    """Share of decode speed and peak VRAM of each case: what is drawn."""
+    return [
+        Row(entry["what"], entry["who"], (entry["decode_share"], peak(entry)))
+        for entry in measured(run).values()
+        if peak(entry) is not None
+    ]
 
 
-def digest(run: dict[str, Any]) -> str:
-    """Of what is drawn. A picture carries it, so that a stale one is seen where matplotlib is missing."""
-    return hashlib.sha256(json.dumps([DRAWING, run["shape"], points(run)]).encode()).hexdigest()[:16]
+def pictures() -> dict[Path, str]:
+    """Each picture of the committed runs, as it should be."""
+    runs = {PLOTS / f"small_card-{shape}.svg": read(file) for shape, file in committed().items()}
+    return {picture: drawn(run) for picture, run in runs.items() if rows(run)}
 
 
-def is_current(run: dict[str, Any], picture: Path) -> bool:
-    return picture.exists() and f"data {digest(run)}" in picture.read_text(encoding="utf-8")
-
-
-def stale() -> list[Path]:
-    """Pictures of committed runs that are missing or show other data."""
-    pictures = {PLOTS / f"small_card-{shape}.svg": read(file) for shape, file in committed().items()}
-    return [picture for picture, run in pictures.items() if not is_current(run, picture)]
-
-
-def draw(run: dict[str, Any], picture: Path) -> None:
-    """Peak VRAM against decode speed, one point a case. The same data gives the same bytes."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("drawing needs matplotlib: pip install 'gemma4-compat[bench]'") from None
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    shown = points(run)
-    if not shown:
-        raise SystemExit(f"nothing to draw for {run['shape']}: no case has VRAM figures")
-    settings = {"svg.hashsalt": "gemma4_compat", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        axes = figure.add_subplot()
-        for who in NAMES:
-            of_who = [(x, y) for other, _, x, y in shown if other == who]
-            if of_who:
-                axes.scatter(*zip(*of_who), s=36, color=COLOURS[who], label=NAMES[who], zorder=3)
-        for who, name, x, y in shown:
-            axes.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=7, color=COLOURS[who])
-        axes.set_xlabel("peak VRAM, GiB (loading, prefill and decoding)")
-        axes.set_ylabel("decode speed, share of everything on the GPU")
-        axes.set_xlim(0, 1.12 * max(x for _, _, x, _ in shown))
-        axes.set_ylim(0, 1.1 * max(y for _, _, _, y in shown))
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.set_title(f"{run['shape']} in 4-bit on {run['machine']['device']}: left and up is better")
-        axes.legend(loc="lower right")
-        FigureCanvasSVG(figure)
-        metadata = {"Date": None, "Creator": None, "Description": f"data {digest(run)}"}
-        figure.savefig(picture, format="svg", metadata=metadata)
-    text = picture.read_text(encoding="utf-8")
-    picture.write_text("\n".join(part.rstrip() for part in text.splitlines()) + "\n", encoding="utf-8")
+def drawn(run: dict[str, Any]) -> str:
+    """Decode speed and peak VRAM of each case."""
+    title = f"{run['shape']} in 4-bit on one {run['machine']['device']}"
+    panels = Panel("speed, of all on the GPU", 1.0), Panel("peak VRAM, GiB")
+    return chart(title, panels, rows(run))
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="results of small_card.py")
-    parser.add_argument("--no-plot", action="store_true", help="tables only")
     arguments = parser.parse_args(argv)
-    chosen = {file: file.with_suffix(".svg") for file in arguments.files}
-    if not chosen:
-        chosen = {file: PLOTS / f"small_card-{shape}.svg" for shape, file in committed().items()}
-    if not chosen:
+    files = arguments.files or list(committed().values())
+    if not files:
         parser.error(f"no results under {RESULTS}; run benchmarks/small_card.py, or name a file")
-    for file, picture in chosen.items():
+    for file in files:
         try:
             run = read(file)
             print(f"{heading(run, file.name)}\n\n{table(run)}\n\n{planner(run)}\n")
         except (OSError, KeyError, ValueError) as error:
             parser.error(f"{file} is no result of small_card.py: {type(error).__name__}: {error}")
-        if not arguments.no_plot:
-            draw(run, picture)
-            print(f"drew {picture}", file=sys.stderr)
+        if arguments.files and rows(run):
+            file.with_suffix(".svg").write_text(drawn(run), encoding="utf-8")
+            print(f"drew {file.with_suffix('.svg')}", file=sys.stderr)
     return 0
 
 

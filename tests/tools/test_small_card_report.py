@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,12 +86,13 @@ def test_the_heading_names_machine_stack_and_both_looks_at_the_reference(run: di
         assert part in text
 
 
-def test_the_digest_changes_with_what_is_drawn_only(run: dict[str, Any]) -> None:
-    before = report.digest(run)
+def test_a_picture_changes_with_what_is_drawn_only(run: dict[str, Any]) -> None:
+    before = report.drawn(run)
     run["cases"]["table"]["wall_s"] = 99.0
-    assert report.digest(run) == before
-    run["cases"]["table"]["decode_share"] = 0.5
-    assert report.digest(run) != before
+    assert report.drawn(run) == before
+    run["cases"]["table"]["decode_share"] = 0.512
+    assert report.drawn(run) != before
+    assert ">0.51<" in report.drawn(run)
 
 
 def test_a_run_without_a_gpu_has_tables_and_nothing_to_draw(run: dict[str, Any]) -> None:
@@ -99,30 +101,24 @@ def test_a_run_without_a_gpu_has_tables_and_nothing_to_draw(run: dict[str, Any])
             if phase:
                 phase.update(resident_gib=None, peak_gib=None)
     run["host_to_device_gib_s"] = None
-    assert report.points(run) == []
+    assert report.rows(run) == []
     assert report.planner(run) == ""
     assert "| - |" in report.table(run)
     assert "pinned" not in report.heading(run, "x")
 
 
-def test_the_same_data_gives_the_same_picture_and_a_stale_one_is_seen(run: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'gemma4-compat[bench]'")
-    first, second = tmp_path / "a.svg", tmp_path / "b.svg"
-    report.draw(run, first)
-    report.draw(run, second)
-    assert first.read_bytes() == second.read_bytes()
-    assert "upstream-table" in first.read_text(encoding="utf-8")
-    assert report.is_current(run, first)
-    run["cases"]["table"]["decode_share"] = 0.5
-    assert not report.is_current(run, first)
-    assert not report.is_current(run, tmp_path / "missing.svg")
+def test_a_picture_is_drawn_beside_a_result_that_was_named(run: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(run), encoding="utf-8")
+    assert report.main([str(file)]) == 0
+    assert (tmp_path / "run.svg").read_text(encoding="utf-8") == report.drawn(run)
 
 
 def test_a_file_that_is_no_result_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "x.json"
     file.write_text("{}", encoding="utf-8")
     with pytest.raises(SystemExit):
-        report.main([str(file), "--no-plot"])
+        report.main([str(file)])
     assert "is no result of small_card.py" in capsys.readouterr().err
 
 

@@ -89,6 +89,42 @@ def merge_section() -> str:
     )
 
 
+#: The ways of benchmarks/checkpoints.py and what they are called on a page.
+WRITERS = {
+    "copy": "a copy of the files",
+    "repair": "`repair`",
+    "merge": "`merge`",
+    "dequantized": "`merge --base dequantized`",
+    "quantized": "`merge --quantize-result 4bit-double`",
+    "export": "`export`",
+}
+
+
+def checkpoints_section() -> str:
+    """The newest committed run of benchmarks/checkpoints.py."""
+    file = sorted((ROOT / "benchmarks" / "results").glob("*-cpu/checkpoints-*.json"))[-1]
+    run = json.loads(file.read_text(encoding="utf-8"))
+    rows = ["| what | time | of a copy's | peak memory | written |", "|---|---:|---:|---:|---:|"]
+    for way, found in run["ways"].items():
+        low, high = min(found["seconds"]), max(found["seconds"])
+        spread = f" ({low:.1f} to {high:.1f})" if len(found["seconds"]) > 1 else ""
+        rows.append(
+            f"| {WRITERS[way]} | {found['median_seconds']:.1f} s{spread} | {found['of_copy']:.2f} "
+            f"| {found['peak'] / 2**20:.0f} MiB | {found['written'] / 1e9:.2f} GB |"
+        )
+    versions = ", ".join(f"{name} {run['versions'][name]}" for name in ("transformers", "peft", "torch"))
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"{run['shape']}, random weights, {run['checkpoint'] / 1e9:.1f} GB in {run['shards']} files, a LoRA of "
+            f"{run['adapter'] / 1e6:.0f} MB; medians, in turns; memory beyond the imports, merges without the check "
+            f"({run['machine']}, {versions}, {run['date']}; `python benchmarks/checkpoints.py`; "
+            f"[raw](../{file.relative_to(ROOT).as_posix()})).",
+        ]
+    )
+
+
 def chunked_loss_section() -> str:
     """What the loss in chunks saves, and how far it is from the plain one."""
     (file,) = sorted((ROOT / "benchmarks" / "results").glob("*-cpu/chunked_loss.json"))[-1:]
