@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib.util
 import os
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gemma4_compat
 from gemma4_compat._doctor import children
 from gemma4_compat._engine import notice, versions
-from tests.helpers import Library
+from tests import warm
+from tests.helpers import ROOT, Finished, Library, child
 
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
 
@@ -222,3 +225,18 @@ def census() -> tuple[int, int]:
         if tensor.device.type != "meta"
     }
     return len(tensors), sum(storages.values())
+
+
+@pytest.fixture(scope="session")
+def warm_child() -> Iterator[Callable[..., Finished]]:
+    """:func:`tests.helpers.child` for scripts that import the libraries, in forks where these are safe."""
+    with contextlib.ExitStack() as stack:
+        python = sys.executable
+        if children.can_fork():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warm-")))
+            inherited = {name: value for name, value in os.environ.items() if not name.startswith("GEMMA4_COMPAT_")}
+            inherited.pop("PYTHONWARNINGS", None)
+            path = os.pathsep.join(filter(None, [str(ROOT), inherited.get("PYTHONPATH")]))
+            environment = inherited | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+            python = stack.enter_context(warm.interpreter(folder, environment))
+        yield functools.partial(child, python=python)
