@@ -164,3 +164,11 @@ def docs(session: nox.Session) -> None:
     session.install(".[docs]")
     session.run("python", "tools/docs.py", *session.posargs)
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+@nox.session
+def site_check(session: nox.Session) -> None:
+    """Look at the site in Chromium: contrast, width, pictures, search (`apt-get install chromium chromium-driver`)."""
+    session.install(".[docs]", "selenium>=4.20")
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("python", "-m", "tools.site_check", "site", *session.posargs)

@@ -16,6 +16,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = runpy.run_path(str(ROOT / "gemma4_compat" / "_engine" / "address.py"))["REPOSITORY"]
 FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+#: Pages that answer a question come first in the search, those that list everything last: `nox -s site_check`.
+BOOST = {
+    "SETTINGS.md": 10,
+    **dict.fromkeys(("DECODING.md", "MERGING.md", "READERS.md", "SMALL_CARD.md", "TRAINING.md"), 3),
+    **dict.fromkeys(("API.md", "CHANGELOG.md", "JSON.md", "PATCHES.md", "VARIANTS.md"), 0.4),
+}
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
@@ -30,7 +36,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Mend the links of a page."""
+    """Mend the links of a page, and say how high the search puts it."""
+    page.meta.setdefault("search", {"boost": BOOST.get(page.file.src_path, 1)})
     return _LINK.sub(lambda found: _link(found, files), markdown)
 
 
