@@ -83,3 +83,16 @@ def test_a_preloaded_model_is_for_one_load_without_quantization(
     workspace.forget()
     assert workspace.load() == 5
     assert loads == [None, "4bit", None, None, None]
+
+
+def test_ranks_of_ddp_are_built_each_in_its_own_order(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
+    from gemma4_compat._reproduction import scenarios, workspace
+
+    own = Workspace.build(tmp_path)
+    own.preload()
+    try:
+        scenarios.second_rank("transformers.models.gemma4.modeling_gemma4", own)
+        assert own.checkpoint in workspace._preloaded, "a rank had the model that was built before, in any order"
+    finally:
+        own.forget()
