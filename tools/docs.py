@@ -41,7 +41,7 @@ from tools.pages.markers import filled, from_docs  # noqa: E402
 PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [("common errors", errors.common), ("what it gives", gives.section)],
     "docs/SMALL_CARD.md": [("small card", small_card_report.section)],
-    "docs/MERGING.md": [("merge", measurements.merge_section)],
+    "docs/MERGING.md": [("merge", measurements.merge_section), ("checkpoints", measurements.checkpoints_section)],
     "docs/RELEASES.md": [("matrix", matrix.summary), ("upstream", measurements.upstream_section)],
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],

@@ -120,7 +120,7 @@ def checkpoints_section() -> str:
             f"{run['shape']}, random weights, {run['checkpoint'] / 1e9:.1f} GB in {run['shards']} files, a LoRA of "
             f"{run['adapter'] / 1e6:.0f} MB; medians, in turns; memory beyond the imports, merges without the check "
             f"({run['machine']}, {versions}, {run['date']}; `python benchmarks/checkpoints.py`; "
-            f"[raw](../{file.relative_to(ROOT).as_posix()})).",
+            f"[raw]({file.relative_to(ROOT).as_posix()})).",
         ]
     )
 
