@@ -72,23 +72,28 @@ def main() -> int:
     if unknown := [way for way in ways if way not in WAYS]:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(WAYS)}")
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=arguments.work) as work:
-        result = run(arguments.shape, Path(work), arguments.rounds, ways)
+        for result in run(arguments.shape, Path(work), arguments.rounds, ways):
+            common.write(result, arguments.json)
     print(json.dumps(result, indent=1))
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def run(shape: str, work: Path, rounds: int, ways: list[str]) -> dict[str, Any]:
+def run(shape: str, work: Path, rounds: int, ways: list[str]) -> Iterator[dict[str, Any]]:
+    """The result so far, after each measurement."""
     # Not here: a child's peak begins with what its parent holds.
     built = common.child(Path(__file__), shape, "build", work)
+    begins = header(shape, built)
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for number in range(rounds):
         for way in ways[:: 1 if number % 2 == 0 else -1]:
             if number == 0 or way not in ONCE:
                 found[way].append(common.child(Path(__file__), shape, way, work))
                 print(way, found[way][-1], file=sys.stderr, flush=True)
+                yield begins | {"ways": {name: summary(items, found) for name, items in found.items() if items}}
+
+
+def header(shape: str, built: dict[str, Any]) -> dict[str, Any]:
+    """What a result begins with."""
     return {
         "question": "peak host memory and time of merge, repair and export, against a copy of the checkpoint",
         "date": date.today().isoformat(),
@@ -97,15 +102,15 @@ def run(shape: str, work: Path, rounds: int, ways: list[str]) -> dict[str, Any]:
         "versions": {name: version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")},
         "shape": shape,
         **built,
-        "ways": {way: summary(items, found.get("copy", [])) for way, items in found.items()},
     }
 
 
-def summary(items: list[dict[str, Any]], copies: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(items: list[dict[str, Any]], found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Seconds of each run, and of them the median, also as a multiple of the copy's; the largest peak in bytes."""
     seconds = [item["seconds"] for item in items]
     median = statistics.median(seconds)
-    copied = statistics.median(item["seconds"] for item in copies) if copies else None
+    copies = [item["seconds"] for item in found.get("copy", [])]
+    copied = statistics.median(copies) if copies else None
     return {
         "seconds": seconds,
         "median_seconds": median,

@@ -131,7 +131,7 @@ def _panel(
     high = max(0.0, panel.line or 0.0, *(end for pair in ends for end in pair))
     step = _step(high - low)
     low, high = math.floor(low / step) * step, max(math.ceil(high / step), math.floor(low / step) + 1) * step
-    bottom = top + sum(heights)
+    above, bottom = top - 2, top + sum(heights)
 
     def place(value: float) -> float:
         return left + width * (value - low) / (high - low)
@@ -139,7 +139,7 @@ def _panel(
     parts = [_text(left, top - 7, panel.heading)] if panel.heading else []
     for number in range(round((high - low) / step) + 1):
         at = place(low + number * step)
-        parts.append(f'<line class="grid" x1="{at:.1f}" y1="{top - 2}" x2="{at:.1f}" y2="{bottom}"/>')
+        parts.append(f'<line class="grid" x1="{at:.1f}" y1="{above}" x2="{at:.1f}" y2="{bottom}"/>')
         parts.append(_text(at, bottom + 15, f"{low + number * step:g}", "tick"))
     for row, pair, height in zip(rows, ends, heights):
         value = row.values[index]
@@ -158,10 +158,10 @@ def _panel(
         parts.append(
             _text(place(max(0.0, value, *pair)) + 5, middle + 4, f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}")
         )
-    for value, kind in ((0.0, "zero"), (panel.line, "mark")):
-        if value is not None:
-            at, above = place(value), bottom - sum(heights) - 2
-            parts.append(f'<line class="{kind}" x1="{at:.1f}" y1="{above}" x2="{at:.1f}" y2="{bottom}"/>')
+    parts.append(f'<line x1="{place(0.0):.1f}" y1="{above}" x2="{place(0.0):.1f}" y2="{bottom}"/>')
+    if panel.line is not None:
+        at = place(panel.line)
+        parts.append(f'<line class="mark" x1="{at:.1f}" y1="{above}" x2="{at:.1f}" y2="{bottom}"/>')
     return parts
 
 

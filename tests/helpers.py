@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -277,6 +278,22 @@ class Finished:
         if not last.startswith(("{", "[")):
             raise AssertionError(f"the child ended with {self.code} and no JSON:\n{self.stdout}\n{self.stderr}")
         return json.loads(last)
+
+
+def cut_short(what: BaseException | str, folder: Path) -> Callable[..., Any]:
+    """In place of a function that writes: raise ``what``, or send the signal of that name to this process.
+
+    It fails the test where ``folder`` is empty: then there is nothing to clean up.
+    """
+
+    def fail(*_: Any, **__: Any) -> Any:
+        assert list(folder.iterdir()), "it fails while there is something to clean up"
+        if isinstance(what, str):
+            os.kill(os.getpid(), getattr(signal, what))
+            return b""
+        raise what
+
+    return fail
 
 
 def child(

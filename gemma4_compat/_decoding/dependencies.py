@@ -11,7 +11,6 @@ Nothing here keeps a module or a tensor alive. When a module of the model is del
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
@@ -25,7 +24,6 @@ _ADAPTER_DICTS = ("scaling",)
 #: Attributes of configurations, which a logits processor may change, too.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_SIMPLE = (str, int, float, bool, type(None))
 
 
 class Dependencies:
@@ -167,9 +165,10 @@ class Dependencies:
 class _Entries:
     """Of dictionaries: which object is under a key.
 
-    Objects are told apart by their ids, which a C loop compares several times faster than references. An id is that of
-    one object as long as this lives, and it must: a weak reference to each object, or the object itself where it is
-    a number or a name, says so. Containers have neither; they are small, and belong to modules and configurations.
+    Objects are compared by their ids, in two passes over lists. Another object may get the id of one that was deleted,
+    so deletions are noticed: by weak references, or there are none, for numbers, names and the like are kept alive.
+    Containers are neither watched nor kept, since they may hold modules; a new one at the place of a deleted one would
+    not be noticed.
     """
 
     def __init__(self) -> None:
@@ -186,11 +185,12 @@ class _Entries:
         self._dicts.append(where)
         self._keys.append(key)
         self._ids.append(id(value))
-        if isinstance(value, _SIMPLE):
+        if isinstance(value, (dict, list, tuple, set)):
+            return
+        try:
+            self._references.append(weakref.ref(value, self._gone.append))
+        except TypeError:  # a number, a name, a dtype: nothing that holds a module
             self._constants.append(value)
-        elif not isinstance(value, (dict, list, tuple, set)):
-            with contextlib.suppress(TypeError):  # it knows no weak references
-                self._references.append(weakref.ref(value, self._gone.append))
 
     def hold(self) -> bool:
         """Whether the same objects are there."""

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
+from gemma4_compat._decoding import dependencies
 from gemma4_compat._models import placement
 from tests.decoding.calls import (
     CHANGES,
@@ -231,3 +232,22 @@ def test_a_weight_changed_on_the_host(models: Models, part: str, in_place: bool)
             weights.dataset.state_dict[key] = weights.dataset.state_dict[key] * -1.5
 
     noticed(models.fresh("4bit-double", where="streamed"), changed)
+
+
+def test_another_object_at_the_same_address_is_noticed() -> None:
+    class Weight:
+        pass
+
+    for _ in range(100):
+        parameters = {"weight": Weight()}
+        entries = dependencies._Entries()
+        entries.add(parameters, "weight")
+        address = id(parameters["weight"])
+        assert entries.hold()
+        parameters["weight"] = None  # type: ignore[assignment]
+        assert not entries.hold()
+        parameters["weight"] = Weight()
+        assert not entries.hold()
+        if id(parameters["weight"]) == address:
+            return
+    pytest.skip("this interpreter uses no address twice in a row")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from gemma4_compat._checkpoint import shards
 from gemma4_compat._export import job
 from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
 from tests.adapters.adapter_files import lora, write_adapter
+from tests.helpers import cut_short
 from tests.merge import adapters as made
 
 READERS = ("vllm", "sglang", "mlx", "gguf")
@@ -205,13 +204,7 @@ def test_the_base_is_the_id_that_the_adapter_names(tmp_path: Path) -> None:
 def test_nothing_is_left_when_it_is_cut_short(
     workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Any, target: str
 ) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        assert list(tmp_path.iterdir()), "it fails while there is something to clean up"
-        if isinstance(what, str):
-            os.kill(os.getpid(), getattr(signal, what))
-            return b""
-        raise what
-
+    fail = cut_short(what, tmp_path)
     monkeypatch.setattr(shards, "as_bytes", fail)
     wanted = SystemExit if isinstance(what, str) else Gemma4CompatError if isinstance(what, OSError) else type(what)
     with pytest.raises(wanted):

@@ -16,6 +16,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._merge import check, folders
+from tests.helpers import cut_short
 
 
 @pytest.fixture(autouse=True)
@@ -50,13 +51,7 @@ def test_a_merge_under_nohup_goes_on_after_the_terminal_is_closed(
 def test_nothing_is_left_when_it_is_cut_short(
     workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: Any, when: str
 ) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        assert list(tmp_path.iterdir()), "it fails while there is something to clean up"
-        if isinstance(what, str):
-            os.kill(os.getpid(), getattr(signal, what))
-            return b""
-        raise what
-
+    fail = cut_short(what, tmp_path)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP)
     monkeypatch.setattr(*((shards, "as_bytes") if when == "writing" else (check, "compare")), fail)
     wanted = SystemExit if isinstance(what, str) else type(what)

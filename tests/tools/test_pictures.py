@@ -18,6 +18,8 @@ from pictures import Panel, Row, chart  # noqa: E402
 SVG = "{http://www.w3.org/2000/svg}"
 #: Backgrounds of the site, light and dark, and of GitHub.
 PAGES = (("#ffffff",), ("#1e2129", "#0d1117"))
+#: Pixels of a letter on average, in the widest font that was seen: DejaVu Sans of 11.5 pixels, Chromium on Debian.
+LETTER = 6.9
 DRAWN = sorted((ROOT / "docs").glob("*.svg"))
 
 
@@ -46,7 +48,7 @@ def boxes(text: str) -> list[tuple[str, float, float, float, float]]:
     found = []
     for item in ET.fromstring(text).iter(f"{SVG}text"):
         said, kind = item.text or "", item.get("class")
-        width = pictures.LETTER * len(said) * (1.25 if kind == "title" else 1.0)
+        width = LETTER * len(said) * (1.25 if kind == "title" else 1.0)
         left, bottom = float(item.attrib["x"]), float(item.attrib["y"])
         left -= {"label": width, "tick": width / 2}.get(kind or "", 0.0)
         if said:

@@ -58,8 +58,9 @@ def section() -> str:
         "",
         f"One {machine['device']}, transformers {machine['versions']['transformers']}, random weights in the real "
         f"shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
-        f"({run['date']}); VRAM is what torch allocates at most, loading included. Several machines, and their CPUs "
-        "differ: between two tokens they run Python. Longer contexts, upstream beside it and all figures: "
+        f"({run['date']}); VRAM is what torch allocates at most, loading included. The machines had different "
+        "CPUs, and speed depends on them: Python runs between two tokens. Longer contexts, upstream beside it and all "
+        "figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
     ]
     return "\n".join(rows)
