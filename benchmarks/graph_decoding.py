@@ -9,6 +9,7 @@ the same `generate` call with upstream's switch `disable_compile=True`, in the s
 speed      tokens a second after the first ones, in turns, in several rounds; the time to the first token; the VRAM
            peak of each way, and the planner's; of streamed layers, what share of the bus that is
 fusing     tokens a second of replays with fused kernels and without them, in turns
+waiting    tokens a second of replays whose stops are read one step late, and with the host waiting for each, in turns
 bits       tokens and logits of both ways: greedy, sampled, beams, padded, an image, across and past the window, three
            turns on one cache, adapters switched; graphs are fused early in them
 short      seconds of answers of 16, 64 and 256 tokens
@@ -39,7 +40,7 @@ import graph_decoding_report as report  # noqa: E402
 from common import Data, Order  # noqa: E402
 from graph_decoding_models import ADAPTED, SECOND, WHERE  # noqa: E402
 
-PARTS = ("speed", "fusing", "bits", "short", "compiled", "endurance")
+PARTS = ("speed", "fusing", "waiting", "bits", "short", "compiled", "endurance")
 CASES = tuple(f"{where}{adapter}" for where in WHERE if where != "bf16" for adapter in ("", ADAPTED))
 #: Tokens of a turn, and after how many of them tokens are counted: a replay has to be captured first.
 TOKENS = {"eager": 12, "replayed": 100, "compiled": 100}
@@ -126,6 +127,10 @@ def speed(run: Run, name: str, entry: Data, rounds: int, ways: tuple[str, ...] =
         found["first"][way] = turn(way, peak=True)
         if "error" in found["first"][way]:
             return
+    if "replayed" in ways:  # a later call prefills beside the graph
+        found["second"] = {"replayed": turn("replayed", peak=True)}
+        if "error" in found["second"]["replayed"]:
+            return
     for number in range(rounds):
         turns = {way: turn(way) for way in (ways if number % 2 == 0 else ways[::-1])}
         if any("error" in one for one in turns.values()):
@@ -150,6 +155,23 @@ def fusing(run: Run, name: str, entry: Data, rounds: int) -> None:
         found["summary"] = report.fusing_summary(found["rounds"])
         run.keep()
     run.keep(f"{name:<14} fusing: {found.get('summary')}")
+
+
+def waiting(run: Run, name: str, entry: Data, rounds: int) -> None:
+    """Replays between which the host waits for the token, and does not, in turns."""
+    found: Data = {"rounds": []}
+    entry["waiting"] = found
+    order = {"tokens": TOKENS["replayed"], "settled": SETTLED["replayed"]}
+    for number in range(rounds):
+        turns: Data = {}
+        for way in ("waiting", "deferred") if number % 2 == 0 else ("deferred", "waiting"):
+            turns[way] = run.tell("waiting", f"{name} waiting", waits=way == "waiting", **order)
+        if any("error" in one for one in turns.values()):
+            return
+        found["rounds"].append(turns)
+        found["summary"] = report.waiting_summary(found["rounds"])
+        run.keep()
+    run.keep(f"{name:<14} waiting: {found.get('summary')}")
 
 
 def bits(run: Run, name: str, entry: Data) -> None:
@@ -228,6 +250,7 @@ def case(run: Run, name: str, arguments: Any) -> None:
     steps: dict[str, Callable[[], None]] = {
         "speed": lambda: speed(run, name, entry, arguments.rounds),
         "fusing": lambda: fusing(run, name, entry, FUSING_ROUNDS),
+        "waiting": lambda: waiting(run, name, entry, arguments.rounds),
         "bits": lambda: bits(run, name, entry),
         "short": lambda: short(run, name, entry, arguments.answers),
         "endurance": lambda: endurance(run, name, entry, arguments.endurance_tokens),

@@ -151,6 +151,26 @@ def fusing(order: Order) -> Data:
     return {"tok_s": found["tok_s"], "capture_s": steps["capture_seconds"], "fused": steps["fused"]}
 
 
+def waiting(order: Order) -> Data:
+    """Tokens a second of replays, and how many steps did not wait for the token before: none, with ``waits``."""
+    from unittest import mock
+
+    from gemma4_compat._decoding import deferral
+
+    cost = 0.0 if order["waits"] else deferral.WAITING
+    defers, late = deferral.Sampling.defers, 0
+
+    def counted(sampling: Any) -> bool:
+        nonlocal late
+        found = defers(sampling)
+        late += found
+        return found
+
+    with mock.patch.multiple(deferral, WAITING=cost), mock.patch.object(deferral.Sampling, "defers", counted):
+        found = turn(order | {"way": "replayed"})
+    return {"tok_s": found["tok_s"], "late": late}
+
+
 def answer(order: Order) -> Data:
     """Seconds of an answer of so many tokens, prefill included."""
     batch = text_prompt(_model, PROMPT)
@@ -372,6 +392,7 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {
     "decode_fast": decode_fast,
     "turn": turn,
     "fusing": fusing,
+    "waiting": waiting,
     "answer": answer,
     "bits": bits,
     "endure": endure,

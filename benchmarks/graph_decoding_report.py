@@ -24,8 +24,8 @@ def speed_summary(entry: Data, result: Data) -> Data:
             way: statistics.median([turns[way]["first_token_s"] for turns in speed["rounds"]]) for way in ways
         },
         "first_call_s": {way: speed["first"][way]["seconds"] for way in ways},
-        "peak_gib": {way: speed["first"][way]["memory"]["peak_gib"] for way in ways},
-        "peak_reserved_gib": {way: speed["first"][way]["memory"]["peak_reserved_gib"] for way in ways},
+        "peak_gib": {way: _peak(speed, way, "peak_gib") for way in ways},
+        "peak_reserved_gib": {way: _peak(speed, way, "peak_reserved_gib") for way in ways},
         "planned_gib": load["planned_gib"]["peak"],
     }
     if "replayed" in ways:
@@ -43,6 +43,13 @@ def speed_summary(entry: Data, result: Data) -> Data:
     return found
 
 
+def _peak(speed: Data, way: str, key: str) -> Any:
+    """Of the first call and, where that was measured, of a later one."""
+    calls = [speed[number][way] for number in ("first", "second") if way in speed.get(number, {})]
+    peaks = [call["memory"][key] for call in calls if call["memory"][key] is not None]
+    return max(peaks, default=None)
+
+
 def fusing_summary(rounds: list[Data]) -> Data:
     """Of the rounds so far."""
     ratios = [turns["fused"]["tok_s"] / turns["plain"]["tok_s"] for turns in rounds]
@@ -54,6 +61,16 @@ def fusing_summary(rounds: list[Data]) -> Data:
             "later": statistics.median([turns["fused"]["capture_s"] for turns in rounds[1:] or rounds]),
         },
         "fused": [turns["fused"]["fused"] for turns in rounds],
+    }
+
+
+def waiting_summary(rounds: list[Data]) -> Data:
+    """Of the rounds so far."""
+    ways = ("waiting", "deferred")
+    return {
+        "tok_s": {way: common.spread([turns[way]["tok_s"] for turns in rounds]) for way in ways},
+        "ratio": common.spread([turns["deferred"]["tok_s"] / turns["waiting"]["tok_s"] for turns in rounds]),
+        "late": [turns["deferred"]["late"] for turns in rounds],
     }
 
 
@@ -210,6 +227,22 @@ def _fusing(run: Data) -> str:
     return _table(titles, rows)
 
 
+def _waiting(run: Data) -> str:
+    rows = []
+    for entry in run["cases"].values():
+        summary = entry.get("waiting", {}).get("summary")
+        if summary:
+            low, high = summary["ratio"]["quartiles"]
+            rows.append(
+                [
+                    entry["what"],
+                    *(_rate(summary["tok_s"][way]) for way in ("waiting", "deferred")),
+                    f"**{summary['ratio']['median']:.2f}** ({low:.2f} to {high:.2f})",
+                ]
+            )
+    return _table(("replays, tok/s", "the host waits for each token", "one step late", "ratio"), rows)
+
+
 def _all_bits(run: Data) -> str:
     entries = [
         entry
@@ -266,7 +299,7 @@ def _from_to(pair: Any) -> str:
     return "-" if pair is None else f"{pair[0]:.3f} -> {pair[1]:.3f} GiB"
 
 
-TABLES: tuple[Callable[[Data], str], ...] = (_speed, _fusing, _all_bits, _short, _compiled, _endurance)
+TABLES: tuple[Callable[[Data], str], ...] = (_speed, _fusing, _waiting, _all_bits, _short, _compiled, _endurance)
 
 
 def table(run: Data) -> str:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemma4_compat._decoding import fused_steps, obstacles, static_caches, steps
+from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
@@ -246,6 +246,9 @@ class Decoding:
             self._stream = stream
         for static, given in zip(graph.inputs, step.tensors):
             static.copy_(given)
+        running = deferral.current()
+        if running is not None:
+            running.launched()
         graph.replays += 1
         if not (graph.replays == fused_steps.AFTER and self.fuses and self._replay_fused(model, graph, step)):
             graph.recording.replay()

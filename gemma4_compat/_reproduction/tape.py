@@ -24,19 +24,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 T = TypeVar("T")
 
+_Event = torch.Event
+
 _GARBAGE = 0xFF  # the byte in memory that no kernel has written: NaN in any floating dtype, -1 in integers
 _under_way = threading.Lock()
 
 
 @contextlib.contextmanager
 def standing_in(recorders: dict[str, Any]) -> Iterator[None]:
-    """Inside, tapes record on the CPU, unless something does already.
+    """Inside, tapes record on the CPU, unless something does already, and it has events: nothing there is late.
 
     Args:
         recorders: ``gemma4_compat._decoding.recording.RECORDERS``.
     """
-    with mock.patch.dict(recorders, {"cpu": Tape} | recorders):
+    with mock.patch.dict(recorders, {"cpu": Tape} | recorders), mock.patch.object(torch, "Event", _event):
         yield
+
+
+def _event(device: Any = None, **options: Any) -> Any:
+    kind = None if device is None else torch.device(device).type
+    return mock.Mock(spec=("record", "synchronize")) if kind == "cpu" else _Event(device=device, **options)
 
 
 class Tape:

@@ -108,6 +108,7 @@ PATCHES: tuple[str, ...] = (
     "offload.transformers_model_device",
     "offload.transformers_pipeline_device",
     "generation.transformers_graph_decoding",
+    "generation.transformers_deferred_stop",
     "adapters.transformers_dequantized_adapter",
     "training.transformers_reentrant_checkpointing",
     "training.transformers_wide_heads",

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ from tests.decoding.calls import Models
 
 
 @pytest.fixture
-def tapes(monkeypatch: pytest.MonkeyPatch) -> Any:
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Steps on the CPU are recorded, by a class whose methods tests may replace."""
-    from gemma4_compat._reproduction.tape import Tape
+    from gemma4_compat._reproduction.tape import Tape, standing_in
 
     class OneAtATime(Tape):
         """As :class:`recording.CudaRecording`: who comes second waits."""
@@ -24,8 +24,9 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Any:
             with self._capturing:
                 return super().capture(run)
 
-    monkeypatch.setitem(recording.RECORDERS, "cpu", OneAtATime)
-    return OneAtATime
+    with standing_in(recording.RECORDERS):
+        monkeypatch.setitem(recording.RECORDERS, "cpu", OneAtATime)
+        yield OneAtATime
 
 
 @pytest.fixture(scope="session")

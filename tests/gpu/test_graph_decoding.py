@@ -11,6 +11,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._models import placement
+from tests.conftest import is_affected, patch
 from tests.decoding.calls import (
     CHANGES,
     NEW,
@@ -28,6 +29,7 @@ from tests.decoding.calls import (
     switched,
     text,
 )
+from tests.decoding.test_deferral import answer, end_at, same
 from tests.offload import threads
 
 QUANTIZATIONS = (None, "4bit-double", "4bit")
@@ -259,3 +261,27 @@ def test_kernels_are_fused(models: Models, quantization: str | None, adapter: st
     compared(model, ask(model, new=8))
     assert (steps(model).fused, steps(model).not_fused) == (1, ())
     assert kernels.of(model.device).inexact() == []
+
+
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "top_k": 50}])
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_stops_that_are_read_late(
+    models: Models, monkeypatch: pytest.MonkeyPatch, where: str, sampled: dict[str, Any]
+) -> None:
+    """The same tokens and the same random numbers after them, whether the text ends early or at its limit."""
+    from gemma4_compat._decoding import deferral
+
+    if not is_affected(patch("transformers-deferred-stop")):
+        pytest.skip("transformers before 5.17 has no deferred stop check")
+    late = []
+    defers = deferral.Sampling.defers
+    monkeypatch.setattr(deferral.Sampling, "defers", lambda self: late.append(defers(self)) or late[-1])
+    monkeypatch.setattr(deferral, "WAITING", float("inf"))
+    model = models(where=where)
+    for batch in (1, 3):
+        for end in (-1, end_at(model, 9, batch=batch, **sampled)):
+            options = {"batch": batch, "eos_token_id": end, "pad_token_id": 0, **sampled}
+            late.clear()
+            found = answer(model, **options)
+            assert sum(late) > 2
+            assert same(found, answer(model, **options, disable_compile=True))

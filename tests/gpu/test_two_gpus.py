@@ -1,4 +1,4 @@
-"""Two GPUs: a model split over both and the host, and trainings by ``accelerate launch``, against one GPU.
+"""Two GPUs: a model split over both and the host, trainings by ``accelerate launch``, and decoding, against one GPU.
 
 Bounds. A split model: none, both GPUs run the same kernels. A training: what the arithmetic of one GPU leaves open.
 One GPU computes the same batches in several ways (whole; in two halves; these again; for bf16 also with the halves'
@@ -27,6 +27,7 @@ import pytest
 from gemma4_compat._engine import versions
 from gemma4_compat._reproduction.workspace import difference
 from tests.conftest import is_affected, patch
+from tests.decoding import calls
 from tests.gpu.two_gpus import ON_SECOND, QUANTIZATIONS, SPLITS, TRAININGS, WAYS
 from tests.helpers import ROOT
 from tests.patches.placement.test_transformers_shared_kv import FSDP_AFFECTED
@@ -301,3 +302,43 @@ def test_a_training_on_two_gpus_has_the_losses_and_gradients_of_one(
         for rank in without:
             assert "died" in rank or (rank[case]["error"] is not None) == affected, rank[case]
             assert not affected or "died" in rank or rank[case]["error"] == "KeyError: 3", rank[case]
+
+
+# -------------------------------------------------------------------------------------------------- decoding by replay
+
+
+@pytest.fixture(scope="module")
+def models(workspace: Any) -> calls.Models:
+    return calls.Models(workspace)
+
+
+def test_a_model_on_each_of_two_gpus(models: calls.Models) -> None:
+    """Each has graphs of its own, in turns and at once."""
+    both = models.fresh("4bit"), models.fresh("4bit").to("cuda:1")
+
+    def answer(model: Any) -> Any:
+        return calls.generate(model, calls.text(model), {})
+
+    found = [answer(model) for model in both * 2]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            found += pool.map(answer, both)
+    expected = calls.generate(both[0], calls.text(both[0]), {"disable_compile": True})
+    for answered in found:
+        assert answered.sequences.tolist() == expected.sequences.tolist()
+        assert all(mine.tolist() == theirs.tolist() for mine, theirs in zip(answered.logits, expected.logits))
+    assert [calls.steps(model).captured for model in both] == [1, 1]
+
+
+def test_a_model_split_over_two_gpus_says_why_it_is_not_replayed(models: calls.Models) -> None:
+    from accelerate import dispatch_model
+
+    whole, model = models.fresh("4bit"), models.fresh("4bit")
+    count = len(calls.layers(model))
+    split = {"": 0} | {f"model.language_model.layers.{number}": 1 for number in range(count // 2, count)}
+    model = dispatch_model(model, split)
+    found = calls.generate(model, calls.text(model), {})
+    expected = calls.generate(whole, calls.text(whole), {"disable_compile": True})
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert calls.steps(model).replayed == 0
+    assert len(calls.steps(model).reasons) == 1

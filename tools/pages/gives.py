@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from packaging.version import Version
+
 from tools.pages.markers import ROOT
 
 #: Shape -> the cases of its run, and what a reader calls them.
@@ -25,10 +27,12 @@ EXPERTS = {"26B-A4B": {"card": "nothing", "experts": "the experts of all layers"
 
 
 def newest(shape: str, case: str, benchmark: str = "graph_decoding", done: str = "summary") -> dict[str, Any]:
-    """The last committed run of this shape that has finished the case."""
+    """The last committed run of this shape that has finished the case, with the newest transformers of them."""
     files = sorted((ROOT / "benchmarks" / "results").glob(f"*/{benchmark}-{shape}.json"))
     runs: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    return next(run for run in reversed(runs) if done in run["cases"].get(case, {}).get("speed", {}))
+    runs = [run for run in runs if done in run["cases"].get(case, {}).get("speed", {})]
+    releases = [Version(run["machine"]["versions"]["transformers"]) for run in runs]
+    return next(run for run, release in zip(reversed(runs), reversed(releases)) if release == max(releases))
 
 
 def section() -> str:
@@ -58,9 +62,8 @@ def section() -> str:
         "",
         f"One {machine['device']}, transformers {machine['versions']['transformers']}, random weights in the real "
         f"shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
-        f"({run['date']}); VRAM is what torch allocates at most, loading included. The machines had different "
-        "CPUs, and speed depends on them: Python runs between two tokens. Longer contexts, upstream beside it and all "
-        "figures: "
+        f"({run['date']}); VRAM is what torch allocates at most, loading included. Without `decode_fast` "
+        "the speed is that of the machine's CPU. Longer contexts, upstream beside it and all figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
     ]
     return "\n".join(rows)

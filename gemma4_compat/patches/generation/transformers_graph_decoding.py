@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import decoder, static_caches
+from gemma4_compat._decoding import decoder, deferral, static_caches
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 
@@ -72,7 +72,12 @@ def valid_auto_compile_criteria(
 
 def compiled_call(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     given, _next.decoder = getattr(_next, "decoder", None), None
-    return given if given is not None and given.model is self else original(self, *args, **kwargs)
+    if given is None or given.model is not self:
+        return original(self, *args, **kwargs)
+    running = deferral.current()
+    if running is not None:
+        running.replays = True
+    return given
 
 
 def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

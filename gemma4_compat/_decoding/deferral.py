@@ -1,0 +1,108 @@
+"""When the host waits for a token: after every step, or one step late.
+
+``generate`` asks after each token whether the text is over, and waits for the device until it knows. What Python does
+between two steps then adds to every step. transformers has a ``DeferredStopCheck`` (5.17) that reads the answer of
+one step while the next one is running, and undoes that one where there should not have been any.
+
+The longer a step, the more that costs, and the longer a text has to be until it pays. How long it will be nobody
+knows; so a step may be read late once waiting has cost this text as much as a step too many would.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+#: Seconds that waiting costs a step: 2.1 to 2.5 ms with E2B on an H200 (benchmarks/graph_decoding.py, "waiting").
+WAITING = 0.002
+#: Replays that are timed at least.
+_TIMED = 4
+
+_running = threading.local()
+
+
+class Sampling:
+    """One ``GenerationMixin._sample`` of this thread.
+
+    Args:
+        functions: its logits processors and stopping criteria.
+        samples: whether tokens are drawn.
+
+    Attributes:
+        replays: steps are replayed, as far as is known before the first.
+        ours: its stop check is a deferred one because we said so.
+        deferred: stops are read one step late from now on.
+    """
+
+    def __init__(self, functions: list[Any], *, samples: bool) -> None:
+        self.replays = self.ours = self.deferred = False
+        self._functions, self._samples = functions, samples
+        self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
+        self._replays = 0
+        self._random_states: collections.deque[Any] = collections.deque(maxlen=2)
+
+    def can_be_deferred(self) -> bool:
+        """Whether nobody notices the step too many.
+
+        Processors and criteria are called once more. Those of transformers remember nothing, and the few that call
+        what a user gave them hold it.
+        """
+        return self.replays and all(_is_pure(function) for function in self._functions)
+
+    def launched(self) -> None:
+        """A step is replayed."""
+        self._replays += 1
+        self._launched.append(time.perf_counter())
+
+    def defers(self) -> bool:
+        """Whether this step's stop is read one step late."""
+        if not self.deferred and self._replays > _TIMED:
+            step = min(after - before for before, after in itertools.pairwise(self._launched))
+            self.deferred = step <= self._replays * WAITING
+        return self.deferred
+
+    def note_random_state(self, device: Any) -> None:
+        """Remember where the generator of random numbers is, after a token was drawn."""
+        if self._samples:
+            generator = _generator(device)
+            self._random_states.append((generator, generator.get_state()))
+
+    def undo_last_draw(self) -> None:
+        """Leave the generator as it was before the token that was one too many."""
+        if self._random_states:
+            generator, state = self._random_states[0]
+            generator.set_state(state)
+
+
+@contextlib.contextmanager
+def sampling(functions: list[Any], *, samples: bool) -> Iterator[None]:
+    """Inside, :func:`current` is this one."""
+    outer = current()
+    _running.sampling = Sampling(functions, samples=samples)
+    try:
+        yield
+    finally:
+        _running.sampling = outer
+
+
+def current() -> Sampling | None:
+    """What is running in this thread; None: no ``_sample`` whose stops may be read late."""
+    return getattr(_running, "sampling", None)
+
+
+def _is_pure(function: Any) -> bool:
+    own = type(function).__module__.partition(".")[0] == "transformers"
+    return own and not any(map(callable, vars(function).values()))
+
+
+def _generator(device: Any) -> Any:
+    import torch
+
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

@@ -1,0 +1,138 @@
+"""While tokens are decoded by replay, the host does not wait for each of them.
+
+Symptom: silent: between two replayed steps the GPU has nothing to do until ``generate`` has read the last token and run
+its Python for the next: for 2 to 3 ms, which is as much as half of a step of the E2B.
+
+Cause: ``StopCheck`` reads on the host, after every token, whether the text is over. transformers has a
+``DeferredStopCheck`` that reads it while the next step is running, and uses it on Apple's ``mps`` alone.
+
+Fix: Where steps of a Gemma 4 are replayed as a CUDA graph, transformers' own deferred check is used on CUDA, too. A
+text that ends before its limit costs one step more, whose token is dropped; a draw of random numbers is taken back. So
+the first steps wait as before, until waiting has cost this text as much as a step. Whatever could notice the step too
+many waits, too: logits processors and stopping criteria that are not transformers' own or call a function of the
+user's, a cache of the user's, ``return_dict_in_generate``. A streamer gets the same tokens, each one step later.
+
+Remove when: ``DeferredStopCheck.is_supported`` is True on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._decoding import deferral
+from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_TOKENS = 16
+
+
+def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = kwargs.get("generation_config")
+    functions = [*(kwargs.get("logits_processor") or ()), *(kwargs.get("stopping_criteria") or ())]
+    with deferral.sampling(functions, samples=config is None or bool(config.do_sample)):
+        return original(self, *args, **kwargs)
+
+
+def is_supported(
+    original: Callable[..., bool], device: Any, cache: Any, cache_is_returned: bool, *args: Any, **kwargs: Any
+) -> bool:
+    if original(device, cache, cache_is_returned, *args, **kwargs):
+        return True
+    running = deferral.current()
+    if running is None or cache_is_returned or device.type not in RECORDERS:
+        return False
+    running.ours = running.can_be_deferred()
+    return running.ours
+
+
+def check(original: Callable[..., bool], self: Any, unfinished: Any, tokens: Any, length: int) -> bool:
+    running = deferral.current()
+    if running is None or not running.ours:
+        return original(self, unfinished, tokens, length)
+    if running.defers():
+        running.note_random_state(tokens.device)
+        return original(self, unfinished, tokens, length)
+    found: bool = type(self).__mro__[1].__call__(self, unfinished, tokens, length)  # which waits
+    return found
+
+
+def finish(original: Callable[..., int], self: Any) -> int:
+    running = deferral.current()
+    if running is None or not running.ours:
+        return original(self)
+    if not running.deferred:
+        return 0
+    steps = original(self)
+    if steps:
+        running.undo_last_draw()
+    return steps
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    """How often the host waits for a token. Without a GPU a stand-in captures."""
+    import sys
+    from unittest import mock
+
+    import torch
+
+    from gemma4_compat._reproduction import tape, tiny
+
+    model = workspace.load("4bit")
+    options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS}
+    options |= {"do_sample": False, "cache_implementation": "static"}
+    waits = getattr(sys.modules["transformers.generation.utils"], "StopCheck", None)
+    if waits is None:
+        return Outcome(False, "this release has no stop check that could be deferred", applicable=False)
+    ask, waited = waits.__call__, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal waited
+        waited += 1
+        return ask(*args)
+
+    with torch.no_grad(), tape.standing_in(RECORDERS), mock.patch.object(deferral, "WAITING", float("inf")):
+        expected = model.generate(**options, disable_compile=True)
+        with mock.patch.object(waits, "__call__", counted):
+            found = model.generate(**options)
+    return Outcome(
+        waited > _TOKENS // 2,
+        f"{_TOKENS} tokens that are decoded by replay: the host waits for {waited} of them",
+        parity=float(not torch.equal(expected, found)),
+    )
+
+
+PATCH = Patch(
+    id="transformers-deferred-stop",
+    severity=Severity.SPEED,
+    failure_points=("F52",),
+    distribution="transformers",
+    affected=">=5.17",
+    needs=("transformers-graph-decoding",),
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._sample",
+            replacement=sample,
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="DeferredStopCheck.is_supported",
+            replacement=is_supported,
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="DeferredStopCheck.__call__",
+            replacement=check,
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="DeferredStopCheck.finish",
+            replacement=finish,
+        ),
+    ),
+    reproduce=reproduce,
+)
