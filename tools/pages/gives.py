@@ -32,7 +32,9 @@ def newest(shape: str, case: str, benchmark: str = "graph_decoding", done: str =
     runs: list[dict[str, Any]] = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     runs = [run for run in runs if done in run["cases"].get(case, {}).get("speed", {})]
     releases = [Version(run["machine"]["versions"]["transformers"]) for run in runs]
-    return next(run for run, release in zip(reversed(runs), reversed(releases)) if release == max(releases))
+    return next(
+        run for run, release in zip(reversed(runs), reversed(releases), strict=True) if release == max(releases)
+    )
 
 
 def section() -> str:
