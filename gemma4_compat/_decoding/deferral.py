@@ -32,6 +32,7 @@ class Sampling:
     Args:
         functions: its logits processors and stopping criteria.
         samples: whether tokens are drawn.
+        alone: no other process has to do as many steps.
 
     Attributes:
         replays: steps are replayed, as far as is known before the first.
@@ -39,9 +40,9 @@ class Sampling:
         deferred: stops are read one step late from now on.
     """
 
-    def __init__(self, functions: list[Any], *, samples: bool) -> None:
+    def __init__(self, functions: list[Any], *, samples: bool, alone: bool = True) -> None:
         self.replays = self.ours = self.deferred = False
-        self._functions, self._samples = functions, samples
+        self._functions, self._samples, self._alone = functions, samples, alone
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
         self._replays = 0
         self._random_states: collections.deque[Any] = collections.deque(maxlen=2)
@@ -52,7 +53,7 @@ class Sampling:
         Processors and criteria are called once more. Those of transformers remember nothing, and the few that call
         what a user gave them hold it.
         """
-        return self.replays and all(_is_pure(function) for function in self._functions)
+        return self.replays and self._alone and all(_is_pure(function) for function in self._functions)
 
     def launched(self) -> None:
         """A step is replayed."""
@@ -80,10 +81,10 @@ class Sampling:
 
 
 @contextlib.contextmanager
-def sampling(functions: list[Any], *, samples: bool) -> Iterator[None]:
+def sampling(functions: list[Any], *, samples: bool, alone: bool) -> Iterator[None]:
     """Inside, :func:`current` is this one."""
     outer = current()
-    _running.sampling = Sampling(functions, samples=samples)
+    _running.sampling = Sampling(functions, samples=samples, alone=alone)
     try:
         yield
     finally:

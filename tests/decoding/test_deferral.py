@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,6 +197,28 @@ def test_what_could_notice_a_step_too_many_waits(models: Models, waits: Waits) -
         model.generate(**text(model), cache_implementation="static", max_new_tokens=NEW, do_sample=False, **options)
         assert waits.late == 0
     assert steps(model).reasons == ()
+
+
+def test_processes_that_have_to_do_as_many_steps_wait(models: Models, waits: Waits, tmp_path: Path) -> None:
+    from torch import distributed
+
+    model = models()
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        answer(model, synced_gpus=True)
+    finally:
+        distributed.destroy_process_group()
+    assert (waits.waited, waits.late) == (NEW, 0)
+
+
+def test_an_assistant_waits(models: Models, waits: Waits) -> None:
+    """Whoever it assists decides when it stops."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(do_sample=False, max_new_tokens=NEW, cache_implementation="static")
+    config.is_assistant, config.assistant_confidence_threshold = True, 0.0
+    answer(models(), generation_config=config)
+    assert (waits.waited, waits.late) == (NEW, 0)
 
 
 def test_what_transformers_itself_adds_does_not_wait(models: Models, waits: Waits) -> None:

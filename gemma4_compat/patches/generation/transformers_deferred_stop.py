@@ -10,7 +10,8 @@ Fix: Where steps of a Gemma 4 are replayed as a CUDA graph, transformers' own de
 text that ends before its limit costs one step more, whose token is dropped; a draw of random numbers is taken back. So
 the first steps wait as before, until waiting has cost this text as much as a step. Whatever could notice the step too
 many waits, too: logits processors and stopping criteria that are not transformers' own or call a function of the
-user's, a cache of the user's, ``return_dict_in_generate``. A streamer gets the same tokens, each one step later.
+user's, a cache of the user's, ``return_dict_in_generate``, ``synced_gpus``. A streamer gets the same tokens, each one
+step later.
 
 Remove when: ``DeferredStopCheck.is_supported`` is True on CUDA.
 """
@@ -31,19 +32,20 @@ _TOKENS = 16
 
 
 def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    config = kwargs.get("generation_config")
     functions = [*(kwargs.get("logits_processor") or ()), *(kwargs.get("stopping_criteria") or ())]
-    with deferral.sampling(functions, samples=config is None or bool(config.do_sample)):
+    samples = bool(kwargs["generation_config"].do_sample)
+    alone = not kwargs.get("synced_gpus")  # otherwise processes have to agree on the number of steps
+    with deferral.sampling(functions, samples=samples, alone=alone):
         return original(self, *args, **kwargs)
 
 
 def is_supported(
-    original: Callable[..., bool], device: Any, cache: Any, cache_is_returned: bool, *args: Any, **kwargs: Any
+    original: Callable[..., bool], device: Any, cache: Any, cache_is_returned: bool, is_assistant: bool
 ) -> bool:
-    if original(device, cache, cache_is_returned, *args, **kwargs):
+    if original(device, cache, cache_is_returned, is_assistant):
         return True
     running = deferral.current()
-    if running is None or cache_is_returned or device.type not in RECORDERS:
+    if running is None or cache_is_returned or is_assistant or device.type not in RECORDERS:
         return False
     running.ours = running.can_be_deferred()
     return running.ours
