@@ -24,8 +24,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             with self._capturing:
                 return super().capture(run)
 
+    monkeypatch.setitem(recording.RECORDERS, "cpu", OneAtATime)
     with standing_in(recording.RECORDERS):
-        monkeypatch.setitem(recording.RECORDERS, "cpu", OneAtATime)
         yield OneAtATime
 
 

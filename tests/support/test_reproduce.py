@@ -27,6 +27,7 @@ REFUSED = {
     "peft-kbit-dtypes",
     "peft-quantized-experts",
     "transformers-chunked-loss",
+    "transformers-deferred-stop",
     "transformers-graph-decoding",
     "transformers-quantize-offloaded",
     "transformers-quantized-experts",
