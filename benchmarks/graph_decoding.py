@@ -142,36 +142,39 @@ def speed(run: Run, name: str, entry: Data, rounds: int, ways: tuple[str, ...] =
 
 
 def fusing(run: Run, name: str, entry: Data, rounds: int) -> None:
-    """Replays with fused kernels and without, in turns."""
-    found: Data = {"rounds": []}
-    entry["fusing"] = found
-    for number in range(rounds):
-        turns: Data = {}
-        for way in ("plain", "fused") if number % 2 == 0 else ("fused", "plain"):
-            turns[way] = run.tell("fusing", f"{name} fusing", plain=way == "plain", settled=SETTLED["replayed"])
-        if any("error" in one for one in turns.values()):
-            return
-        found["rounds"].append(turns)
-        found["summary"] = report.fusing_summary(found["rounds"])
-        run.keep()
-    run.keep(f"{name:<14} fusing: {found.get('summary')}")
+    """Replays with fused kernels and without."""
+    orders = {way: {"plain": way == "plain", "settled": SETTLED["replayed"]} for way in ("plain", "fused")}
+    in_turns(run, name, entry, "fusing", rounds, orders, report.fusing_summary)
 
 
 def waiting(run: Run, name: str, entry: Data, rounds: int) -> None:
-    """Replays between which the host waits for the token, and does not, in turns."""
+    """Replays between which the host waits for the token, and does not."""
+    same = {"tokens": TOKENS["replayed"], "settled": SETTLED["replayed"]}
+    orders = {way: {"waits": way == "waiting", **same} for way in ("waiting", "deferred")}
+    in_turns(run, name, entry, "waiting", rounds, orders, report.waiting_summary)
+
+
+def in_turns(
+    run: Run,
+    name: str,
+    entry: Data,
+    part: str,
+    rounds: int,
+    orders: dict[str, Data],
+    summary: Callable[[list[Data]], Data],
+) -> None:
+    """Two ways of one part, by what each is told; the one that was first in a round is second in the next."""
     found: Data = {"rounds": []}
-    entry["waiting"] = found
-    order = {"tokens": TOKENS["replayed"], "settled": SETTLED["replayed"]}
+    entry[part] = found
     for number in range(rounds):
-        turns: Data = {}
-        for way in ("waiting", "deferred") if number % 2 == 0 else ("deferred", "waiting"):
-            turns[way] = run.tell("waiting", f"{name} waiting", waits=way == "waiting", **order)
+        ways = list(orders)[:: 1 if number % 2 == 0 else -1]
+        turns = {way: run.tell(part, f"{name} {part}", **orders[way]) for way in ways}
         if any("error" in one for one in turns.values()):
             return
         found["rounds"].append(turns)
-        found["summary"] = report.waiting_summary(found["rounds"])
+        found["summary"] = summary(found["rounds"])
         run.keep()
-    run.keep(f"{name:<14} waiting: {found.get('summary')}")
+    run.keep(f"{name:<14} {part}: {found.get('summary')}")
 
 
 def bits(run: Run, name: str, entry: Data) -> None:

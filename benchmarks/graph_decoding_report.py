@@ -214,12 +214,9 @@ def _fusing(run: Data) -> str:
     for entry in run["cases"].values():
         summary = entry.get("fusing", {}).get("summary")
         if summary:
-            low, high = summary["ratio"]["quartiles"]
             rows.append(
                 [
-                    entry["what"],
-                    *(_rate(summary["tok_s"][way]) for way in ("plain", "fused")),
-                    f"**{summary['ratio']['median']:.2f}** ({low:.2f} to {high:.2f})",
+                    *_both(entry["what"], summary),
                     " / ".join(f"{summary['capture_s'][when]:.2f} s" for when in ("first", "later")),
                 ]
             )
@@ -228,19 +225,16 @@ def _fusing(run: Data) -> str:
 
 
 def _waiting(run: Data) -> str:
-    rows = []
-    for entry in run["cases"].values():
-        summary = entry.get("waiting", {}).get("summary")
-        if summary:
-            low, high = summary["ratio"]["quartiles"]
-            rows.append(
-                [
-                    entry["what"],
-                    *(_rate(summary["tok_s"][way]) for way in ("waiting", "deferred")),
-                    f"**{summary['ratio']['median']:.2f}** ({low:.2f} to {high:.2f})",
-                ]
-            )
+    summaries = ((entry["what"], entry.get("waiting", {}).get("summary")) for entry in run["cases"].values())
+    rows = [_both(what, summary) for what, summary in summaries if summary]
     return _table(("replays, tok/s", "the host waits for each token", "one step late", "ratio"), rows)
+
+
+def _both(what: str, summary: Data) -> list[str]:
+    """Cells of two ways that took turns: their rates, and the ratio."""
+    low, high = summary["ratio"]["quartiles"]
+    rates = [_rate(found) for found in summary["tok_s"].values()]
+    return [what, *rates, f"**{summary['ratio']['median']:.2f}** ({low:.2f} to {high:.2f})"]
 
 
 def _all_bits(run: Data) -> str:

@@ -24,7 +24,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             with self._capturing:
                 return super().capture(run)
 
-    monkeypatch.setitem(recording.RECORDERS, "cpu", OneAtATime)
+    monkeypatch.setitem(recording.RECORDERS, "cpu", OneAtATime)  # first: it is undone last
     with standing_in(recording.RECORDERS):
         yield OneAtATime
 

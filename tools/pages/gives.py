@@ -43,9 +43,11 @@ def section() -> str:
         "| model, 4-bit | in host memory | peak VRAM | tokens a second | with `decode_fast` |",
         "|---|---|---:|---:|---:|",
     ]
+    dates: list[str] = []
     for shape, cases in ROWS.items():
         for case, what in cases.items():
             run = newest(shape, case)
+            dates.append(run["date"])
             found = run["cases"][case]["speed"]["summary"]
             speed = found["tok_s"]
             rows.append(
@@ -54,17 +56,20 @@ def section() -> str:
             )
     for shape, cases in EXPERTS.items():
         for case, what in cases.items():
-            found = newest(shape, case, "experts", "replayed")["cases"][case]["speed"]
+            measured = newest(shape, case, "experts", "replayed")
+            dates.append(measured["date"])
+            found = measured["cases"][case]["speed"]
             rows.append(
                 f"| {shape} | {what} | {found['replayed']['peak_gib']:.2f} GiB | {found['eager']['tok_s']:.1f} "
                 f"| **{found['replayed']['tok_s']:.1f}** |"
             )
     machine, settings = run["machine"], run["settings"]
+    measured_on = " to ".join(sorted({min(dates), max(dates)}))
     rows += [
         "",
         f"One {machine['device']}, transformers {machine['versions']['transformers']}, random weights in the real "
         f"shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
-        f"({run['date']}); VRAM is what torch allocates at most, loading included. Without `decode_fast` "
+        f"({measured_on}); VRAM is what torch allocates at most, loading included. Without `decode_fast` "
         "the speed is that of the machine's CPU. Longer contexts, upstream beside it and all figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
     ]
