@@ -9,11 +9,12 @@ card          everything on the card: what the others are compared with, so it c
 experts       the experts of all layers in host memory
 layers        all layers in host memory; the experts of a layer stay there, the rest of it is streamed
 whole         the same, and all experts travel, as before there was a lookup
-budget:N      experts on the card as far as N GiB go (6, 8, 12, 16), the others in host memory
+budget:N      experts on the card as far as N GiB go (6, 8, 12, 16) with prompts in chunks, the others in host memory
 
 Parts of each: "bits" (three forwards, an image prompt, a generate; against the card), "memory" (prefill of 2,048 and
-8,192 tokens: peak and seconds), "speed" (tokens a second, eager and replayed, and the share of the bus), "profile"
-(what the time of a step goes to). The file is written after each of them, and nothing is begun after --minutes.
+8,192 tokens, at once and in chunks of 1,024: peak, what the planner says of it, and seconds), "speed" (tokens a
+second, eager and replayed, with the static cache of the longest prompt, and the share of the bus), "profile" (what the
+time of a step goes to). The file is written after each of them, and nothing is begun after --minutes.
 `--shape tiny` runs on a CPU, too. Exit code 1: something raised, or bits differ.
 """
 
@@ -40,6 +41,7 @@ from small_card_models import Clock, image_prompt  # noqa: E402
 CASES = ("card", "experts", "layers", "whole", "budget:8", "budget:6", "budget:12", "budget:16")
 PARTS = ("bits", "memory", "speed", "profile")
 PREFILLS = (2048, 8192)
+CHUNK = 1024
 PROMPT, BITS_TOKENS = 64, 24
 #: Tokens of a turn, and after how many of them tokens are counted.
 TOKENS = {"eager": (16, 2), "replayed": (120, 10)}
@@ -148,21 +150,67 @@ def _finite(said: dict[str, list[Any]]) -> bool:
     return all(bool(one.isfinite().all()) for values in said.values() for one in values)
 
 
-def memory(model: Any, lengths: tuple[int, ...]) -> Data:
-    """What is loaded, and the peak and the seconds of a prefill, the second one of its length."""
+def memory(model: Any, lengths: tuple[int, ...], away: int, *, chunk: int, whole: bool) -> Data:
+    """What is loaded, and the peak and the seconds of a prefill, the second one of its length.
+
+    Args:
+        model: the model.
+        lengths: tokens of the prompts.
+        away: of how many layers the experts are in host memory, for the planner.
+        chunk: tokens of a chunk; the seconds are those of a ``generate`` of one token, the step not included.
+        whole: prompts at once are measured, too.
+    """
     import torch
 
     found: Data = {"loaded_gib": device.memory()["resident_gib"]}
-    for length in lengths:
-        device.forget_peak()
+
+    def at_once(given: Any) -> None:
         with torch.no_grad():
+            model(input_ids=given, use_cache=True, logits_to_keep=1)
+
+    def in_chunks(given: Any) -> None:
+        generate(model, "replayed", 1, given, prefill_chunk_size=chunk)
+
+    ways = {"": at_once} if whole else {}
+    for name, take in (ways | {f" in chunks of {chunk}": in_chunks}).items():
+        for length in lengths:
+            device.forget_peak()
             for _ in range(2):
                 device.synchronize()
                 started = time.perf_counter()
-                model(input_ids=ids(model, length), use_cache=True, logits_to_keep=1)
+                take(ids(model, length))
                 device.synchronize()
-        found[str(length)] = {"prefill_s": time.perf_counter() - started, **device.memory()}
+            entry = {"prefill_s": time.perf_counter() - started, **device.memory()}
+            planned = planned_peak(model, away, length, chunk if name else None)
+            found[f"{length}{name}"] = entry | {"planned_beside_weights_gib": planned}
     return found
+
+
+def planned_peak(model: Any, away: int, length: int, chunk: int | None) -> float:
+    """GiB that the planner counts for a prefill beside the weights that stay on the card."""
+    import torch
+
+    from gemma4_compat._planner import blueprint as blueprints
+    from gemma4_compat._planner import cost, use
+    from gemma4_compat._quantization import config
+
+    with torch.device("meta"):
+        plain = type(model)._from_config(model.config, dtype=torch.bfloat16)
+    names = config.linear_names(plain, config.default_skip_modules(plain))
+    blueprint = blueprints.describe(plain, "4bit-double", names, experts=True)
+    load = cost.Load(context=length + (chunk is not None), prompt=length, prefill_chunk=chunk, fast=chunk is not None)
+    found = use.use_of(
+        blueprint,
+        blueprint.blocks,
+        (),
+        (),
+        load,
+        budget=1 << 62,
+        main=True,
+        quantize_offloaded=True,
+        apart={layer.name for layer in blueprint.layers[len(blueprint.layers) - away :]},
+    )
+    return (found.prefill - found.weights) / GIB
 
 
 def speed(run: Run, model: Any, *, slow: bool) -> Data:
@@ -292,7 +340,7 @@ def without_lookup() -> Iterator[None]:
 def layers_that_fit(run: Run, budget: float) -> int:
     """Of how many layers the experts fit on the card beside what the case "experts" needs at most."""
     measured = run.result["cases"]["experts"]["memory"]
-    needed = max(value["peak_reserved_gib"] for value in measured.values() if isinstance(value, dict))
+    needed = max(value["peak_reserved_gib"] for name, value in measured.items() if "chunks" in name)
     one = next(iter(run.hosted.values()))
     nbytes = sum(_stored(parameter) for parameter in one.values()) / GIB
     return max(0, min(len(run.hosted), int((budget - needed - RESERVE_GIB) / nbytes)))
@@ -310,12 +358,14 @@ def case(run: Run, name: str, parts: list[str]) -> None:
     entry: Data = {}
     run.result["cases"][name] = entry
     where = {"whole": "layers"}.get(name, name)
+    away = 0 if name == "card" else len(run.hosted)
     if name.startswith("budget:"):
         if "memory" not in run.result["cases"].get("experts", {}) or device.main_device() == "cpu":
             run.result["not_run"].append(name)
             return
         entry["layers_with_experts_on_card"] = layers_that_fit(run, float(name.partition(":")[2]))
         where = f"experts:{entry['layers_with_experts_on_card']}"
+        away -= entry["layers_with_experts_on_card"]
     made: list[Any] = []
 
     def build() -> Data:
@@ -331,7 +381,9 @@ def case(run: Run, name: str, parts: list[str]) -> None:
             lengths = (64,) if small else PREFILLS
             steps: dict[str, Callable[[], Data]] = {
                 "bits": lambda: bits(run, made[0], name),
-                "memory": lambda: memory(made[0], lengths),
+                "memory": lambda: memory(
+                    made[0], lengths, away, chunk=16 if small else CHUNK, whole=not name.startswith("budget")
+                ),
                 "speed": lambda: speed(run, made[0], slow=small or name == "whole"),
                 "profile": lambda: profiled(made[0]),
             }

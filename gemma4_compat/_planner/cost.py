@@ -62,7 +62,8 @@ class Load:
     Attributes:
         context: tokens of a sequence, prompt and answer together.
         batch: sequences at a time.
-        prompt: tokens of the prompt, which one forward takes in; None is the worst case, all of the context.
+        prompt: tokens of the prompt; None is the worst case, all of the context.
+        prefill_chunk: of these, how many one forward takes in (``prefill_chunk_size`` of ``generate``); None: all.
         vision: whether images are given (one a sequence).
         audio: whether audio is given (30 s a sequence).
         attention: "sdpa" or "eager".
@@ -74,6 +75,7 @@ class Load:
     context: int = 4096
     batch: int = 1
     prompt: int | None = None
+    prefill_chunk: int | None = None
     vision: bool = False
     audio: bool = False
     attention: str = "sdpa"
@@ -82,9 +84,25 @@ class Load:
     training: int | None = None
 
     @property
-    def prefill(self) -> int:
-        """Tokens of a sequence in the first forward."""
+    def prompt_tokens(self) -> int:
+        """Of a sequence."""
         return self.context if self.prompt is None else min(self.prompt, self.context)
+
+    @property
+    def prefill(self) -> int:
+        """Tokens of a sequence in a forward that takes in the prompt, or a chunk of it."""
+        return self.prompt_tokens if self.prefill_chunk is None else min(self.prefill_chunk, self.prompt_tokens)
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the prompt takes several forwards."""
+        return self.prefill < self.prompt_tokens
+
+    def keys(self, window: int | None) -> int:
+        """Tokens whose keys a layer has in the last forward of the prompt; ``window``: of sliding attention."""
+        if window is None or not self.chunked:
+            return self.prompt_tokens
+        return min(self.prompt_tokens, window + self.prefill)
 
 
 def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
@@ -100,7 +118,7 @@ def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
         return 0
     tokens = load.context
     if prefill and not load.fast:
-        tokens = load.prefill
+        tokens = load.keys(attention.window)
     elif attention.window is not None:
         tokens = min(tokens, attention.window)
     return 2 * rounded(load.batch * tokens * attention.kv_width * item)
@@ -200,7 +218,7 @@ def _is_masked(blueprint: Blueprint, attention: Attention, load: Load, *, prefil
     if load.attention == "eager":
         return True
     if not load.fast:
-        return prefill and attention.window is not None and load.prefill > attention.window
+        return prefill and (load.chunked or (attention.window is not None and load.prefill > attention.window))
     # For one query of a static cache there is one always; for a prompt, that of a window that such a cache can fill.
     return not prefill or blueprint.static_masks or (attention.window is not None and load.context >= attention.window)
 
@@ -208,19 +226,19 @@ def _is_masked(blueprint: Blueprint, attention: Attention, load: Load, *, prefil
 def _seen(attention: Attention, load: Load, *, prefill: bool) -> int:
     """Tokens whose keys a layer's kernel gets."""
     window = load.context if attention.window is None else attention.window
-    if prefill and (not load.fast or load.prefill > window):
-        return load.prefill
+    if prefill and (not load.fast or load.prompt_tokens > window):
+        return load.keys(attention.window)
     return min(load.context, window)
 
 
 def _prompt_in_static_cache(layers: Collection[Block], load: Load, item: int) -> int:
     """A static cache copies a window of the prompt; the layer itself, and those that share with it, see all of it."""
-    widths = [
-        block.attention.kv_heads * block.attention.head_dim
+    sizes = [
+        block.attention.kv_heads * block.attention.head_dim * load.keys(block.attention.window)
         for block in layers
-        if block.attention and block.attention.window is not None and load.prefill > block.attention.window
+        if block.attention and block.attention.window is not None and load.prompt_tokens > block.attention.window
     ]
-    return 2 * load.batch * load.prefill * max(widths, default=0) * item if load.fast else 0
+    return 2 * load.batch * max(sizes, default=0) * item if load.fast else 0
 
 
 def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> int:
@@ -247,13 +265,22 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
     experts = 0
     if blueprint.experts is not None:
         number, used, inner = blueprint.experts
-        experts = tokens * used * (8 * (number + 1) + item * (2 * inner + hidden)) + 2 * residual
+        pairs = tokens * used
+        looped = pairs * (8 * (number + 1) + item * (2 * inner + hidden))  # an expert after the other
+        experts = max(looped, grouped_experts(pairs, hidden, item)) + 2 * residual
         if block.experts and tokens * used < number:  # those that are hit, and their packed bytes
             experts += block.experts * tokens * used // number * 5 // 4
         else:
             experts += block.experts
     lora = tokens * 4 * (block.intermediate + hidden) if block.adapter else 0
     return residual + workspace + lora + max(projected, kernel, mlp, experts, COSTS.norm * tokens * hidden)
+
+
+def grouped_experts(pairs: int, hidden: int, item: int) -> int:
+    """Temporaries of experts that are computed all at once (``grouped_mm``), for so many pairs of token and expert:
+    their inputs and outputs, and the outputs in fp32, weighted and in the order of the tokens.
+    """
+    return pairs * hidden * (2 * item + 2 * 4)
 
 
 def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *, prefill: bool) -> int:
@@ -268,7 +295,7 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
     if load.attention == "eager":
         return queries * item + repeated + COSTS.eager_scores * attention.heads * pairs
     kernel = queries * (2 * item + 4)  # in, out, and an accumulator
-    masked = load.fast and _is_masked(blueprint, attention, load, prefill=prefill)
+    masked = (load.fast or load.chunked) and _is_masked(blueprint, attention, load, prefill=prefill)
     if masked:  # added to the scores, so in their dtype
         kernel += pairs * (item + 1)
     if attention.head_dim > 256 and blueprint.math_attention and not masked:

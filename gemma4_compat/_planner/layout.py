@@ -21,6 +21,8 @@ from gemma4_compat._planner.use import Use, experts_of, size_of, use_of
 
 #: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Costs.slots` of them.
 _FEWEST_PAGED = COSTS.slots + 1
+#: Tokens of a chunk of a prompt, where chunks are suggested: more of them save little, fewer cost time.
+PREFILL_CHUNK = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +367,8 @@ def _check(budgets: Mapping[Any, int], load: Load) -> None:
     for device, budget in budgets.items():
         if budget <= 0:
             raise Gemma4CompatError(f"the budget of accelerator {device!r} is {budget} bytes; it must be positive")
-    for name in ("context", "batch", *(("prompt",) if load.prompt is not None else ())):
+    optional = (name for name in ("prompt", "prefill_chunk") if getattr(load, name) is not None)
+    for name in ("context", "batch", *optional):
         if getattr(load, name) < 1:
             raise Gemma4CompatError(f"{name} is {getattr(load, name)}; it must be at least 1")
     if load.attention not in ("sdpa", "eager"):
@@ -379,6 +382,10 @@ def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quant
     context = longest_context(blueprint, budgets, load, limit=load.context, quantize_offloaded=quantize_offloaded)
     if context:
         remedies.append(f"a context of {context} tokens")
+    chunked = replace(load, prefill_chunk=PREFILL_CHUNK)
+    splits = chunked.prefill < load.prefill and not (load.vision or load.audio)
+    if splits and _first_that_fits(blueprint, budgets, chunked, quantize_offloaded) is not None:
+        remedies.append(f"the prompt in chunks (prefill_chunk={PREFILL_CHUNK})")
     alone = replace(load, batch=1)
     if load.batch > 1 and _first_that_fits(blueprint, budgets, alone, quantize_offloaded) is not None:
         remedies.append("a batch of 1")

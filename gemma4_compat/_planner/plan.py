@@ -30,6 +30,7 @@ def plan_device_map(
     context: int = 8192,
     batch: int = 1,
     prompt: int | None = None,
+    prefill_chunk: int | None = None,
     quantize: str | None = "4bit",
     quantize_experts: bool = False,
     adapter: str | Path | None = None,
@@ -60,6 +61,8 @@ def plan_device_map(
         context: tokens of a sequence, prompt and answer together.
         batch: sequences at a time.
         prompt: tokens of the prompt; default: all of the context, the worst case.
+        prefill_chunk: tokens of the prompt that one forward takes in, for text prompts: long ones need less memory and
+            some more time. The code sets ``prefill_chunk_size``. Default: all at once.
         quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
         quantize_experts: experts are quantized to 4 bits, too; otherwise they stay in bf16, as upstream keeps them.
         adapter: the folder of a PEFT adapter that will be loaded onto the model.
@@ -82,11 +85,24 @@ def plan_device_map(
     """
     shadowed.refuse("torch", "transformers")
     given = budgets(vram)
+    if prefill_chunk is not None and (vision or audio):
+        raise Gemma4CompatError(
+            f"prefill_chunk is {prefill_chunk!r} for inputs with images or audio: releases of transformers differ in "
+            "whether they split such a prompt. Leave prefill_chunk out"
+        )
     built, name, assumed = build.on_meta(model)
     quantization = _quantization(built, quantize, quantize_experts)
     stored = _stored_experts(built, name)
     cut = _blueprint(built, quantization, adapter, experts=quantize_experts or stored)
-    load = Load(context=context, batch=batch, prompt=prompt, vision=vision, audio=audio, attention=attention)
+    load = Load(
+        context=context,
+        batch=batch,
+        prompt=prompt,
+        prefill_chunk=prefill_chunk,
+        vision=vision,
+        audio=audio,
+        attention=attention,
+    )
     options: dict[str, Any] = {
         "cpu": None if cpu is None else parse_size(cpu),
         "disk": None if disk is None else parse_size(disk),
@@ -105,6 +121,7 @@ def plan_device_map(
         longest_context=layout.longest_context(
             cut, given, load, limit=limit, placed=placed, quantize_offloaded=quantization is not None
         ),
+        chunked_prefill=_chunked_prefill(cut, placed, load, quantize_offloaded=quantization is not None),
         assumed=assumed,
         code=code.loading_code(
             found,
@@ -135,6 +152,16 @@ def _placed(
             if not slow_because:
                 return placed, wanted, ""
     return layout.layout(cut, given, load, **options), load, slow_because
+
+
+def _chunked_prefill(cut: Blueprint, placed: Layout, load: Load, *, quantize_offloaded: bool) -> int:
+    """The peak of the prefill if the prompt came in chunks, where that is less and text alone is given; else 0."""
+    chunked = replace(load, prefill_chunk=layout.PREFILL_CHUNK)
+    if load.vision or load.audio or load.weights_only or chunked.prefill >= load.prefill:
+        return 0
+    peaks = (use.prefill for use in layout.placed_use(cut, placed, chunked, quantize_offloaded).values())
+    found, now = max(peaks), max(use.prefill for use in placed.use.values())
+    return found if found < now else 0
 
 
 def _slow_anywhere(cut: Blueprint, given: Mapping[int | str, int]) -> str:
@@ -178,6 +205,7 @@ def _plan(name: str, cut: Blueprint, quantization: str | None, placed: Layout, l
         vision=load.vision,
         audio=load.audio,
         longest_context=0,
+        prefill_chunk=load.prefill_chunk,
         assumed="",
         code="",
     )

@@ -30,6 +30,8 @@ class Plan:
         slow_because: why it does not; empty where it does.
         context: tokens of a sequence it was made for; ``batch``, ``vision`` and ``audio`` likewise.
         longest_context: the longest that fits this map, at most what the model was made for.
+        prefill_chunk: tokens of the prompt that one forward takes in; None: all.
+        chunked_prefill: peak of the prefill with the prompt in chunks of 1,024 tokens, where that is less; else 0.
         assumed: what was taken for granted; empty for a checkpoint.
         code: Python that loads the model.
     """
@@ -54,6 +56,8 @@ class Plan:
     vision: bool
     audio: bool
     longest_context: int
+    prefill_chunk: int | None = None
+    chunked_prefill: int = 0
     assumed: str
     code: str = field(repr=False)
 

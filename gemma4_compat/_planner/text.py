@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from gemma4_compat._engine.text import runs_text, size_text
 from gemma4_compat._planner.code import FAST, grouped
 from gemma4_compat._planner.cost import COSTS
+from gemma4_compat._planner.layout import PREFILL_CHUNK
 from gemma4_compat._planner.use import Use
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def _heading(plan: Plan, width: int) -> Iterator[str]:
     given = [name for name in ("vision", "audio") if getattr(plan, name)]
     experts = ", experts too" if plan.experts else ""
     title = f"{plan.model} ({plan.model_class}), {stored[plan.quantization]}{experts}, context {plan.context}"
+    title += f", prompt in chunks of {plan.prefill_chunk}" if plan.prefill_chunk is not None else ""
     title += f", batch {plan.batch}" + "".join(f", {name}" for name in given)
     yield from textwrap.wrap(title, width)
     if plan.assumed:
@@ -121,6 +123,9 @@ def _peaks(plan: Plan, width: int) -> Iterator[str]:
             f"{device}: {', '.join(phases)}", width, initial_indent="  ", subsequent_indent="    "
         )
     yield from textwrap.wrap(f"Longest context that fits this map: {plan.longest_context} tokens.", width)
+    if plan.chunked_prefill:
+        chunked = f"With the prompt in chunks of {PREFILL_CHUNK} tokens (--prefill-chunk {PREFILL_CHUNK}) this map's "
+        yield from textwrap.wrap(f"{chunked}prefill peaks at {size_text(plan.chunked_prefill)}.", width)
 
 
 def _decoding(plan: Plan, width: int) -> Iterator[str]:

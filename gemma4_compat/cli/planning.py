@@ -30,6 +30,10 @@ def plan(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
     prompt: Annotated[int | None, typer.Option("--prompt", help="Tokens of the prompt; default: the context.")] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option("--prefill-chunk", help="Tokens of the prompt that a forward takes in; default: all of them."),
+    ] = None,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
     quantize_experts: Annotated[
         bool, typer.Option("--quantize-experts", help="Experts to 4 bits, too; otherwise they stay in bf16.")
@@ -78,6 +82,7 @@ def plan(
         decoding = {
             "--context": context is not None,
             "--prompt": prompt is not None,
+            "--prefill-chunk": prefill_chunk is not None,
             "--adapter": adapter is not None,
             "--vision": vision,
             "--audio": audio,
@@ -99,6 +104,7 @@ def plan(
         context=_CONTEXT if context is None else context,
         batch=batch,
         prompt=prompt,
+        prefill_chunk=prefill_chunk,
         quantize=quantize,
         quantize_experts=quantize_experts,
         adapter=adapter,
