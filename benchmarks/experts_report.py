@@ -10,10 +10,29 @@ WHAT = {
     "layers": "all layers in host memory, without experts streamed",
     "whole": "all layers in host memory, streamed as a whole",
 }
+CHUNKED = "8192 in chunks"
+#: What kernels do, by a part of their names.
+KERNELS = (
+    ("rows of experts", "indexSelectSmallIndex"),
+    ("attention", "fmha"),
+    ("attention", "sdpa"),
+    ("4-bit layers", "gemm_4bit"),
+    ("dequantizing experts", "kDequantizeBlockwise"),
+    ("copies of rows", "gather_kernel"),
+    ("norms", "reduce_kernel"),
+    ("bf16 products", "nvjet"),
+)
+#: GiB/s that a pinned copy gets out of common buses, about.
+BUSES = {
+    "PCIe 3 x8 (6 GiB/s)": 6,
+    "PCIe 3 x16, 4 x8 (12)": 12,
+    "PCIe 4 x16, 5 x8 (24)": 24,
+    "PCIe 5 x16 (49)": 49,
+}
 
 
 def table(run: Data) -> str:
-    """A row for each placement."""
+    """A row for each placement; what the time of a step goes to; what other buses allow."""
     rows = []
     for name, case in run["cases"].items():
         memory, speed, bits = (case.get(part) or {} for part in ("memory", "speed", "bits"))
@@ -25,16 +44,63 @@ def table(run: Data) -> str:
                 WHAT.get(name) or f"{name.partition(':')[2]} GiB of VRAM",
                 _number(memory.get("loaded_gib")),
                 *(_number(memory.get(length, {}).get("peak_gib")) for length in ("2048", "8192")),
+                _number(next((value["peak_gib"] for key, value in memory.items() if CHUNKED in key), None)),
                 *(_number(speed.get(way, {}).get("tok_s"), ".1f") for way in ("eager", "replayed")),
                 str(max(differ)) if differ else "-",
             ]
         )
     titles = (
-        *("placement", "VRAM loaded, GiB", "peak, prompt of 2,048 tokens", "of 8,192"),
+        *("placement", "VRAM loaded, GiB", "peak, prompt of 2,048 tokens", "of 8,192", "of 8,192 in chunks"),
         *("tok/s eager", "tok/s replayed", "largest difference from the card"),
     )
     lines = [titles, ("---",) * len(titles), *rows]
+    return "\n\n".join(filter(None, (_joined(lines), _profile(run), _buses(run))))
+
+
+def _joined(lines: list[list[str] | tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _profile(run: Data) -> str:
+    """Milliseconds of the kernels of a replayed step."""
+    found = {name: case["profile"] for name, case in run["cases"].items() if case.get("profile")}
+    if not found:
+        return ""
+    kinds = dict.fromkeys(kind for kind, _ in KERNELS)
+    rows: list[list[str]] = []
+    for name, profile in found.items():
+        spent = dict.fromkeys(kinds, 0.0)
+        for kernel in profile["longest"]:
+            for kind, part in KERNELS:
+                if part in kernel["name"]:
+                    spent[kind] += kernel["ms"]
+                    break
+        rest = profile["ms_a_token"] - sum(spent.values())
+        shown = [_number(value, ".1f") for value in (profile["ms_a_token"], *spent.values(), rest)]
+        rows.append([WHAT.get(name) or name, *shown, _number(profile["kernels_a_token"], ".0f")])
+    titles = ("ms a token", "kernels", *kinds, "others", "number of kernels")
+    return _joined([titles, ("---",) * len(titles), *rows])
+
+
+def _buses(run: Data) -> str:
+    """Computed: the step of experts on the card, then what it brings over the bus."""
+    cases = {name: case["speed"] for name, case in run["cases"].items() if case.get("speed")}
+    if "card" not in cases or len(cases) < 2:
+        return ""
+    computing = 1 / cases["card"]["replayed"]["tok_s"]
+    rows = []
+    for name, speed in cases.items():
+        brought = sum(speed["bytes_a_token"].values())
+        if brought:
+            allowed = [1 / (computing + brought / (bus * (1 << 30))) for bus in BUSES.values()]
+            rows.append(
+                [
+                    WHAT.get(name) or f"{name.partition(':')[2]} GiB of VRAM",
+                    *(_number(value, ".1f") for value in (brought / (1 << 20), speed["replayed"]["tok_s"], *allowed)),
+                ]
+            )
+    titles = ("computed, tok/s", "MiB a token", "measured here", *BUSES)
+    return _joined([titles, ("---",) * len(titles), *rows])
 
 
 def _number(value: float | None, shown: str = ".2f") -> str:

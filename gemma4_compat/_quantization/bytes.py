@@ -33,6 +33,19 @@ def stored_bytes(parameter: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def expected_bytes(parameter: Any) -> int:
+    """Bytes of a parameter on meta once it is loaded: of a weight that is to be quantized, values and scales.
+
+    Without what double quantization saves of the scales.
+    """
+    kind, count = type(parameter).__name__, int(parameter.numel())
+    if kind == "Params4bit":
+        return sum(linear_tensors(1, count, "4bit"))
+    if kind == "Int8Params":
+        return count
+    return count * int(parameter.element_size())
+
+
 def stored_bytes_of(module: Any) -> int:
     """:func:`stored_bytes` of every parameter of a module."""
     return sum(map(stored_bytes, module.parameters()))

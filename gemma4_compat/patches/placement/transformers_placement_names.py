@@ -12,7 +12,8 @@ matches the start or the end of a path: ``vision_tower`` is the end of the tower
 Fix: For Gemma 4 models, one warning names the nearest modules, another the whole paths of modules whose linear layers
 would be quantized all the same. A map that has no device for a module, or names a
 device that does not exist, raises one error before anything is loaded; transformers fails in the middle or at the
-end of the load. A whole model on disk raises one too where transformers (before 5.13) cannot run it.
+end of the load. A whole model on disk raises one too where transformers (before 5.13) cannot run it. A map that keeps
+more in host memory than is available gives one warning with both figures.
 
 Remove when: transformers names the nearest modules of an entry that matches none.
 """
@@ -27,6 +28,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps, family
+from gemma4_compat._offload import host_room
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -37,7 +39,10 @@ def get_device_map(original: Callable[..., Any], model: Any, device_map: Any, *a
     if isinstance(device_map, dict) and family.is_gemma4(model):
         device_maps.check(model, device_map)
         _refuse_whole_model_on_disk(device_map)
-    return original(model, device_map, *args, **kwargs)
+    found = original(model, device_map, *args, **kwargs)
+    if isinstance(found, dict) and family.is_gemma4(model):
+        host_room.warn_if_short(model, found)
+    return found
 
 
 def _refuse_whole_model_on_disk(device_map: dict[str, Any]) -> None:
