@@ -17,6 +17,7 @@ from typing import Any
 
 import experts_report
 import graph_decoding_report
+import trainers_report
 import training_report
 from pictures import Panel, Row, chart
 
@@ -325,6 +326,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "graph_decoding": graph_decoding_report.table,
     "experts": experts_report.table,
     "training": training_report.table,
+    "trainers": trainers_report.table,
 }
 TITLES = {
     "adapter_load": "Adapter load with the shim, as a share of upstream's time: less is better",

@@ -98,6 +98,7 @@ def test_a_token_asks_once(workspace: Any) -> None:
 
 #: Functions of ``_offload`` that only ask whether something is offloaded.
 ASKING = {
+    "host_room.py": {"warn_if_short", "host_bytes", "kept", "available"},
     "merged_layers.py": {"merging", "onload_layer", "are_tied"},
     "peft_layers.py": {
         "_base", "_is_additive", "_refuse_offloaded_biases", "inject_adapter", "modules_to_save_update",
