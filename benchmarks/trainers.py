@@ -199,7 +199,7 @@ def measured(arguments: Any, options: list[str]) -> Data:
 
 
 def compare(result: Data) -> None:
-    """Keep the largest difference of losses to upstream's, by way and sequence; the first one of "shim" must be its bits."""
+    """Keep the largest difference of losses to upstream's, by way and sequence; of "shim" the first must be equal."""
     expected = {
         (run["sequence"], len(run["losses"])): run["losses"] for run in result["runs"] if run["way"] == "upstream"
     }
