@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from common import Data
 
+from gemma4_compat._planner import text
+
 WHAT = {
     "card": "everything on the card",
     "experts": "experts of all layers in host memory",
@@ -14,6 +16,7 @@ CHUNKED = "8192 in chunks"
 #: What kernels do, by a part of their names.
 KERNELS = (
     ("rows of experts", "indexSelectSmallIndex"),
+    ("copies of layers", "Memcpy HtoD"),
     ("attention", "fmha"),
     ("attention", "sdpa"),
     ("4-bit layers", "gemm_4bit"),
@@ -22,13 +25,8 @@ KERNELS = (
     ("norms", "reduce_kernel"),
     ("bf16 products", "nvjet"),
 )
-#: GiB/s that a pinned copy gets out of common buses, about.
-BUSES = {
-    "PCIe 3 x8 (6 GiB/s)": 6,
-    "PCIe 3 x16, 4 x8 (12)": 12,
-    "PCIe 4 x16, 5 x8 (24)": 24,
-    "PCIe 5 x16 (49)": 49,
-}
+#: Those of a plan, and half of the slowest one: bytes a second that a pinned copy gets, about.
+BUSES = {"6 GiB/s (PCIe 3 x8)": 6 << 30, **text.BUSES}
 
 
 def table(run: Data) -> str:
@@ -62,7 +60,7 @@ def _joined(lines: list[list[str] | tuple[str, ...]]) -> str:
 
 
 def _profile(run: Data) -> str:
-    """Milliseconds of the kernels of a replayed step."""
+    """Milliseconds of the kernels of a replayed step; copies of layers run beside them."""
     found = {name: case["profile"] for name, case in run["cases"].items() if case.get("profile")}
     if not found:
         return ""
@@ -92,7 +90,7 @@ def _buses(run: Data) -> str:
     for name, speed in cases.items():
         brought = sum(speed["bytes_a_token"].values())
         if brought:
-            allowed = [1 / (computing + brought / (bus * (1 << 30))) for bus in BUSES.values()]
+            allowed = [1 / (computing + brought / bus) for bus in BUSES.values()]
             rows.append(
                 [
                     WHAT.get(name) or f"{name.partition(':')[2]} GiB of VRAM",

@@ -51,7 +51,8 @@ def host_bytes(model: Any, placement: Mapping[str, Any]) -> int:
 def available() -> int | None:
     """Bytes of host memory that this process may still take, swap included; None where psutil cannot say.
 
-    In a container, no more than its limit leaves: of cgroup v2 ``memory.max``, less what is in use and no file cache.
+    In a container, no more than its limit leaves: of cgroup v2 ``memory.max``, less what is in use and cannot be
+    dropped, as the cache of files on disk can (Linux, admin-guide/cgroup-v2, "memory.stat").
     """
     import psutil  # accelerate needs it
 
@@ -63,5 +64,6 @@ def available() -> int | None:
         limit = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
         used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
         stat = (_CGROUP / "memory.stat").read_text(encoding="ascii").split()
-        free = min(free, limit - used + int(stat[stat.index("file") + 1]))
+        dropped = int(stat[stat.index("file") + 1]) - int(stat[stat.index("shmem") + 1])
+        free = min(free, limit - used + dropped)
     return max(free, 0)

@@ -42,11 +42,8 @@ def loading_code(
     )
     lines += [f"model = PeftModel.from_pretrained(model, {_quoted(str(adapter))})"] if adapter is not None else []
     lines += ["model.eval()"]
-    lines += (
-        [f"model.generation_config.prefill_chunk_size = {plan.prefill_chunk}  # long prompts in parts"]
-        if plan.prefill_chunk is not None
-        else []
-    )
+    chunk = plan.prefill_chunk
+    lines += [f"model.generation_config.prefill_chunk_size = {chunk}  # long prompts in parts"] if chunk else []
     lines += [f"# {FAST}.", "gemma4_compat.decode_fast(model)"] if plan.fast else []
     return "\n".join(lines)
 

@@ -21,7 +21,8 @@ from gemma4_compat._planner.use import Use, experts_of, size_of, use_of
 
 #: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Costs.slots` of them.
 _FEWEST_PAGED = COSTS.slots + 1
-#: Tokens of a chunk of a prompt, where chunks are suggested: more of them save little, fewer cost time.
+#: Tokens of a chunk of a prompt, where chunks are suggested. Of the 26B-A4B, chunks of 512 took twice the time and
+#: saved another 0.16 GiB (benchmarks/results/2026-11-24-h200-experts-short).
 PREFILL_CHUNK = 1024
 
 

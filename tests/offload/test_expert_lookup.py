@@ -439,3 +439,34 @@ def test_from_pretrained_with_entries_for_experts(
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
     assert len(looked_up) == 3
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("where", ["experts", "layers"])
+@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+def test_a_prompt_in_chunks(
+    workspace: Any, checkpoint: Path, quantization: str | None, where: str, cache: str | None
+) -> None:
+    """As the code of a plan sets it: each chunk is a forward, and several generates have the bits of one device."""
+
+    def said(model: Any) -> tuple[list[Any], list[int]]:
+        lengths: list[int] = []
+        hook = (
+            model.get_decoder().layers[0].register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
+        )
+        model.generation_config.prefill_chunk_size = 7
+        found = [
+            logits
+            for seed in (1, 2, 3)
+            for logits in calls.generate(
+                model, calls.text(model, 20, seed=seed), new=5, cache_implementation=cache
+            ).logits
+        ]
+        hook.remove()
+        return found, lengths
+
+    expected, lengths = said(loaded(workspace, checkpoint, quantization))
+    assert lengths[:3] == [7, 7, 6]
+    found, others = said(placed(workspace, loaded(workspace, checkpoint, quantization), where, "memory"))
+    assert others == lengths
+    assert same(found, expected)

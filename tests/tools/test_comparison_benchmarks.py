@@ -101,6 +101,19 @@ def test_both_ways_to_decode_are_timed_and_compared(run: Callable[..., dict[str,
     assert with_adapter["endurance"]["summary"]["wrong"] == 0 < with_adapter["endurance"]["summary"]["compared"]
 
 
+def test_trainer_is_run_with_upstream_alone_and_with_the_shim(run: Callable[..., dict[str, Any]]) -> None:
+    found = run("trainers", "--ways", "upstream,shim,chunked", "--sequences", "16", "--long", "12")
+    assert [(one["way"], len(one["losses"])) for one in found["runs"]] == [
+        ("upstream", 12),
+        ("shim", 12),
+        ("chunked", 12),
+    ]
+    first = [one["losses"][0] for one in found["runs"]]
+    assert first[0] == first[1]
+    assert not found["out"]
+    assert set(found["differences"]) == {"shim, 16 tokens", "chunked, 16 tokens"}
+
+
 def test_upstream_compiles_in_a_process_of_its_own(run: Callable[..., dict[str, Any]]) -> None:
     found = run("graph_decoding", "--cases", "gpu", "--parts", "compiled", "--rounds", "1")
     assert list(found["compiled"]["upstream"]["speed"]["first"]) == ["compiled"]

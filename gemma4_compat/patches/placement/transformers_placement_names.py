@@ -10,10 +10,10 @@ Cause: transformers looks up each module in the map (``_get_device_map``) and in
 matches the start or the end of a path: ``vision_tower`` is the end of the tower's, not of those of its linear layers.
 
 Fix: For Gemma 4 models, one warning names the nearest modules, another the whole paths of modules whose linear layers
-would be quantized all the same. A map that has no device for a module, or names a
-device that does not exist, raises one error before anything is loaded; transformers fails in the middle or at the
-end of the load. A whole model on disk raises one too where transformers (before 5.13) cannot run it. A map that keeps
-more in host memory than is available gives one warning with both figures.
+would be quantized all the same. A map that has no device for a module, or names a device that does not exist, raises
+one error before anything is loaded; transformers fails in the middle or at the end of the load. A whole model on disk
+raises one too where transformers (before 5.13) cannot run it. A map that keeps more in host memory than is available
+gives one warning with both figures before anything is loaded.
 
 Remove when: transformers names the nearest modules of an entry that matches none.
 """
@@ -36,11 +36,12 @@ if TYPE_CHECKING:
 
 def get_device_map(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     # Upstream checks a map's completeness only when it has several devices; the model then stays where it was loaded.
-    if isinstance(device_map, dict) and family.is_gemma4(model):
+    ours = family.is_gemma4(model)
+    if isinstance(device_map, dict) and ours:
         device_maps.check(model, device_map)
         _refuse_whole_model_on_disk(device_map)
     found = original(model, device_map, *args, **kwargs)
-    if isinstance(found, dict) and family.is_gemma4(model):
+    if isinstance(found, dict) and ours:
         host_room.warn_if_short(model, found)
     return found
 
