@@ -96,7 +96,7 @@ def test_the_code_and_the_text_say_so() -> None:
 
 @pytest.mark.parametrize("context", [256, 8192, 32768])
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("variant", ["E2B", "12B", "26B-A4B"])
+@pytest.mark.parametrize("variant", ["E2B", "31B", "26B-A4B"])
 def test_a_chunk_never_needs_more(variant: str, fast: bool, context: int) -> None:
     """Not more than the whole prompt, and as much where the prompt is one chunk."""
     blueprint = describe(build.on_meta(variant)[0], "4bit-double", experts=True)
