@@ -226,6 +226,13 @@ def test_the_sample_is_fixed_and_of_about_the_size_asked_for() -> None:
     assert sample[0] == "tests/test_x.py::test[3]"  # as on every other machine
 
 
+def test_a_python_that_checks_no_paths_unpacks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    with pytest.raises(SystemExit, match=r"use 3\.10\.12, 3\.11\.4 or newer"):
+        upstream_suites.unpack(tmp_path / "fake-1.0.tar.gz", tmp_path, package=False)
+
+
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="this Python has no tarfile.data_filter")
 def test_only_the_tests_are_unpacked_and_nothing_outside(tmp_path: Path) -> None:
     archive = tmp_path / "fake-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as opened:
