@@ -29,6 +29,12 @@ def kernel() -> Iterator[tuple[str, Any]]:
         yield found
 
 
+@pytest.fixture(autouse=True)
+def _no_calls_yet(kernel: tuple[str, Any]) -> None:
+    """A test sees its own calls of the kernel, whichever tests ran before it."""
+    flash.called.clear()
+
+
 Pair = Callable[..., tuple[Any, Any]]
 
 
