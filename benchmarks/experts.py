@@ -9,12 +9,16 @@ card          everything on the card: what the others are compared with, so it c
 experts       the experts of all layers in host memory
 layers        all layers in host memory; the experts of a layer stay there, the rest of it is streamed
 whole         the same, and all experts travel, as before there was a lookup
+disk          the experts of all layers on disk: memory-mapped files, read for every token
 budget:N      experts on the card as far as N GiB go (6, 8, 12, 16) with prompts in chunks, the others in host memory
+upstream      everything on the card and experts in bf16, as upstream loads them; alone in a process of its own, in
+              which the shim is off: GEMMA4_COMPAT_DISABLE=all
 
 Parts of each: "bits" (three forwards, an image prompt, a generate; against the card), "speed" (tokens a second, eager
-and replayed, and the share of the bus), "profile" (what the time of a step goes to), "memory" (prefill of 2,048 and
-8,192 tokens, at once and in chunks of 1,024, or 512 with 6 GiB: peak, what the planner says of it, and seconds). The
-file is written after each of them, and nothing is begun after --minutes.
+and replayed, without the kernel that reads experts, too, and the share of the bus), "profile" (what the time of a step goes to), "memory" (prefill of 2,048 and
+8,192 tokens, at once and in chunks of 1,024, or 512 with 6 GiB: peak, what the planner says of it, and seconds),
+"training" (steps of QLoRA, of card, experts and layers: seconds, peak, and the first loss, against the card). The file
+is written after each of them, and nothing is begun after --minutes.
 `--shape tiny` runs on a CPU, too. Exit code 1: something raised, or bits differ.
 """
 
@@ -23,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -38,14 +43,18 @@ from common import Data  # noqa: E402
 from small_card_device import GIB  # noqa: E402
 from small_card_models import Clock, image_prompt  # noqa: E402
 
-CASES = ("card", "experts", "layers", "whole", "budget:8", "budget:6", "budget:12", "budget:16")
+from gemma4_compat._decoding import fused_steps  # noqa: E402
+
+CASES = ("card", "experts", "layers", "whole", "budget:8", "budget:6", "budget:12", "budget:16", "disk", "upstream")
 #: Prompts of thousands of tokens come last: the model keeps their static cache, and a step reads all of it.
-PARTS = ("bits", "speed", "profile", "memory")
+PARTS = ("bits", "speed", "profile", "memory", "training")
 PREFILLS = (2048, 8192)
 CHUNK = 1024
 #: With less than 8 GiB.
 SMALL_CHUNK = 512
-PROMPT, BITS_TOKENS = 64, 24
+PROMPT = 64
+#: Tokens whose logits are compared; replayed steps are fused among them.
+BITS_TOKENS = {"eager": 24, "replayed": 24 + fused_steps.AFTER}
 #: Tokens of a turn, and after how many of them tokens are counted.
 TOKENS = {"eager": (16, 2), "replayed": (120, 10)}
 SLOW = {"eager": (6, 1), "replayed": (12, 4)}
@@ -54,6 +63,8 @@ WAYS: dict[str, Data] = {"eager": {"disable_compile": True}, "replayed": {}}
 SKIPPED = 6
 #: What is kept free of a budget beside weights and the peak of a prefill that was measured.
 RESERVE_GIB = 0.3
+#: Tokens of a step of QLoRA, and the steps: the first ones are not timed.
+TRAINED, STEPS, SETTLED, RANK = (512, 2048), 5, 2, 16
 
 
 class Run:
@@ -114,8 +125,8 @@ def generate(model: Any, way: str, tokens: int, given: Any, **options: Any) -> A
         )
 
 
-def answers(model: Any) -> dict[str, list[Any]]:
-    """Logits, on the CPU."""
+def answers(model: Any, tokens: dict[str, int]) -> dict[str, list[Any]]:
+    """Logits, on the CPU; of as many ``tokens`` each way."""
     import torch
 
     found: dict[str, list[Any]] = {}
@@ -127,7 +138,7 @@ def answers(model: Any) -> dict[str, list[Any]]:
     for way in WAYS:
         kept = {"return_dict_in_generate": True, "output_logits": True}
         found[f"generate {way}"] = [
-            one.cpu() for one in generate(model, way, BITS_TOKENS, ids(model, 24), **kept).logits
+            one.cpu() for one in generate(model, way, tokens[way], ids(model, 24), **kept).logits
         ]
     return found
 
@@ -135,13 +146,14 @@ def answers(model: Any) -> dict[str, list[Any]]:
 def bits(run: Run, model: Any, name: str) -> Data:
     import torch
 
-    said = answers(model)
+    few = device.main_device() == "cpu" or name == "disk"
+    said = answers(model, dict.fromkeys(WAYS, 8) if few else BITS_TOKENS)
     if name == "card":
         run.expected = said
         return {"expected": {key: len(value) for key, value in said.items()}} | {"finite": _finite(said)}
     found: Data = {"finite": _finite(said)}
     for key, value in said.items():
-        pairs = list(zip(value, run.expected.get(key, ()), strict=True))
+        pairs = list(zip(value, run.expected[key]))
         worst = max(float((one - other).abs().max()) for one, other in pairs)
         found[key] = worst if worst or all(torch.equal(*pair) for pair in pairs) else float("inf")
         if found[key] != 0.0:
@@ -216,12 +228,15 @@ def planned_peak(model: Any, away: int, length: int, chunk: int | None) -> float
     return (found.prefill - found.weights) / GIB
 
 
-def speed(run: Run, model: Any, *, slow: bool) -> Data:
+def speed(run: Run, model: Any, name: str, *, slow: bool) -> Data:
     from gemma4_compat import _decoding
 
     found: Data = {}
     bus = run.result["host_to_device_gib_s"]
+    only_eager = name in ("disk", "upstream")
     for way, (tokens, settled) in (SLOW if slow else TOKENS).items():
+        if only_eager and way != "eager":
+            continue
         device.forget_peak()
         if way == "replayed":  # graphs are captured, and fused: the next call has them
             generate(model, way, tokens, ids(model, PROMPT))
@@ -235,7 +250,17 @@ def speed(run: Run, model: Any, *, slow: bool) -> Data:
         if bus is not None and sum(found["bytes_a_token"].values()):
             bound = bus["pinned"] * GIB / sum(found["bytes_a_token"].values())
             found[way] |= {"bus_bound_tok_s": bound, "share_of_bound": rate / bound}
+    if only_eager:
+        return found
     counted = _decoding.statistics(model)
+    if counted.fused and name in ("card", "experts", "budget:8"):
+        tokens, settled = TOKENS["replayed"]
+        with separate_kernels(model):
+            generate(model, "replayed", tokens, ids(model, PROMPT))
+            clock = Clock()
+            generate(model, "replayed", tokens, ids(model, PROMPT), streamer=clock)
+        times = clock.times[1:]
+        found["separate_kernels"] = {"tok_s": (len(times) - 1 - settled) / (times[-1] - times[settled])}
     if device.main_device() != "cpu" and not counted.replayed:
         run.result["problems"].append(f"nothing was replayed: {', '.join(counted.reasons)}")
     found["steps"] = {
@@ -319,9 +344,58 @@ def profiled(model: Any) -> Data:
         "kernels_a_token": sum(one.count for one in events) / tokens,
         "longest": [
             {"name": one.key[:90], "ms": one.self_device_time_total / 1000 / tokens, "count": one.count / tokens}
-            for one in events[:14]
+            for one in events[:24]
         ],
     }
+
+
+def training(run: Run, model: Any, name: str, lengths: tuple[int, ...]) -> Data:
+    """Steps of QLoRA with checkpointing and the loss in chunks; the first loss must be that of the card.
+
+    LoRA of the same weights each time, on every linear layer of the decoder that is no expert.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    import gemma4_compat
+    from gemma4_compat._planner.training_step import TARGETS
+
+    config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS)
+    trained_model = gemma4_compat.chunked_loss(get_peft_model(model, config).train())
+    trained_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    trained_model.enable_input_require_grads()
+    weights = [weight for _, weight in sorted(trained_model.named_parameters()) if weight.requires_grad]
+    kind = "cuda" if device.main_device() != "cpu" else "cpu"
+    found: Data = {}
+    for length in lengths:
+        generator = torch.Generator().manual_seed(0)
+        for weight in weights:
+            weight.data = torch.empty(weight.shape).normal_(0.0, 0.02, generator=generator).to(weight.device)
+        optimizer = torch.optim.AdamW(weights, lr=1e-4)
+        given = ids(model, length)
+        seconds, losses = [], []
+        for step in range(STEPS):
+            if step == SETTLED:
+                device.forget_peak()
+            device.synchronize()
+            started = time.perf_counter()
+            with torch.autocast(kind, dtype=torch.bfloat16):
+                loss = trained_model(input_ids=given, labels=given, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            device.synchronize()
+            seconds.append(time.perf_counter() - started)
+            losses.append(f"{loss.item():.9g}")
+        median = statistics.median(seconds[SETTLED:])
+        found[str(length)] = {
+            **{"seconds": seconds[SETTLED:], "tokens_s": length / median, "losses": losses},
+            **device.memory(),
+        }
+        expected = run.result["cases"]["card"].get("training", found)[str(length)]["losses"]
+        if losses[0] != expected[0]:
+            run.result["problems"].append(f"{name}: a loss of {losses[0]} with {length} tokens, {expected[0]} on card")
+    return found
 
 
 # The whole
@@ -338,6 +412,21 @@ def without_lookup() -> Iterator[None]:
         yield
     finally:
         ModuleGroup.looks_experts_up = decide  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def separate_kernels(model: Any) -> Iterator[None]:
+    """Inside, experts are gathered, dequantized and copied by PyTorch's and bitsandbytes' kernels in fused steps, too."""
+    from gemma4_compat._decoding import decoder, expert_rows
+
+    decoder.of(model).clear()
+    kept = expert_rows.Rows.dequantized, expert_rows.Rows.positions
+    expert_rows.Rows.dequantized = expert_rows.Rows.positions = lambda *_: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        expert_rows.Rows.dequantized, expert_rows.Rows.positions = kept  # type: ignore[method-assign]
+        decoder.of(model).clear()
 
 
 def layers_that_fit(run: Run, budget: float) -> int:
@@ -361,7 +450,7 @@ def case(run: Run, name: str, parts: list[str]) -> None:
     entry: Data = {}
     run.result["cases"][name] = entry
     where = {"whole": "layers"}.get(name, name)
-    away = 0 if name == "card" else len(run.hosted)
+    away = 0 if name in ("card", "upstream") else len(run.hosted)
     if name.startswith("budget:"):
         if "memory" not in run.result["cases"].get("experts", {}) or device.main_device() == "cpu":
             run.result["not_run"].append(name)
@@ -373,7 +462,7 @@ def case(run: Run, name: str, parts: list[str]) -> None:
 
     def build() -> Data:
         made.append(models.placed(run.shape, run.hosted, where))
-        if device.main_device() != "cpu":
+        if device.main_device() != "cpu" and name not in ("upstream", "disk"):
             gemma4_compat.decode_fast(made[0])
         return device.memory()
 
@@ -386,11 +475,14 @@ def case(run: Run, name: str, parts: list[str]) -> None:
             steps: dict[str, Callable[[], Data]] = {
                 "bits": lambda: bits(run, made[0], name),
                 "memory": lambda: memory(made[0], lengths, away, chunk=chunk, whole=not name.startswith("budget")),
-                "speed": lambda: speed(run, made[0], slow=small or name == "whole"),
+                "speed": lambda: speed(run, made[0], name, slow=small or name in ("whole", "disk")),
                 "profile": lambda: profiled(made[0]),
+                "training": lambda: training(run, made[0], name, (16,) if small else TRAINED),
             }
-            for part in PARTS if name != "whole" else ("speed",):
-                if part in parts and (part != "profile" or name in ("card", "experts", "layers")):
+            few = {"whole": ("speed",), "disk": ("bits", "speed"), "upstream": ("speed", "memory")}
+            for part in few.get(name, PARTS):
+                closely = part in ("profile", "training")
+                if part in parts and (not closely or name in ("card", "experts", "layers")):
                     run.part(name, steps[part], entry, part)
     made.clear()
     gc.collect()
@@ -408,7 +500,12 @@ def main(argv: list[str] | None = None) -> int:
     for wanted, known in ((cases, CASES), (parts, PARTS)):
         if unknown := [name for name in wanted if name not in known]:
             parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")
+    if "upstream" in cases and (cases != ["upstream"] or gemma4_compat_is_on()):
+        parser.error("upstream: alone, with GEMMA4_COMPAT_DISABLE=all in the environment")
     run = Run(arguments, common.shown(arguments))
+    if cases == ["upstream"]:
+        case(run, "upstream", parts)
+        return finished(run)
     started = time.monotonic()
     run.hosted = models.hosted_experts(run.shape)
     nbytes = sum(_stored(parameter) for one in run.hosted.values() for parameter in one.values())
@@ -417,6 +514,16 @@ def main(argv: list[str] | None = None) -> int:
     run.part("machine", lambda: gathered(run) or {}, run.result, "gathered_gib_s")
     for name in cases:
         case(run, name, parts)
+    return finished(run)
+
+
+def gemma4_compat_is_on() -> bool:
+    import gemma4_compat
+
+    return any(one.state == "applied" for one in gemma4_compat.status().values())
+
+
+def finished(run: Run) -> int:
     common.write(run.result, run.out)
     for problem in run.result["problems"]:
         print(f"PROBLEM {problem}", file=sys.stderr)

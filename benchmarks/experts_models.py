@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import shutil
+import tempfile
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,7 +118,8 @@ def _without_experts() -> Iterator[None]:
 def built(shape: str, hosted: Hosted, on_card: set[int], whole_layers: bool) -> Any:
     """The model: linears of its layers in 4 bits, experts of the layers ``on_card`` there, the others on the CPU.
 
-    With ``whole_layers`` everything of every layer is on the CPU.
+    With ``whole_layers`` everything of every layer is on the CPU. Without ``hosted`` ones, experts are in bf16 on the
+    card.
     """
     import torch
     from transformers import Gemma4ForConditionalGeneration
@@ -139,6 +143,11 @@ def built(shape: str, hosted: Hosted, on_card: set[int], whole_layers: bool) -> 
                 if name != "experts":
                     child.to("cpu")
         module = layer.experts
+        if not hosted:
+            for name, parameter in module._parameters.items():
+                values = torch.empty(parameter.shape, dtype=torch.bfloat16, device=main_device()).normal_(0.0, 0.02)
+                module._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+            continue
         for name, parameter in hosted[f"{LANGUAGE}.layers.{number}.experts"].items():
             module._parameters[name] = _on(parameter, main_device() if number in on_card else "cpu")
         if "quant_state" in vars(module._parameters["down_proj"]):
@@ -197,14 +206,16 @@ def placed(shape: str, hosted: Hosted, where: str) -> Any:
     Args:
         shape: of :data:`SHAPES`.
         hosted: of :func:`hosted_experts`; the model takes the memory over in its first forward.
-        where: ``"card"``; ``"experts"`` in host memory; ``"layers"``, whole ones; ``"experts:N"``: those of N layers
-            stay on the card.
+        where: ``"card"``; ``"experts"`` in host memory, or on ``"disk"``; ``"layers"``, whole ones; ``"experts:N"``:
+            those of N layers stay on the card; ``"upstream"``: on the card, in bf16.
     """
     import torch
     from accelerate import dispatch_model
 
     kind, _, kept = where.partition(":")
     layers = config(shape).get_text_config().num_hidden_layers
+    if kind == "upstream":
+        return built(shape, {}, set(range(layers)), False)
     on_card = set(range(layers)) if kind == "card" else set(range(int(kept or 0)))
     model = built(shape, hosted, on_card, kind == "layers")
     if kind == "card":
@@ -214,8 +225,11 @@ def placed(shape: str, hosted: Hosted, where: str) -> Any:
     for number in range(layers):
         if number not in on_card:
             name = f"{LANGUAGE}.layers.{number}"
-            entries[name if kind == "layers" else f"{name}.experts"] = "cpu"
+            entries[name if kind == "layers" else f"{name}.experts"] = "disk" if kind == "disk" else "cpu"
+    options: dict[str, Any] = {"offload_dir": tempfile.mkdtemp()} if kind == "disk" else {}
     skip = [*model._skip_keys_device_placement, "shared_kv_states"]
-    model = dispatch_model(model, entries, main_device=main, skip_keys=skip, force_hooks=True)
+    model = dispatch_model(model, entries, main_device=main, skip_keys=skip, force_hooks=True, **options)
+    if options:
+        weakref.finalize(model, shutil.rmtree, options["offload_dir"], ignore_errors=True)
     gc.collect()
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from common import Data
 
 from gemma4_compat._planner import text
@@ -11,10 +13,16 @@ WHAT = {
     "experts": "experts of all layers in host memory",
     "layers": "all layers in host memory, without experts streamed",
     "whole": "all layers in host memory, streamed as a whole",
+    "disk": "experts of all layers on disk",
+    "upstream": "upstream: everything on the card, experts in bf16",
 }
 CHUNKED = "8192 in chunks"
+SPEEDS = ("eager", "separate_kernels", "replayed")
+TRAINED = ("tokens_s", "peak_gib", "peak_reserved_gib")
 #: What kernels do, by a part of their names.
 KERNELS = (
+    ("experts, read and dequantized", "experts_"),
+    ("pointwise, fused", "fused_"),
     ("rows of experts", "indexSelectSmallIndex"),
     ("copies of layers", "Memcpy HtoD"),
     ("attention", "fmha"),
@@ -43,16 +51,16 @@ def table(run: Data) -> str:
                 _number(memory.get("loaded_gib")),
                 *(_number(memory.get(length, {}).get("peak_gib")) for length in ("2048", "8192")),
                 _number(next((value["peak_gib"] for key, value in memory.items() if CHUNKED in key), None)),
-                *(_number(speed.get(way, {}).get("tok_s"), ".1f") for way in ("eager", "replayed")),
+                *(_number(speed.get(way, {}).get("tok_s"), ".1f") for way in SPEEDS),
                 str(max(differ)) if differ else "-",
             ]
         )
     titles = (
         *("placement", "VRAM loaded, GiB", "peak, prompt of 2,048 tokens", "of 8,192", "of 8,192 in chunks"),
-        *("tok/s eager", "tok/s replayed", "largest difference from the card"),
+        *("tok/s eager", "replayed, experts by many kernels", "tok/s replayed", "largest difference from the card"),
     )
     lines = [titles, ("---",) * len(titles), *rows]
-    return "\n\n".join(filter(None, (_joined(lines), _profile(run), _buses(run))))
+    return "\n\n".join(filter(None, (_joined(lines), _profile(run), _buses(run), _training(run))))
 
 
 def _joined(lines: list[list[str] | tuple[str, ...]]) -> str:
@@ -82,7 +90,7 @@ def _profile(run: Data) -> str:
 
 def _buses(run: Data) -> str:
     """Computed: the step of experts on the card, then what it brings over the bus."""
-    cases = {name: case["speed"] for name, case in run["cases"].items() if case.get("speed")}
+    cases = {name: case["speed"] for name, case in run["cases"].items() if "replayed" in (case.get("speed") or {})}
     if "card" not in cases or len(cases) < 2:
         return ""
     computing = 1 / cases["card"]["replayed"]["tok_s"]
@@ -99,6 +107,23 @@ def _buses(run: Data) -> str:
             )
     titles = ("computed, tok/s", "MiB a token", "measured here", *BUSES)
     return _joined([titles, ("---",) * len(titles), *rows])
+
+
+def _training(run: Data) -> str:
+    """Steps of QLoRA."""
+    rows = []
+    for name, case in run["cases"].items():
+        for length, found in (case.get("training") or {}).items():
+            rows.append(
+                [
+                    WHAT.get(name) or name,
+                    f"{int(length):,}",
+                    _number(statistics.median(found["seconds"])),
+                    *(_number(found[key], ".0f" if key == "tokens_s" else ".2f") for key in TRAINED),
+                ]
+            )
+    titles = ("steps of QLoRA", "tokens", "seconds", "tokens a second", "VRAM peak, GiB", "reserved")
+    return _joined([titles, ("---",) * len(titles), *rows]) if rows else ""
 
 
 def _number(value: float | None, shown: str = ".2f") -> str:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gemma4_compat._decoding import pointwise, static_caches
+from gemma4_compat._decoding import static_caches
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.kernels import COMPILERS, Kernels
 from gemma4_compat._decoding.kernels import of as kernels_of
 from gemma4_compat._decoding.recording import Recording
+from gemma4_compat._quantization import expert_storage
 
 #: A plain step is replayed so often before it is fused: an answer of a few tokens is over sooner than the compiler.
 AFTER = 96
@@ -44,13 +45,12 @@ class _Launches:
         self.texts: dict[str, None] = {}  # of those that were not launched
         self.signatures: dict[tuple[Any, ...], None] = {}  # of the operations in them
 
-    def kernel(self, kernel: Any, values: list[Any]) -> None:
+    def kernel(self, kernel: Any, signatures: Iterable[tuple[Any, ...]]) -> None:
         if self._kernels.is_prepared(kernel.text):
             self._kernels.launch(kernel)
             return
         self.texts[kernel.text] = None
-        for value in pointwise.everything(values):
-            self.signatures[value.signature] = None
+        self.signatures |= dict.fromkeys(signatures)
 
 
 def obstacle(device: Any) -> str | None:
@@ -111,7 +111,7 @@ def _fusing(device: Any, sink: Any) -> Iterator[Callable[[], None]]:
     from gemma4_compat._decoding.fusing import Fusing
 
     mode = Fusing(device, sink, kernels_of(device).layouts)
-    with mode:
+    with mode, expert_storage.read_by(mode.rows):
         yield mode.settle
         mode.settle()
 

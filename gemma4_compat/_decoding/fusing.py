@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemma4_compat._decoding import kernel_source, pointwise
+from gemma4_compat._decoding import expert_rows, kernel_source, pointwise
 from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part, Value
 
 #: A kernel has at most so many arguments.
@@ -33,8 +33,8 @@ class Sink(Protocol):
     def accepts(self, signature: tuple[Any, ...]) -> bool:
         """Whether an operation with these dtypes may be computed by a kernel of ours."""
 
-    def kernel(self, kernel: kernel_source.Kernel, values: list[Value]) -> None:
-        """Note a kernel, or launch it."""
+    def kernel(self, kernel: kernel_source.Kernel, signatures: Iterable[tuple[Any, ...]]) -> None:
+        """Note a kernel, or launch it; ``signatures`` are of the operations in it."""
 
 
 class Fusing(TorchDispatchMode):  # type: ignore[misc]
@@ -52,11 +52,14 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, device: Any, sink: Sink, layouts: dict[Any, tuple[Any, ...]]) -> None:
         super().__init__()
         self._device, self._sink, self._layouts = device, sink, layouts
+        self.rows = expert_rows.Rows(sink, device)
         self._pending: dict[int, Value] = {}  # by storage, the oldest first; of each the last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if op is torch.ops.aten.index.Tensor and self.rows.is_order(args[1]) and len(args[0]) == len(args[1][0]):
+            return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
         call = pointwise.understood(op, args, kwargs)
         if call is not None:
             found = self._put_off(call, op, args, kwargs)
@@ -71,7 +74,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         pending, self._pending = self._pending, {}
         values = [value for value in pending.values() if _is_held(value.memory)]
         if values:
-            self._sink.kernel(kernel_source.kernel_of(values), values)
+            signatures = (value.signature for value in pointwise.everything(values))
+            self._sink.kernel(kernel_source.kernel_of(values), signatures)
         self._read = {}
 
     # Which operations

@@ -20,6 +20,7 @@ NAME = "fused"
 #: bfloat16 is rounded as c10::BFloat16 is; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
 PRELUDE = r"""
 typedef unsigned short u16;
+struct alignas(16) Word16 { unsigned int part[4]; };
 __device__ __forceinline__ float from_bf16(u16 bits) { return __uint_as_float(((unsigned int)bits) << 16); }
 __device__ __forceinline__ float round_bf16(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -57,7 +58,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """How a dtype lies in memory: its C type, and how it becomes a ``float`` and back."""
 
     c: str
@@ -66,14 +67,15 @@ class _Kind:
     rounded: str
 
 
-def _kinds() -> dict[Any, _Kind]:
+def kinds() -> dict[Any, Kind]:
+    """By dtype."""
     import torch
 
     return {
-        torch.float32: _Kind("float", "{}", "{}", "{}"),
-        torch.bfloat16: _Kind("u16", "from_bf16({})", "to_bf16({})", "round_bf16({})"),
-        torch.float16: _Kind("u16", "from_f16({})", "to_f16({})", "round_f16({})"),
-        torch.bool: _Kind("unsigned char", "{}", "", ""),
+        torch.float32: Kind("float", "{}", "{}", "{}"),
+        torch.bfloat16: Kind("u16", "from_bf16({})", "to_bf16({})", "round_bf16({})"),
+        torch.float16: Kind("u16", "from_f16({})", "to_f16({})", "round_f16({})"),
+        torch.bool: Kind("unsigned char", "{}", "", ""),
     }
 
 
@@ -85,7 +87,8 @@ class Kernel:
         text: its body and parameters; kernels of one text are one kernel.
         tensors: its arguments, in order: memory that it reads, then memory that it writes.
         written: how many of them it writes.
-        sizes: arguments after those: how many elements its results have, each number once, the largest first.
+        sizes: arguments after those, unsigned, of 32 bits; the first one is :attr:`threads`. Of pointwise operations:
+            how many elements the results have, each number once, the largest first.
     """
 
     text: str
@@ -106,8 +109,14 @@ def kernel_of(values: Sequence[Value]) -> Kernel:
 
 def program(texts: Sequence[str]) -> tuple[str, list[str]]:
     """One program with a kernel for each text, and the kernels' names."""
-    names = [f"{NAME}_{number}" for number in range(len(texts))]
-    return PRELUDE + "".join(text.replace(f"{NAME}(", f"{name}(", 1) for text, name in zip(texts, names)), names
+    names = [f"{_named(text)}_{number}" for number, text in enumerate(texts)]
+    pieces = (text.replace(f" {_named(text)}(", f" {name}(", 1) for text, name in zip(texts, names))
+    return PRELUDE + "".join(pieces), names
+
+
+def _named(text: str) -> str:
+    """The name of the kernel in a text, as a profile shows it, but for its number."""
+    return text.partition("(")[0].rpartition(" ")[2]
 
 
 _Scope = MutableMapping[tuple[Any, ...], str]
@@ -117,7 +126,7 @@ class _Writer:
     """Lines of a kernel as they are written."""
 
     def __init__(self) -> None:
-        self._kinds = _kinds()
+        self._kinds = kinds()
         self._lines: list[str] = []
         self._count = 0
         self._reads: dict[tuple[int, Any], tuple[str, Any]] = {}  # by address and dtype: parameter and tensor

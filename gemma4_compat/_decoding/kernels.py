@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from gemma4_compat._decoding import kernel_source, pointwise
+from gemma4_compat._decoding import expert_rows, kernel_source, pointwise
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Operand, Value
@@ -103,12 +103,10 @@ class Kernels:
             whether every operation has PyTorch's bits.
         """
         trials = {key: self._trial(key) for key in signatures if key not in self._same and _is_computed(key)}
-        kernels = {key: kernel_source.kernel_of([value]) for key, (value, _) in trials.items()}
-        self._compile([*texts, *(kernel.text for kernel in kernels.values())])
-        for key, kernel in kernels.items():
-            value, expected = trials[key]
+        self._compile([*texts, *(kernel.text for kernel, _, _ in trials.values())])
+        for key, (kernel, found, expected) in trials.items():
             self.launch(kernel)
-            self._same[key] = same_bits(value.memory, expected)
+            self._same[key] = same_bits(found, expected)
         return all(self.accepts(key) for key in signatures)
 
     def accepts(self, signature: _Signature) -> bool:
@@ -137,10 +135,14 @@ class Kernels:
             program, names = kernel_source.program(new)
             self._known.update(zip(new, self._compiler.compiled(program, names), strict=True))
 
-    def _trial(self, signature: _Signature) -> tuple[Value, Any]:
-        """The operation for a kernel of ours, and PyTorch's result: of every value of 16 bits, or of many operands."""
+    def _trial(self, signature: _Signature) -> tuple[Kernel, Any, Any]:
+        """A kernel of the operation alone, the memory of its result, and PyTorch's result: of every value of 16 bits,
+        or of many operands.
+        """
         import torch
 
+        if signature[0] == expert_rows.OPERATION:
+            return expert_rows.trial(signature, self._device)
         name, kinds, dtype = signature
         generator = torch.Generator(self._device).manual_seed(0)
         tensors = [kind for kind in kinds if not isinstance(kind, float)]
@@ -158,7 +160,7 @@ class Kernels:
         reference = pointwise.operation(name).reference
         expected = given[0].to(dtype) if reference is None else reference(*given)
         value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
-        return value, expected
+        return kernel_source.kernel_of([value]), value.memory, expected
 
 
 def _is_computed(signature: _Signature) -> bool:

@@ -49,12 +49,13 @@ class ExpertLookup:
         import torch
 
         chosen = expert_forward.numbers(top_k_index, self._module.num_experts)
+        found = expert_forward.positions(chosen, top_k_index)
         added = expert_forward.added_to(self._module)
         if not expert_forward.can_choose(self._module):
-            chosen = torch.arange(self._module.num_experts, device=chosen.device)
+            chosen, found = torch.arange(self._module.num_experts, device=chosen.device), top_k_index
         values = {name: self._values(weight, chosen, added.get(name, ())) for name, weight in self._weights.items()}
         substitute = expert_forward.Substitute(self._module, len(chosen), **values)
-        return self._forward(substitute, hidden_states, torch.searchsorted(chosen, top_k_index), top_k_weights)
+        return self._forward(substitute, hidden_states, found, top_k_weights)
 
     def _values(self, weight: Any, chosen: Any, added: Iterable[Callable[[Any], Any]]) -> Any:
         if hasattr(weight, "quant_state"):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from gemma4_compat._models import placement
+from gemma4_compat._quantization import expert_storage
 from gemma4_compat._quantization.expert_storage import dequantized
 from gemma4_compat._quantization.experts import NAMES, quantized_parameter
 
@@ -38,7 +39,7 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
     number = self.num_experts if chosen is None else len(chosen)
     substitute = Substitute(self, number, weights["gate_up_proj"], weights["down_proj"])
     if chosen is not None:
-        top_k_index = torch.searchsorted(chosen, top_k_index)
+        top_k_index = positions(chosen, top_k_index)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return original(substitute, hidden_states, top_k_index, top_k_weights)
     with _kept_packed(weights, make):
@@ -76,10 +77,11 @@ _MOSTLY_DISTINCT = 0.25
 
 
 def numbers(top_k_index: Any, number: int) -> Any:
-    """The numbers in it, ascending. Of one token, or of few, as many as there are in it, some of them twice: it needs
-    no synchronization, and a CUDA graph can hold it. Of more tokens each number once.
+    """The numbers in it, ascending; or as they come, where a :class:`expert_storage.Reader` takes them so.
 
-    ``torch.searchsorted`` finds the first of equal ones, so the others are dequantized for nothing.
+    Of one token, or of few, as many as there are in it, some of them twice: it needs no synchronization, and a CUDA
+    graph can hold it. Of more tokens each number once. :func:`positions` finds the first of equal ones, so the others
+    are dequantized for nothing.
 
     Args:
         top_k_index: int64, (tokens, experts a token).
@@ -87,9 +89,25 @@ def numbers(top_k_index: Any, number: int) -> Any:
     """
     import torch
 
+    if _in_order(top_k_index) is not None:
+        return top_k_index.flatten()
     if len(top_k_index) == 1 or top_k_index.numel() <= _MOSTLY_DISTINCT * number:
         return top_k_index.flatten().sort().values
     return torch.unique(top_k_index)
+
+
+def positions(chosen: Any, top_k_index: Any) -> Any:
+    """Where in ``chosen``, what :func:`numbers` returned for it, the numbers of ``top_k_index`` are; of its shape."""
+    import torch
+
+    found = _in_order(top_k_index)
+    return torch.searchsorted(chosen, top_k_index) if found is None else found
+
+
+def _in_order(top_k_index: Any) -> Any:
+    """The positions of one token's experts, if they are read in the order in which the token names them."""
+    reader = expert_storage.reading() if len(top_k_index) == 1 else None
+    return None if reader is None else reader.positions(top_k_index)
 
 
 #: Of what PEFT adds, the tensors with a part for each expert, by the name of its class.

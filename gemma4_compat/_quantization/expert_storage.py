@@ -11,10 +11,12 @@ Imports nothing upstream at module level.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement
@@ -163,6 +165,10 @@ def dequantized(parameter: Any, chosen: Any = None, rows: Callable[[Any, Any], A
     def those(tensor: Any) -> Any:
         return tensor if chosen is None else (rows or rows_of)(tensor, chosen)
 
+    if chosen is not None and rows in (None, rows_of) and (reader := reading()) is not None:
+        found = reader.dequantized(parameter, chosen)
+        if found is not None:
+            return found
     state = parameter.quant_state
     count, height, width = state.shape
     packed = those(parameter.data.view(torch.uint8).view(count, -1))
@@ -175,6 +181,36 @@ def dequantized(parameter: Any, chosen: Any = None, rows: Callable[[Any, Any], A
         dtype=state.dtype,
     )
     return functional.dequantize_4bit(packed.view(-1, 1), plain)
+
+
+class Reader(Protocol):
+    """Another way to the weights of the experts that are hit, with the same bits."""
+
+    def dequantized(self, parameter: Any, chosen: Any) -> Any:
+        """As :func:`dequantized`; None for a parameter that it does not read."""
+
+    def positions(self, top_k_index: Any) -> Any:
+        """``arange`` in the shape of ``top_k_index``; None where experts are better numbered as they come."""
+
+
+_reader: contextvars.ContextVar[Reader | None] = contextvars.ContextVar("gemma4_compat_expert_reader", default=None)
+
+
+def reading() -> Reader | None:
+    """What reads the experts that are hit just now, if it is not PyTorch's operations."""
+    import torch
+
+    return None if torch.compiler.is_compiling() else _reader.get()
+
+
+@contextlib.contextmanager
+def read_by(reader: Reader) -> Iterator[None]:
+    """Inside, ``reader`` is asked first."""
+    token = _reader.set(reader)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
 
 
 def _scales(state: Any, those: Callable[[Any], Any]) -> Any:
