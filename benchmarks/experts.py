@@ -15,10 +15,11 @@ upstream      everything on the card and experts in bf16, as upstream loads them
               which the shim is off: GEMMA4_COMPAT_DISABLE=all
 
 Parts of each: "bits" (three forwards, an image prompt, a generate; against the card), "speed" (tokens a second, eager
-and replayed, without the kernel that reads experts, too, and the share of the bus), "profile" (what the time of a step goes to), "memory" (prefill of 2,048 and
-8,192 tokens, at once and in chunks of 1,024, or 512 with 6 GiB: peak, what the planner says of it, and seconds),
-"training" (steps of QLoRA, of card, experts and layers: seconds, peak, and the first loss, against the card). The file
-is written after each of them, and nothing is begun after --minutes.
+and replayed, without the kernel that reads experts, too, and the share of the bus), "profile" (what the time of a step
+goes to), "memory" (prefill of 2,048 and 8,192 tokens, at once and in chunks of 1,024, or 512 with 6 GiB: peak, what
+the planner says of it, and seconds), "training" (steps of QLoRA, of card, experts and layers: seconds, peak, and the
+first loss, against the card). The file is written after each of them, and nothing is begun after --minutes. With
+`--add-to FILE`, what this run leaves out is that of an earlier one, on the same kind of machine.
 `--shape tiny` runs on a CPU, too. Exit code 1: something raised, or bits differ.
 """
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import statistics
 import sys
 import time
@@ -75,6 +77,11 @@ class Run:
         self.deadline = time.monotonic() + 60 * arguments.minutes
         self.result = common.header(Path(__file__), sys.modules[__name__], arguments.shape, options, arguments.note)
         self.result |= {"machine": device.machine(), "host_to_device_gib_s": device.bandwidth(), "cases": {}}
+        if arguments.add_to:
+            earlier = json.loads(Path(arguments.add_to).read_text(encoding="utf-8"))
+            if earlier["machine"] != self.result["machine"]:
+                raise SystemExit(f"{arguments.add_to} is of another machine or stack: {earlier['machine']}")
+            self.result = earlier | {"command": f"{earlier['command']}; {self.result['command']}", "not_run": []}
         self.hosted: models.Hosted = {}
         self.expected: dict[str, Any] = {}
         self.took: dict[str, float] = {}
@@ -333,6 +340,7 @@ def profiled(model: Any) -> Data:
                 record.start()
 
     tokens = 10
+    generate(model, "replayed", TOKENS["replayed"][0], ids(model, PROMPT))  # until the graph is fused
     generate(model, "replayed", SKIPPED + tokens - 1, ids(model, PROMPT), streamer=Starts())
     device.synchronize()
     record.stop()
@@ -416,7 +424,7 @@ def without_lookup() -> Iterator[None]:
 
 @contextlib.contextmanager
 def separate_kernels(model: Any) -> Iterator[None]:
-    """Inside, experts are gathered, dequantized and copied by PyTorch's and bitsandbytes' kernels in fused steps, too."""
+    """Inside, fused steps gather, dequantize and copy experts by PyTorch's and bitsandbytes' kernels."""
     from gemma4_compat._decoding import decoder, expert_rows
 
     decoder.of(model).clear()
@@ -447,8 +455,7 @@ def _stored(parameter: Any) -> int:
 def case(run: Run, name: str, parts: list[str]) -> None:
     import gemma4_compat
 
-    entry: Data = {}
-    run.result["cases"][name] = entry
+    entry: Data = run.result["cases"].setdefault(name, {})
     where = {"whole": "layers"}.get(name, name)
     away = 0 if name in ("card", "upstream") else len(run.hosted)
     if name.startswith("budget:"):
@@ -492,6 +499,7 @@ def case(run: Run, name: str, parts: list[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = common.parser(__doc__, sorted(models.SHAPES), minutes=5.0)
     parser.add_argument("--cases", default="card,experts,layers,whole,budget:8", help=", ".join(CASES))
+    parser.add_argument("--add-to", metavar="FILE", help="an earlier result")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     arguments = parser.parse_args(argv)
     if arguments.shape is None:

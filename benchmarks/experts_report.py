@@ -48,7 +48,7 @@ def table(run: Data) -> str:
         rows.append(
             [
                 WHAT.get(name) or f"{name.partition(':')[2]} GiB of VRAM",
-                _number(memory.get("loaded_gib")),
+                _number(memory.get("loaded_gib", (case.get("build") or {}).get("resident_gib"))),
                 *(_number(memory.get(length, {}).get("peak_gib")) for length in ("2048", "8192")),
                 _number(next((value["peak_gib"] for key, value in memory.items() if CHUNKED in key), None)),
                 *(_number(speed.get(way, {}).get("tok_s"), ".1f") for way in SPEEDS),
