@@ -27,7 +27,7 @@ PLOTS = ROOT / "docs"
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 CALLS = ("python_calls", "c_calls")
 #: Of a case of graph_decoding.py and experts.py: what a table shows.
-PARTS = ("speed", "fusing", "waiting", "bits", "short", "endurance", "memory")
+PARTS = ("speed", "fusing", "waiting", "bits", "short", "endurance", "memory", "training")
 #: In the order of their sizes.
 SHAPES = ("tiny", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
 Run = dict[str, Any]

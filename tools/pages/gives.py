@@ -23,7 +23,14 @@ ROWS = {
     },
 }
 #: The same of the runs of experts.py.
-EXPERTS = {"26B-A4B": {"card": "nothing", "experts": "the experts of all layers"}}
+EXPERTS = {
+    "26B-A4B": {
+        "card": "nothing",
+        "budget:8": "the experts of {away} of {layers} layers",
+        "experts": "the experts of all layers",
+    }
+}
+ON_CARD = "layers_with_experts_on_card"
 
 
 def newest(shape: str, case: str, benchmark: str = "graph_decoding", done: str = "summary") -> dict[str, Any]:
@@ -59,16 +66,20 @@ def section() -> str:
             measured = newest(shape, case, "experts", "replayed")
             dates.append(measured["date"])
             found = measured["cases"][case]["speed"]
+            layers = measured["experts"]["layers"]
+            what = what.format(layers=layers, away=layers - measured["cases"][case].get(ON_CARD, 0))
             rows.append(
                 f"| {shape} | {what} | {found['replayed']['peak_gib']:.2f} GiB | {found['eager']['tok_s']:.1f} "
                 f"| **{found['replayed']['tok_s']:.1f}** |"
             )
     machine, settings = run["machine"], run["settings"]
     measured_on = " to ".join(sorted({min(dates), max(dates)}))
+    other = measured["machine"]["device"]
+    besides = f" (26B-A4B: one {other})" if other != machine["device"] else ""
     rows += [
         "",
-        f"One {machine['device']}, transformers {machine['versions']['transformers']}, random weights in the real "
-        f"shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
+        f"One {machine['device']}{besides}, transformers {machine['versions']['transformers']}, random weights in the "
+        f"real shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
         f"({measured_on}); VRAM is what torch allocates at most, loading included. Without `decode_fast` "
         "the speed is that of the machine's CPU. Longer contexts, upstream beside it and all figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
