@@ -13,6 +13,7 @@ trl-shim    the same under TRL's SFTTrainer
 chunked     with `gemma4_compat.chunked_loss`
 host        table and towers on the host, loss in chunks
 streamed    all layers on the host, too
+unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU; with `--unsloth FOLDER` alone
 
 Ways with the same base share a process that loads it once; all load at the same time, and then train in turns: for
 each sequence, in the order given, every way. What is not started by `--minutes` is left out, so what matters most
@@ -26,6 +27,10 @@ A sequence whose tensors had a larger peak does not fit. One whose reserved memo
 two, a ballast tensor decides, which leaves so much to the tensors of that process, model included (a CUDA context
 takes more); and so it does for the ways in `--confirm`.
 
+`--unsloth FOLDER` names a folder with unsloth and the releases of libraries that it asks for (`pip install --target`);
+its process sees that folder in place of PYTHONPATH. It decides itself what is quantized, trained and recomputed, so
+its losses are compared with nothing.
+
 The planner's peaks need no GPU: `python benchmarks/trainers.py --plan FILE.json` adds them to a result.
 
 The file is written after every measurement. Exit code 1: something raised that is no lack of memory, or a first loss
@@ -38,6 +43,7 @@ import concurrent.futures
 import contextlib
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -64,6 +70,7 @@ class Way(NamedTuple):
     where: str
     chunked: bool
     trl: bool = False
+    unsloth: bool = False
 
 
 WAYS = {
@@ -74,7 +81,10 @@ WAYS = {
     "chunked": Way(True, "gpu", True),
     "host": Way(True, "host", True),
     "streamed": Way(True, "streamed", True),
+    "unsloth": Way(False, "unsloth", False, trl=True, unsloth=True),
 }
+#: Says to a process that it is unsloth's.
+UNSLOTH = "GEMMA4_COMPAT_BENCHMARK_UNSLOTH"
 RANK = 16
 #: Steps before those that are timed, all of a run unless told, and all of one beside a ballast tensor.
 SETTLED, STEPS, CONFIRMED = 2, 6, 2
@@ -86,15 +96,20 @@ _loaded: Any = None
 
 
 def build(order: Order) -> Data:
-    return models.build(order["shape"], Path(order["folder"]))
+    built = models.build(order["shape"], Path(order["folder"]))
+    _tokenizer().save_pretrained(Path(order["folder"]) / "checkpoint")  # unsloth loads one
+    return built
 
 
 def load(order: Order) -> Data:
     """The base of all ways of this process."""
     global _loaded
     started = time.perf_counter()
-    _loaded = (models.load if order["shim"] else _upstream)(order["where"], Path(order["folder"]))
-    _loaded.requires_grad_(False)
+    if order["where"] == "unsloth":
+        _loaded = _of_unsloth(order)
+    else:
+        _loaded = (models.load if order["shim"] else _upstream)(order["where"], Path(order["folder"]))
+        _loaded.requires_grad_(False)
     device.synchronize()
     return {"load_s": time.perf_counter() - started, "memory": device.memory()}
 
@@ -103,12 +118,8 @@ def train(order: Order) -> Data:
     """One run of a trainer on a new adapter, of the same weights each time."""
     import torch
     import transformers
-    from peft import LoraConfig, get_peft_model
-
-    from gemma4_compat._planner.training_step import TARGETS
 
     way, began = WAYS[order["way"]], time.perf_counter()
-    rank = min(RANK, order["rank"])
     seconds: list[float] = []
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]
@@ -124,12 +135,13 @@ def train(order: Order) -> Data:
     device.forget_peak()
     with _ballast(order.get("budget")) as held:
         trainer = None
-        model = get_peft_model(_loaded, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS)).train()
+        model = _adapted(way, order["rank"]).train()
         try:
             generator = torch.Generator().manual_seed(0)
             with torch.no_grad():
                 for _, weight in sorted((name, one) for name, one in model.named_parameters() if one.requires_grad):
-                    weight.data = torch.empty(weight.shape).normal_(0.0, 0.02, generator=generator).to(weight.device)
+                    value = torch.empty(weight.shape).normal_(0.0, 0.02, generator=generator)
+                    weight.data, weight.grad = value.to(weight.device), None
             if way.shim:
                 gemma4_compat.chunked_loss(model, enabled=way.chunked)
             vocabulary = min(250_000, model.config.get_text_config().vocab_size - 16)
@@ -159,14 +171,57 @@ def train(order: Order) -> Data:
             losses = [f"{entry['loss']:.9g}" for entry in trainer.state.log_history if "loss" in entry]
             memory = {name: value and value - held for name, value in device.memory().items()}
             found = {"seconds": seconds[SETTLED:], "setup_s": setup, "memory": memory, "losses": losses}
-            return found | {"adapters": sorted({str(one.dtype) for one in model.parameters() if one.requires_grad})}
+            trained = [one for one in model.parameters() if one.requires_grad]
+            found |= {"adapters": sorted({str(one.dtype) for one in trained})}
+            return found | {"trained": sum(one.numel() for one in trained)}
         finally:
-            model.unload()
+            if not way.unsloth:
+                model.unload()
             vars(_loaded).pop("forward", None)
             if forward is not None:
                 _loaded.forward = forward
             del trainer, model
             gc.collect()
+
+
+def _adapted(way: Way, most: int) -> Any:
+    """The base of this process with an adapter; unsloth's has one already."""
+    from peft import LoraConfig, get_peft_model
+
+    from gemma4_compat._planner.training_step import TARGETS
+
+    if way.unsloth:
+        return _loaded
+    rank = min(RANK, most)
+    return get_peft_model(_loaded, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS))
+
+
+def _of_unsloth(order: Order) -> Any:
+    """A 4-bit base with an adapter in its language model, as unsloth's own notebooks make it."""
+    import torch
+    from unsloth import FastModel
+
+    model, _ = FastModel.from_pretrained(
+        str(Path(order["folder"]) / "checkpoint"),
+        max_seq_length=order["longest"],
+        dtype=torch.bfloat16,
+        load_in_4bit=True,
+        local_files_only=True,
+    )
+    rank = min(RANK, order["rank"])
+    return FastModel.get_peft_model(
+        model,
+        r=rank,
+        lora_alpha=rank,
+        lora_dropout=0,
+        bias="none",
+        finetune_vision_layers=False,
+        finetune_language_layers=True,
+        finetune_attention_modules=True,
+        finetune_mlp_modules=True,
+        use_gradient_checkpointing="unsloth",
+        random_state=0,
+    )
 
 
 def _of_transformers(model: Any, settings: Data, data: list[Data], clock: Any) -> Any:
@@ -181,6 +236,8 @@ def _of_trl(model: Any, settings: Data, data: list[Data], clock: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
+    if os.environ.get(UNSLOTH):  # what is recomputed, it has decided
+        settings = {name: value for name, value in settings.items() if not name.startswith("gradient_checkpointing")}
     rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in data]  # it makes masks itself
     return SFTTrainer(
         model=model,
@@ -250,17 +307,30 @@ ACTIONS = {"build": build, "load": load, "train": train}
 class Run:
     """A process for each base, what it is told, and the result so far."""
 
-    def __init__(self, arguments: Any, result: Data, work: Path, start: Callable[[bool], common.Worker]) -> None:
+    def __init__(self, arguments: Any, result: Data, work: Path, start: Callable[..., common.Worker]) -> None:
         self.arguments, self.result, self.start = arguments, result, start
         self.deadline = time.monotonic() + 60 * arguments.minutes
         self.order: Order = {"shape": arguments.shape, "folder": str(work), "rank": arguments.rank}
         self.workers: dict[tuple[bool, str], common.Worker] = {}
         self.took: dict[str, float] = {}
 
+    def environment(self, base: tuple[bool, str], work: str) -> dict[str, str]:
+        """What a process with this base is told by it."""
+        if base[1] != "unsloth":
+            return {}
+        site = str(self.arguments.unsloth.resolve())
+        return {
+            UNSLOTH: "1",
+            "PYTHONPATH": site,
+            "UNSLOTH_COMPILE_LOCATION": f"{work}/compiled",
+            "HF_HUB_OFFLINE": "1",
+        }
+
     def build(self) -> None:
         """The checkpoint; meanwhile every process imports its libraries, and then loads its base."""
+        work = self.order["folder"]
         bases = list(dict.fromkeys((WAYS[name].shim, WAYS[name].where) for name in self.arguments.ways))
-        self.workers = {base: self.start(base[0]) for base in bases}
+        self.workers = {base: self.start(base[0], **self.environment(base, work)) for base in bases}
         builder = self.start(True)
         built = builder({**self.order, "do": "build"}, timeout=GRACE_S + 60 * self.arguments.minutes)
         builder.close()
@@ -279,6 +349,7 @@ class Run:
     def load(self, base: tuple[bool, str]) -> Data:
         """Of one process."""
         order = {**self.order, "do": "load", "shim": base[0], "where": base[1]}
+        order["longest"] = max(self.arguments.sequences)
         return self.workers[base](order, timeout=self.deadline - time.monotonic() + GRACE_S)
 
     def train(self, way: str, sequence: int, name: str, **more: Any) -> Data | None:
@@ -377,7 +448,7 @@ def compare(result: Data) -> None:
     for run in result["runs"]:
         way = run["way"]
         other = by.get((plain.get(way, "upstream"), run["sequence"], len(run["losses"])))
-        if way == "upstream" or other is None:
+        if way in ("upstream", "unsloth") or other is None:
             continue
         pairs = [(float(one), float(two)) for one, two in zip(run["losses"], other, strict=True)]
         worst = max(abs(one - two) / abs(two) for one, two in pairs)
@@ -396,7 +467,8 @@ def planned(file: Path) -> Data:
     It does not know the loss of TRL.
     """
     result: Data = json.loads(file.read_text(encoding="utf-8"))
-    kinds = {(WAYS[run["way"]].where, run["sequence"], WAYS[run["way"]].chunked) for run in result["runs"]}
+    ways = {(WAYS[run["way"]], run["sequence"]) for run in result["runs"]}
+    kinds = {(way.where, sequence, way.chunked) for way, sequence in ways if not way.trl}
     with common.temporary("gemma4-trainers-", None) as work:
         fit.write_config(result["shape"], work)
         peaks = {kind: fit.planned_gib(work, *kind, rank=result["settings"]["rank"]) for kind in sorted(kinds)}
@@ -419,9 +491,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--long", type=int, help="steps of the shortest sequence in the first round")
     parser.add_argument("--budget", help="GiB of a card, with commas: what fits in each")
     parser.add_argument("--confirm", default="streamed", help="ways that are run beside a ballast tensor anyway")
+    parser.add_argument("--unsloth", type=Path, help="a folder with unsloth and its libraries")
     parser.add_argument("--plan", type=Path, help="no measurement: add the planner's peaks to this result")
     arguments = parser.parse_args(argv)
     if arguments.child:
+        if os.environ.get(UNSLOTH):  # it wants to be imported before what it changes
+            import unsloth  # noqa: F401
         return common.serve(ACTIONS)
     if arguments.plan is not None:
         print(trainers_report.table(planned(arguments.plan)))
@@ -434,6 +509,8 @@ def main(argv: list[str] | None = None) -> int:
         if unknown := [name for name in names if name not in WAYS]:
             parser.error(f"unknown {option}: {', '.join(unknown)}; known: {', '.join(WAYS)}")
         setattr(arguments, option, names)
+    if "unsloth" in arguments.ways and arguments.unsloth is None:
+        parser.error("the way unsloth needs --unsloth FOLDER")
     if arguments.steps <= SETTLED:
         parser.error(f"--steps must be more than the {SETTLED} that are not timed")
     arguments.sequences = [int(number) for number in arguments.sequences.split(",")]

@@ -14,6 +14,7 @@ WHAT = {
     "host": "table and towers on the host, loss in chunks",
     "streamed": "all layers on the host, too",
     "trl-shim": "the shim under TRL, all on the GPU",
+    "unsloth": "unsloth under TRL",
 }
 
 
