@@ -28,8 +28,8 @@ two, a ballast tensor decides, which leaves so much to the tensors of that proce
 takes more); and so it does for the ways in `--confirm`.
 
 `--unsloth FOLDER` names a folder with unsloth and the releases of libraries that it asks for (`pip install --target`);
-its process sees that folder in place of PYTHONPATH. It decides itself what is quantized, trained and recomputed, so
-its losses are compared with nothing.
+its process sees that folder in place of PYTHONPATH. It decides itself what is quantized and recomputed, so its
+losses are compared with nothing.
 
 The planner's peaks need no GPU: `python benchmarks/trainers.py --plan FILE.json` adds them to a result.
 
@@ -197,9 +197,11 @@ def _adapted(way: Way, most: int) -> Any:
 
 
 def _of_unsloth(order: Order) -> Any:
-    """A 4-bit base with an adapter in its language model, as unsloth's own notebooks make it."""
+    """A 4-bit base with an adapter of the same layers as everywhere, by unsloth's calls."""
     import torch
     from unsloth import FastModel
+
+    from gemma4_compat._planner.training_step import TARGETS
 
     model, _ = FastModel.from_pretrained(
         str(Path(order["folder"]) / "checkpoint"),
@@ -215,10 +217,7 @@ def _of_unsloth(order: Order) -> Any:
         lora_alpha=rank,
         lora_dropout=0,
         bias="none",
-        finetune_vision_layers=False,
-        finetune_language_layers=True,
-        finetune_attention_modules=True,
-        finetune_mlp_modules=True,
+        target_modules=TARGETS,
         use_gradient_checkpointing="unsloth",
         random_state=0,
     )
