@@ -41,7 +41,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import gc
 import json
 import os
 import statistics
@@ -89,6 +88,8 @@ RANK = 16
 #: Steps before those that are timed, all of a run unless told, and all of one beside a ballast tensor.
 SETTLED, STEPS, CONFIRMED = 2, 6, 2
 GRACE_S = 90
+#: Of the time, what is kept for the runs beside a ballast tensor of a budget.
+KEPT_S = 12
 _loaded: Any = None
 
 
@@ -181,7 +182,7 @@ def train(order: Order) -> Data:
             if forward is not None:
                 _loaded.forward = forward
             del trainer, model
-            gc.collect()
+            device.forget_peak()  # the others need the memory, too
 
 
 def _adapted(way: Way, most: int) -> Any:
@@ -349,11 +350,15 @@ class Run:
         """Of one process."""
         order = {**self.order, "do": "load", "shim": base[0], "where": base[1]}
         order["longest"] = max(self.arguments.sequences)
-        return self.workers[base](order, timeout=self.deadline - time.monotonic() + GRACE_S)
+        try:
+            return self.workers[base](order, timeout=self.deadline - time.monotonic() + GRACE_S)
+        except SystemExit as error:  # it could not import its libraries, which is a result, too
+            return {"error": str(error)}
 
     def train(self, way: str, sequence: int, name: str, **more: Any) -> Data | None:
         """What a run gave; None where it was not started, or failed, which is kept."""
-        left, kind = self.deadline - time.monotonic(), f"{way} {more['steps']}"
+        kept = 0 if "budget" in more else KEPT_S * len(self.arguments.budget)
+        left, kind = self.deadline - kept - time.monotonic(), f"{way} {more['steps']}"
         if left <= self.took.get(kind, 0.0):
             self.result["not_run"].append(name)
             return None
