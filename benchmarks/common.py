@@ -34,13 +34,17 @@ Data = dict[str, Any]
 
 
 class Process:
-    """A child of a benchmark, which is run again with ``--child``; the shim off where ``shim`` is not set."""
+    """A child of a benchmark, which is run again with ``--child``; the shim off where ``shim`` is not set.
 
-    def __init__(self, script: Path, *, shim: bool, log: Path) -> None:
+    ``more``: of its environment.
+    """
+
+    def __init__(self, script: Path, *, shim: bool, log: Path, more: dict[str, str] | None = None) -> None:
         environment = dict(os.environ, HF_HUB_OFFLINE="1", PYTHONWARNINGS="ignore", PYTHONUNBUFFERED="1")
         environment.pop("GEMMA4_COMPAT_DISABLE", None)
         if not shim:
             environment["GEMMA4_COMPAT_DISABLE"] = "all"
+        environment |= more or {}
         self.log = log
         with log.open("w") as errors:
             self.process = subprocess.Popen(
@@ -124,12 +128,12 @@ class Worker(Process):
 
 
 @contextlib.contextmanager
-def workers(script: Path, folder: Path) -> Iterator[Callable[[bool], Worker]]:
-    """Starts workers of ``script``, with the shim on or off, and ends them."""
+def workers(script: Path, folder: Path) -> Iterator[Callable[..., Worker]]:
+    """Starts workers of ``script``, with the shim on or off and more of an environment if need be, and ends them."""
     started: list[Worker] = []
 
-    def start(shim: bool) -> Worker:
-        started.append(Worker(script, shim=shim, log=folder / f"log-{len(started)}.txt"))
+    def start(shim: bool, **more: str) -> Worker:
+        started.append(Worker(script, shim=shim, log=folder / f"log-{len(started)}.txt", more=more))
         return started[-1]
 
     try:

@@ -3,9 +3,11 @@
 python examples/qlora_small_card.py                                   a tiny random model: no download, no GPU
 python examples/qlora_small_card.py --model google/gemma-4-E4B-it --data FILE.txt --vram 12GiB --out my-run
 python examples/qlora_small_card.py ... --resume                      from the last checkpoint in --out
+python examples/qlora_small_card.py ... --trl                         with TRL's SFTTrainer: pip install trl
 
 The data are a text file, a sample a line. The folder ``--out`` gets checkpoints, the adapter (``adapter``) and, with
 ``--merge``, the merged model (``merged``), which is what ``gemma4-compat merge MODEL OUT/adapter OUT/merged`` writes.
+TRL computes its loss in pieces itself, keeps adapters in bfloat16, and needs the head on the GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def main() -> int:
     tokenizer = Bytes() if options.model is None else tokenizer_of(checkpoint)
     lines = SAMPLES if options.data is None else Path(options.data).read_text(encoding="utf-8").splitlines()
     samples = [sample(tokenizer, line, options.sequence) for line in lines if line.strip()]
-    trainer = made(model, samples, options, out)
+    trainer = (made_by_trl if options.trl else made)(model, samples, options, out)
     trainer.train(resume_from_checkpoint=True if options.resume else None)
     trainer.model.save_pretrained(out / "adapter")
     print(f"adapter: {out / 'adapter'}")
@@ -59,6 +61,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer in place of transformers' Trainer")
     return parser.parse_args()
 
 
@@ -128,10 +131,11 @@ def collated(samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def made(model: Any, samples: list[dict[str, Any]], options: argparse.Namespace, out: Path) -> Any:
+def settings(options: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """What both trainers are told."""
     import torch
 
-    shared: dict[str, Any] = {
+    return {
         "output_dir": str(out),
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": options.accumulation,
@@ -144,9 +148,32 @@ def made(model: Any, samples: list[dict[str, Any]], options: argparse.Namespace,
         "remove_unused_columns": False,
         "use_cpu": not torch.cuda.is_available(),
     }
+
+
+def made(model: Any, samples: list[dict[str, Any]], options: argparse.Namespace, out: Path) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    return Trainer(model, TrainingArguments(**shared), train_dataset=samples, data_collator=collated)
+    arguments = TrainingArguments(**settings(options, out))
+    return Trainer(model, arguments, train_dataset=samples, data_collator=collated)
+
+
+def made_by_trl(model: Any, samples: list[dict[str, Any]], options: argparse.Namespace, out: Path) -> Any:
+    """The samples are tokens already, so nothing is prepared; TRL wants a tokenizer anyway, to pad with its token."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = SFTConfig(**settings(options, out), max_length=None, dataset_kwargs={"skip_prepare_dataset": True})
+    tokenizer = tiny_tokenizer() if options.model is None else tokenizer_of(options.model)
+    return SFTTrainer(model, arguments, train_dataset=Dataset.from_list(samples), processing_class=tokenizer)
+
+
+def tiny_tokenizer() -> Any:
+    """The tiny model's special tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<bos>": 2}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
 
 
 if __name__ == "__main__":

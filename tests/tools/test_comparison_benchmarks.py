@@ -102,16 +102,30 @@ def test_both_ways_to_decode_are_timed_and_compared(run: Callable[..., dict[str,
 
 
 def test_trainer_is_run_with_upstream_alone_and_with_the_shim(run: Callable[..., dict[str, Any]]) -> None:
-    found = run("trainers", "--ways", "upstream,shim,chunked", "--sequences", "16", "--long", "12")
+    short = ["--sequences", "16", "--steps", "3", "--long", "4", "--budget", "12"]
+    found = run("trainers", "--ways", "upstream,shim,chunked", *short)
     assert [(one["way"], len(one["losses"])) for one in found["runs"]] == [
-        ("upstream", 12),
-        ("shim", 12),
-        ("chunked", 12),
+        ("upstream", 4),
+        ("shim", 4),
+        ("chunked", 4),
     ]
     first = [one["losses"][0] for one in found["runs"]]
     assert first[0] == first[1]
     assert not found["out"]
     assert set(found["differences"]) == {"shim, 16 tokens", "chunked, 16 tokens"}
+    assert set(found["loads"]) == {"upstream, gpu", "shim, gpu"}
+    assert found["fits"] == {"12": {}}  # memory is not measured on a CPU
+
+
+def test_trl_is_run_on_the_same_base_with_upstream_alone_and_with_the_shim(run: Callable[..., dict[str, Any]]) -> None:
+    pytest.importorskip("trl", reason="needs trl: nox -s clients")
+    ways = ["upstream", "trl", "shim", "trl-shim", "shim"]  # of "shim" twice: TRL leaves nothing on the base
+    found = run("trainers", "--ways", ",".join(ways), "--sequences", "16", "--steps", "3")
+    assert [one["way"] for one in found["runs"]] == ways
+    losses = [one["losses"][0] for one in found["runs"]]
+    assert losses[0] == losses[2] == losses[4]
+    assert losses[1] == losses[3]
+    assert [one["adapters"] for one in found["runs"][1:3]] == [["torch.bfloat16"], ["torch.float32"]]
 
 
 def test_upstream_compiles_in_a_process_of_its_own(run: Callable[..., dict[str, Any]]) -> None:

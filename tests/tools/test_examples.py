@@ -84,10 +84,14 @@ def test_an_image_that_is_none_is_one_clear_error(tmp_path: Path, chat: Callable
     assert "Traceback" not in done.stderr
 
 
-def test_qlora_trains_resumes_and_merges(tmp_path: Path, warm_child: Callable[..., Finished]) -> None:
+@pytest.mark.parametrize("trainer", ["transformers", "trl"])
+def test_qlora_trains_resumes_and_merges(tmp_path: Path, warm_child: Callable[..., Finished], trainer: str) -> None:
     pytest.importorskip("peft", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     out = tmp_path / "run"
     common = ["--out", str(out), "--accumulation", "1", "--rank", "4"]
+    if trainer == "trl":
+        pytest.importorskip("trl", reason="needs trl: nox -s clients")
+        common.append("--trl")
     first = warm_child(QLORA, *common, "--steps", "2", timeout=300)
     assert first.code == 0, first.stderr
     assert (out / "checkpoint-2").is_dir()
