@@ -19,7 +19,7 @@ and replayed, without the kernel that reads experts, too, and the share of the b
 goes to), "memory" (prefill of 2,048 and 8,192 tokens, at once and in chunks of 1,024, or 512 with 6 GiB: peak, what
 the planner says of it, and seconds), "training" (steps of QLoRA, of card, experts and layers: seconds, peak, and the
 first loss, against the card). The file is written after each of them, and nothing is begun after --minutes. With
-`--add-to FILE`, what this run leaves out is that of an earlier one, on the same kind of machine.
+`--add-to FILE`, what an earlier run on the same kind of machine has is taken from it.
 `--shape tiny` runs on a CPU, too. Exit code 1: something raised, or bits differ.
 """
 
@@ -489,7 +489,7 @@ def case(run: Run, name: str, parts: list[str]) -> None:
             few = {"whole": ("speed",), "disk": ("bits", "speed"), "upstream": ("speed", "memory")}
             for part in few.get(name, PARTS):
                 closely = part in ("profile", "training")
-                if part in parts and (not closely or name in ("card", "experts", "layers")):
+                if part in parts and part not in entry and (not closely or name in ("card", "experts", "layers")):
                     run.part(name, steps[part], entry, part)
     made.clear()
     gc.collect()
