@@ -66,7 +66,9 @@ def train(order: Order) -> Data:
 
     global _loaded
     if _loaded is None:
-        _loaded = (_upstream if order["way"] == "upstream" else models.load)(order["where"], Path(order["folder"]))
+        _loaded = (models.upstream if order["way"] == "upstream" else models.load)(
+            order["where"], Path(order["folder"])
+        )
         _loaded.requires_grad_(False)
     rank = min(RANK, order["rank"])
     model = get_peft_model(_loaded, LoraConfig(r=rank, lora_alpha=rank, target_modules=TARGETS)).train()
@@ -120,27 +122,6 @@ def train(order: Order) -> Data:
         model.unload()
         del trainer, model
         gc.collect()
-
-
-def _upstream(where: str, folder: Path) -> Any:
-    """What `graph_decoding_models.load` loads, by upstream's calls alone."""
-    import torch
-    import transformers
-
-    from gemma4_compat._reproduction import tiny_models
-
-    assert where == "gpu", where
-    checkpoint = folder / "checkpoint"
-    settings = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=models.skipped(folder),
-    )
-    kind = getattr(transformers, tiny_models.class_name(checkpoint))
-    place = {"": device.main_device()}
-    return kind.from_pretrained(checkpoint, dtype=torch.bfloat16, device_map=place, quantization_config=settings)
 
 
 ACTIONS = {"build": build, "train": train}
