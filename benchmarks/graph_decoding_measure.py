@@ -58,6 +58,12 @@ def model() -> Any:
     return _model
 
 
+def use(loaded: Any) -> None:
+    """Measure a model that something else has loaded."""
+    global _model
+    _model = loaded
+
+
 def logits(batch: Data) -> Any:
     """Those of every position of a prompt, as NumPy has them."""
     import torch

@@ -92,10 +92,10 @@ def _write_second_adapter(folder: Path) -> None:
     save_file(turned, second / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def work_folder(shape: str) -> Path:
-    """In memory where it fits, see :func:`small_card_models.work_folder`."""
+def work_folder(shape: str, *, times: float = 1.15) -> Path:
+    """In memory where it fits: ``times`` the checkpoint's size; see :func:`small_card_models.work_folder`."""
     memory = Path("/dev/shm")
-    needed = 1.15 * SHAPES[shape][2] * GIB
+    needed = times * SHAPES[shape][2] * GIB
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > needed else Path(tempfile.gettempdir())
 
 

@@ -1,4 +1,4 @@
-"""How do other ways to decode the same weights compare: upstream as it is, upstream compiled, the shim, llama.cpp?
+"""How do other ways to decode the same weights compare: upstream as it is and compiled, the shim, llama.cpp, Unsloth?
 
 python benchmarks/peers.py --shape E2B --out FILE.json [--llama-cpp TREE] [--peers A,B] [--parts answers,adapter,...]
 
@@ -43,7 +43,8 @@ import peers_answers as answers  # noqa: E402
 import peers_llama  # noqa: E402
 import peers_report as report  # noqa: E402
 from common import Data, Order  # noqa: E402
-from peers_models import FILES, Llama  # noqa: E402
+from peers_models import FILES, Llama, write_tokenizer  # noqa: E402
+from small_card_models import PROMPT  # noqa: E402
 
 PARTS = ("answers", "adapter", "offload", "tool")
 #: Tokens of a turn, and after how many of them tokens are counted: compiling and capturing come first.
@@ -52,9 +53,12 @@ SETTLED = {"plain": 1, "compiled": 5, "replayed": 5, "llama.cpp": 5}
 TINY_TOKENS = 8
 OFFLOAD_TOKENS = 12
 CONTEXT = 1024
+#: Checkpoint and GGUF files, as a multiple of the checkpoint.
+MADE = 3.0
 #: No step of a peer may take longer: compiling a step does.
 LIMIT_S = 170
 LLAMA = "llama.cpp"
+UNSLOTH = "Unsloth"
 NO_TIME = "no time"
 
 
@@ -93,11 +97,10 @@ PEERS = {
     "upstream-compiled": Peer("transformers", "bf16, static cache, compiled", "compiled", "bf16"),
     "upstream-bf16": Peer("transformers", "bf16, as it is", "plain", "bf16"),
     "llama-bf16": Peer(LLAMA, "bf16, table on the host, as it does by itself", LLAMA, "bf16"),
+    "unsloth": Peer(UNSLOTH, "4-bit, as it is", "plain", "gpu", whole=True),
 }
 #: Peers that are not measured, and why.
 NOT_HAD = {
-    "Unsloth": "the GPU machine has no network, and its wheel with those that it needs is larger than what can be "
-    "carried there beside the stack that is measured",
     "vLLM": "its wheel alone is larger than what can be carried to the GPU machine, which has no network",
     "SGLang": "its kernels' wheel alone is larger than what can be carried to the GPU machine, which has no network",
     "ONNX Runtime GenAI": "the wheel of the ONNX Runtime for CUDA that it runs on is larger than what can be carried "
@@ -105,20 +108,23 @@ NOT_HAD = {
 }
 
 
+#: What a peer's process runs, if not this file.
+SCRIPTS = {LLAMA: peers_llama.__file__, UNSLOTH: str(Path(__file__).with_name("peers_unsloth.py"))}
+
 # In a worker of the transformers peers
 
 
 def reference(order: Order) -> Data:
     """The prompt, and what the same weights in bf16 say of it."""
     measure.load(order | {"where": "bf16"})
-    batch = models.text_prompt(measure.model(), measure.PROMPT)
+    batch = models.text_prompt(measure.model(), PROMPT)
     answers.save(Path(order["folder"]), batch["input_ids"][0].tolist(), measure.logits(batch))
     return {}
 
 
 def agree(order: Order) -> Data:
     """What it says of the prompt, against bf16."""
-    found = measure.logits(models.text_prompt(measure.model(), measure.PROMPT))
+    found = measure.logits(models.text_prompt(measure.model(), PROMPT))
     return answers.compared(Path(order["folder"]), found)
 
 
@@ -179,14 +185,16 @@ class Run:
                 except (RuntimeError, OSError) as error:
                     self.converted[wanted] = {"error": str(error)}
                 self.keep(f"{wanted + '.gguf':<18} {self.converted[wanted]}")
-            if wanted is not None and (error := self.converted[wanted].get("error")):
-                return f"{wanted}.gguf: {error}"
+            if wanted is not None and (failed := self.converted[wanted].get("error")):
+                return f"{wanted}.gguf: {failed}"
         return None
 
     def missing(self, peer: Peer) -> str | None:
         """Why a peer cannot be run, if it cannot."""
         if self.left() <= 0:
             return NO_TIME
+        if peer.software == UNSLOTH:
+            return None if importlib.util.find_spec("unsloth") else "Unsloth is not installed"
         if peer.software != LLAMA:
             return None
         if self.llama is None:
@@ -215,8 +223,8 @@ class Steps:
             found = self.worker({**self.order, "do": do, **more}, timeout=left)
         except SystemExit as error:  # it could not be started
             raise RuntimeError(str(error)) from None
-        if (error := found.pop("error")) is not None:
-            raise RuntimeError(error)
+        if (raised := found.pop("error")) is not None:
+            raise RuntimeError(raised)
         return found
 
 
@@ -236,7 +244,7 @@ def measured_peer(run: Run, name: str, peer: Peer) -> None:
     wanted = run.arguments.parts
     if run.llama is not None:
         os.environ[peers_llama.LIBRARIES] = str(run.llama.programs)
-    script = Path(peers_llama.__file__ if peer.software == LLAMA else __file__)
+    script = Path(SCRIPTS.get(peer.software, __file__))
     before, began = card_gib(), time.monotonic()
     with common.workers(script, run.work) as start:
         steps = Steps(run, start(peer.shim), order_of(run, peer))
@@ -293,6 +301,7 @@ def order_of(run: Run, peer: Peer) -> Order:
         file, threads = run.work / f"{peer.where}.gguf", os.cpu_count() or 1
         context = 256 if run.arguments.shape.startswith("tiny") else CONTEXT
         order |= {"file": str(file), "layers": -1, "table": peer.table, "context": context, "threads": threads}
+        order["gpu"] = run.result["machine"]["device"] != "CPU"
         return order
     return order | {"where": peer.where, "upstream": not peer.shim}
 
@@ -322,6 +331,7 @@ def build(run: Run) -> None:
             run.result.update(steps("build"))
             text = models.config_of(run.work).get_text_config()
             run.result["layers"] = text.num_hidden_layers
+            write_tokenizer(run.work / "checkpoint")
             run.keep(f"built in {run.result['build_s']:.0f} s")
             steps("reference", where="bf16")
         except RuntimeError as error:
@@ -331,9 +341,10 @@ def build(run: Run) -> None:
 def measured(arguments: Any, options: list[str], deadline: float) -> Data:
     script = Path(__file__)
     result = common.header(script, sys.modules[__name__], arguments.shape, options, arguments.note)
-    settings = {"tokens": TOKENS, "settled": SETTLED, "prompt": measure.PROMPT, "context": CONTEXT}
+    settings = {"tokens": TOKENS, "settled": SETTLED, "prompt": PROMPT, "context": CONTEXT}
     result |= {"settings": settings, "peers": {}, "not_had": NOT_HAD}
-    folder = arguments.work or models.work_folder(arguments.shape)
+    times = MADE if arguments.llama_cpp else 1.15
+    folder = arguments.work or models.work_folder(arguments.shape, times=times)
     with common.temporary("peers-", folder) as work:
         run = Run(result, arguments, deadline, work)
         build(run)

@@ -66,9 +66,12 @@ def load(order: Order) -> Data:
     llama = api()
     release()
     _said.clear()
+    device = _kept[1].ggml_backend_dev_by_name(b"CUDA0")
+    if order["gpu"] and not device:
+        raise RuntimeError("llama.cpp found no CUDA device")
     settings = llama.llama_model_default_params()
     settings.n_gpu_layers = order["layers"]
-    if order["table"] == "device" and (device := _kept[1].ggml_backend_dev_by_name(b"CUDA0")):
+    if order["table"] == "device" and device:
         overrides = (_Override * 2)(
             _Override(TABLE, _kept[2].ggml_backend_dev_buffer_type(device)), _Override(None, None)
         )

@@ -18,7 +18,7 @@ FILES = {"bf16": "bf16", "q4_0": "bf16", "q8_0": "bf16"}
 
 
 def write_tokenizer(checkpoint: Path) -> None:
-    """Made-up tokens, as many as the model has: nothing here is text, and llama.cpp's converter wants a tokenizer."""
+    """Made-up tokens, as many as the model has: nothing here is text, and the converter wants a tokenizer."""
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     size = config["text_config"]["vocab_size"]
     tokens = [*SPECIAL, "a", "b", "ab", *(f"token{number}" for number in range(len(SPECIAL) + 3, size))]
@@ -91,7 +91,6 @@ class Llama:
         made, started = folder / f"{kind}.gguf", time.perf_counter()
         checkpoint = folder / "checkpoint"
         if kind in ("bf16", "f32"):
-            write_tokenizer(checkpoint)
             script, given = "convert_hf_to_gguf.py", [str(checkpoint), "--outtype", kind]
         elif kind == "lora":
             script, given = "convert_lora_to_gguf.py", [str(folder / "adapter"), "--base", str(checkpoint)]
