@@ -224,7 +224,7 @@ class Steps:
         except SystemExit as error:  # it could not be started
             raise RuntimeError(str(error)) from None
         if (raised := found.pop("error")) is not None:
-            raise RuntimeError(raised)
+            raise RuntimeError(NO_TIME if raised.startswith("no end after") and left < LIMIT_S else raised)
         return found
 
 
@@ -236,6 +236,8 @@ def part(entry: Data, name: str) -> Iterator[Data]:
         yield found
     except RuntimeError as error:
         found["error"] = str(error)
+    except Exception as error:  # noqa: BLE001  (the other peers go on)
+        found["error"] = f"{type(error).__name__}: {error}"[:300]
 
 
 def measured_peer(run: Run, name: str, peer: Peer) -> None:
@@ -243,7 +245,7 @@ def measured_peer(run: Run, name: str, peer: Peer) -> None:
     run.result["peers"][name] = entry
     wanted = run.arguments.parts
     if run.llama is not None:
-        os.environ[peers_llama.LIBRARIES] = str(run.llama.programs)
+        os.environ |= {peers_llama.LIBRARIES: str(run.llama.programs), "GGML_NO_BACKTRACE": "1"}
     script = Path(SCRIPTS.get(peer.software, __file__))
     before, began = card_gib(), time.monotonic()
     with common.workers(script, run.work) as start:
@@ -252,16 +254,16 @@ def measured_peer(run: Run, name: str, peer: Peer) -> None:
         with part(entry, "speed") as found:
             found["load"] = steps("load")
             found["first"] = steps("turn", **turn)
+            after = card_gib()
+            found["card_gib"] = None if before is None or after is None else after - before
             found["rounds"] = []
             for _ in range(run.arguments.rounds):
                 found["rounds"].append(steps("turn", **turn))
-            after = card_gib()
-            found["card_gib"] = None if before is None or after is None else after - before
-            found["summary"] = report.summary(found)
+                found["summary"] = report.summary(found)
             run.keep(f"{name:<18} {found['summary']}")
         if "error" not in entry["speed"]:
             more_parts(run, peer, entry, steps, wanted)
-    if run.llama is not None and peer.software == LLAMA and "tool" in wanted and "error" not in entry["speed"]:
+    if run.llama is not None and peer.software == LLAMA and "tool" in wanted:
         with part(entry, "tool") as found:
             options = ["-ngl", "99", *(["-ot", "per_layer_token_embd=CUDA0"] if on_card(run, peer) else [])]
             file = run.work / f"{peer.where}.gguf"
