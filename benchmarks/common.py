@@ -143,11 +143,12 @@ def workers(script: Path, folder: Path) -> Iterator[Callable[..., Worker]]:
             worker.close()
 
 
-def serve(actions: dict[str, Callable[[Order], Data]]) -> int:
-    """Be a worker: import the stack, then do what ``order["do"]`` says. A crash is an answer."""
-    import bitsandbytes  # noqa: F401
-    import peft  # noqa: F401
-    from transformers import Gemma4ForConditionalGeneration  # noqa: F401
+def serve(actions: dict[str, Callable[[Order], Data]], *, stack: bool = True) -> int:
+    """Be a worker: import the stack (unless told not to), then do what ``order["do"]`` says. A crash is an answer."""
+    if stack:
+        import bitsandbytes  # noqa: F401
+        import peft  # noqa: F401
+        from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
     def say(data: Data) -> None:
         print(f"{MARK}{json.dumps(data)}", flush=True)

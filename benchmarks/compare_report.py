@@ -17,6 +17,7 @@ from typing import Any
 
 import experts_report
 import graph_decoding_report
+import peers_report
 import trainers_report
 import training_report
 from pictures import Panel, Row, chart
@@ -30,6 +31,8 @@ CALLS = ("python_calls", "c_calls")
 PARTS = ("speed", "fusing", "waiting", "bits", "short", "endurance", "memory", "training")
 #: In the order of their sizes.
 SHAPES = ("tiny", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
+#: Those that say of each thing that was not run why.
+REASONS = ("peers",)
 Run = dict[str, Any]
 
 
@@ -92,7 +95,8 @@ def section(benchmark: str) -> str:
         if run.get("note"):
             parts += [run["note"], ""]
         if run["not_run"]:
-            parts += [f"Not run, for lack of time: {', '.join(run['not_run'])}.", ""]
+            why = "" if benchmark in REASONS else ", for lack of time"
+            parts += [f"Not run{why}: {', '.join(run['not_run'])}.", ""]
     if rows(benchmark):
         parts += [f"![{TITLES[benchmark]}]({benchmark}.svg)", ""]
     return "\n".join(parts).rstrip()
@@ -324,6 +328,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "model_lock": model_lock,
     "alternatives": alternatives,
     "graph_decoding": graph_decoding_report.table,
+    "peers": peers_report.table,
     "experts": experts_report.table,
     "training": training_report.table,
     "trainers": trainers_report.table,

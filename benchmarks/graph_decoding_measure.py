@@ -1,7 +1,8 @@
 """What a process of graph_decoding.py does when it is told to: load, decode in one of the ways, compare the ways.
 
 The ways: "eager" and "replayed" are the same ``generate`` call with a static cache, the first with upstream's own
-switch ``disable_compile=True``; "compiled" is the second without the shim, where upstream compiles it.
+switch ``disable_compile=True``; "compiled" is the second without the shim, where upstream compiles it; "plain" is
+``generate`` with nothing said of a cache.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from graph_decoding_models import SECOND, text_prompt
 from small_card_measure import streamed_bytes
 from small_card_models import PROMPT, Clock
 
-WAYS: dict[str, Data] = {"eager": {"disable_compile": True}, "replayed": {}, "compiled": {}}
+WAYS: dict[str, Data] = {
+    "eager": {"disable_compile": True},
+    "replayed": {},
+    "compiled": {},
+    "plain": {"cache_implementation": None},
+}
+#: Those whose steps the shim counts.
+COUNTED = ("eager", "replayed")
 COUNTS = ("replayed", "captured", "fused", "eager", "capture_seconds")
 #: Of each call in "bits", the tokens; a prompt is so much shorter than the window that half of them are past it.
 BITS_TOKENS = 12
@@ -42,7 +50,26 @@ def generate(way: str, tokens: int, batch: Data, **options: Any) -> Any:
     if "past_key_values" not in given and models.base(_model).generation_config.cache_implementation is None:
         given["cache_implementation"] = "static"
     with torch.no_grad():
-        return _model.generate(**batch, **given, **WAYS[way])
+        return _model.generate(**batch, **{**given, **WAYS[way]})
+
+
+def model() -> Any:
+    """The one that was loaded."""
+    return _model
+
+
+def use(loaded: Any) -> None:
+    """Measure a model that something else has loaded."""
+    global _model
+    _model = loaded
+
+
+def logits(batch: Data) -> Any:
+    """Those of every position of a prompt, as NumPy has them."""
+    import torch
+
+    with torch.no_grad():
+        return _model(**batch, use_cache=False).logits[0].float().cpu().numpy()
 
 
 def counted() -> Data:
@@ -73,7 +100,7 @@ def load(order: Order) -> Data:
     _model = None
     small_card_device.forget_peak()
     started = time.perf_counter()
-    _model = models.load(order["where"], Path(order["folder"]))
+    _model = (models.upstream if order.get("upstream") else models.load)(order["where"], Path(order["folder"]))
     small_card_device.synchronize()
     return {"load_s": time.perf_counter() - started} | held(order)
 
@@ -115,7 +142,7 @@ def turn(order: Order) -> Data:
     way, tokens, settled = order["way"], order["tokens"], order["settled"]
     if order.get("peak"):
         small_card_device.forget_peak()
-    before = counted() if way != "compiled" else None
+    before = counted() if way in COUNTED else None
     batch, clock = text_prompt(_model, PROMPT), Clock()
     small_card_device.synchronize()
     started = time.perf_counter()

@@ -31,6 +31,7 @@ SHAPES: dict[str, tuple[str, int | None, int]] = {
     "26B-A4B-6": ("26B-A4B", 6, 13),
     "tiny": ("tiny", None, 0),
     "tiny-12B": ("tiny", None, 0),
+    "tiny-E2B": ("tiny", None, 0),
     "tiny-26B-A4B": ("tiny", None, 0),
 }
 WHERE = {
@@ -91,10 +92,10 @@ def _write_second_adapter(folder: Path) -> None:
     save_file(turned, second / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
-def work_folder(shape: str) -> Path:
-    """In memory where it fits, see :func:`small_card_models.work_folder`."""
+def work_folder(shape: str, *, times: float = 1.15) -> Path:
+    """In memory where it fits: ``times`` the checkpoint's size; see :func:`small_card_models.work_folder`."""
     memory = Path("/dev/shm")
-    needed = 1.15 * SHAPES[shape][2] * GIB
+    needed = times * SHAPES[shape][2] * GIB
     return memory if memory.is_dir() and shutil.disk_usage(memory).free > needed else Path(tempfile.gettempdir())
 
 
@@ -162,6 +163,26 @@ def load(where: str, folder: Path) -> Any:
         on_disk = tempfile.mkdtemp(prefix="offload-", dir=folder)
         model = tiny.dispatch(model, device_map(where, folder), Path(on_disk))
     return model
+
+
+def upstream(where: str, folder: Path) -> Any:
+    """What :func:`load` loads, by upstream's calls alone: bf16, or 4-bit where ``where`` is not "bf16"."""
+    import torch
+    import transformers
+
+    checkpoint = folder / "checkpoint"
+    kind = getattr(transformers, tiny_models.class_name(checkpoint))
+    options: dict[str, Any] = {"device_map": device_map(where, folder) if where in SPLIT else {"": main_device()}}
+    if where != "bf16":
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            llm_int8_enable_fp32_cpu_offload=where in SPLIT,
+            llm_int8_skip_modules=skipped(folder),
+        )
+    return kind.from_pretrained(checkpoint, dtype=torch.bfloat16, **options).eval()
 
 
 def planned_gib(where: str, adapter: bool, folder: Path, placement: dict[str, Any], prompt: int, new: int) -> Any:

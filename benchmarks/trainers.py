@@ -109,7 +109,7 @@ def load(order: Order) -> Data:
     if order["where"] == "unsloth":
         _loaded = _of_unsloth(order)
     else:
-        _loaded = (models.load if order["shim"] else _upstream)(order["where"], Path(order["folder"]))
+        _loaded = (models.load if order["shim"] else models.upstream)(order["where"], Path(order["folder"]))
         _loaded.requires_grad_(False)
     device.synchronize()
     return {"load_s": time.perf_counter() - started, "memory": device.memory()}
@@ -275,27 +275,6 @@ def _ballast(budget: float | None) -> Iterator[float]:
     finally:
         del tensor
         device.forget_peak()
-
-
-def _upstream(where: str, folder: Path) -> Any:
-    """What `graph_decoding_models.load` loads, by upstream's calls alone."""
-    import torch
-    import transformers
-
-    from gemma4_compat._reproduction import tiny_models
-
-    assert where == "gpu", where
-    checkpoint = folder / "checkpoint"
-    settings = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-        llm_int8_skip_modules=models.skipped(folder),
-    )
-    kind = getattr(transformers, tiny_models.class_name(checkpoint))
-    place = {"": device.main_device()}
-    return kind.from_pretrained(checkpoint, dtype=torch.bfloat16, device_map=place, quantization_config=settings)
 
 
 ACTIONS = {"build": build, "load": load, "train": train}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ def run(tmp_path: Path, warm_child: Callable[..., Finished]) -> Callable[..., di
     """``run(name, *options)``: what that benchmark wrote."""
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
 
-    def result(name: str, *options: str, left_out: list[str] | None = None) -> dict[str, Any]:
-        out = tmp_path / "results" / f"{name}-tiny.json"
-        fixed = ["--shape", "tiny", "--minutes", "8", "--out", str(out), "--work", str(tmp_path)]
+    def result(name: str, *options: str, left_out: list[str] | None = None, shape: str = "tiny") -> dict[str, Any]:
+        out = tmp_path / "results" / f"{name}-{shape}.json"
+        fixed = ["--shape", shape, "--minutes", "8", "--out", str(out), "--work", str(tmp_path)]
         done = warm_child(str(ROOT / "benchmarks" / f"{name}.py"), *fixed, *options, timeout=500)
         assert done.code == 0, done.stdout + done.stderr
         text = out.read_text(encoding="utf-8")
@@ -134,7 +135,35 @@ def test_upstream_compiles_in_a_process_of_its_own(run: Callable[..., dict[str, 
     assert set(found["compiled"]["replayed"]["speed"]["first"]) == {"eager", "replayed"}
 
 
-@pytest.mark.parametrize("name", ["adapter_load", "idle_shim", "model_lock", "alternatives", "graph_decoding"])
+def test_peers_decode_the_same_weights_one_at_a_time(run: Callable[..., dict[str, Any]]) -> None:
+    fixed = ["--peers", "shim,upstream,llama-q4_0", "--rounds", "1"]
+    found = run("peers", *fixed, left_out=["llama-q4_0 (no --llama-cpp)"])
+    assert list(found["peers"]) == ["shim", "upstream"]
+    for name, entry in found["peers"].items():
+        assert entry["shim"] == (name == "shim")
+        assert entry["speed"]["summary"]["tok_s"]["of"] == 1
+        assert entry["speed"]["summary"]["load_s"] > 0
+        assert entry["adapter"]["tok_s"] > 0
+        assert entry["offload"]["tok_s"] > 0
+    ours, upstream = (entry["answers"] for entry in found["peers"].values())
+    assert ours == upstream, "the same 4-bit weights"
+    assert 0 < ours["divergence"] < 1
+    assert "vLLM" in found["not_had"]
+
+
+@pytest.mark.skipif("LLAMA_CPP" not in os.environ, reason="LLAMA_CPP names no built tree of llama.cpp")
+def test_llama_cpp_decodes_the_same_weights(run: Callable[..., dict[str, Any]]) -> None:
+    tree = ["--llama-cpp", os.environ["LLAMA_CPP"]]
+    found = run("peers", "--peers", "llama-q8_0,llama-bf16", "--rounds", "1", *tree, shape="tiny-E2B")
+    for entry in found["peers"].values():
+        assert "error" not in entry["speed"]
+        assert entry["answers"]["divergence"] < 0.1
+        assert entry["tool"]["decode"]["tok_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_load", "idle_shim", "model_lock", "alternatives", "graph_decoding", "peers"]
+)
 def test_bad_arguments_are_one_clear_error(name: str) -> None:
     done = child(str(ROOT / "benchmarks" / f"{name}.py"))
     assert done.code == 2

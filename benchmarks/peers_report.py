@@ -1,0 +1,111 @@
+"""What peers.py's results say, as tables. Imports nothing upstream."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import common
+from common import Data
+
+
+def summary(speed: Data) -> Data:
+    """Of the turns so far."""
+    turns = speed["rounds"]
+    return {
+        "tok_s": common.spread([turn["tok_s"] for turn in turns]),
+        "first_token_s": statistics.median(turn["first_token_s"] for turn in turns),
+        "first_call_s": speed["first"]["seconds"],
+        "load_s": speed["load"]["load_s"],
+        "card_gib": speed.get("card_gib"),
+    }
+
+
+def table(result: Data) -> str:
+    """All of them, and what is not in them."""
+    parts = [_speed(result), _parts(result), _files(result)]
+    if result["not_had"]:
+        parts.append("\n".join(f"- Not measured: {name}; {why}." for name, why in result["not_had"].items()))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _speed(result: Data) -> str:
+    rows = []
+    for entry in result["peers"].values():
+        found = entry["speed"].get("summary")
+        if found is None:
+            rows.append([_name(entry), f"no: {_cell(entry['speed'].get('error', 'not run'))}", *["-"] * 5])
+            continue
+        low, high = found["tok_s"]["quartiles"]
+        rows.append(
+            [
+                _name(entry),
+                f"{found['tok_s']['median']:.1f} ({low:.1f} to {high:.1f})",
+                f"{1000 * found['first_token_s']:.0f} ms",
+                _gib(found["card_gib"]),
+                f"{found['load_s']:.1f} s",
+                f"{found['first_call_s']:.1f} s",
+                _answers(entry.get("answers", {})),
+            ]
+        )
+    titles = ("software", "tok/s", "first token", "on the card", "load", "first call", "answers, against bf16")
+    return _table(titles, rows)
+
+
+def _parts(result: Data) -> str:
+    rows = [
+        [_name(entry), *(_works(entry.get(part)) for part in ("adapter", "offload")), _tool(entry.get("tool"))]
+        for entry in result["peers"].values()
+        if any(part in entry for part in ("adapter", "offload", "tool"))
+    ]
+    titles = ("software", "with a LoRA adapter", "half of the layers on the host", "its own benchmark")
+    return _table(titles, rows)
+
+
+def _files(result: Data) -> str:
+    rows = [
+        [kind, f"{data['gib']:.2f} GiB", f"{data['seconds']:.0f} s"]
+        for kind, data in result["gguf"].items()
+        if "error" not in data
+    ]
+    return _table(("GGUF file", "size", "made in"), rows)
+
+
+def _name(entry: Data) -> str:
+    return f"{entry['software']}, {entry['what']}"
+
+
+def _answers(found: Data) -> str:
+    if "same_token" not in found:
+        return "-"
+    return f"{100 * found['same_token']:.0f} % the same likeliest token, divergence {found['divergence']:.2g}"
+
+
+def _works(found: Data | None) -> str:
+    if not found:
+        return "-"
+    if "error" in found:
+        return f"no: {_cell(found['error'])}"
+    return f"{found['tok_s']:.1f} tok/s"
+
+
+def _tool(found: Data | None) -> str:
+    if not found or "decode" not in found:
+        return "-" if not found else f"no: {_cell(found.get('error', 'it said nothing'))}"
+    return f"{found['decode']['tok_s']:.1f} tok/s"
+
+
+def _gib(value: Any) -> str:
+    return "-" if value is None else f"{value:.2f} GiB"
+
+
+def _cell(text: str, limit: int = 160) -> str:
+    text = text.replace("|", "\\|").replace("<", "&lt;")
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _table(titles: tuple[str, ...], rows: list[list[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [f"| {' | '.join(line)} |" for line in (titles, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(titles), *lines[1:]])
