@@ -256,12 +256,12 @@ def merge_adapter(
         quantize: for "dequantized": "4bit", "4bit-double", "8bit" or a ``BitsAndBytesConfig``; default: what the base
             says, else "4bit-double".
         skip_modules: for "dequantized" and ``quantize_result``: ``llm_int8_skip_modules``; default: those of
-            ``quantize`` where it is a configuration, else the head and the routers.
+            ``quantize`` where it is a configuration, else what a quantized base says, else the head and the routers.
         dtype: "bf16", "fp16" or "fp32", or torch's name of it; default: the base's. A value that it cannot hold is an
             error.
-        quantize_result: write the merged model in "4bit" or "4bit-double" of bitsandbytes; default: in ``dtype``. Its
-            outputs are compared once more, with a bound that is what this quantization changes in the base; needs
-            room for both on the disk.
+        quantize_result: write the merged model in "4bit", "4bit-double" or "8bit" of bitsandbytes; default: in
+            ``dtype``. Its outputs are compared once more, with a bound that is what this quantization changes in the
+            base; needs room for both on the disk.
         device_map: where the check runs; default: the first GPU, else the CPU.
         max_shard_size: of a file with weights.
         check: how many prompts to compare outputs on; 0: no check.

@@ -33,6 +33,8 @@ from gemma4_compat._models import build
 
 #: torch's names of dtypes -> those of the reports.
 _DTYPES = {name: short for short, name in starts.DTYPES.items()}
+#: The folder for the merged model where the result is a quantized one.
+_MERGED = ".merged"
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
 
@@ -83,24 +85,26 @@ def merge_adapter(
         tensors = MergedTensors(model, found, opened, starts.DTYPES[kind], tied_sources(model, base_folder))
         tensors.untie()
         tensors.refuse_mismatches()
-        folder = staging if target is None else staging / ".merged"
+        folder = staging if target is None else staging / _MERGED
         folder.mkdir(exist_ok=True)
         parts = shards.shards(tensors.outputs(), largest)
         inputs = [base_folder, *(name for name, _ in given)]
-        settings = [chosen, target, kind, list(weights_of.values()), allow_pickle, _releases()]
+        settings = [chosen, target, kind, list(weights_of.values()), allow_pickle, largest, _releases()]
         journal = resume.Journal(staging, resume.identity(inputs, parts, settings))
-        taken = journal.take(left, folder)
-        there = sum((folder / name).stat().st_size for name in taken)
-        folders.refuse_without_room(folder, _needed(tensors, base_folder, target) - there)
-        files = shards.write(folder, parts, tensors.values(progress), there=taken, done=journal.done)
+        taken = journal.take(left, *dict.fromkeys((folder, staging)))
+        there = sum((where / name).stat().st_size for where, names in taken.items() for name in names)
+        folders.refuse_without_room(folder, _needed(tensors, base_folder, target, kind) - there)
+        files = shards.write(folder, parts, tensors.values(progress), there=taken[folder], done=journal.done(folder))
         _write_rest(tensors, base_folder, folder)
         result = _Result(tuple(files), tensors.nbytes, seconds={"merge": time.perf_counter() - began})
         options = {"device_map": placement, "count": check, "tolerance": tolerance}
         verifier = _verifier(base_folder, tensors, chosen, kind, options) if check else None
         _verify(result, verifier, folder, None)
         if target is not None and (result.parity is None or result.parity.ok):
-            _quantize(result, folder, staging, target, largest, model, kind)
+            known = {"there": taken[staging], "done": journal.done(staging)}
+            _quantize(result, folder, staging, target, largest, model, kind, known)
             _verify(result, verifier, staging, target)
+            shutil.rmtree(folder)
         report = MergeReport(
             out=str(out),
             base=str(base),
@@ -108,7 +112,7 @@ def merge_adapter(
             start=start,
             dtype=kind,
             adapters={str(name): weight for name, weight in weights_of.items()},
-            resumed=tuple(sorted(taken)),
+            resumed=_resumed(taken, staging),
             quantized_as=None if target is None else target.name,
             **_facts(tensors, chosen),
             **result.facts(),
@@ -157,14 +161,20 @@ def _verify(
 
 
 def _quantize(
-    result: _Result, folder: Path, staging: Path, target: quantized.Target, largest: int, model: Any, kind: str
+    result: _Result,
+    folder: Path,
+    staging: Path,
+    target: quantized.Target,
+    largest: int,
+    model: Any,
+    kind: str,
+    known: dict[str, Any],
 ) -> None:
-    """Write the merged model in ``folder`` quantized into ``staging``, and remove ``folder``."""
+    """Write the merged model in ``folder`` quantized into ``staging``; ``known`` is for :func:`shards.write`."""
     began = time.perf_counter()
-    files, result.nbytes = quantized.write(folder, staging, model, target, kind, largest)
+    files, result.nbytes = quantized.write(folder, staging, model, target, kind, largest, **known)
     result.files = tuple(files)
     folders.copy_files(folders.other_files(folder), staging)
-    shutil.rmtree(folder)
     result.seconds["merge"] += time.perf_counter() - began
 
 
@@ -237,13 +247,20 @@ def _on_meta(folder: Path) -> Any:
         raise Gemma4CompatError(f"no model can be built from config.json in {str(folder)!r}: {line}") from error
 
 
-def _needed(tensors: MergedTensors, base: Path, target: quantized.Target | None) -> int:
+def _needed(tensors: MergedTensors, base: Path, target: quantized.Target | None, kind: str) -> int:
     """Bytes on the disk that the merge needs."""
     copies = sum(adapter.nbytes_to_copy for adapter in tensors.adapters)
     beside = folders.nbytes(folders.other_files(base))
-    # 4 of 16 bits, their scales, and what stays as it is; of a base in 32 bits, less.
-    also = 0 if target is None else tensors.nbytes // 2 + beside
-    return tensors.nbytes + copies + beside + also
+    needed = tensors.nbytes + copies + beside
+    if target is not None:
+        needed += quantized.nbytes(tensors.base, tensors.outputs(), tensors.model, target, kind) + beside
+    return needed
+
+
+def _resumed(taken: Mapping[Path, set[str]], staging: Path) -> tuple[str, ...]:
+    """Names of the files of :meth:`Journal.take`; those of a model that is quantized later begin with "merged/"."""
+    names = (where.relative_to(staging) / name for where, found in taken.items() for name in found)
+    return tuple(sorted(name.as_posix().removeprefix(".") for name in names))
 
 
 def _write_rest(tensors: MergedTensors, base: Path, folder: Path) -> None:

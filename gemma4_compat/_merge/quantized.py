@@ -1,4 +1,4 @@
-"""Write a checkpoint again with its linears in bitsandbytes' 4 bits, as ``save_pretrained`` of a 4-bit model does.
+"""Write a checkpoint again with its linears in bitsandbytes' 4 or 8 bits, as ``save_pretrained`` of such a model does.
 
 In memory is one weight, or 64 MiB of a tensor that is only copied.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from gemma4_compat._checkpoint.shards import Entry, Output
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import weights
 from gemma4_compat._merge.start import DTYPES, Start, quantization_config
+from gemma4_compat._merge.weights import Base
 from gemma4_compat._quantization import config as configs
 from gemma4_compat._reading import json_files
 
-QUANTIZATIONS = ("4bit", "4bit-double")
+QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
 #: Values that share a scale, and scales that share one with "4bit-double".
 _BLOCK, _NESTED = 64, 256
 #: Names of the keys and values of KV-shared layers, which the model does not have.
@@ -46,9 +47,9 @@ def target(model: Any, name: Any, skip: Any, start: Start) -> Target | None:
     if name is None:
         return None
     if name not in QUANTIZATIONS:
-        raise Gemma4CompatError(f"quantize_result is {' or '.join(QUANTIZATIONS)}, not {name!r}")
+        raise Gemma4CompatError(f"quantize_result is 4bit, 4bit-double or 8bit, not {name!r}")
     if not versions.installed("bitsandbytes"):
-        raise Gemma4CompatError("a result in 4 bits needs bitsandbytes: pip install 'gemma4-compat[stack]'")
+        raise Gemma4CompatError("a result in 4 or 8 bits needs bitsandbytes: pip install 'gemma4-compat[stack]'")
     skipped = list(skip) if skip is not None else list(start.skip) or configs.default_skip_modules(model)
     if "lm_head" not in skipped:
         skipped.append("lm_head")  # it shares the embedding's weight, or was given its own by the merge
@@ -57,8 +58,39 @@ def target(model: Any, name: Any, skip: Any, start: Start) -> Target | None:
     return Target(name, Start("dequantized", name, False, False, settings, tuple(skipped)))
 
 
-def write(source: Path, out: Path, model: Any, chosen: Target, dtype: str, largest: int) -> tuple[list[str], int]:
-    """Write the checkpoint in ``source`` to ``out`` in 4 bits; returns the names of its weight files, and their bytes.
+def nbytes(base: Base, outputs: Collection[Output], model: Any, chosen: Target, dtype: str) -> int:
+    """Bytes of the weights that :func:`write` will write, but for those of small texts in 4 bits.
+
+    Args:
+        base: of the merge.
+        outputs: the tensors of the merged model.
+        model: its model on meta.
+        chosen: how.
+        dtype: of the weights, a key of ``start.DTYPES``.
+    """
+    packed = _packed(base, model, chosen)
+    total = 0
+    for output in outputs:
+        if output.name in packed:
+            entry = Entry(output.name, output.dtype, output.shape, Path(), 0, output.nbytes)
+            total += sum(part.nbytes for part in _parts(entry, chosen, DTYPES[dtype], offset=0.0).values())
+        else:
+            total += output.nbytes
+    return total
+
+
+def write(
+    source: Path,
+    out: Path,
+    model: Any,
+    chosen: Target,
+    dtype: str,
+    largest: int,
+    *,
+    there: Collection[str] = (),
+    done: Callable[[str, str], None] | None = None,
+) -> tuple[list[str], int]:
+    """Write the checkpoint in ``source`` to ``out``, quantized; returns the names of its weight files and their bytes.
 
     Args:
         source: a checkpoint that is not quantized.
@@ -67,16 +99,11 @@ def write(source: Path, out: Path, model: Any, chosen: Target, dtype: str, large
         chosen: how.
         dtype: of the weights, a key of ``start.DTYPES``.
         largest: bytes of a file with weights.
+        there: see :func:`shards.write`.
+        done: likewise.
     """
-    import torch
-
-    kind = chosen.start.settings["bnb_4bit_quant_type"]
     found = weights.find_base(shards.checkpoint(source), model)
-    names = configs.linear_names(model, chosen.start.skip)
-    packed = {
-        found.keys[f"{name}.weight"]: found.disk[f"{name}.weight"] for name in names if f"{name}.weight" in found.disk
-    }
-    packed |= {key: entry for key, entry in found.rest.items() if key.endswith(_SHARED) and len(entry.shape) == 2}
+    packed = _packed(found, model, chosen)
     values: dict[str, Callable[[], Iterator[Any]]] = {}
     outputs: list[Output] = []
     entries = {found.keys[name]: entry for name, entry in found.disk.items()} | found.rest
@@ -85,33 +112,52 @@ def write(source: Path, out: Path, model: Any, chosen: Target, dtype: str, large
             outputs.append(Output(key, entry.dtype, entry.shape))
             values[key] = functools.partial(shards.pieces, entry)
             continue
-        parts = _outputs(entry, kind, chosen.name == "4bit-double", DTYPES[dtype])
-        weight = _Weight(entry, kind, chosen.name == "4bit-double", getattr(torch, DTYPES[dtype]))
-        for end, part in parts.items():
-            outputs.append(Output(key + end, part.dtype, part.shape))
-            values[key + end] = functools.partial(weight.part, end)
-    files = shards.write(out, shards.shards(outputs, largest), values)
+        weight = _Weight(entry, chosen, DTYPES[dtype])
+        for name, part in _parts(entry, chosen, DTYPES[dtype]).items():
+            outputs.append(part)
+            values[name] = functools.partial(weight.part, name)
+    files = shards.write(out, shards.shards(outputs, largest), values, there=there, done=done)
     _write_config(source, out, chosen, dtype)
     return files, sum(output.nbytes for output in outputs)
 
 
-def _outputs(entry: Entry, kind: str, double: bool, dtype: str) -> dict[str, Output]:
-    """The tensors that bitsandbytes stores for a weight, by what their names add to its."""
+def _packed(base: Base, model: Any, chosen: Target) -> set[str]:
+    """Keys of the weights that are quantized; also those that the model does not have, as in KV-shared layers."""
+    names = (f"{name}.weight" for name in configs.linear_names(model, chosen.start.skip))
+    packed = {base.keys[name] for name in names if name in base.disk}
+    return packed | {key for key, entry in base.rest.items() if key.endswith(_SHARED) and len(entry.shape) == 2}
+
+
+def _parts(entry: Entry, chosen: Target, dtype: str, offset: float | None = None) -> dict[str, Output]:
+    """The tensors that bitsandbytes stores for a weight, by their names.
+
+    ``offset``: of nested scales, which is else computed from the weight; it is in a text that is stored.
+    """
+    if chosen.name == "8bit":
+        owner = entry.name.removesuffix("weight")
+        found = [
+            Output(entry.name, "int8", entry.shape),
+            Output(f"{owner}SCB", "float32", entry.shape[:1]),
+            Output(f"{owner}weight_format", "uint8", ()),
+        ]
+        return {output.name: output for output in found}
+    kind = chosen.start.settings["bnb_4bit_quant_type"]
     count = entry.nbytes // shards.dtype_of(entry.dtype).itemsize
     blocks = -(-count // _BLOCK)
     state: dict[str, Any] = {"quant_type": kind, "blocksize": _BLOCK, "dtype": dtype, "shape": list(entry.shape)}
-    found = {"": Output("", "uint8", ((count + 1) // 2, 1))}
-    if double:
-        found[".absmax"] = Output("", "uint8", (blocks,))
-        found[".nested_absmax"] = Output("", "float32", (-(-blocks // _NESTED),))
-        found[".nested_quant_map"] = Output("", "float32", (256,))
-        offset = _scales(entry, shards.dtype_of(dtype)).mean().item()
+    ends: dict[str, tuple[str, tuple[int, ...]]] = {"": ("uint8", ((count + 1) // 2, 1))}
+    if chosen.name == "4bit-double":
+        ends[".absmax"] = "uint8", (blocks,)
+        ends[".nested_absmax"] = "float32", (-(-blocks // _NESTED),)
+        ends[".nested_quant_map"] = "float32", (256,)
+        if offset is None:
+            offset = _scales(entry, shards.dtype_of(dtype)).mean().item()
         state |= {"nested_blocksize": _NESTED, "nested_dtype": "float32", "nested_offset": offset}
     else:
-        found[".absmax"] = Output("", "float32", (blocks,))
-    found[".quant_map"] = Output("", "float32", (16,))
-    found[f".quant_state.bitsandbytes__{kind}"] = Output("", "uint8", (len(json.dumps(state).encode()),))
-    return found
+        ends[".absmax"] = "float32", (blocks,)
+    ends[".quant_map"] = "float32", (16,)
+    ends[f".quant_state.bitsandbytes__{kind}"] = "uint8", (len(json.dumps(state).encode()),)
+    return {entry.name + end: Output(entry.name + end, *kept) for end, kept in ends.items()}
 
 
 def _scales(entry: Entry, dtype: Any) -> Any:
@@ -129,31 +175,48 @@ class _Weight:
     A file has the widest dtypes first, so the packed values of all its weights would be in memory between the two.
     """
 
-    def __init__(self, entry: Entry, kind: str, double: bool, dtype: Any) -> None:
-        self._entry, self._kind, self._double, self._dtype = entry, kind, double, dtype
+    def __init__(self, entry: Entry, chosen: Target, dtype: str) -> None:
+        self._entry, self._chosen, self._dtype = entry, chosen, dtype
         self._small: dict[str, Any] = {}
 
-    def part(self, end: str) -> Iterator[Any]:
-        if end and end in self._small:
-            yield self._small.pop(end)
+    def part(self, name: str) -> Iterator[Any]:
+        """The tensor of that name, one of :func:`_parts`."""
+        if name in self._small:
+            yield self._small.pop(name)
             return
-        packed, state = self._quantized()
-        if not end:
+        packed, small = self._in_8_bits() if self._chosen.name == "8bit" else self._in_4_bits()
+        if name == self._entry.name:
             yield packed
             return
-        self._small = {f".{name}": value for name, value in state.as_dict(packed=True).items()}
-        yield self._small.pop(end)
+        self._small = dict(small)
+        yield self._small.pop(name)
 
-    def _quantized(self) -> tuple[Any, Any]:
+    def _in_4_bits(self) -> tuple[Any, Mapping[str, Any]]:
         from bitsandbytes import functional
 
         packed, state = functional.quantize_4bit(
-            shards.read(self._entry).to(self._dtype),
+            shards.read(self._entry).to(shards.dtype_of(self._dtype)),
             blocksize=_BLOCK,
-            compress_statistics=self._double,
-            quant_type=self._kind,
+            compress_statistics=self._chosen.name == "4bit-double",
+            quant_type=self._chosen.start.settings["bnb_4bit_quant_type"],
         )
-        return packed, state
+        return packed, {f"{self._entry.name}.{name}": value for name, value in state.as_dict(packed=True).items()}
+
+    def _in_8_bits(self) -> tuple[Any, Mapping[str, Any]]:
+        import torch
+        from bitsandbytes import functional
+
+        values = shards.read(self._entry)
+        half = values.to(torch.float16)
+        if lost := int((~torch.isfinite(half)).sum()):
+            raise Gemma4CompatError(
+                f"{self._entry.name} has {lost} values that float16 cannot hold, through which bitsandbytes makes 8 "
+                "bits. Write 4 bits (--quantize-result 4bit), or leave the module out (--skip-module)"
+            )
+        codes, scales = functional.int8_vectorwise_quant(half)[:2]
+        owner = self._entry.name.removesuffix("weight")
+        row_major = torch.tensor(0, dtype=torch.uint8)
+        return codes, {f"{owner}SCB": scales, f"{owner}weight_format": row_major}
 
 
 def _write_config(source: Path, out: Path, chosen: Target, dtype: str) -> None:

@@ -34,8 +34,9 @@ class MergeReport:
         versions: of the libraries.
         parity: what the check found; None when there was none.
         adapters: every adapter, as given -> its weight.
-        resumed: names of the weight files that a killed merge had written, and that were taken over.
-        quantized_as: how the result is quantized: "4bit" or "4bit-double"; None when it is not.
+        resumed: names of the weight files that a killed merge had written, and that were taken over; "merged/..." are
+            of the merged model before it was quantized.
+        quantized_as: how the result is quantized: "4bit", "4bit-double" or "8bit"; None when it is not.
         quantized_parity: of the quantized result; ``parity`` is that of the merge before it was quantized.
     """
 

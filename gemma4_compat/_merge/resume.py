@@ -1,7 +1,8 @@
 """Go on with a merge that was killed: the files that are whole are taken over, everything else is written again.
 
 The folder of a merge has a journal: what the merge is, then a line for each file with weights when all of it is on the
-disk, with the digest of its content. Files are taken over by a merge that is the same in everything: inputs (every
+disk, with the digest of its content; with a quantized result those of the merged model, in a folder inside, and then
+those of the result. Files are taken over by a merge that is the same in everything: inputs (every
 file's size, times and inode), options, releases of the libraries, the tensors of each file. They are read again and
 their digests compared, so a partial or changed one is never trusted.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,33 +50,42 @@ class Journal:
         self._identity = identity
         self._file = folder / JOURNAL
 
-    def done(self, name: str, digest: str) -> None:
-        """Note that a file is on the disk as a whole."""
-        if not self._file.exists():
-            self._add({"merge": self._identity})
-        self._add({"file": name, "digest": digest})
+    def done(self, folder: Path) -> Callable[[str, str], None]:
+        """A function that notes that a file in ``folder`` is on the disk as a whole: its name, its digest."""
+
+        def note(name: str, digest: str) -> None:
+            if not self._file.exists():
+                self._add({"merge": self._identity})
+            self._add({"file": (folder.relative_to(self._folder) / name).as_posix(), "digest": digest})
+
+        return note
 
     def remove(self) -> None:
         """Remove the journal: the folder gets its final name."""
         self._file.unlink(missing_ok=True)
 
-    def take(self, leftovers: Sequence[Path], folder: Path) -> set[str]:
-        """Move the whole files of a killed merge here, and remove what it left; returns their names.
+    def take(self, leftovers: Sequence[Path], *inside: Path) -> dict[Path, set[str]]:
+        """Move the whole files of a killed merge here, and remove what it left.
 
         Args:
             leftovers: its folders, which no process uses.
-            folder: for the files, inside of the journal's folder or itself.
+            inside: the folders with files, the journal's own or inside of it.
+
+        Returns:
+            For each of these folders, the names of the files that are there now.
         """
-        taken: set[str] = set()
+        taken: dict[Path, set[str]] = {folder: set() for folder in inside}
         for left in leftovers:
             known = _entries(left / JOURNAL, self._identity)
-            inside = left / folder.relative_to(self._folder)
-            for name, digest in known.items():
-                if name not in taken and _move(inside / name, folder / name, digest):
-                    taken.add(name)
-                    self.done(name, digest)
+            for folder, names in taken.items():
+                place = folder.relative_to(self._folder)
+                for name, digest in known.get(place.as_posix(), {}).items():
+                    if name not in names and _move(left / place / name, folder / name, digest):
+                        names.add(name)
+                        self.done(folder)(name, digest)
             temporary.remove(left)
-            kept = f"{len(taken)} files of it are whole and are kept, the rest" if taken else "what it left"
+            count = sum(map(len, taken.values()))
+            kept = f"{count} files of it are whole and are kept, the rest" if count else "what it left"
             notice.warn_user(f"an earlier merge to the same folder was killed; {kept}, {str(left)!r}, is removed")
         return taken
 
@@ -89,20 +99,22 @@ class Journal:
             raise shards.unwritable(error, self._file, 200) from error
 
 
-def _entries(file: Path, identity: str) -> dict[str, str]:
-    """Name -> digest of the files that a journal of the same merge has; empty for another one's."""
+def _entries(file: Path, identity: str) -> dict[str, dict[str, str]]:
+    """Folder -> name -> digest of the files that a journal of the same merge has; empty for another one's."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     except (OSError, ValueError):
         return {}
     if not lines or not all(isinstance(line, dict) for line in lines) or lines[0].get("merge") != identity:
         return {}
-    found = {line.get("file"): line.get("digest") for line in lines[1:]}
-    return {
-        name: digest
-        for name, digest in found.items()
-        if isinstance(name, str) and isinstance(digest, str) and name == Path(name).name
-    }
+    found: dict[str, dict[str, str]] = {}
+    for line in lines[1:]:
+        path, digest = line.get("file"), line.get("digest")
+        if isinstance(path, str) and isinstance(digest, str):
+            folder, _, name = path.rpartition("/")
+            if name == Path(name).name:  # not "..", no part of a path
+                found.setdefault(folder or ".", {})[name] = digest
+    return found
 
 
 def _move(source: Path, target: Path, digest: str) -> bool:

@@ -69,7 +69,7 @@ def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | N
         if given is not None or skip_modules is not None:
             raise Gemma4CompatError(
                 "quantize and skip_modules are for --base dequantized (start='dequantized'): they say how the base "
-                "was quantized. For a result in 4 bits: --quantize-result 4bit (quantize_result='4bit')"
+                "was quantized. For a quantized result: --quantize-result 4bit (quantize_result='4bit')"
             )
         return Start(name)
     if not versions.installed("bitsandbytes"):
@@ -80,7 +80,8 @@ def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | N
         requested = given if given is None or isinstance(given, str) else _quantization_of(given)
         if requested not in (None, quantization):
             raise Gemma4CompatError(f"the base is quantized on disk, as {quantization}; leave --quantize out")
-        return Start(name, quantization, stored=True, settings=settings)
+        skipped = tuple(settings.get("llm_int8_skip_modules") or ())
+        return Start(name, quantization, stored=True, settings=settings, skip=skipped)
     if isinstance(given, dict):
         skip = given.get("llm_int8_skip_modules") if skip_modules is None else skip_modules
         settings, quantization = given, _quantization_of(given)

@@ -217,12 +217,7 @@ def _quantization(model: Any, quantize: str | None, quantize_experts: bool) -> s
     settings = config.stored_settings(model.config)
     if settings is not None:
         quantization = config.name_of(settings)
-        if qat.is_method(settings):
-            raise Gemma4CompatError(
-                "the checkpoint is one of Google's QAT (quant_method 'gemma'); plans know bitsandbytes and bf16, and "
-                "not the memory in which its layers dequantize. Load it with device_map='auto' and max_memory, or "
-                "with a map of your own; to plan for other quantizations, call model.dequantize() and save it first"
-            )
+        qat.refuse_plan(settings)
         if quantization is None:
             raise Gemma4CompatError(
                 f"the checkpoint is quantized with {settings.get('quant_method')!r}; plans know bitsandbytes and "

@@ -17,7 +17,7 @@ from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.plan import budgets
 from gemma4_compat._planner.result import TrainingPlan
 from gemma4_compat._planner.training_step import Step, StepMemory
-from gemma4_compat._quantization import config
+from gemma4_compat._quantization import config, qat
 
 
 def plan_training(
@@ -114,7 +114,9 @@ def _budget(vram: Any) -> tuple[int | str, int]:
 def _described(model: Any, quantization: str | None) -> tuple[Blueprint, str, str, list[str]]:
     built, name, assumed = build.on_meta(model)
     skip = config.default_skip_modules(built)
-    if config.stored_settings(built.config) is not None:
+    settings = config.stored_settings(built.config)
+    if settings is not None:
+        qat.refuse_plan(settings)
         raise Gemma4CompatError(
             "the checkpoint is quantized already; give the checkpoint it was made from, or its variant, and quantize"
         )

@@ -36,6 +36,16 @@ def is_method(settings: Any) -> bool:
     return str(getattr(method, "value", method)) == METHOD
 
 
+def refuse_plan(settings: Any) -> None:
+    """Raise ``Gemma4CompatError`` if a checkpoint's quantization is this one: no plan is made for it."""
+    if is_method(settings):
+        raise Gemma4CompatError(
+            "the checkpoint is one of Google's QAT (quant_method 'gemma'); plans know bitsandbytes and bf16, and "
+            "not the memory in which its layers dequantize. Load it with device_map='auto' and max_memory, or "
+            "with a map of your own; to plan for other quantizations, call model.dequantize() and save it first"
+        )
+
+
 def converted(model: Any) -> Any:
     """A model on meta, built from the configuration of such a checkpoint, with those layers in place of its own.
 

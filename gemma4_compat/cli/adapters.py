@@ -130,7 +130,7 @@ def merge(
     quantize_result: Annotated[
         str | None,
         typer.Option(
-            "--quantize-result", help="Write OUT in 4bit or 4bit-double of bitsandbytes; default: in --dtype."
+            "--quantize-result", help="Write OUT in 4bit, 4bit-double or 8bit of bitsandbytes; default: in --dtype."
         ),
     ] = None,
     device_map: _CheckDevice = None,

@@ -50,7 +50,12 @@ def merged_by_peft(checkpoint: Path, adapter: Path, *, untied: bool = False) -> 
     model = wanted.from_pretrained(checkpoint, dtype=torch.float32)
     if untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload(safe_merge=True)
+    loaded = PeftModel.from_pretrained(model, adapter)
+    for key, entry in shards.entries(adapter / "adapter_model.safetensors").items():
+        name = key.removeprefix("base_model.")
+        if name in ("vera_A", "vera_B"):  # PEFT 0.19.1 makes them again from the key, in the model's dtype
+            getattr(loaded.base_model, name)["default"].copy_(shards.read(entry))
+    merged = loaded.merge_and_unload(safe_merge=True)
     return {name: value.to(torch.bfloat16) for name, value in merged.state_dict().items()}
 
 

@@ -25,22 +25,29 @@ import os, signal, sys
 import gemma4_compat
 from gemma4_compat._checkpoint import shards
 as_bytes = shards.as_bytes
-folder, quantize = sys.argv[3], sys.argv[4] or None
+folder, quantize, file = sys.argv[3], sys.argv[4] or None, sys.argv[5]
 def kill(piece):
     import pathlib
-    if any(pathlib.Path(folder).rglob("model-00003-of*")):
+    if any(pathlib.Path(folder).glob(file)):
         os.kill(os.getpid(), signal.SIGKILL)
     return as_bytes(piece)
 shards.as_bytes = kill
-gemma4_compat.merge_adapter(sys.argv[1], sys.argv[2], folder + "/out", check=0, max_shard_size="400KB",
+gemma4_compat.merge_adapter(sys.argv[1], sys.argv[2], folder + "/out", check=0, max_shard_size=sys.argv[6],
                             quantize_result=quantize)
 """
 
 
-def killed(base: Path, adapter: Path, folder: Path, quantize: str = "") -> Path:
+#: For a quantized result in several files.
+SMALL = "150KB"
+
+
+def killed(
+    base: Path, adapter: Path, folder: Path, quantize: str = "", file: str = "**/model-00003-of*", size: str = "400KB"
+) -> Path:
     """The folder that a merge into ``folder / "out"`` leaves, when it is killed in its third file."""
     folder.mkdir()
-    command = [sys.executable, "-W", "ignore", "-c", KILLED, str(base), str(adapter), str(folder), quantize]
+    arguments = [str(base), str(adapter), str(folder), quantize, file, size]
+    command = [sys.executable, "-W", "ignore", "-c", KILLED, *arguments]
     assert subprocess.run(command, check=False, env=dict(os.environ)).returncode == -signal.SIGKILL
     (left,) = folder.iterdir()
     return left
@@ -119,10 +126,53 @@ def test_a_result_in_4_bits_goes_on_with_what_is_merged(workspace: Any, base: Pa
     killed(base, adapter, tmp_path / "work", "4bit")
     with pytest.warns(Gemma4CompatWarning, match="2 files of it are whole and are kept"):
         report = merged(base, adapter, tmp_path / "work" / "out", quantize_result="4bit")
-    assert len(report.resumed) == 2
+    assert [name.rpartition("-of")[0] for name in report.resumed] == ["merged/model-00001", "merged/model-00002"]
     merged(base, adapter, tmp_path / "whole", quantize_result="4bit")
     assert weights(tmp_path / "work" / "out") == weights(tmp_path / "whole")
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["out"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["4bit-double", "8bit"])
+def test_quantized_files_are_kept_too(workspace: Any, base: Path, tmp_path: Path, name: str) -> None:
+    adapter = workspace.adapter("language")
+    left = killed(base, adapter, tmp_path / "work", name, "*/model-00003-of*", SMALL)
+    of_merged, of_result = (sorted(folder.glob("model-*.safetensors")) for folder in (left / ".merged", left))
+    assert len(of_merged) > 3
+    assert len(of_result) == 3
+    whole = merged(base, adapter, tmp_path / "whole", quantize_result=name, max_shard_size=SMALL)
+    assert len(whole.files) > 2
+
+    def spoil(folder: Path) -> None:
+        """The first quantized file, so that one of the merged model is read for it, which is spoiled, too."""
+        for file in (folder / of_result[0].name, folder / ".merged" / of_merged[0].name):
+            content = bytearray(file.read_bytes())
+            content[-1] ^= 1
+            file.write_bytes(content)
+
+    def lose(folder: Path) -> None:
+        shutil.rmtree(folder / ".merged")
+
+    names = [f"merged/{file.name}" for file in of_merged], [file.name for file in of_result[:2]]
+    for number, (change, wanted) in enumerate(
+        (
+            (lambda folder: None, names[0] + names[1]),
+            (spoil, names[0][1:] + names[1][1:]),
+            (lose, names[1]),
+        )
+    ):
+        again = tmp_path / str(number)
+        shutil.copytree(tmp_path / "work", again)
+        change(again / left.name)
+        with pytest.warns(Gemma4CompatWarning, match=f"{len(wanted)} files of it are whole and are kept"):
+            report = merged(base, adapter, again / "out", quantize_result=name, max_shard_size=SMALL)
+        assert sorted(report.resumed) == sorted(wanted)
+        assert weights(again / "out") == weights(tmp_path / "whole")
+        assert [path.name for path in again.iterdir()] == ["out"]
+        assert not [path for path in (again / "out").iterdir() if path.name.startswith(".")]
+    with pytest.warns(Gemma4CompatWarning, match="what it left"):
+        report = merged(base, adapter, tmp_path / "work" / "out", quantize_result=name, max_shard_size="151KB")
+    assert report.resumed == ()
 
 
 def test_a_journal_of_another_merge_or_of_nobody_is_nothing(tmp_path: Path) -> None:
@@ -140,6 +190,9 @@ def test_a_journal_of_another_merge_or_of_nobody_is_nothing(tmp_path: Path) -> N
             '{"merge": "other"}\n{"file": "a", "digest": "' + digest + '"}\n',
             head + '{"file": "../outside", "digest": "' + digest + '"}\n',
             head + '{"file": "link", "digest": "' + digest + '"}\n',
+            head + '{"file": "..", "digest": "' + digest + '"}\n',
+            head + '{"file": "inside/../a", "digest": "' + digest + '"}\n',
+            head + '{"file": "inside/a", "digest": "' + digest + '"}\n',
             head + '{"file": 1, "digest": null}\n',
         )
     ):
@@ -150,7 +203,7 @@ def test_a_journal_of_another_merge_or_of_nobody_is_nothing(tmp_path: Path) -> N
         (left / resume.JOURNAL).write_text(text)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert resume.Journal(new, "this").take([left], new) == set()
+            assert resume.Journal(new, "this").take([left], new, new / "inside") == {new: set(), new / "inside": set()}
         assert not list(new.iterdir())
         assert not left.exists()
     assert (tmp_path / "outside").read_bytes() == b"mine"

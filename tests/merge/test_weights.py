@@ -13,7 +13,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._merge.start import DTYPES
-from gemma4_compat._reproduction import tiny_configs, tiny_models
+from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from tests.merge.adapters import LANGUAGE, assert_same, make, merged_by_peft, randomized, tensors
 
 pytestmark = pytest.mark.full
@@ -107,7 +107,7 @@ def test_a_base_that_is_quantized_on_disk(workspace: Any, tmp_path: Path, quanti
     import torch
 
     stored = tmp_path / "stored"
-    workspace.load(quantization).save_pretrained(stored)
+    tiny.load(workspace.checkpoint, quantization, towers=True).save_pretrained(stored)
     adapter = workspace.adapter("language")
     with pytest.raises(Gemma4CompatError, match=r"quantized on disk: .* --base dequantized"):
         gemma4_compat.merge_adapter(stored, adapter, tmp_path / "out")

@@ -12,11 +12,13 @@ nothing and gives different outputs.
 With ``modules_to_save`` on quantized modules: ``only Tensors of floating point dtype can require gradients``, and
 ``KeyError: 'base_model.model...weight.absmax'`` when such an adapter is loaded.
 
-With any adapter on layers of compressed-tensors: ``AttributeError: 'Linear' object has no attribute 'weight'``.
+With any adapter on layers of compressed-tensors: ``AttributeError: 'Linear' object has no attribute 'weight'``. With
+DoRA and other tuners on layers of quanto: ``ValueError: The dtype of a weights Tensor cannot be changed``.
 
 Cause: The bitsandbytes layers of the first group convert their input to float32 and return that dtype, while the
 bitsandbytes layer below returns the dtype of its input. The next unquantized layer has bfloat16 weights, and each
 Gemma 4 block has several of those. The second group uses the base weight as it is stored, as packed bytes.
+Quanto's weights can have no other dtype, which such tuners ask for.
 
 Fix: Layers of the first group return the dtype of their input (outside of autocast). For the second group, on Gemma
 4 models, the patch runs one layer of each kind once it is created, and compares it with the same layer over the
@@ -38,7 +40,7 @@ from gemma4_compat._adapters import rollback
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, walk
-from gemma4_compat._quantization import compressed
+from gemma4_compat._quantization import compressed, quanto
 from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def inject_adapter(
                 if "has no attribute 'weight'" not in str(error):
                     raise
                 raise _compressed_refusal(error) from error
-    if not family.is_gemma4(model) or not any(is_quantized(module) for module in walk.modules(model)):
+    if not family.is_gemma4(model) or not any(_is_packed(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
     _refuse_quantized_copies(config, model)
@@ -68,9 +70,10 @@ def inject_adapter(
     def create_or_refuse(config: Any, name: str, target: Any, *rest: Any, **kw: Any) -> None:
         try:
             create(config, name, target, *rest, **kw)
-        except (RuntimeError, TypeError) as error:
-            if is_quantized(target.get_base_layer() if hasattr(target, "get_base_layer") else target):
-                raise _refusal(config, kw.get("current_key"), " ".join(str(error).split())) from error
+        except (RuntimeError, TypeError, ValueError) as error:
+            base = target.get_base_layer() if hasattr(target, "get_base_layer") else target
+            if quanto.is_quantized(base) or (is_quantized(base) and not isinstance(error, ValueError)):
+                raise _refusal(config, kw.get("current_key"), base, " ".join(str(error).split())) from error
             raise
 
     with rollback.undone_if_it_fails(model, adapter_name):
@@ -81,6 +84,10 @@ def inject_adapter(
             vars(self).pop("_create_and_replace", None)
         _try_one_of_each_kind(config, model, adapter_name)
     return result
+
+
+def _is_packed(module: Any) -> bool:
+    return is_quantized(module) or quanto.is_quantized(module)
 
 
 def _compressed_refusal(error: AttributeError) -> Gemma4CompatError:
@@ -126,14 +133,14 @@ def _try_one_of_each_kind(config: Any, model: Any, adapter_name: str) -> None:
         if type(layer) in tried or not hasattr(type(layer), "get_base_layer"):
             continue
         base = layer.get_base_layer()
-        if not is_quantized(base) or layer.base_layer is not base or adapter_name not in layer.active_adapters:
+        if not _is_packed(base) or layer.base_layer is not base or adapter_name not in layer.active_adapters:
             continue
         if any(value.device.type == "meta" for value in [*layer.parameters(), *layer.buffers()]):
             continue  # offloaded, or created on meta: its values are not there yet
         tried.add(type(layer))
         reason = _difference(layer, model.dtype)
         if reason is not None:
-            raise _refusal(config, name, reason)
+            raise _refusal(config, name, base, reason)
 
 
 def _difference(layer: Any, dtype: Any) -> str | None:
@@ -147,10 +154,11 @@ def _difference(layer: Any, dtype: Any) -> str | None:
     base.train()  # in eval mode bitsandbytes may repack the weight for the CPU
     with torch.no_grad():
         try:
-            found = type(layer).forward(layer, x)
-        except (RuntimeError, TypeError) as error:
+            with torch.set_grad_enabled(quanto.is_quantized(base)):  # AdaLoRA changes its output, which has gradients
+                found = type(layer).forward(layer, x).detach()
+        except (RuntimeError, TypeError, ValueError) as error:
             return " ".join(str(error).split())
-        copied = over_plain_weight(layer)
+        copied = over_plain_weight(layer, quanto.dequantized(base) if quanto.is_quantized(base) else None)
         copied.get_base_layer().to(dtype)
         try:
             wanted = type(copied).forward(copied, x)
@@ -166,7 +174,8 @@ def _settled(layer: Any) -> Any:
     Until then VeRA's weights have mixed dtypes before PEFT 0.19, and no layer runs, over any weight. The base is
     another one because bitsandbytes notes the dtype of an input: in the layer, and before 0.50 in the weight's state.
     """
-    copied = with_base(layer, shallow_copy(layer.base_layer))
+    base = layer.base_layer
+    copied = with_base(layer, copy.copy(base) if quanto.is_quantized(base) else shallow_copy(base))
     children = copied._modules
     for name, child in children.items():
         if name != "base_layer":
@@ -174,13 +183,17 @@ def _settled(layer: Any) -> Any:
     return copied
 
 
-def _refusal(config: Any, name: str | None, reason: str) -> Gemma4CompatError:
+def _refusal(config: Any, name: str | None, base: Any, reason: str) -> Gemma4CompatError:
     tuner, init = config.peft_type.value, getattr(config, "init_lora_weights", True)
+    is_quanto, with_dora = quanto.is_quantized(base), bool(getattr(config, "use_dora", False))
     kind = f"{tuner} adapters initialized with {init!r}" if isinstance(init, str) else f"{tuner} adapters"
+    kind += " with use_dora" if with_dora else ""
+    where = "layers of quanto" if is_quanto else "quantized layers"
+    also = "use_rslora too" if is_quanto else "use_dora and use_rslora too"
     return Gemma4CompatError(
-        f"{kind} do not work on quantized layers such as {name!r} in this release of PEFT: {reason}. Nothing was "
-        "changed. Use LoRA (use_dora and use_rslora too), OFT or VeRA, target unquantized layers only, or load the "
-        "base model without quantization_config."
+        f"{kind} do not work on {where} such as {name!r} in this release of PEFT: {reason}. Nothing was "
+        f"changed. Use LoRA ({also}), OFT or VeRA, target unquantized layers only, or load the base model without "
+        "quantization_config."
     )
 
 

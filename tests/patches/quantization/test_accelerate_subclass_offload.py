@@ -81,3 +81,49 @@ def test_an_adapter_has_gradients(workspace: Any, library: str) -> None:
     gradients = [weight.grad for weight in model.parameters() if weight.requires_grad]
     assert gradients
     assert all(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
+@pytest.mark.parametrize("tuner", ["dora", "pissa", "olora", "adalora", "hra"])
+def test_what_does_not_run_on_quanto_is_refused(workspace: Any, tuner: str) -> None:
+    """Otherwise: ``The dtype of a weights Tensor cannot be changed``, for DoRA from the first forward."""
+    import peft
+
+    targets = r".*language_model.*(q_proj|up_proj)"
+    lora = {
+        "dora": {"use_dora": True},
+        "pissa": {"init_lora_weights": "pissa"},
+        "olora": {"init_lora_weights": "olora"},
+    }
+    if tuner in lora:
+        config: Any = peft.LoraConfig(r=4, target_modules=targets, **lora[tuner])
+    elif tuner == "hra":
+        config = peft.HRAConfig(r=4, target_modules=targets)
+    else:
+        config = peft.AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=targets)
+    model = load(workspace, "quanto")
+    expected, before = logits(model), {name: type(module) for name, module in model.named_modules()}
+    with pytest.raises(
+        gemma4_compat.Gemma4CompatError, match=r"layers of quanto such as.*Nothing was changed. Use LoRA"
+    ):
+        peft.get_peft_model(model, config)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert all(one.equal(other) for one, other in zip(expected, logits(model), strict=True))
+
+
+@pytest.mark.parametrize("tuner", ["rslora", "vera", "oft", "ia3", "loha"])
+def test_what_runs_on_quanto_has_gradients(workspace: Any, tuner: str) -> None:
+    import peft
+
+    targets = r".*language_model.*(q_proj|up_proj)"
+    config: Any = {
+        "rslora": lambda: peft.LoraConfig(r=4, target_modules=targets, use_rslora=True),
+        "vera": lambda: peft.VeraConfig(r=4, target_modules=targets),
+        "oft": lambda: peft.OFTConfig(oft_block_size=8, target_modules=targets),
+        "ia3": lambda: peft.IA3Config(target_modules=targets, feedforward_modules=[]),
+        "loha": lambda: peft.LoHaConfig(r=4, alpha=8, target_modules=targets),
+    }[tuner]()
+    model = peft.get_peft_model(load(workspace, "quanto"), config)
+    batch = tiny.inputs(text_only=True)
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.requires_grad]
+    assert any(gradient is not None and bool(gradient.any()) for gradient in gradients)
