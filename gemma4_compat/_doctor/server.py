@@ -14,6 +14,7 @@ import os
 import selectors
 import signal
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -71,6 +72,13 @@ def _share() -> None:
     gc.freeze()  # a fork's collector need not look at the libraries' objects, and so copies no page of them
 
 
+def _wait_for_threads() -> None:
+    """Let the threads end that a load may leave behind: a fork while they run would copy the locks they hold."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(10)
+
+
 #: The models that forks find loaded: from which command on, how they are quantized, and how many. Those that are
 #: quantized take a second, which a few reproductions do not take themselves.
 PRELOADED = ((1, None, 2), (8, "4bit", 2), (8, "8bit", 2), (8, "4bit-double", 2))
@@ -120,6 +128,7 @@ class Server:
             for first, quantization, count in PRELOADED:
                 if first == self._asked:  # after the collector's freeze: forks can free these models
                     Workspace(self._folder).preload(quantization, count)
+            _wait_for_threads()
         output = children.text_file()
         reader, writer = os.pipe()
         pid = os.fork()
