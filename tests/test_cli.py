@@ -45,6 +45,14 @@ def test_status_has_a_line_for_each_patch() -> None:
     assert all(line.endswith(status.reason) for line, status in zip(lines, gemma4_compat.status().values()))
 
 
+def test_status_says_what_it_is_about() -> None:
+    said = cli_says("status").stdout.partition("\n\n")[2]
+    states = [words.state_word(status) for status in gemma4_compat.status().values()]
+    counts = ", ".join(f"{states.count(word)} {word}" for word in dict.fromkeys(states))
+    assert said.startswith(f"What a program of this environment would get: {counts}. ")
+    assert "gemma4_compat.status() says what it got." in said
+
+
 def test_status_as_json() -> None:
     data = json.loads(cli_says("status", "--json").stdout)["patches"]
     assert [item["id"] for item in data] == IDS

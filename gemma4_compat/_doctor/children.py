@@ -1,7 +1,7 @@
 """Run reproductions in child processes: a process each, or forks of one that has imported the libraries.
 
 Importing the libraries takes longer than most reproductions, so :class:`Forks` imports them once, and loads the tiny
-model once that most reproductions begin with; each gets a copy of its own by being a fork. Separate processes are
+models once that most reproductions begin with; each gets copies of its own by being a fork. Separate processes are
 needed where a fork is not safe: with a GPU (CUDA does not survive a fork) and on systems other than Linux.
 Nothing upstream is imported except in the process that forks (:mod:`gemma4_compat._doctor.server`).
 """
@@ -73,7 +73,8 @@ class Forks:
         self._output = text_file()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gemma4_compat._doctor.server", str(folder)],
-            env=_environment(disabled),
+            # Whatever the user's setting: it computes before it forks, and OpenMP's threads do not survive a fork.
+            env=_environment(disabled) | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,

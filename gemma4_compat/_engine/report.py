@@ -52,6 +52,18 @@ def status_text(statuses: dict[str, PatchStatus], width: int | None = None) -> s
     return table_text(rows, width=width)
 
 
+def summary_text(statuses: dict[str, PatchStatus]) -> str:
+    """A sentence below the table: how many patches are in which state, and of what process that is."""
+    states = [words.state_word(status) for status in statuses.values()]
+    counts = ", ".join(f"{states.count(word)} {word}" for word in dict.fromkeys(states))
+    pending = PatchState.PENDING.value
+    when = f" A {pending} patch is applied when the program imports its library." if pending in states else ""
+    return (
+        f"What a program of this environment would get: {counts}.{when} Inside the program, gemma4_compat.status() "
+        "says what it got."
+    )
+
+
 def patches_text(patches: tuple[Patch, ...], width: int | None = None) -> str:
     """One line a patch: id, area, affected releases, summary."""
     rows = [(patch.id, patch.area, f"{patch.distribution} {patch.affected}", patch.summary) for patch in patches]

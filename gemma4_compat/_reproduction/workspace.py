@@ -22,8 +22,8 @@ from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, tiny_
 
 ADAPTERS = ("language", "towers", "all")
 NEW_TOKENS = 6
-#: Models that nobody has used yet, by checkpoint.
-_preloaded: dict[Path, Any] = {}
+#: Models that nobody has used yet, by checkpoint and quantization.
+_preloaded: dict[tuple[Path, str | None], list[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -185,18 +185,23 @@ class Workspace:
 
     def load(self, quantization: str | None = None) -> Any:
         """The base model on the main device, in eval mode."""
-        if quantization is None and self.checkpoint in _preloaded:
-            return _preloaded.pop(self.checkpoint)
-        return tiny.load(self.checkpoint, quantization, device=self.main)
+        ready = _preloaded.get((self.checkpoint, quantization))
+        return ready.pop() if ready else tiny.load(self.checkpoint, quantization, device=self.main)
 
-    def preload(self) -> None:
-        """Load the base model for the first :meth:`load` without quantization, in this process or in a fork of it.
+    def preload(self, quantization: str | None = None, count: int = 1) -> None:
+        """Load the base model for the next ``count`` calls of :meth:`load`, in this process or in a fork of it.
 
-        What cannot be loaded is left to that, which raises the error.
+        Random numbers drawn afterwards are those that would have been drawn without. What cannot be loaded is left to
+        :meth:`load`, which raises the error.
         """
-        if self.checkpoint.is_dir():
-            with contextlib.suppress(Exception):
-                _preloaded[self.checkpoint] = tiny.load(self.checkpoint, device=self.main)
+        if not self.checkpoint.is_dir():
+            return
+        import torch
+
+        ready = _preloaded.setdefault((self.checkpoint, quantization), [])
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+            while len(ready) < count:
+                ready.append(tiny.load(self.checkpoint, quantization, device=self.main))
 
     def forget(self) -> None:
         """Load what :meth:`preload` has loaded once more."""

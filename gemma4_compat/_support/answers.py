@@ -44,7 +44,7 @@ def remedy(status: PatchStatus) -> str:
     if status.unmet:
         return f"the patch needs {', '.join(status.unmet)}, which is off: enable it."
     return (
-        "put `import gemma4_compat` at the top of the program. If it is there: "
+        "put `import gemma4_compat` at the top of the program, or start it with `gemma4-compat run`. If that is done: "
         f"`gemma4-compat doctor {name}` shows whether the patch works here."
     )
 

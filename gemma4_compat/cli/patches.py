@@ -30,6 +30,7 @@ def status(as_json: Json = False) -> None:
         print_json({"startup": startup.as_data(), "settings": where, "patches": patches})
     else:
         say(_report.status_text(statuses, terminal.width()))
+        say("\n" + terminal.fitted(_report.summary_text(statuses)))
         say(f"\nstart-up hook: {startup.text()}" + ("" if project is None else f"\nsettings: {project}"))
 
 

@@ -96,8 +96,39 @@ def test_commands_side_by_side_get_their_own_results(forks: Forks) -> None:
     assert [item["detail"].partition("KeyError: ")[2] for item in found] == [f"'none-{number}'" for number in range(3)]
 
 
+THREADS = """
+import sys, threading, time
+from pathlib import Path
+from gemma4_compat._doctor import child, server
+
+ended = []
+
+def preload(*_):
+    threading.Thread(target=lambda: (time.sleep(0.3), ended.append(True))).start()
+
+server.Workspace.preload = preload
+child.answer = lambda command, folder: {"ended": len(ended)}
+server.Server(Path("nowhere"), sys.stdout).run()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_no_fork_while_threads_of_a_load_run() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", THREADS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("0 first\n")
+    process.stdin.flush()
+    assert json.loads(process.stdout.readline()) == {"number": "0", "result": {"ended": 1}}
+    process.stdin.close()
+    assert process.wait(10) == 0
+    process.stdout.close()
+
+
 LOOKS = """
-import os, sys
+import os, sys, threading
 from pathlib import Path
 from gemma4_compat import _shim
 from gemma4_compat._doctor import child, server
@@ -110,7 +141,10 @@ def answer(command, folder):
     tiny.load = lambda *args, **options: loads.append(args) or load(*args, **options)
     if command == "reverted":
         workspace.forget()
-    workspace.load()
+    workspace.load("4bit" if command == "quantized" else None)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(5)  # those of the load itself end; one that shows its progress would not
     known = {target.module for patch in _shim.engine.patches() for target in patch.targets}
     return {
         "loads": len(loads),
@@ -119,6 +153,7 @@ def answer(command, folder):
     }
 
 child.answer = answer
+server.PRELOADED = ((1, None, 1), (4, "4bit", 1))
 server.serve(Path(sys.argv[1]))
 """
 
@@ -136,12 +171,12 @@ def test_a_fork_finds_imported_and_loaded_what_it_needs(workspace: Any, disabled
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write("0 first\n1 second\n2 reverted\n")
+    process.stdin.write("0 first\n1 second\n2 reverted\n3 quantized\n")
     process.stdin.flush()
-    replies = [json.loads(process.stdout.readline()) for _ in range(3)]
+    replies = [json.loads(process.stdout.readline()) for _ in range(4)]
     found = {reply["number"]: reply["result"] for reply in replies}
     process.stdin.close()
     assert process.wait(60) == 0
     process.stdout.close()
     # The third one's model must not be what was loaded with the shim.
-    assert found == {number: {"loads": number == "2", "threads": 1, "late": []} for number in "012"}
+    assert found == {number: {"loads": number == "2", "threads": 1, "late": []} for number in "0123"}

@@ -62,13 +62,14 @@ def test_a_failed_build_leaves_no_folder(tmp_path: Path) -> None:
     assert (Workspace(tmp_path).cached(text_checkpoint) / "first").is_file()
 
 
-def test_a_preloaded_model_is_for_one_load_without_quantization(
+def test_a_preloaded_model_is_for_one_load_of_its_quantization(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     loads: list[str | None] = []
 
     def load(checkpoint: Path, quantization: str | None = None, **_: object) -> int:
+        torch.rand(1)
         loads.append(quantization)
         return len(loads)
 
@@ -77,12 +78,31 @@ def test_a_preloaded_model_is_for_one_load_without_quantization(
     workspace.preload()
     assert loads == []  # no checkpoint yet
     workspace.checkpoint.mkdir()
+    dice = torch.get_rng_state()
     workspace.preload()
-    assert [workspace.load("4bit"), workspace.load(), workspace.load()] == [2, 1, 3]
+    workspace.preload("8bit", 2)
+    assert torch.equal(torch.get_rng_state(), dice)
+    found = [workspace.load(name) for name in ("4bit", None, None, "8bit", "8bit", "8bit")]
+    assert loads == [None, "8bit", "8bit", "4bit", None, "8bit"]
+    assert found == [4, 1, 5, 3, 2, 6]
     workspace.preload()
+    workspace.preload("8bit")
     workspace.forget()
-    assert workspace.load() == 5
-    assert loads == [None, "4bit", None, None, None]
+    assert [workspace.load(), workspace.load("8bit")] == [9, 10]
+
+
+def test_a_model_that_cannot_be_preloaded_is_left_to_its_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+
+    def load(checkpoint: Path, quantization: str | None = None, **_: object) -> int:
+        raise ValueError(f"no {quantization} here")
+
+    monkeypatch.setattr(tiny, "load", load)
+    workspace = Workspace(tmp_path)
+    workspace.checkpoint.mkdir()
+    workspace.preload("4bit", 2)
+    with pytest.raises(ValueError, match="no 4bit here"):
+        workspace.load("4bit")
 
 
 def test_ranks_of_ddp_are_built_each_in_its_own_order(tmp_path: Path) -> None:
@@ -93,6 +113,6 @@ def test_ranks_of_ddp_are_built_each_in_its_own_order(tmp_path: Path) -> None:
     own.preload()
     try:
         scenarios.second_rank("transformers.models.gemma4.modeling_gemma4", own)
-        assert own.checkpoint in workspace._preloaded, "a rank had the model that was built before, in any order"
+        assert workspace._preloaded[own.checkpoint, None], "a rank had the model that was built before, in any order"
     finally:
         own.forget()

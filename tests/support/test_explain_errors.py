@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import cli
-from gemma4_compat._support import messages, search
+from gemma4_compat import PatchState, PatchStatus, cli
+from gemma4_compat._support import answers, messages, search
 from tests.commands.helpers import ROOT
 from tests.commands.test_json import assert_as_documented
 from tests.helpers import ON_A_GPU, WITH_OTHER_LIBRARIES
@@ -178,6 +178,16 @@ def test_a_traceback_on_standard_input() -> None:
     assert done.exit_code == 0, done.output
     for part in ("accelerate-hf-initialized", "F1 of docs", "to do", PARAMS4BIT):
         assert part in done.stdout
+
+
+def test_what_to_do_is_the_import_or_the_command_that_starts_a_program() -> None:
+    patch = {patch.id: patch for patch in PATCHES}["accelerate-hf-initialized"]
+    pending = PatchStatus(id=patch.id, state=PatchState.PENDING, reason="waiting for an import")
+    said = answers.remedy(pending)
+    assert said.startswith(
+        "put `import gemma4_compat` at the top of the program, or start it with `gemma4-compat run`."
+    )
+    assert "`gemma4-compat doctor accelerate-hf-initialized`" in said
 
 
 @pytest.mark.parametrize("text, code", [(PARAMS4BIT, 0), ("ZeroDivisionError: division by zero", 1)])
