@@ -29,6 +29,8 @@ LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 CALLS = ("python_calls", "c_calls")
 #: Of a case of graph_decoding.py and experts.py: what a table shows.
 PARTS = ("speed", "fusing", "waiting", "bits", "short", "endurance", "memory", "training")
+#: Of these the newest run on each device is shown, elsewhere the newest one.
+BY_DEVICE = ("trainers",)
 #: In the order of their sizes.
 SHAPES = ("tiny", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
 #: Those that say of each thing that was not run why.
@@ -41,7 +43,8 @@ def committed(benchmark: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for file in sorted(RESULTS.glob(f"*/{benchmark}-*.json")):
         run = read(file)
-        found[f"{run['machine']['versions']['transformers']} {run['shape']}"] = file
+        device = run["machine"]["device"] if benchmark in BY_DEVICE else ""
+        found[f"{run['machine']['versions']['transformers']} {run['shape']} {device}".strip()] = file
     return found
 
 
