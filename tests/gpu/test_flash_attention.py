@@ -35,7 +35,7 @@ Models = Callable[..., tuple[Any, Any, Any]]
 
 @pytest.fixture(autouse=True)
 def without_cudnn() -> Iterator[None]:
-    """cuDNN's backward pass, which ``sdpa`` takes on a Hopper GPU, gives NaN for queries that see no key
+    """CuDNN's backward pass, which ``sdpa`` takes on a Hopper GPU, gives NaN for queries that see no key
     (docs/TRAINING.md): then there is nothing to compare with.
     """
     import torch
