@@ -190,7 +190,7 @@ class Reader(Protocol):
         """As :func:`dequantized`; None for a parameter that it does not read."""
 
     def positions(self, top_k_index: Any) -> Any:
-        """``arange`` in the shape of ``top_k_index``; None where experts are better numbered as they come."""
+        """``arange`` in the shape of ``top_k_index``, to read its experts in its order; None: read them ascending."""
 
 
 _reader: contextvars.ContextVar[Reader | None] = contextvars.ContextVar("gemma4_compat_expert_reader", default=None)
