@@ -116,6 +116,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-vision-dtype": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-vision-masks": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-wide-heads": ("transformers.integrations.sdpa_attention",),
+    "transformers-zero3-buffers": ("transformers.modeling_utils",),
 }
 
 KNOWN: dict[str, dict[str, str]] = {
@@ -223,6 +224,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing": {"ea10c1f7ace1": "5.5.0 - 5.6.2", "9f26e8e1d3c6": "5.7.0 - 5.15.1", "b847fc875700": "5.16.0 - 5.23.0"},
     "transformers.modeling_utils.PreTrainedModel.get_compiled_call": {"be0081577083": "5.5.0 - 5.8.1", "57d9dffaed8b": "5.9.0 - 5.23.0"},
     "transformers.modeling_utils.PreTrainedModel.tie_weights": {"3df9bbeff8ff": "5.5.0 - 5.12.1", "e028c9c972d4": "5.13.0 - 5.22.2", "408f191f3e2a": "5.23.0"},
+    "transformers.modeling_utils._load_state_dict_into_zero3_model": {"54c917705a80": "5.5.0 - 5.5.4", "cf02d8ad85d1": "5.23.0"},
     "transformers.modeling_utils.remove_tied_weights_from_state_dict": {"e13825cb01b7": "5.5.0 - 5.13.1", "4f8feadef1fb": "5.14.0 - 5.23.0"},
     "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.kv_sharing_modes": {"7e8cea83fb49": "5.23.0"},
     "transformers.models.gemma4.configuration_gemma4.Gemma4TextConfig.to_dict": {"41c53fa840fe": "5.5.0 - 5.12.1", "b9926814bd1a": "5.13.0 - 5.13.1", "3dabc4647d5c": "5.14.0 - 5.14.1", "6c2d7601d379": "5.15.0 - 5.15.1", "04c26b64bce4": "5.16.0 - 5.23.0"},

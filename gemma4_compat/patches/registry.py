@@ -113,6 +113,7 @@ PATCHES: tuple[str, ...] = (
     "training.transformers_reentrant_checkpointing",
     "training.transformers_wide_heads",
     "training.transformers_text_training",
+    "training.transformers_zero3_buffers",
     "training.transformers_chunked_loss",
     "training.transformers_accumulation_weights",
 )
