@@ -86,7 +86,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 PATCH = Patch(
     id="accelerate-paged-layers",
     severity=Severity.SPEED,
-    failure_points=("F31", "F45", "F46"),
+    failure_points=("F31", "F45", "F46", "F53"),
     distribution="accelerate",
     affected=">=1.12",
     after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder", "accelerate-move-offloaded"),
