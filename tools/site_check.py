@@ -125,12 +125,11 @@ def opened(browser: str, driver: str, size: tuple[int, int]) -> Iterator[Any]:
 def problems_of_page(page: Any, address: str) -> Iterator[str]:
     """What is wrong with one page, light and dark."""
     page.get(address)
-    for scheme in SCHEMES:
-        page.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
-        time.sleep(0.4)  # colours fade
-        for line in page.execute_script(CONTRAST):
-            yield f"contrast, {scheme}: {line}"
-    width, window = page.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+    yield from _faint(page)
+    # Not window.innerWidth: on a phone it grows with what is too wide.
+    width, window = page.execute_script(
+        "const root = document.documentElement; return [root.scrollWidth, root.clientWidth]"
+    )
     if width > window + TOLERANCE:
         yield f"wide: {width} pixels in a window of {window}"
     for source in page.execute_script(PICTURES):
@@ -139,8 +138,17 @@ def problems_of_page(page: Any, address: str) -> Iterator[str]:
         yield f"console: {entry['message']:.200}"
 
 
+def _faint(page: Any) -> Iterator[str]:
+    """Text with too little contrast in what is shown now, light and dark."""
+    for scheme in SCHEMES:
+        page.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
+        time.sleep(0.4)  # colours fade
+        for line in page.execute_script(CONTRAST):
+            yield f"contrast, {scheme}: {line}"
+
+
 def problems_of_search(page: Any, address: str) -> Iterator[str]:
-    """Queries that do not lead where they should."""
+    """Queries that do not lead where they should, and results that are hard to read."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -158,6 +166,7 @@ def problems_of_search(page: Any, address: str) -> Iterator[str]:
             found = [link.get_attribute("href").removeprefix(address).partition("?")[0] for link in links[:3]]
         if not any(wanted in one for one in found):
             yield f"search: {query!r} finds {', '.join(found) or 'nothing'}, and not {wanted}"
+    yield from _faint(page)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,9 +17,10 @@ from gemma4_compat._engine import address, shadowed, temporary
 from gemma4_compat._engine import versions as _versions
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._reproduction.workspace import Workspace
 
 _PREFIX = "gemma4-compat-"
-#: Free bytes asked for: three times what all reproductions wrote on a CPU (157 MiB; `doctor --keep`, then `du`).
+#: Free bytes asked for: twice what all reproductions wrote on a CPU (241 MiB; `doctor --keep`, then `du`).
 ROOM = 512 << 20
 
 STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
@@ -119,7 +120,7 @@ def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]
 
     Args:
         patches: what to examine.
-        keep: keep the folder with the tiny checkpoint, the adapters and the offloaded weights, and print its path.
+        keep: keep the folder with the tiny checkpoints, the adapters and the offloaded weights, and print its path.
         note: called with lines for the user that are not findings.
 
     Raises:
@@ -179,24 +180,31 @@ _Run = Callable[[str, bool], dict[str, Any]]
 def _built(folder: Path, stack: contextlib.ExitStack) -> tuple[_Run, int]:
     """Build the checkpoints. Returns what runs a command, without the shim or with it, and how many at a time.
 
+    Each side has a folder of its own, so that neither finds what the other has built. Both begin with the same bytes,
+    which were built without the shim.
+
     Raises:
         Gemma4CompatError: they cannot be built.
     """
     cores = _cores()
+    off, on = folder / "without", folder / "with"
+    off.mkdir()
     if children.can_fork():
         with contextlib.ExitStack() as servers:
             # Both import the libraries meanwhile.
-            without, with_shim = (servers.enter_context(children.Forks(folder, off)) for off in ("all", ""))
+            without, with_shim = (servers.enter_context(children.Forks(*side)) for side in ((off, "all"), (on, "")))
             built = _checked(without("build"))
+            Workspace(off).copied(on)
             if built["forks"]:
                 stack.push(servers.pop_all())
                 # One more than cores: what is offloaded to disk waits for the disk.
                 return lambda command, shim: (with_shim if shim else without)(command), min(8, cores + 1)
     else:
-        _checked(children.alone("build", folder, disabled="all"))
+        _checked(children.alone("build", off, disabled="all"))
+        Workspace(off).copied(on)
     # Processes that mostly import the libraries, each for itself.
     jobs = 2 * max(1, min(8, cores // 4))
-    return lambda command, shim: children.alone(command, folder, disabled="" if shim else "all"), jobs
+    return lambda command, shim: children.alone(command, on if shim else off, disabled="" if shim else "all"), jobs
 
 
 def _checked(built: dict[str, Any]) -> dict[str, Any]:

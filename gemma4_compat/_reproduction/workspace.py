@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 import shutil
 import tempfile
@@ -64,6 +65,15 @@ class Workspace:
         for targets in ADAPTERS:
             tiny_adapters.build_adapter(workspace.checkpoint, workspace.adapter(targets), targets)
         return workspace
+
+    def copied(self, folder: Path) -> Workspace:
+        """Copy it to ``folder``, and have the copies of the adapters name the copy of the checkpoint as their base."""
+        copy = Workspace(shutil.copytree(self.folder, folder, dirs_exist_ok=True))
+        for name, written in (("adapter_config.json", _quoted), ("README.md", str)):
+            for file in folder.glob(f"adapter-*/{name}"):
+                text = file.read_text(encoding="utf-8")
+                file.write_text(text.replace(written(self.checkpoint), written(copy.checkpoint)), encoding="utf-8")
+        return copy
 
     def needs(self, part: str) -> None:
         """Require ``part``, one of :data:`variants.PARTS`.
@@ -250,6 +260,11 @@ class Workspace:
             logits = tuple(model(**batch).logits.float().cpu() for _ in range(FORWARDS))
             tokens = model.generate(**batch, max_new_tokens=NEW_TOKENS, do_sample=False, **options).cpu()
         return Outputs(logits, tokens)
+
+
+def _quoted(path: Path) -> str:
+    """A path as it is between the quotes of a JSON file: on Windows each backslash is two."""
+    return json.dumps(str(path))[1:-1]
 
 
 def difference(reference: Outputs, other: Outputs) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import cli
+from gemma4_compat import _shim, cli
 from gemma4_compat._doctor import children as _children
 from gemma4_compat._doctor import findings
 from gemma4_compat._doctor import text as _text
 from gemma4_compat._engine import address
 from gemma4_compat._engine import versions as _versions
+from gemma4_compat._reproduction.workspace import Workspace
 
 IDS = [patch.id for patch in gemma4_compat.patches()]
 
@@ -86,7 +89,7 @@ class Children:
     def __call__(self, command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
         shim = not disabled
         assert folder.is_dir()
-        self.folders.add(folder)
+        self.folders.add(folder.parent)
         if command == "build":
             assert not shim
             return {"built": str(folder)}
@@ -233,7 +236,7 @@ def test_keep_leaves_the_folder_and_says_where(monkeypatch: pytest.MonkeyPatch) 
     result, folder = doctor(monkeypatch, "--keep", IDS[0])
     assert folder.is_dir()
     assert f"kept: {folder}" in result.stderr
-    folder.rmdir()
+    shutil.rmtree(folder)
 
 
 def test_a_checkpoint_that_cannot_be_built_is_bad_usage_not_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +260,54 @@ def test_a_child_that_hangs_is_a_defect(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(_children, "TIMEOUT", 0)
     result = _children.alone("build", tmp_path, disabled="all")
     assert (result["defect"], result["detail"]) == (True, "no result after 0 s")
+
+
+class Sides:
+    """In place of both kinds of child processes: each reproduction says which side built what it found, and adds its
+    own side to what the base checkpoint holds.
+    """
+
+    def __init__(self, folder: Path | None = None, disabled: str = "") -> None:
+        self._folder, self._disabled = folder, disabled
+
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self, command: str, folder: Path | None = None, *, disabled: str = "") -> dict[str, Any]:
+        folder, side = folder or self._folder, disabled or self._disabled or "on"
+        assert folder is not None
+        workspace = Workspace(folder)
+        base = workspace.checkpoint / "weights"
+        if command == "build":
+            assert side == "all"
+            for built in (workspace.checkpoint, workspace.adapter("all")):
+                built.mkdir()
+            base.write_text("seed")
+            config = json.dumps({"base": str(workspace.checkpoint)})
+            (workspace.adapter("all") / "adapter_config.json").write_text(config)
+            return {"built": str(folder), "forks": True}
+
+        def noted(folder: Path) -> None:
+            (folder / "side").write_text(side)
+
+        found = (workspace.cached(noted) / "side").read_text()
+        named = json.loads((workspace.adapter("all") / "adapter_config.json").read_text())["base"]
+        assert named == str(workspace.checkpoint)
+        base.write_text(f"{base.read_text()}, {side}")
+        return report(False) | {"detail": f"{found}: {base.read_text()}"}
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_side_finds_nothing_that_the_other_side_made(monkeypatch: pytest.MonkeyPatch, forks: bool) -> None:
+    monkeypatch.setattr(_children, "can_fork", lambda: forks)
+    monkeypatch.setattr(_children, "alone", Sides())
+    monkeypatch.setattr(_children, "Forks", Sides)
+    monkeypatch.setattr(findings, "ThreadPoolExecutor", lambda _: ThreadPoolExecutor(1))  # in order
+    patches = _shim.engine.patches()[:2]
+    found = {finding.id: finding for finding in findings.examine(patches, keep=False, note=lambda _: None)}
+    for patch, times in zip(patches, (1, 2)):
+        assert found[patch.id].without["detail"] == "all: seed" + ", all" * times
+        assert found[patch.id].with_shim["detail"] == "on: seed" + ", on" * times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,6 +61,23 @@ def test_a_failed_build_leaves_no_folder(tmp_path: Path) -> None:
         Workspace(tmp_path).cached(broken)
     assert not (tmp_path / "broken").exists()
     assert (Workspace(tmp_path).cached(text_checkpoint) / "first").is_file()
+
+
+def test_a_copy_names_itself_and_nothing_in_it_is_the_original(tmp_path: Path) -> None:
+    # The copy's path contains the original's: what is replaced must be replaced once.
+    workspace = Workspace(tmp_path / "w")
+    for folder in (workspace.checkpoint, workspace.adapter("all")):
+        folder.mkdir(parents=True)
+    (workspace.checkpoint / "weights").write_text("seed")
+    base = str(workspace.checkpoint)
+    (workspace.adapter("all") / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    (workspace.adapter("all") / "README.md").write_text(f"base_model: {base}\n")
+    copy = workspace.copied(tmp_path.joinpath("copy", *tmp_path.parts[1:], "w"))
+    named = json.loads((copy.adapter("all") / "adapter_config.json").read_text())
+    assert named == {"base_model_name_or_path": str(copy.checkpoint)}
+    assert (copy.adapter("all") / "README.md").read_text() == f"base_model: {copy.checkpoint}\n"
+    (copy.checkpoint / "weights").write_text("changed")
+    assert (workspace.checkpoint / "weights").read_text() == "seed"
 
 
 def test_a_preloaded_model_is_for_one_load_of_its_quantization(

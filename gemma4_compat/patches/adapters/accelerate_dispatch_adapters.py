@@ -51,7 +51,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     def _embedding_adapter(folder: Path) -> Path:
         from gemma4_compat._reproduction import tiny_adapters
 
-        return tiny_adapters.write_adapter(workspace.load(), ["embed_tokens", "up_proj"], folder)
+        # Not the linears of the towers, which are another patch's business.
+        return tiny_adapters.write_adapter(workspace.load(), r".*language_model\.(embed_tokens|.*\.up_proj)", folder)
 
     reference = workspace.outputs(with_adapter().eval())
     model = with_adapter().eval()
