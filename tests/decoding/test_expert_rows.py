@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(HostCompiler.obstacle() is not None, reason=str(
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    monkeypatch.setattr(kernels, "_kernels", {})
     monkeypatch.setattr(fused_steps, "AFTER", 2)
 
 
@@ -129,6 +128,7 @@ def test_the_same_answers(
     calls.assert_equal(other, calls.generate(plain, again, {"disable_compile": True}, new=8))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tapes")
 def test_unquantized_experts_are_not_copied_twice(workspace: Any, checkpoint: Path) -> None:
     model = placed(workspace, loaded(workspace, checkpoint, None, **BATCHED), "experts", "memory")
@@ -137,6 +137,7 @@ def test_unquantized_experts_are_not_copied_twice(workspace: Any, checkpoint: Pa
     assert (said.fused, said.not_fused) == (1, ())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tapes")
 def test_a_batch(workspace: Any, checkpoint: Path, launched: list[str]) -> None:
     model = placed(workspace, loaded(workspace, checkpoint, "4bit-double", **BATCHED), "nested", "memory")
@@ -164,6 +165,7 @@ def test_an_adapter_on_the_experts(workspace: Any, checkpoint: Path, launched: l
 def test_other_bits_leave_bitsandbytes_at_it(
     workspace: Any, checkpoint: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernels, "_kernels", {})  # what was tried before would be known
     monkeypatch.setattr(expert_rows, "_UNPACK_16", expert_rows._UNPACK_16.replace("byte >> 4", "byte >> 3"))
     model = placed(workspace, loaded(workspace, checkpoint, "4bit-double", **BATCHED), "nested", "memory")
     calls.compared(model, calls.ask(model, new=8))

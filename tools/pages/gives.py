@@ -27,7 +27,6 @@ EXPERTS = {
     "26B-A4B": {
         "card": "nothing",
         "budget:8": "the experts of {away} of {layers} layers",
-        "experts": "the experts of all layers",
     }
 }
 ON_CARD = "layers_with_experts_on_card"
