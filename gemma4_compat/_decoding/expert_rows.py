@@ -121,8 +121,11 @@ def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any
         tensors += [nested, state.offset, state.state2.code]
         sizes.append(nested.shape[1])
     tensors.append(state.code)
+    expected = [packed.dtype, torch.int64, torch.uint8 if layout.nested else torch.float32]
+    expected += [torch.float32] * (len(tensors) - len(expected))
     if (
-        row % _WORD
+        [tensor.dtype for tensor in tensors] != expected  # the kernel reads them as such
+        or row % _WORD
         or height * width % state.blocksize
         or layout.blocksize not in _POWERS
         or (layout.nested and layout.nested not in _POWERS)

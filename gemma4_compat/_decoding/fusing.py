@@ -41,7 +41,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     """Inside, pointwise operations on ``device`` are put off.
 
     Leave it with :meth:`settle` done: what is put off is computed then. Whoever marks a point in a stream by an event,
-    or frees memory that an operation may read, calls :meth:`settle` before.
+    or frees memory that an operation may read, calls :meth:`settle` before. ``rows`` reads the experts that are hit.
 
     Args:
         device: ``torch.device`` with an index.

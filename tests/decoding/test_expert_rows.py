@@ -97,6 +97,11 @@ def test_what_no_kernel_reads(workspace: Any, checkpoint: Path) -> None:
     assert expert_rows.kernel_of(parameter, chosen) is None
     parameter.quant_state.blocksize, parameter.quant_state.dtype = 64, torch.float64
     assert expert_rows.kernel_of(parameter, chosen) is None
+    parameter.quant_state.dtype = torch.bfloat16
+    assert expert_rows.kernel_of(parameter, chosen) is not None
+    assert expert_rows.kernel_of(parameter, chosen.int()) is None
+    parameter.quant_state.offset = parameter.quant_state.offset.half()
+    assert expert_rows.kernel_of(parameter, chosen) is None
 
 
 @pytest.mark.parametrize(
