@@ -333,6 +333,8 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "graph_decoding": graph_decoding_report.table,
     "peers": peers_report.table,
     "experts": experts_report.table,
+    "experts_loading": experts_report.loading,
+    "disk_reads": experts_report.disk_reads,
     "training": training_report.table,
     "trainers": trainers_report.table,
 }

@@ -9,7 +9,7 @@ card          everything on the card: what the others are compared with, so it c
 experts       the experts of all layers in host memory
 layers        all layers in host memory; the experts of a layer stay there, the rest of it is streamed
 whole         the same, and all experts travel, as before there was a lookup
-disk          the experts of all layers on disk: memory-mapped files, read for every token
+disk          the experts of all layers on disk: memory-mapped files in TMPDIR, read for every token
 budget:N      experts on the card as far as N GiB go (6, 8, 12, 16) with prompts in chunks, the others in host memory
 upstream      everything on the card and experts in bf16, as upstream loads them; alone in a process of its own, in
               which the shim is off: GEMMA4_COMPAT_DISABLE=all
@@ -18,8 +18,9 @@ Parts of each: "bits" (three forwards, an image prompt, a generate; against the 
 and replayed, without the kernel that reads experts, too, and the share of the bus), "profile" (what the time of a step
 goes to), "memory" (prefill of 2,048 and 8,192 tokens, at once and in chunks of 1,024, or 512 with 6 GiB: peak, what
 the planner says of it, and seconds), "training" (steps of QLoRA, of card, experts and layers: seconds, peak, and the
-first loss, against the card). The file is written after each of them, and nothing is begun after --minutes. With
-`--add-to FILE`, what an earlier run on the same kind of machine has is taken from it.
+first loss, against the card), "cold" (of disk: forwards of a token while nothing of the files is in memory, where the
+system lets go of them, and what reading them takes by itself). The file is written after each of them, and nothing is
+begun after --minutes. With `--add-to FILE`, what an earlier run on the same kind of machine has is taken from it.
 `--shape tiny` runs on a CPU, too. Exit code 1: something raised, or bits differ.
 """
 
@@ -40,6 +41,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import common  # noqa: E402
 import experts_models as models  # noqa: E402  (imports gemma4_compat before the libraries)
+import mapped_files  # noqa: E402
 import small_card_device as device  # noqa: E402
 from common import Data  # noqa: E402
 from small_card_device import GIB  # noqa: E402
@@ -49,7 +51,7 @@ from gemma4_compat._decoding import fused_steps  # noqa: E402
 
 CASES = ("card", "experts", "layers", "whole", "budget:8", "budget:6", "budget:12", "budget:16", "disk", "upstream")
 #: Prompts of thousands of tokens come last: the model keeps their static cache, and a step reads all of it.
-PARTS = ("bits", "speed", "profile", "memory", "training")
+PARTS = ("bits", "speed", "profile", "memory", "training", "cold")
 PREFILLS = (2048, 8192)
 CHUNK = 1024
 #: With less than 8 GiB.
@@ -67,6 +69,8 @@ SKIPPED = 6
 RESERVE_GIB = 0.3
 #: Tokens of a step of QLoRA, and the steps: the first ones are not timed.
 TRAINED, STEPS, SETTLED, RANK = (512, 2048), 5, 2, 16
+#: Forwards of a token after the files of experts were dropped.
+COLD = 6
 
 
 class Run:
@@ -274,6 +278,35 @@ def speed(run: Run, model: Any, name: str, *, slow: bool) -> Data:
         key: getattr(counted, key) for key in ("replayed", "captured", "fused", "capture_seconds", "reasons")
     }
     return found
+
+
+def cold(model: Any) -> Data:
+    """Forwards of a token while nothing of the experts' files is in memory, and while the token's experts are."""
+    import torch
+
+    from gemma4_compat._offload import streaming
+
+    groups = [group for streamer in streaming.streamers(model) for group in streamer.groups() if group.on_disk]
+    tensors = [weight.stored.raw for group in groups for weight in group._weights if weight.stored.on_disk]
+    seconds: dict[str, list[float]] = {"cold": [], "warm": []}
+    resident = []
+    with torch.no_grad():
+        for seed in range(COLD):
+            given = ids(model, 1, seed)
+            resident.append(mapped_files.dropped(tensors))
+            for kind in seconds:
+                device.synchronize()
+                started = time.perf_counter()
+                model(input_ids=given)
+                device.synchronize()
+                seconds[kind].append(time.perf_counter() - started)
+    mapped_files.dropped(tensors)
+    return {
+        "seconds": seconds,
+        "resident_before": max(resident),
+        "read_gib_s": mapped_files.read_gib_s(tensors),
+        "tok_s": {kind: 1 / statistics.median(found) for kind, found in seconds.items()},
+    }
 
 
 def bytes_a_token(model: Any) -> dict[str, int]:
@@ -485,11 +518,13 @@ def case(run: Run, name: str, parts: list[str]) -> None:
                 "speed": lambda: speed(run, made[0], name, slow=small or name in ("whole", "disk")),
                 "profile": lambda: profiled(made[0]),
                 "training": lambda: training(run, made[0], name, (16,) if small else TRAINED),
+                "cold": lambda: cold(made[0]),
             }
-            few = {"whole": ("speed",), "disk": ("bits", "speed"), "upstream": ("speed", "memory")}
-            for part in few.get(name, PARTS):
+            few = {"whole": ("speed",), "disk": ("bits", "speed", "cold"), "upstream": ("speed", "memory")}
+            for part in few.get(name, PARTS[:-1]):
                 closely = part in ("profile", "training")
-                if part in parts and part not in entry and (not closely or name in ("card", "experts", "layers")):
+                known = part in entry and (name, part) != ("card", "bits")  # what others are compared with
+                if part in parts and not known and (not closely or name in ("card", "experts", "layers")):
                     run.part(name, steps[part], entry, part)
     made.clear()
     gc.collect()

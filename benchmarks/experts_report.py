@@ -1,4 +1,4 @@
-"""What the results of experts.py say, as tables. Imports nothing upstream."""
+"""What the results of experts.py, experts_loading.py and disk_reads.py say, as tables. Imports nothing upstream."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def table(run: Data) -> str:
         *("tok/s eager", "replayed, experts by many kernels", "tok/s replayed", "largest difference from the card"),
     )
     lines = [titles, ("---",) * len(titles), *rows]
-    return "\n\n".join(filter(None, (_joined(lines), _profile(run), _buses(run), _training(run))))
+    return "\n\n".join(filter(None, (_joined(lines), _profile(run), _buses(run), _training(run), _cold(run))))
 
 
 def _joined(lines: list[list[str] | tuple[str, ...]]) -> str:
@@ -124,6 +124,76 @@ def _training(run: Data) -> str:
             )
     titles = ("steps of QLoRA", "tokens", "seconds", "tokens a second", "VRAM peak, GiB", "reserved")
     return _joined([titles, ("---",) * len(titles), *rows]) if rows else ""
+
+
+def _cold(run: Data) -> str:
+    """Forwards of a token with experts on disk."""
+    found = (run["cases"].get("disk") or {}).get("cold")
+    if not found:
+        return ""
+    return (
+        f"Experts on disk, forwards of a token, median of {len(found['seconds']['cold'])}: "
+        f"{_number(found['tok_s']['warm'], '.1f')} tokens a second once the experts that it takes are in memory, "
+        f"{_number(found['tok_s']['cold'], '.1f')} while nothing of the files is (at most "
+        f"{found['resident_before']:.1%} of them was). Files are read there in order at "
+        f"{_number(found['read_gib_s'], '.1f')} GiB/s, and a token takes "
+        f"{_number(sum(run['cases']['disk']['speed']['bytes_a_token'].values()) / (1 << 20), '.0f')} MiB."
+    )
+
+
+LOADED = {
+    "upstream": "upstream, on the card: experts in bf16",
+    "card": "4-bit experts, on the card",
+    "host": "4-bit experts in host memory",
+    "saved": "the same, from the saved 4-bit checkpoint",
+}
+
+
+def loading(run: Data) -> str:
+    """A row for each way to load a mixture of experts."""
+    rows = []
+    for way, found in run["ways"].items():
+        values = [_number(found[key]) for key in ("seconds", "resident_gib", "peak_gib", "host_peak_gib", "host_gib")]
+        rows.append([LOADED[way], *values, _number(found.get("experts_stored_gib"))])
+    titles = (
+        *("loaded", "seconds", "VRAM, GiB", "peak while loading", "host memory, peak while loading, GiB"),
+        *("host memory, loaded", "experts in 4 bits, GiB"),
+    )
+    return _joined([titles, ("---",) * len(titles), *rows])
+
+
+READ = {
+    "experts": "8 of 128 experts of a layer of the 26B-A4B, 4-bit",
+    "prompt": "rows of E2B's per-layer table, 512 tokens",
+    "token": "rows of E2B's per-layer table, 1 token",
+}
+
+
+def disk_reads(run: Data) -> str:
+    """A row for each kind of read."""
+    rows = []
+    for case, found in run["cases"].items():
+        median, low, high = found["cold_times_as_fast"]
+        times = [
+            _number(found[f"{kind}_{way}_ms"], ".1f") for kind in ("cold", "warm") for way in ("plain", "announced")
+        ]
+        rows.append(
+            [READ[case], f"{found['bytes'] / (1 << 20):.2f}", *times, f"{median:.1f} ({low:.1f} to {high:.1f})"]
+        )
+    titles = (
+        *(
+            "read of a mapped file",
+            "MiB",
+            "cold, ms",
+            "cold, announced, ms",
+            "in memory, ms",
+            "in memory, announced, ms",
+        ),
+        "cold: times as fast, announced",
+    )
+    lines = [titles, ("---",) * len(titles), *rows]
+    said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in run["disk"].items())
+    return f"{_joined(lines)}\n\nThe disk: {run['read_gib_s']:.2f} GiB/s in order; {said}."
 
 
 def _number(value: float | None, shown: str = ".2f") -> str:

@@ -9,6 +9,8 @@ layer alone. As in :mod:`gemma4_compat._offload.row_lookup` there are two ways, 
   nothing is synchronized, and a CUDA graph can hold it. On the CPU it is the host memory, or the memory-mapped file.
 * *rows*: of experts on disk for a GPU, the numbers come to the host, which copies the rows through pinned memory.
 
+Of experts on disk, all that a layer reads for a step is announced before the first of it is copied.
+
 Upstream's own forward computes with the weights of these experts, as it does with experts in 4 bits on the device.
 """
 
@@ -18,7 +20,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from gemma4_compat._offload import host_memory
+from gemma4_compat._offload import host_memory, read_ahead
 from gemma4_compat._quantization import expert_forward, expert_storage, experts
 
 
@@ -31,11 +33,20 @@ class ExpertLookup:
         weights: by name, in the place of its parameters: bf16, or 4-bit with a quantization state. Their tensors with
             a row an expert are on the host, or addressed from ``device``; their code books are on ``device``.
         device: where the module computes.
+        mapped: the tensors with values of every expert, one after the other, that are mapped from files.
     """
 
-    def __init__(self, module: Any, forward: Callable[..., Any], weights: Mapping[str, Any], device: Any) -> None:
+    def __init__(
+        self,
+        module: Any,
+        forward: Callable[..., Any],
+        weights: Mapping[str, Any],
+        device: Any,
+        mapped: Iterable[Any] = (),
+    ) -> None:
         import torch
 
+        self._mapped = [tensor.view(module.num_experts, -1) for tensor in mapped]
         self._module, self._forward, self._weights = module, forward, dict(weights)
         at = next(iter(weights.values())).device
         self._rows = expert_storage.rows_of if at.type == device.type else functools.partial(fetched, device=device)
@@ -53,6 +64,10 @@ class ExpertLookup:
         added = expert_forward.added_to(self._module)
         if not expert_forward.can_choose(self._module):
             chosen, found = torch.arange(self._module.num_experts, device=chosen.device), top_k_index
+        if self._mapped:
+            numbers = chosen.tolist()
+            for tensor in self._mapped:
+                read_ahead.rows(tensor, numbers)
         values = {name: self._values(weight, chosen, added.get(name, ())) for name, weight in self._weights.items()}
         substitute = expert_forward.Substitute(self._module, len(chosen), **values)
         return self._forward(substitute, hidden_states, found, top_k_weights)

@@ -241,7 +241,9 @@ class ModuleGroup:
             if any(source.casts for source in self._sources[self._first_of_experts :]):
                 return None
             tensors = [source.tensor for source in self._sources]
+            mapped = [one for one in tensors[self._first_of_experts :] if expert_lookup.per_expert(one)]
         else:
+            mapped = []
             if self._host_buffer is None:
                 self._pack()
             tensors = [source.tensor for source in self._sources]
@@ -255,9 +257,8 @@ class ModuleGroup:
         own = [weight for weight in self._weights if weight.module is self.experts]
         forward = expert_lookup.forward_of(self.experts)
         assert forward is not None
-        return expert_lookup.ExpertLookup(
-            self.experts, forward, {weight.name: weight.device_parameter(tensors) for weight in own}, self.device
-        )
+        parameters = {weight.name: weight.device_parameter(tensors) for weight in own}
+        return expert_lookup.ExpertLookup(self.experts, forward, parameters, self.device, mapped)
 
     def _pack(self) -> None:
         """Move the layer's host tensors into one buffer, pinned where possible."""

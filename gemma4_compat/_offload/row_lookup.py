@@ -16,7 +16,7 @@ import logging
 from typing import Any
 
 from gemma4_compat._models import placement
-from gemma4_compat._offload import host_memory
+from gemma4_compat._offload import host_memory, read_ahead
 
 _STATE = "_gemma4_compat_lookup"  # on the hook of an offloaded embedding
 _WARNED = "_gemma4_compat_warned"  # on such a hook, after its warning
@@ -85,7 +85,7 @@ class Lookup:
         if self.in_place:
             weight = _parameter(self._in_place, learns=True) if learns else self._in_place
         else:
-            rows, tokens = gather(self._stored.raw, tokens, self.device)
+            rows, tokens = gather(self._stored.raw, tokens, self.device, mapped=self._stored.on_disk)
             weight = _parameter(host_memory.cast(rows, (*self._stored.casts, self.dtype)), learns=learns)
             # The small weight has no row of that number, which only matters to gradients of the weight.
             self._padding, module.padding_idx = module.padding_idx, None
@@ -106,13 +106,14 @@ class Lookup:
         return (type(None), ())
 
 
-def gather(weight: Any, tokens: Any, device: Any) -> tuple[Any, Any]:
+def gather(weight: Any, tokens: Any, device: Any, *, mapped: bool = False) -> tuple[Any, Any]:
     """The rows of a weight on the host that ``tokens`` need, on ``device``, and the tokens renumbered to them.
 
     Args:
         weight: [rows, width], on the CPU.
         tokens: integers of any shape, on any device.
         device: where both results go.
+        mapped: the weight is mapped from a file.
 
     Returns:
         [distinct tokens, width] of the weight's dtype, and the tokens' row numbers, of their shape and dtype.
@@ -120,6 +121,8 @@ def gather(weight: Any, tokens: Any, device: Any) -> tuple[Any, Any]:
     import torch
 
     distinct, renumbered = torch.unique(tokens.cpu(), return_inverse=True)
+    if mapped:
+        read_ahead.rows(weight, distinct.tolist())
     with torch.no_grad():
         if torch.device(device).type != "cuda":
             return weight.index_select(0, distinct.long()).to(device), renumbered.to(device, tokens.dtype)

@@ -13,7 +13,7 @@ pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
 from gemma4_compat._models import placement
-from gemma4_compat._offload import expert_lookup, host_memory, streaming
+from gemma4_compat._offload import expert_lookup, host_memory, read_ahead, streaming
 from gemma4_compat._quantization import expert_forward, expert_storage
 from gemma4_compat._reproduction import tiny, tiny_models
 from tests.decoding import calls
@@ -183,6 +183,39 @@ def test_a_token_copies_nothing_else(workspace: Any, checkpoint: Path, monkeypat
             0,
             max(one.size_without_experts for one in streamer.groups()),
         )
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+def test_of_experts_on_disk_those_that_are_hit_are_announced(
+    workspace: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None
+) -> None:
+    """With all their values, scales included, before any is copied."""
+    import torch
+
+    model = placed(workspace, loaded(workspace, checkpoint, quantization), "layers", "disk")
+    events: list[tuple[str, Any]] = []
+    rows, take = read_ahead.rows, expert_storage.in_words
+    monkeypatch.setattr(
+        read_ahead,
+        "rows",
+        lambda tensor, numbers: (events.append(("announced", (len(tensor), list(numbers)))), rows(tensor, numbers)),
+    )
+    monkeypatch.setattr(
+        expert_storage, "in_words", lambda tensor: (events.append(("copied", len(tensor))), take(tensor))[1]
+    )
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[5]], device=model.device))
+    copied = [index for index, (kind, _) in enumerate(events) if kind == "copied"]
+    announced = [index for index, (kind, _) in enumerate(events) if kind == "announced"]
+    layers = len(model.get_decoder().layers)
+    assert len(announced) == len(copied)  # each tensor, or each of a weight's: bytes, scales, nested scales, offsets
+    assert len(announced) == layers * (2 if quantization is None else 8)
+    assert announced[0] < copied[0]
+    assert announced[len(announced) // layers - 1] < copied[0]
+    for index in announced:
+        count, numbers = events[index][1]
+        assert count == 32
+        assert len(numbers) == 2
 
 
 def test_the_host_keeps_the_values(workspace: Any, checkpoint: Path) -> None:

@@ -1,0 +1,49 @@
+"""Read-ahead: says which rows of a memory-mapped file are copied next, so that the disk works on all of them at once.
+
+A copy out of a mapped file waits at each page that is not in memory, and what the system reads ahead by itself lies
+behind that page: rows that are apart come one after the other. ``madvise(MADV_WILLNEED)`` (madvise(2) of Linux and
+macOS) starts to read a range and returns. It is advice: where a system has none, or refuses it, the copy waits as it
+would have. Values never change. A whole layer is read in order, where the system reads ahead well enough by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Iterable
+from typing import Any
+
+#: Bytes of one advice. Linux reads no more of a longer range than the disk takes in one request, or its own read-ahead
+#: (128 KiB by default) if that is more (mm/readahead.c, force_page_cache_ra).
+STEP = 128 << 10
+
+
+@functools.cache
+def _advise() -> Any:
+    """The C library's ``madvise``; None where the system has none."""
+    if not hasattr(mmap, "MADV_WILLNEED"):
+        return None
+    function = getattr(ctypes.CDLL(None), "madvise", None)
+    if function is not None:
+        function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return function
+
+
+def rows(tensor: Any, numbers: Iterable[int]) -> None:
+    """Rows of a tensor are copied next.
+
+    Args:
+        tensor: (rows, ...), contiguous, mapped from a file.
+        numbers: of the rows; repeated ones are read once.
+    """
+    advise = _advise()
+    if advise is None or not tensor.numel():
+        return
+    first, size = tensor.data_ptr(), tensor[0].numel() * tensor.element_size()
+    for number in numbers:
+        start, end = first + number * size, first + (number + 1) * size
+        start -= start % mmap.PAGESIZE
+        while start < end:
+            advise(start, min(STEP, end - start), mmap.MADV_WILLNEED)  # refused: the copy reads it by itself
+            start += STEP
