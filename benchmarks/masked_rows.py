@@ -5,6 +5,10 @@ python benchmarks/masked_rows.py     prints a line for each width of heads, dtyp
 "left": the first row of a batch is padded on the left, so that its padded queries see nothing. "right": it is padded
 on the right, behind more padding than a sliding window. The loss is of queries that are not padded alone. Needs a GPU
 and nothing of Gemma 4; "default" is the kernel that PyTorch takes by itself.
+
+Then, of that kernel: which lengths have NaN gradients with padding; with padding where a padded query sees every key
+and its output is set to zero, as gemma4_compat has it; and with no padding where all scores are near -120, which is
+what https://github.com/pytorch/pytorch/issues/196678 is about.
 """
 
 from __future__ import annotations
@@ -19,12 +23,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 KERNELS = (None, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 HEADS, LENGTH, WINDOW, PADDED = 4, 64, 8, 20
+LENGTHS = (24, 32, 48, 56, 64, 72, 96, 100, 112, 127, 128, 129, 160, 192, 256, 320, 384, 448, 1024, 1088)
 
 
-def mask_of(side: str) -> tuple[torch.Tensor, torch.Tensor]:
+def mask_of(side: str, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
     """(batch, 1, queries, keys), True where a key is seen; (batch, queries), True where a query is not padded."""
-    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").tril()
-    real = torch.ones(2, LENGTH, dtype=torch.bool, device="cuda")
+    seen = torch.ones(length, length, dtype=torch.bool, device="cuda").tril()
+    real = torch.ones(2, length, dtype=torch.bool, device="cuda")
     if side == "left":
         real[0, :PADDED] = False
     else:
@@ -52,6 +57,28 @@ def outcome(width: int, dtype: torch.dtype, heads: int, side: str, kernel: SDPBa
     return f"NaN in {', '.join(broken)}" if broken else "finite"
 
 
+def by_length(length: int, width: int, kind: str) -> str:
+    """The same of one ``kind``: "padded", "filled" or "low scores"."""
+    torch.manual_seed(0)
+    query, key, value = (0.1 * torch.randn(2, HEADS, length, width, device="cuda") for _ in range(3))
+    mask, real = mask_of("left", length)
+    if kind == "low scores":
+        query[..., 0], key[..., 0] = 1.0, -120 * width**0.5
+        mask, real = torch.ones_like(mask).tril(), torch.ones_like(real)
+    empty = ~mask.any(dim=-1, keepdim=True)
+    states = [each.bfloat16().requires_grad_() for each in (query, key, value)]
+    found = scaled_dot_product_attention(*states, attn_mask=mask | empty if kind == "filled" else mask)
+    if kind == "filled":
+        found = found.masked_fill(empty, 0.0)
+    found.transpose(1, 2)[real].float().square().sum().backward()
+    broken = [
+        name
+        for name, state in zip(("query", "key", "value"), states, strict=True)
+        if state.grad is None or state.grad.isnan().any()
+    ]
+    return f"NaN in {', '.join(broken)}" if broken else "finite"
+
+
 def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
     warnings.simplefilter("ignore")  # why a kernel does not take this
@@ -62,6 +89,9 @@ def main() -> int:
             print(
                 f"heads of {width}, {dtype}, {heads} for keys, padded on the {side}, {name}: {outcome(*case, kernel)}"
             )
+    for kind, width in itertools.product(("padded", "filled", "low scores"), (64, 256)):
+        for length in LENGTHS:
+            print(f"{kind}, heads of {width}, torch.bfloat16, {length} tokens: {by_length(length, width, kind)}")
     return 0
 
 

@@ -70,6 +70,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-chunked-media": ("transformers.generation.utils",),
     "transformers-compute-dtype": ("transformers.quantizers.quantizer_bnb_4bit",),
     "transformers-config-names": ("transformers.models.gemma4.configuration_gemma4", "transformers.models.gemma4_unified.configuration_gemma4_unified"),
+    "transformers-cudnn-padding": ("transformers.modeling_utils",),
     "transformers-deferred-stop": ("transformers.generation.utils",),
     "transformers-dequantized-adapter": ("transformers.integrations.bitsandbytes",),
     "transformers-failed-adapter": ("transformers.integrations.peft",),

@@ -63,6 +63,7 @@ PATCHES: tuple[str, ...] = (
     "generation.transformers_assistant_arguments",
     "generation.transformers_offloaded_cache",
     "generation.transformers_static_cache",
+    "training.transformers_cudnn_padding",
     "training.transformers_flash_attention",
     "generation.transformers_image_masks",
     "generation.transformers_vision_masks",

@@ -104,4 +104,5 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
+    after=("transformers-cudnn-padding",),  # the sdpa that its layers run is the repaired one
 )

@@ -1,0 +1,48 @@
+"""Queries that see no key: the rows of a mask with nothing in them, as padding gives them.
+
+cuDNN's attention may give NaN for the gradient of such a query, where other kernels give zero. Let it see every key
+and take its output for zero: then its output and its gradient are zero, and no other row has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemma4_compat._models.flash import WIDEST
+
+#: The compute capability from which PyTorch takes cuDNN for attention by itself: Hopper.
+_FIRST = 9
+_LAYERS = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
+
+
+def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+    """What transformers has for ``sdpa``, with finite gradients for the queries of a Gemma 4."""
+    from transformers.integrations import sdpa_attention
+
+    upstream = sdpa_attention.sdpa_attention_forward
+    if (
+        attention_mask is None
+        or not query.requires_grad
+        or query.shape[-1] > WIDEST
+        or type(module).__name__ not in _LAYERS
+        or not takes_cudnn(query.device)
+    ):
+        return upstream(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask.is_floating_point():  # added to the scores
+        empty = (attention_mask == float("-inf")).all(dim=-1, keepdim=True)
+        filled = attention_mask.masked_fill(empty, 0.0)
+    else:
+        empty = ~attention_mask.any(dim=-1, keepdim=True)
+        filled = attention_mask | empty
+    found, weights = upstream(module, query, key, value, filled, **kwargs)
+    return found.masked_fill(empty.transpose(1, 2), 0.0), weights  # (batch, queries, heads, width)
+
+
+def takes_cudnn(device: Any) -> bool:
+    """Whether PyTorch may compute attention on ``device`` with cuDNN by itself. Nothing waits for the device."""
+    import torch
+
+    if device.type != "cuda" or torch.cuda.get_device_properties(device).major < _FIRST:
+        return False
+    # Dynamo does not trace this setting; where cuDNN is off, the results are the same.
+    return torch.compiler.is_compiling() or bool(torch.backends.cuda.cudnn_sdp_enabled())

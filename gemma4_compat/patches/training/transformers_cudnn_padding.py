@@ -1,0 +1,64 @@
+"""Training with padding on an H100 has no NaN gradients.
+
+Symptom: silent: the loss is finite, and gradients are NaN from the first step, in training with padded batches in
+bfloat16 or float16 on an H100.
+
+Cause: There PyTorch computes ``scaled_dot_product_attention`` with a mask with cuDNN, for heads of up to 256. Its
+backward pass may give NaN for a query that sees no key: a padded one on the left, or one on the right behind more
+padding than the sliding window. Other kernels give zero. Seen with torch 2.11, CUDA 13 and 64 tokens; upstream's
+report names torch 2.11 and newer.
+
+Fix: While gradients are recorded, and where PyTorch may take cuDNN (compute capability 9.0 or newer,
+``torch.backends.cuda.cudnn_sdp_enabled()``), such a query of a Gemma 4 sees every key and its output is set to zero.
+That is what other kernels compute for it, and nothing changes for any other query. It is done where a layer calls
+``sdpa``, so that masks of the user's own are covered, and what a padded position computes stays as it is.
+
+Remove when: no supported release of torch has this defect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import unseen_keys
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any:
+    import torch
+
+    found = original(self, key)
+    if key != "sdpa" or not torch.is_grad_enabled():
+        return found
+    from transformers.integrations import sdpa_attention
+
+    # One function, not one for each call; what another library has registered as sdpa stays.
+    return unseen_keys.attention if found is sdpa_attention.sdpa_attention_forward else found
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import cudnn
+
+    with cudnn.kernel(workspace.main) as name:
+        broken, weights = cudnn.broken(workspace.load(), cudnn.padded(workspace.main))
+    return Outcome(bool(broken), f"gradients of {broken} of {weights} weights are NaN ({name})")
+
+
+PATCH = Patch(
+    id="transformers-cudnn-padding",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F70",),
+    distribution="transformers",
+    affected=">=5.5.0",
+    bug=("https://github.com/pytorch/pytorch/issues/196678",),
+    targets=(
+        Target(
+            module="transformers.modeling_utils", name="AttentionInterface.__getitem__", replacement=attention_function
+        ),
+    ),
+    reproduce=reproduce,
+)
