@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 CALLS = ("python_calls", "c_calls")
 #: Of a case of graph_decoding.py and experts.py: what a table shows.
 PARTS = ("speed", "fusing", "waiting", "bits", "short", "endurance", "memory", "training")
-#: Of these the newest run on each device is shown, elsewhere the newest one.
-BY_DEVICE = ("trainers",)
+#: Of these every run is shown, elsewhere the newest one of a shape.
+EVERY = ("trainers",)
 #: In the order of their sizes.
 SHAPES = ("tiny", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
 #: Those that say of each thing that was not run why.
@@ -39,12 +39,12 @@ Run = dict[str, Any]
 
 
 def committed(benchmark: str) -> dict[str, Path]:
-    """Stack and shape -> the newest run of it under benchmarks/results."""
+    """Stack and shape -> the newest run of it under benchmarks/results; of :data:`EVERY` file -> the run."""
     found: dict[str, Path] = {}
     for file in sorted(RESULTS.glob(f"*/{benchmark}-*.json")):
         run = read(file)
-        device = run["machine"]["device"] if benchmark in BY_DEVICE else ""
-        found[f"{run['machine']['versions']['transformers']} {run['shape']} {device}".strip()] = file
+        key = f"{run['machine']['versions']['transformers']} {run['shape']}"
+        found[str(file) if benchmark in EVERY else key] = file
     return found
 
 
@@ -97,12 +97,24 @@ def section(benchmark: str) -> str:
         parts += [heading(run, f"../{file.relative_to(ROOT).as_posix()}"), "", TABLES[benchmark](run), ""]
         if run.get("note"):
             parts += [run["note"], ""]
-        if run["not_run"]:
+        if missing := not_run(run, runs.values()) if benchmark in EVERY else run["not_run"]:
             why = "" if benchmark in REASONS else ", for lack of time"
-            parts += [f"Not run{why}: {', '.join(run['not_run'])}.", ""]
+            parts += [f"Not run{why}: {', '.join(missing)}.", ""]
     if rows(benchmark):
         parts += [f"![{TITLES[benchmark]}]({benchmark}.svg)", ""]
     return "\n".join(parts).rstrip()
+
+
+def not_run(run: Run, others: Iterable[Run]) -> list[str]:
+    """What a run of trainers.py had no time for, without what another one on such a device has."""
+    place = run["shape"], run["machine"]["device"]
+    had = {
+        f"{one['way']}, {one['sequence']} tokens"
+        for other in others
+        if (other["shape"], other["machine"]["device"]) == place
+        for one in other["runs"]
+    }
+    return [name for name in run["not_run"] if name not in had]
 
 
 def summary() -> str:

@@ -16,6 +16,7 @@ Exit code 1: values differ, or the file stayed in memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import sys
 import tempfile
@@ -29,6 +30,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import common  # noqa: E402
 import mapped_files  # noqa: E402
+import small_card_device as device  # noqa: E402
 from common import Data  # noqa: E402
 
 from gemma4_compat._offload import expert_lookup, read_ahead, row_lookup  # noqa: E402
@@ -127,8 +129,7 @@ def measured(tensors: list[Any], read: Callable[[int], list[Any]], rounds: int) 
 
 def disk(folder: Path) -> Data:
     """What the system says of the disk under ``folder``: bytes that it reads ahead, and of a request."""
-    device = folder.stat().st_dev
-    number = f"{device >> 8 & 0xFFF}:{device & 0xFF}"
+    number = f"{os.major(folder.stat().st_dev)}:{os.minor(folder.stat().st_dev)}"
     queue = Path(f"/sys/dev/block/{number}/queue")
     names = ("read_ahead_kb", "max_sectors_kb", "rotational")
     return {name: int((queue / name).read_text("ascii")) for name in names if (queue / name).is_file()}
@@ -151,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     result["cases"] = {}
     with tempfile.TemporaryDirectory(dir=arguments.work) as name:
         folder = Path(name)
-        result |= {"disk": disk(folder), "read_gib_s": None}
+        result |= {"machine": device.machine(), "disk": disk(folder), "read_gib_s": None}
         for case, make in CASES.items():
             tensors, read = make(folder)
             found = result["cases"][case] = measured(tensors, read, arguments.rounds)

@@ -17,9 +17,8 @@ _LAYERS = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
 
 def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
     """What transformers has for ``sdpa``, with finite gradients for the queries of a Gemma 4."""
-    from transformers.integrations import sdpa_attention
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward as upstream
 
-    upstream = sdpa_attention.sdpa_attention_forward
     if (
         attention_mask is None
         or not query.requires_grad

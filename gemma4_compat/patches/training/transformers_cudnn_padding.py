@@ -34,10 +34,10 @@ def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any
     found = original(self, key)
     if key != "sdpa" or not torch.is_grad_enabled():
         return found
-    from transformers.integrations import sdpa_attention
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     # One function, not one for each call; what another library has registered as sdpa stays.
-    return unseen_keys.attention if found is sdpa_attention.sdpa_attention_forward else found
+    return unseen_keys.attention if found is sdpa_attention_forward else found
 
 
 def reproduce(workspace: Workspace) -> Outcome:
