@@ -218,6 +218,49 @@ def test_a_module_to_save_is_trained_where_its_layer_computes(workspace: Any, tm
     assert run(workspace.split("4bit")) == run(workspace.load("4bit"))
 
 
+@pytest.mark.parametrize("quantization", [None, "4bit"])
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_optimizers_of_bitsandbytes_end_in_the_same_adapter(
+    workspace: Any, tmp_path: Path, optimizer: str, quantization: str | None
+) -> None:
+    """With gradient accumulation. The rank is so large that no state is too small to be in 8 bits, or to be paged."""
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import Trainer, TrainingArguments
+
+    on_cpu = workspace.main == "cpu"
+    workspace.load(quantization)  # imports bitsandbytes
+    if on_cpu and not torch._C._dispatch_has_kernel_for_dispatch_key(
+        "bitsandbytes::optimizer_update_8bit_blockwise", "CPU"
+    ):
+        pytest.skip("this bitsandbytes has no optimizers for the CPU")
+    options = {"optim": optimizer, "max_steps": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0}
+
+    def run(base: Any) -> tuple[dict[str, Any], Any]:
+        if quantization:
+            base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=True)
+        torch.manual_seed(0)
+        model = get_peft_model(base, LoraConfig(r=1600, target_modules=r".*language_model.*\.(q_proj|down_proj)"))
+        one = Trainer(model, TrainingArguments(**arguments(workspace, tmp_path, **options)), train_dataset=examples())
+        one.train()
+        optimizer = one.optimizer
+        return {name: each.detach().cpu() for name, each in model.named_parameters() if each.requires_grad}, (
+            getattr(optimizer, "optimizer", optimizer).state
+        )
+
+    whole, _ = run(workspace.load(quantization))
+    split, states = run(workspace.split(quantization))
+    assert len(whole) > 20
+    assert split.keys() == whole.keys()
+    assert not [name for name, weight in split.items() if not torch.equal(weight, whole[name])]
+    assert all(weight.any() for weight in split.values()), "adapters that never learned"
+    kept = [state[name] for state in states.values() for name in ("state1", "state2")]
+    assert {each.dtype for each in kept} == {torch.float32 if "32bit" in optimizer else torch.uint8}
+    if not on_cpu:
+        assert {getattr(each, "is_paged", False) for each in kept} == {"paged" in optimizer}
+
+
 def test_trls_trainer(workspace: Any, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")
     import torch

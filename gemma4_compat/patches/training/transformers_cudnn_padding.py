@@ -11,7 +11,8 @@ report names torch 2.11 and newer.
 Fix: While gradients are recorded, and where PyTorch may take cuDNN (compute capability 9.0 or newer,
 ``torch.backends.cuda.cudnn_sdp_enabled()``), such a query of a Gemma 4 sees every key and its output is set to zero.
 That is what other kernels compute for it, and nothing changes for any other query. It is done where a layer calls
-``sdpa``, so that masks of the user's own are covered, and what a padded position computes stays as it is.
+``sdpa``, so that masks of the user's own are covered, and what a padded position computes stays as it is. While
+gradients are recorded, layers of other models find the same function, which calls upstream's at once.
 
 Remove when: no supported release of torch has this defect.
 """
