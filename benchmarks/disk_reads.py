@@ -1,6 +1,6 @@
 """What does a read of a cold file take whose ranges are announced to the system before, against one whose are not?
 
-python benchmarks/disk_reads.py --out FILE.json [--work FOLDER] [--rounds 9]
+python benchmarks/disk_reads.py --shape real --out FILE.json [--work FOLDER] [--rounds 9]
 
 Random bytes in the real sizes, in a file in FOLDER that is mapped, read by the functions that read offloaded weights:
 
@@ -9,7 +9,8 @@ prompt      the rows of the per-layer table of E2B that a prompt of 512 tokens t
 token       the one that a token takes
 
 Before each read the file is dropped from memory; ways alternate, and "warm" reads again what has just been read. What
-the ratio is depends on the disk and on the system's read-ahead, which the result names. Needs Linux, and no GPU.
+the ratio is depends on the disk and on the system's read-ahead, which the result names. Needs Linux, and no GPU;
+`--shape tiny` is for tests.
 Exit code 1: values differ, or the file stayed in memory.
 """
 
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
@@ -36,20 +37,22 @@ from common import Data  # noqa: E402
 from gemma4_compat._offload import expert_lookup, read_ahead, row_lookup  # noqa: E402
 
 ROUNDS = 9
-#: Experts of a layer, those that are hit, and the bytes of one: gate and up, down.
-EXPERTS, HIT, EXPERT_BYTES = 128, 8, (2 * 704 * 2816 // 2, 704 * 2816 // 2)
-#: Rows that the file holds of the table, the tokens of a prompt, and the values of a row, in bf16.
-TABLE_ROWS, PROMPT, ROW = 65536, 512, 35 * 256
-#: Packed bytes of the linear layers of one decoder layer of E4B: q, k, v, o, gate, up, down, and the per-layer ones.
-LAYER = (
-    2560 * 2048 // 2,
-    2560 * 512 // 2,
-    2560 * 512 // 2,
-    2048 * 2560 // 2,
-    *[2560 * 10240 // 2] * 3,
-    327680,
-    327680,
-)
+#: Experts of a layer, those that are hit; tokens of a prompt.
+EXPERTS, HIT, PROMPT = 128, 8, 512
+
+
+class Sizes(NamedTuple):
+    """Bytes of an expert (gate and up, down), rows of the table that the file holds, and values of a row, in bf16."""
+
+    experts: tuple[int, int]
+    table_rows: int
+    row: int
+
+
+SHAPES = {
+    "real": Sizes((2 * 704 * 2816 // 2, 704 * 2816 // 2), 65536, 35 * 256),
+    "tiny": Sizes((8192, 4096), 1024, 512),
+}
 #: Announced or not, and in which order they are taken in a round.
 WAYS = ("plain", "announced")
 
@@ -66,10 +69,10 @@ def mapped(folder: Path, name: str, size: int) -> Any:
     return torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c"))
 
 
-def experts(folder: Path) -> tuple[list[Any], Callable[[int], list[Any]]]:
+def experts(folder: Path, sizes: Sizes) -> tuple[list[Any], Callable[[int], list[Any]]]:
     import torch
 
-    tensors = [mapped(folder, f"experts{width}", EXPERTS * width).view(EXPERTS, width) for width in EXPERT_BYTES]
+    tensors = [mapped(folder, f"experts{width}", EXPERTS * width).view(EXPERTS, width) for width in sizes.experts]
 
     def read(number: int) -> list[Any]:
         chosen = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(number))[:HIT].sort().values
@@ -80,13 +83,14 @@ def experts(folder: Path) -> tuple[list[Any], Callable[[int], list[Any]]]:
     return tensors, read
 
 
-def table(folder: Path, tokens: int) -> tuple[list[Any], Callable[[int], list[Any]]]:
+def table(folder: Path, sizes: Sizes, tokens: int) -> tuple[list[Any], Callable[[int], list[Any]]]:
     import torch
 
-    weight = mapped(folder, f"table{tokens}", TABLE_ROWS * ROW * 2).view(torch.bfloat16).view(TABLE_ROWS, ROW)
+    count = sizes.table_rows
+    weight = mapped(folder, f"table{tokens}", count * sizes.row * 2).view(torch.bfloat16).view(count, sizes.row)
 
     def read(number: int) -> list[Any]:
-        chosen = torch.randint(TABLE_ROWS, (1, tokens), generator=torch.Generator().manual_seed(number))
+        chosen = torch.randint(count, (1, tokens), generator=torch.Generator().manual_seed(number))
         return [row_lookup.gather(weight, chosen, "cpu", mapped=True)[0]]
 
     return [weight], read
@@ -135,31 +139,30 @@ def disk(folder: Path) -> Data:
     return {name: int((queue / name).read_text("ascii")) for name in names if (queue / name).is_file()}
 
 
-CASES: dict[str, Callable[[Path], tuple[list[Any], Callable[[int], list[Any]]]]] = {
+CASES: dict[str, Callable[[Path, Sizes], tuple[list[Any], Callable[[int], list[Any]]]]] = {
     "experts": experts,
-    "prompt": lambda folder: table(folder, PROMPT),
-    "token": lambda folder: table(folder, 1),
+    "prompt": lambda folder, sizes: table(folder, sizes, PROMPT),
+    "token": lambda folder, sizes: table(folder, sizes, 1),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__, [], minutes=5.0)
+    parser = common.parser(__doc__, sorted(SHAPES), minutes=5.0)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args(argv)
-    result = common.header(
-        Path(__file__), sys.modules[__name__], "real sizes", common.shown(arguments), arguments.note
-    )
+    shape = arguments.shape or "real"
+    result = common.header(Path(__file__), sys.modules[__name__], shape, common.shown(arguments), arguments.note)
     result["cases"] = {}
     with tempfile.TemporaryDirectory(dir=arguments.work) as name:
         folder = Path(name)
         result |= {"machine": device.machine(), "disk": disk(folder), "read_gib_s": None}
         for case, make in CASES.items():
-            tensors, read = make(folder)
+            tensors, read = make(folder, SHAPES[shape])
             found = result["cases"][case] = measured(tensors, read, arguments.rounds)
             if case == "prompt":
                 mapped_files.dropped(tensors)
                 result["read_gib_s"] = mapped_files.read_gib_s(tensors)
-            if not found["same_values"] or found["stayed_in_memory"] > 0.01:
+            if not found["same_values"] or found["stayed_in_memory"] > 0.05:
                 result["problems"].append(f"{case}: {found['stayed_in_memory']}, {found['same_values']}")
             common.write(result, arguments.out)
             print(f"{case:8} {common.rounded({key: value for key, value in found.items() if key not in WAYS})}")

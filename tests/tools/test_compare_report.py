@@ -261,3 +261,15 @@ def test_an_older_run_shows_what_no_newer_one_has(results: Path) -> None:
     assert report.section("graph_decoding").count("only here") >= 1
     (folder / "graph_decoding-tiny.json").write_text(json.dumps(newer), encoding="utf-8")
     assert report.earlier("graph_decoding") == {}
+
+
+def test_every_run_of_a_trainer_is_shown_and_lacks_what_no_other_has(results: Path) -> None:
+    run = report.read(results / "trainers-tiny.json")
+    had = f"{run['runs'][0]['way']}, {run['runs'][0]['sequence']} tokens"
+    folder = results.parent / "2026-11-22-cpu"
+    folder.mkdir()
+    other = run | {"runs": [], "not_run": [had, "streamed, 77 tokens"], "note": "another run"}
+    (folder / "trainers-short-tiny.json").write_text(json.dumps(other), encoding="utf-8")
+    text = report.section("trainers")
+    assert text.count("`python benchmarks/trainers.py --shape tiny") == 2
+    assert "Not run, for lack of time: streamed, 77 tokens." in text
