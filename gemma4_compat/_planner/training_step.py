@@ -223,7 +223,12 @@ def _fake(adapted: Any, quantized: Collection[str]) -> list[int]:
     base.tie_weights()
     for name in quantized:
         module = base.get_submodule(name)
-        _to_4bit(getattr(module, "base_layer", module))
+        base_layer = getattr(module, "base_layer", module)
+        _to_4bit(base_layer)
+        if module is not base_layer:
+            # PEFT's class for 4-bit layers leaves its inputs to autocast (peft/tuners/lora/bnb.py); that for others,
+            # which this is, casts them to the adapter's float32 first.
+            module.cast_input_dtype_enabled = False
     return sizes
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._models import build
-from gemma4_compat._planner import training_step
+from gemma4_compat._planner import training, training_step
 from gemma4_compat._planner.training_step import Step
 from gemma4_compat._training import chunks
 from tests.planner.models import VARIANTS
@@ -76,6 +76,32 @@ def test_a_4_bit_base_adds_the_copy_that_a_layer_is_dequantized_into(workspace: 
     plain, packed = (of(workspace.checkpoint, chosen, sequence=4, rank=2) for chosen in ((), names))
     assert 0 <= packed.backward - plain.backward <= 2 * largest
     assert packed.sizes == plain.sizes
+
+
+def test_a_4_bit_step_keeps_what_bitsandbytes_and_peft_keep(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast PEFT's 4-bit layers do not cast their inputs to float32. They ask for CUDA's: it is on here."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    pytest.importorskip("bitsandbytes")
+    tokens = torch.zeros(1, 512, dtype=torch.long)
+    model = get_peft_model(
+        workspace.load("4bit"), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS)
+    ).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": 0 * tokens}
+    inputs["attention_mask"][0, 0] = 0
+    counted = training_step.storage_counter(model)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+    with counted, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**inputs, labels=tokens, use_cache=False).loss
+    forward = counted.reset_peak()
+    with counted:
+        loss.backward()
+    monkeypatch.undo()
+    planned = training._measure(str(workspace.checkpoint), "4bit", Step(sequence=512, rank=4))
+    assert (planned.forward, planned.backward) == (forward, counted.peak)
 
 
 @pytest.mark.full

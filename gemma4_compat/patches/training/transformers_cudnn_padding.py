@@ -6,8 +6,8 @@ bfloat16 or float16 on an H100.
 Cause: There PyTorch computes ``scaled_dot_product_attention`` with a mask with cuDNN, for heads of up to 256. Its
 backward pass may give NaN for a query that sees no key: a padded one on the left, or one on the right behind more
 padding than the sliding window. Other kernels give zero. Seen on an H100 with torch 2.11 and CUDA 13 for 64 and 192
-tokens, not for 17, 100, 128 or 256; upstream's report, too, names lengths that are 64 more than a multiple of 128, with
-torch 2.11 and newer.
+tokens, not for 17, 100, 128 or 256; upstream's report, too, names lengths that are 64 more than a multiple of 128,
+with torch 2.11 and newer.
 
 Fix: While gradients are recorded, and where PyTorch may take cuDNN (compute capability 9.0 or newer,
 ``torch.backends.cuda.cudnn_sdp_enabled()``), such a query of a Gemma 4 sees every key and its output is set to zero.
