@@ -32,7 +32,7 @@ PARTS = ("speed", "fusing", "waiting", "bits", "short", "endurance", "memory", "
 #: Of these every run is shown, elsewhere the newest one of a shape.
 EVERY = ("trainers",)
 #: In the order of their sizes.
-SHAPES = ("tiny", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
+SHAPES = ("tiny", "tiny-36", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
 #: Those that say of each thing that was not run why.
 REASONS = ("peers",)
 Run = dict[str, Any]
@@ -221,8 +221,9 @@ VERDICTS = {True: "yes", False: "no", None: "too few rounds"}
 def idle_shim(run: Run) -> str:
     """Overhead and noise, and the calls."""
     rows = [
-        "| model | | without | overhead | 95 % | noise | indistinguishable from zero | calls without | calls more |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | | without | overhead | 95 % | noise | indistinguishable from zero | calls without | calls more "
+        "| instructions more |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for entry in run["models"].values():
         for name, cost in entry.get("costs", {}).items():
@@ -238,14 +239,17 @@ def idle_shim(run: Run) -> str:
                 *(f"{cost['ms_without']:.2f} ms", f"{100 * cost['overhead']:+.2f} %", f"{low:+.2f} to {high:+.2f}"),
                 *(f"{100 * cost['noise']:.2f} %", VERDICTS[cost["indistinguishable_from_zero"]]),
                 *(f"{without:,}", f"{more:+,} ({100 * calls['more']:+.1f} %)"),
+                f"{100 * (calls['instructions'][0] / calls['instructions'][1] - 1):+.1f} %"
+                if "instructions" in calls
+                else "-",
             ]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(
         [
             *rows,
             "",
-            "Noise: how far apart processes with the same setting may be taken to be (95 %). Calls: of Python and C "
-            "functions, exact.",
+            "Noise: how far apart measurements of the same setting may be taken to be (95 %). Calls: of Python and C "
+            "functions, exact; instructions: of the interpreter, exact.",
         ]
     )
 

@@ -4,18 +4,24 @@ GPU, with every patch applied, against upstream as it is?
 python benchmarks/idle_shim.py --shape E2B|E4B --out FILE.json [--minutes N] [--blocks N]
 
 Random weights in the real shape (no network), 4-bit with double quantization, without and with an adapter on the
-language model and both towers. Two processes with the shim (A) and two without (B) load the same model and stay alive;
-one at a time decodes a block of tokens and runs a few prefills, in turns (A1 B1 B2 A2, then the other way round). A
-cost is the ratio of A to B in one round; next to it stand the ratios of A to A and of B to B, which are nothing but
-noise. A cost is called indistinguishable from zero where its median is no further from 1 than the 95 % intervals of
-these reach; of fewer than four rounds nothing is said.
+language model and both towers. A CPU changes its speed within a process, and by more than a shim costs, so both sides
+are timed in one process, a few tokens at a time: ``shim_switch`` takes the shim out and puts it back within a
+millisecond. A turn is the end of a short generate and a prefill, each after some that are not timed; a round is four
+turns, with, without, without, with (A1 B1 B2 A2), so that a machine that gets slower costs both sides the same. The
+cost is sqrt(A1 A2 / (B1 B2)), its interval a bootstrap over the rounds; next to it stands sqrt(A1 B2 / (B1 A2)), as
+many turns in which a cost cancels out, so that it is nothing but noise. A cost is called indistinguishable from zero
+where its median is no further from 1 than the 95 % interval of the noise reaches; of fewer than four rounds nothing
+is said.
 
-And exactly: the Python and C functions called in a prefill and in a decoded token, counted by ``sys.setprofile``, with
-the shim and without, and which of them differ. These counts are the same on every machine.
+And exactly: the Python and C functions called in a prefill and in a decoded token, counted by ``sys.setprofile``, and
+the instructions of the interpreter, with the shim and without, and which functions differ. These counts are the same
+on every machine of a Python release. Another process, which never had the shim, counts, too: where the one that was
+switched off does not call exactly the same, that is a problem.
 
-Exit code 1: a process raised. A cost is a result.
+Exit code 1: a process raised, or switching left something. A cost is a result.
 
-`--shape tiny` runs without a GPU, too.
+`--shape tiny` runs without a GPU, too, and so does `--shape tiny-36`, as narrow and with 36 layers. On a busy machine
+measure `--clock processor`: the time of the thread, without what others take.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
 
 import common  # noqa: E402
+import shim_switch  # noqa: E402
 import small_card_cases  # noqa: E402
 import small_card_device  # noqa: E402
 import small_card_models  # noqa: E402
@@ -40,29 +47,42 @@ from common import Data, Order  # noqa: E402
 
 import gemma4_compat  # noqa: E402
 
-TOKENS = 32
+#: Of the tokens that a generate decodes in a turn, and of the prefills, the first are not timed: what is called has
+#: just been changed, and the interpreter looks it up anew.
+TOKENS, UNTIMED = 10, 3
 PREFILL = 512
-PREFILLS = 3
-BLOCKS = 8
-#: With fewer there is no verdict: processes differ by more than a block or two can show.
+PREFILLS = 2
+BLOCKS = 60
+#: With fewer there is no verdict.
 ENOUGH = 4
 #: How often calls are counted; the counts should be the same.
 COUNTS = 3
 LISTED = 40
 MODELS = {"base": "4-bit, everything on the GPU", "adapter": "the same with an adapter"}
-WORKERS = {"A1": True, "B1": False, "B2": False, "A2": True}
-#: Numerator and denominator of the cost and of the two kinds of noise.
-PAIRS = {"A/B": (("A1", "B1"), ("A2", "B2")), "A/A": (("A1", "A2"),), "B/B": (("B1", "B2"),)}
+TURNS = {"A1": True, "B1": False, "B2": False, "A2": True}
+#: Numerator and denominator of the cost and of what is nothing but noise; of two turns each, the geometric mean.
+PAIRS = {"A/B": ("A1 A2", "B1 B2"), "noise": ("A1 B2", "B1 A2"), "A/A": ("A1", "A2"), "B/B": ("B1", "B2")}
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.thread_time}
+#: Layers of the tiny shapes.
+TINY = {"tiny": 6, "tiny-36": 36}
 
 
 # In a worker
 
 _model: Any = None
+_switch: shim_switch.Switch | None = None
 
 
 def build(order: Order) -> Data:
     """The checkpoint and the adapters."""
-    return small_card_models.build(order["shape"], Path(order["folder"]), everywhere=True)
+    shape = order["shape"]
+    layers = {"layers": TINY[shape]} if shape in TINY else {}
+    return small_card_models.build(_base(shape), Path(order["folder"]), everywhere=True, **layers)
+
+
+def _base(shape: str) -> str:
+    """What the shape is called elsewhere."""
+    return "tiny" if shape in TINY else shape
 
 
 def prepare(order: Order) -> Data:
@@ -73,7 +93,7 @@ def prepare(order: Order) -> Data:
 
     folder = Path(order["folder"])
     if order["model"] == "base":
-        _model = small_card_models.load(order["shape"], small_card_cases.CASES["all-gpu"], folder)
+        _model = small_card_models.load(_base(order["shape"]), small_card_cases.CASES["all-gpu"], folder)
     else:
         _model = PeftModel.from_pretrained(_model, folder / "adapter-linear").eval()
     states = Counter(str(status.state) for status in gemma4_compat.status().values())
@@ -84,7 +104,7 @@ def prepare(order: Order) -> Data:
 
 
 def _ids(order: Order) -> Any:
-    return small_card_models.prompt(_model, 64 if order["shape"] == "tiny" else PREFILL)
+    return small_card_models.prompt(_model, 64 if order["shape"] in TINY else PREFILL)
 
 
 def _prefill(order: Order) -> Any:
@@ -92,29 +112,58 @@ def _prefill(order: Order) -> Any:
 
 
 def block(order: Order) -> Data:
-    """Milliseconds of each token of a generate, and of some prefills."""
+    """A round: milliseconds of a token and of a prefill, the median of each turn."""
     import torch
 
+    found: Data = {}
+    switch = switched()
     gc.collect()
     gc.disable()
     try:
         with torch.no_grad():
-            _, clock = small_card_models.generate(_model, TOKENS)
-            tokens = [1000 * (after - before) for before, after in itertools.pairwise(clock.times[1:])]
-            prefills = []
-            for _ in range(PREFILLS):
-                small_card_device.synchronize()
-                started = time.perf_counter()
-                _prefill(order)
-                small_card_device.synchronize()
-                prefills.append(1000 * (time.perf_counter() - started))
+            for name, on in TURNS.items():
+                switch.turn(on)
+                found[name] = _turn(order)
     finally:
+        switch.turn(True)
         gc.enable()
-    return {"token_ms": tokens, "prefill_ms": prefills}
+    return found
+
+
+def _turn(order: Order) -> Data:
+    now = CLOCKS[order["clock"]]
+    _, clock = small_card_models.generate(_model, TOKENS, now)
+    tokens = [1000 * (after - before) for before, after in itertools.pairwise(clock.times[1:])]
+    prefills = []
+    for _ in range(PREFILLS):
+        small_card_device.synchronize()
+        started = now()
+        _prefill(order)
+        small_card_device.synchronize()
+        prefills.append(1000 * (now() - started))
+    return {"token_ms": [statistics.median(tokens[UNTIMED:])], "prefill_ms": [statistics.median(prefills[1:])]}
+
+
+def switched() -> shim_switch.Switch:
+    """The switch of this process, which has the shim."""
+    global _switch
+    if _switch is None:
+        _switch = shim_switch.Switch()
+    return _switch
 
 
 def count(order: Order) -> Data:
-    """The functions that a prefill and a decoded token call."""
+    """The functions that a prefill and a decoded token call, and the instructions; ``switched``: without the shim."""
+    if not order.get("switched"):
+        return _count(order)
+    switched().turn(False)
+    try:
+        return _count(order)
+    finally:
+        switched().turn(True)
+
+
+def _count(order: Order) -> Data:
     import torch
 
     found: Data = {}
@@ -131,9 +180,34 @@ def count(order: Order) -> Data:
             found[name] = {
                 "python": [sum(python.values()) for python, _ in runs],
                 "c": [sum(c.values()) for _, c in runs],
+                "instructions": [instructions(action) for _ in range(2)],
                 "functions": {key: number for part in runs[-1] for key, number in part.items()},
             }
     return found
+
+
+def instructions(action: Callable[[], Any]) -> int:
+    """How many instructions the interpreter executes in ``action``, in this thread."""
+    executed = 0
+
+    def note(frame: Any, event: str, _argument: Any) -> Any:
+        nonlocal executed
+        if event == "call":
+            frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        executed += event == "opcode"
+        return note
+
+    gc.collect()
+    gc.disable()
+    try:
+        sys.settrace(note)
+        try:
+            action()
+        finally:
+            sys.settrace(None)
+    finally:
+        gc.enable()
+    return executed
 
 
 def calls(action: Callable[[], Any]) -> tuple[Counter[str], Counter[str]]:
@@ -174,15 +248,15 @@ def _importable(file: str) -> str:
 
 
 def costs(rounds: list[Data]) -> Data:
-    """Ratios of A to B, and of what is the same: A to A, B to B."""
+    """Ratios of A to B, and of what is nothing but noise."""
     found: Data = {}
     for key in ("token_ms", "prefill_ms"):
-        values = [{name: statistics.median(entry[name][key]) for name in WORKERS} for entry in rounds]
+        values = [{name: statistics.median(entry[name][key]) for name in TURNS} for entry in rounds]
         spreads: Data = {
-            kind: common.spread([entry[own] / entry[other] for entry in values for own, other in pairs])
-            for kind, pairs in PAIRS.items()
+            kind: common.spread([_mean(entry, own) / _mean(entry, other) for entry in values])
+            for kind, (own, other) in PAIRS.items()
         }
-        noise = max(abs(end - 1) for kind in ("A/A", "B/B") for end in spreads[kind]["interval_95"])
+        noise = max(abs(end - 1) for end in spreads["noise"]["interval_95"])
         cost = spreads["A/B"]["median"] - 1
         found[key.removesuffix("_ms")] = {
             "ms_without": statistics.median([entry[name] for entry in values for name in ("B1", "B2")]),
@@ -192,6 +266,10 @@ def costs(rounds: list[Data]) -> Data:
             "ratios": spreads,
         }
     return found
+
+
+def _mean(values: dict[str, float], turns: str) -> float:
+    return statistics.geometric_mean([values[name] for name in turns.split()])
 
 
 def difference(own: Data, other: Data) -> Data:
@@ -209,7 +287,11 @@ def difference(own: Data, other: Data) -> Data:
             "python_calls": total["python"],
             "c_calls": total["c"],
             "more": sum(pair[0] for pair in total.values()) / sum(pair[1] for pair in total.values()) - 1,
-            "all_counts": {"with": {k: a[k] for k in total}, "without": {k: b[k] for k in total}},
+            "instructions": [a["instructions"][-1], b["instructions"][-1]],
+            "all_counts": {
+                side: {kind: counted[kind] for kind in (*total, "instructions")}
+                for side, counted in (("with", a), ("without", b))
+            },
             "differing": dict(sorted(differ.items(), key=lambda item: -abs(item[1][0] - item[1][1]))[:LISTED]),
             "differing_functions": len(differ),
         }
@@ -222,72 +304,86 @@ def measure(
     out: Path | None,
     minutes: float,
     blocks: int,
+    clock: str,
     folder: Path | None,
     options: list[str],
     note: str | None,
 ) -> Data:
-    """Build, load in four processes, and time them in turns, half of the time each without and with the adapter."""
+    """Build, load in two processes, and time one of them, half of the time each without and with the adapter."""
     script = Path(__file__)
     deadline = time.monotonic() + 60 * minutes
     result = common.header(script, sys.modules[__name__], shape, options, note)
-    settings = {"tokens": TOKENS, "prefill": PREFILL, "prefills": PREFILLS, "pairs": PAIRS}
+    settings = {
+        "tokens": TOKENS,
+        "untimed": UNTIMED,
+        "prefill": PREFILL,
+        "turns": TURNS,
+        "pairs": PAIRS,
+        "clock": clock,
+    }
     result |= {"settings": settings, "models": {}}
     with (
-        common.temporary("idle-shim-", folder or small_card_models.work_folder(shape)) as work,
+        common.temporary("idle-shim-", folder or small_card_models.work_folder(_base(shape))) as work,
         common.workers(script, work) as start,
     ):
-        order = {"shape": shape, "folder": str(work)}
-        builder = start(True)
-        processes = {name: start(shim) for name, shim in WORKERS.items()}
-        built = builder({"do": "build", **order})
-        builder.close()
+        order = {"shape": shape, "folder": str(work), "clock": clock}
+        shimmed, never = start(True), start(False)
+        built = shimmed({"do": "build", **order})
         if built["error"] is not None:
             raise SystemExit(f"the checkpoint could not be built: {built['error']}")
         result |= {key: value for key, value in built.items() if key != "error"}
-        for worker in processes.values():
-            worker.wait()
+        never.wait()
         for number, model in enumerate(MODELS):
             until = time.monotonic() + (deadline - time.monotonic()) / (len(MODELS) - number)
             entry: Data = {"what": MODELS[model], "rounds": []}
             result["models"][model] = entry
-            entry["prepared"] = {
-                name: worker({"do": "prepare", "model": model, **order}) for name, worker in processes.items()
-            }
-            entry["calls"] = {}
-            counted = {name: processes[name]({"do": "count", **order}) for name in ("A1", "B1")}
-            raised = [
-                f"{model}, {name}: {data['error']}"
-                for part in (entry["prepared"], counted)
-                for name, data in part.items()
-                if data["error"] is not None
-            ]
-            if raised:
-                result["problems"] += raised
+            problems = _count_both(shimmed, never, {"model": model, **order}, entry)
+            if problems:
+                result["problems"] += [f"{model}, {problem}" for problem in problems]
                 common.write(result, out)
                 break
-            entry["calls"] = difference(counted["A1"], counted["B1"])
-            _time(processes, order, entry, until=until, blocks=blocks)
+            _time(shimmed, order, entry, until=until, blocks=blocks)
             if len(entry["rounds"]) < blocks:
-                result["not_run"].append(f"{model}: {blocks - len(entry['rounds'])} of {blocks} blocks")
+                result["not_run"].append(f"{model}: {blocks - len(entry['rounds'])} of {blocks} rounds")
             common.write(result, out)
             print(text(model, entry), flush=True)
     return result
 
 
-def _time(processes: dict[str, common.Worker], order: Data, entry: Data, *, until: float, blocks: int) -> None:
+def _count_both(shimmed: common.Worker, never: common.Worker, order: Data, entry: Data) -> list[str]:
+    """Load and count in both processes; what went wrong."""
+    both = {"with": shimmed, "without": never}
+    entry["prepared"] = {name: worker({"do": "prepare", **order}) for name, worker in both.items()}
+    entry["calls"] = {}
+    counted = {name: worker({"do": "count", **order}) for name, worker in both.items()}
+    counted["switched off"] = shimmed({"do": "count", "switched": True, **order})
+    raised = [
+        f"{name}: {data['error']}"
+        for part in (entry["prepared"], counted)
+        for name, data in part.items()
+        if data["error"] is not None
+    ]
+    if raised:
+        return raised
+    entry["calls"] = difference(counted["with"], counted["without"])
+    left = difference(counted["switched off"], counted["without"])
+    entry["left_by_switching"] = {name: data["differing"] for name, data in left.items()}
+    return [f"{name}, switched off, calls {found}" for name, found in entry["left_by_switching"].items() if found]
+
+
+def _time(worker: common.Worker, order: Data, entry: Data, *, until: float, blocks: int) -> None:
     longest = 0.0
     for number in range(blocks):
         if number and time.monotonic() + longest > until:
-            return
+            break
         began = time.monotonic()
-        turns = list(WORKERS) if number % 2 == 0 else list(WORKERS)[::-1]
-        done = {name: processes[name]({"do": "block", **order}) for name in turns}
-        if any(data["error"] is not None for data in done.values()):
+        done = worker({"do": "block", **order})
+        if done["error"] is not None:
             entry["rounds_failed"] = done
             return
-        longest = max(longest, time.monotonic() - began)
-        entry["rounds"].append({"order": turns, **done})
-        entry["costs"] = costs(entry["rounds"])
+        longest = max(longest, time.monotonic() - began) if number else 0.0  # the first one makes the switch
+        entry["rounds"].append({name: done[name] for name in TURNS})
+    entry["costs"] = costs(entry["rounds"])
 
 
 def text(model: str, entry: Data) -> str:
@@ -295,11 +391,13 @@ def text(model: str, entry: Data) -> str:
     for name, cost in entry.get("costs", {}).items():
         low, high = cost["ratios"]["A/B"]["interval_95"]
         parts.append(
-            f"{name} {cost['ms_without']:.2f} ms, {100 * cost['overhead']:+.2f} % "
-            f"({100 * (low - 1):+.2f} to {100 * (high - 1):+.2f}; noise {100 * cost['noise']:.2f})"
+            f"{name} {cost['ms_without']:.2f} ms, ratio {1 + cost['overhead']:.4f} ({low:.4f} to {high:.4f}; "
+            f"noise {cost['noise']:.4f}; {cost['ratios']['A/B']['of']} rounds)"
         )
     for name, data in entry["calls"].items():
         parts.append(f"{name} calls {sum(data['python_calls'][:1] + data['c_calls'][:1])} {100 * data['more']:+.2f} %")
+        own, other = data["instructions"]
+        parts.append(f"instructions {own} {100 * (own / other - 1):+.2f} %")
     return "  ".join(parts)
 
 
@@ -307,8 +405,9 @@ ACTIONS: dict[str, Callable[[Order], Data]] = {"build": build, "prepare": prepar
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.parser(__doc__, sorted(small_card_cases.SHAPES), minutes=2.0)
-    parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"of each model (default: {BLOCKS})")
+    parser = common.parser(__doc__, sorted({*small_card_cases.SHAPES, *TINY}), minutes=1.5)
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help=f"rounds of each model (default: {BLOCKS})")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     arguments = parser.parse_args(argv)
     if arguments.child:
         return common.serve(ACTIONS)
@@ -319,6 +418,7 @@ def main(argv: list[str] | None = None) -> int:
         out=arguments.out,
         minutes=arguments.minutes,
         blocks=arguments.blocks,
+        clock=arguments.clock,
         folder=arguments.work,
         options=common.shown(arguments),
         note=arguments.note,

@@ -7,6 +7,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ PROMPT = 64
 NEW_TOKENS = 32
 
 
-def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, Any]:
+def build(shape: str, folder: Path, *, everywhere: bool = False, layers: int = 6) -> dict[str, Any]:
     """The checkpoint and the adapter; what the machine is; how fast it copies.
 
-    The adapter is for the language model; ``everywhere``: for the towers, too, see :func:`write_adapters`.
+    The adapter is for the language model; ``everywhere``: for the towers, too, see :func:`write_adapters`. ``layers``:
+    of the tiny shape.
     """
     import torch
     from transformers import Gemma4ForConditionalGeneration
@@ -33,7 +35,7 @@ def build(shape: str, folder: Path, *, everywhere: bool = False) -> dict[str, An
     started = time.perf_counter()
     checkpoint, adapter = folder / "checkpoint", folder / "adapter"
     if shape == "tiny":
-        tiny_models.build_checkpoint(checkpoint)
+        tiny_models.build_checkpoint(checkpoint, layers=layers)
         model = tiny.load(checkpoint)
     else:
         config = gemma4.Gemma4Config(
@@ -167,14 +169,15 @@ def load(shape: str, case: Case, folder: Path) -> Any:
 
 
 class Clock:
-    """A streamer that notes when each token came."""
+    """A streamer that notes when each token came, on the clock ``now``."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
         self.times: list[float] = []
 
     def put(self, value: Any) -> None:
         """The prompt first, then one token a call; ``generate`` has copied it to the CPU, so the GPU is done."""
-        self.times.append(time.perf_counter())
+        self.times.append(self.now())
 
     def end(self) -> None:
         """Nothing is left to do."""
@@ -213,8 +216,8 @@ def image_prompt(model: Any) -> dict[str, Any]:
     return {name: value.to(main_device()) for name, value in batch.items()}
 
 
-def generate(model: Any, tokens: int = NEW_TOKENS) -> tuple[Any, Clock]:
-    clock = Clock()
+def generate(model: Any, tokens: int = NEW_TOKENS, now: Callable[[], float] = time.perf_counter) -> tuple[Any, Clock]:
+    clock = Clock(now)
     produced = model.generate(
         input_ids=prompt(model, PROMPT),
         max_new_tokens=tokens,

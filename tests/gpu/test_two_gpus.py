@@ -1,17 +1,13 @@
 """Two GPUs: a model split over both and the host, trainings by ``accelerate launch``, and decoding, against one GPU.
 
-Bounds. A split model: none, both GPUs run the same kernels. A training: what the arithmetic of one GPU leaves open.
-One GPU computes the same batches in several ways (whole; in two halves; these again; for bf16 also with the halves'
-gradients added up in bf16, and in float32), and two GPUs must be as near to one of these ways as they are to each
-other: in float32 nearly equal, in bf16 as near as that precision is to float32, since ranks that gather a weight have
-it at another address and may get another kernel. How much the second half of a batch matters is measured, too, so that
-the bound cannot hide a rank that is not heard.
+Bounds. A split model: none, both GPUs run the same kernels. A training in float32: what one GPU leaves open, which
+computes the same batches in several ways (whole; in two halves; these again); two GPUs must be as near to one of these
+ways as they are to each other. A training in bf16: ``tests.gpu.nearness``. How much the second half of a batch matters
+is measured, too, so that no bound can hide a rank that is not heard.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import re
 import socket
@@ -28,7 +24,10 @@ from gemma4_compat._engine import versions
 from gemma4_compat._reproduction.workspace import difference
 from tests.conftest import is_affected, patch
 from tests.decoding import calls
-from tests.gpu.two_gpus import ON_SECOND, QUANTIZATIONS, SPLITS, TRAININGS, WAYS
+from tests.gpu import nearness
+from tests.gpu.nearness import distance
+from tests.gpu.trainings import TRAININGS, WAYS
+from tests.gpu.two_gpus import ON_SECOND, QUANTIZATIONS, SPLITS
 from tests.helpers import ROOT
 from tests.patches.placement.test_transformers_shared_kv import FSDP_AFFECTED
 
@@ -198,26 +197,7 @@ def test_a_model_on_two_gpus_and_the_host_answers_as_on_one(
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def distance(found: dict[str, Any], reference: dict[str, Any]) -> dict[str, list[float]]:
-    """For each step the relative difference of the losses, of all gradients together (2-norm), and of those of the
-    adapter weight that differ most.
-    """
-    gradients, worst = [], []
-    for own, right in zip(found["gradients"], reference["gradients"], strict=True):
-        assert own.keys() == right.keys()
-        off = [float((own[name] - right[name]).norm()) for name in right]
-        sizes = [float(right[name].norm()) for name in right]
-        gradients.append(math.hypot(*off) / math.hypot(*sizes))
-        worst.append(max(a / b for a, b in zip(off, sizes, strict=True)))
-    losses = [abs(a / b - 1) for a, b in zip(found["losses"], reference["losses"], strict=True)]
-    return {"losses": losses, "gradients": gradients, "worst": worst}
-
-
-def steps(distances: list[dict[str, list[float]]], choose: Callable[..., float], what: str) -> list[float]:
-    return [choose(step) for step in zip(*(item[what] for item in distances), strict=True)]
-
-
-def compared(found: dict[str, Any], ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def compared(found: dict[str, Any], ways: dict[str, dict[str, Any]], rank: int) -> dict[str, Any]:
     """JSON of one rank's training against the ways of one device with the same shim."""
     if found["error"] is not None:
         return {"error": found["error"]}
@@ -231,7 +211,18 @@ def compared(found: dict[str, Any], ways: dict[str, dict[str, Any]]) -> dict[str
         },
         "rotary buffers": [name.rpartition(".")[2] for name in found["buffers"] if "attention" in name],
         "seconds": found["seconds"],
+        **rounded_otherwise(found, ways, rank),
     }
+
+
+def rounded_otherwise(found: dict[str, Any], ways: dict[str, dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Of a training in bf16: the first module that gave other bits than in one process, the weights farthest off."""
+    if "truth" not in ways or ways["truth"]["error"] is not None:
+        return {}
+    seen: dict[str, Any] = {"farthest from the truth": nearness.farthest(found, ways["truth"])}
+    if found["forwards"] and ways["halves"].get("forwards"):
+        seen["first difference"] = nearness.first_difference(found["forwards"][0], ways["halves"]["forwards"][rank])
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -254,11 +245,10 @@ def test_a_training_on_two_gpus_has_the_losses_and_gradients_of_one(
         for found in children["one" if precision == "no" else "fsdp2 in one process", shim]
     )
     assert {way: found["error"] for way, found in every.items()} == dict.fromkeys(every)
-    unheard = distance(every["alone"], every["whole"])
     ways = {way: found for way, found in every.items() if way != "alone"}
-    among = [distance(ways[a], ways[b]) for a, b in itertools.permutations(ways, 2)]
-    rounding = float(torch.finfo(torch.float32 if precision == "no" else torch.bfloat16).eps)  # FSDP2 rounds its loss
-    bound = {what: [max(value, rounding) for value in steps(among, max, what)] for what in among[0]}
+    noise = nearness.InBf16(ways) if precision == "bf16" else None
+    limit = noise.limit if noise else nearness.among(ways)
+    unheard = distance(every["alone"], every["truth" if noise else "whole"])
 
     repaired = alive(children[launch, True])
     without = children[launch, False]
@@ -266,29 +256,28 @@ def test_a_training_on_two_gpus_has_the_losses_and_gradients_of_one(
         f"two gpus: {launch}, {case}",
         {
             "without": [
-                {"error": rank["died"]} if "died" in rank else compared(rank[case], unpatched) for rank in without
+                {"error": rank["died"]} if "died" in rank else compared(rank[case], unpatched, index)
+                for index, rank in enumerate(without)
             ],
-            "with": [compared(rank[case], ways) for rank in repaired],
+            "with": [compared(rank[case], ways, index) for index, rank in enumerate(repaired)],
             "one device": {
                 "losses": {way: found["losses"] for way, found in every.items()},
-                "bound": bound,
+                "bound": limit,
                 "half of the batch": unheard,
+                **({"from the truth": noise.away} if noise else {}),
             },
         },
     )
-    assert unheard["gradients"][0] > 10 * bound["gradients"][0], "this bound shows nothing"
+    shown = nearness.TOLD if noise else 10
+    assert unheard["gradients"][0] > shown * limit["gradients"][0], f"this bound shows nothing: {unheard}, {limit}"
     for index, rank in enumerate(repaired):
         found = rank[case]
         assert found["error"] is None, found
         assert (found["processes"], found["device"]) == (2, f"cuda:{index}")
         assert found["type"].startswith({"ddp": "DistributedDataParallel", "fsdp2": "FSDP"}[launch])
         assert len(found["gradients"][0]) == found["trainable"] > 100
-        distances = [distance(found, reference) for reference in ways.values()]
-        nearest = {what: steps(distances, min, what) for what in bound}
-        assert all(near <= far for what in bound for near, far in zip(nearest[what], bound[what], strict=True)), (
-            nearest,
-            bound,
-        )
+        said = noise.beyond(found) if noise else nearness.beyond(found, ways, limit)
+        assert not said, said
         for name, weight in found["adapter"].items():
             assert torch.equal(weight, repaired[0][case]["adapter"][name]), name
     kept = repaired[0][case]["saved"]

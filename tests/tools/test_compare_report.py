@@ -178,7 +178,7 @@ def test_rounds_take_turns_and_the_control_comes_last() -> None:
 def _rounds(shim: float, drift: tuple[float, ...]) -> list[dict[str, Any]]:
     found = []
     for number, factor in enumerate(drift):
-        times = {"A1": 10 * shim, "B1": 10.0, "B2": 10.01, "A2": 10.02 * shim}
+        times = {"A1": 10 * shim, "B1": 10.0, "B2": 10.02, "A2": 10.01 * shim}
         wobble = 1 + 0.001 * (-1) ** number
         found.append(
             {
@@ -231,6 +231,24 @@ def test_calls_are_counted_exactly() -> None:
     python, c = idle_shim_script.calls(lambda: [inner() for _ in range(3)])
     assert sum(number for name, number in python.items() if name.endswith(" inner")) == 3
     assert c["C len"] == 3
+
+
+def test_instructions_are_counted_exactly() -> None:
+    def times(number: int) -> int:
+        return idle_shim_script.instructions(lambda: [None for _ in range(number)])
+
+    assert times(20) - times(10) == times(30) - times(20) > 10
+
+
+def test_a_machine_that_gets_slower_costs_both_sides_the_same() -> None:
+    rounds = [
+        {
+            name: {"token_ms": [10 * (1 + 0.1 * number + 0.02 * turn)], "prefill_ms": [10.0]}
+            for turn, name in enumerate(idle_shim_script.TURNS)
+        }
+        for number in range(6)
+    ]
+    assert idle_shim_script.costs(rounds)["token"]["overhead"] == pytest.approx(0, abs=0.001)
 
 
 def test_a_choice_brings_what_it_is_compared_with() -> None:

@@ -58,6 +58,9 @@ def test_the_idle_shim_is_counted_and_timed(run: Callable[..., dict[str, Any]]) 
         assert with_shim > without > 100
         for counts in model["calls"]["token"]["all_counts"]["without"].values():
             assert len(set(counts)) == 1, "the same each time"
+        more, fewer = model["calls"]["token"]["instructions"]
+        assert more > fewer > 1000
+        assert model["left_by_switching"] == {"prefill": {}, "token": {}}
 
 
 def test_the_lock_is_counted_and_timed_in_turns(run: Callable[..., dict[str, Any]]) -> None:
