@@ -121,7 +121,7 @@ class Creation:
             torch.set_rng_state(now)
 
     def zero(self, modules: Iterable[Any]) -> None:
-        """Let those of the modules that have no values yet be zero, for who tries the layer before the file is read."""
+        """Let those of the modules that have no values yet be zero, for who tries a layer before the file is read."""
         mine = set() if self.is_read else {id(module) for module in self.layers}
         for module in modules:
             if id(module) in mine:

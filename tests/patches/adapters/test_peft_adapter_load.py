@@ -44,7 +44,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return type(value).__name__, value.dtype, value.device, tuple(value.shape), value.requires_grad
     if isinstance(value, dict) and depth < 3:
         # Keys that are no names are the numbers of hooks, which go on from one model to the next.
-        return [(key if isinstance(key, str) else "a number", plain(inner, depth + 1)) for key, inner in value.items()]
+        return [(key if isinstance(key, str) else "number", plain(inner, depth + 1)) for key, inner in value.items()]
     if isinstance(value, (list, tuple)):
         return [plain(inner, depth + 1) for inner in value]
     if isinstance(value, (set, frozenset)):
@@ -75,7 +75,8 @@ def left_by(load: Callable[[], Any]) -> dict[str, Any]:
         "picture": picture(model),
         "values": {name: (value.dtype, value.float().numpy().tobytes()) for name, value in values.items()},
         "random state": drawn.numpy().tobytes(),
-        "warnings": [str(one.message) for one in said],
+        # Those of an import come once in a process.
+        "warnings": [str(one.message) for one in said if one.category is not DeprecationWarning],
         "result": plain(list(map(list, result))) if result is not None else None,
     }
 
@@ -213,7 +214,7 @@ def test_a_load_that_fails_leaves_the_random_numbers_of_upstream(workspace: Any,
     def state_after() -> Any:
         model = workspace.load()
         torch.manual_seed(1)
-        with pytest.raises(Exception, match=".") as raised:
+        with pytest.raises(Exception, match=r".") as raised:
             PeftModel.from_pretrained(model, adapter)
         assert "named_modules" not in vars(model)
         return str(raised.value), torch.get_rng_state().tolist()
