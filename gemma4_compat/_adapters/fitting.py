@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +27,17 @@ _NOT_TUNED = ("weight", "bias", "token_adapter", "input_min", "input_max", "outp
 
 @dataclass(frozen=True)
 class Loading:
-    """The adapter being loaded: its name or folder, the keys of its file, and the results of :func:`translate`."""
+    """The adapter being loaded: its name or folder, the keys of its file, and the results of :func:`translate`.
+
+    ``shapes``: of the weights in the file, by their keys, as far as they are known. ``created``: what of its layers
+    was created without values, in the order of the tuners that did so.
+    """
 
     source: str
     keys: tuple[str, ...]
     found: dict[tuple[Sequence[str], Sequence[str]], Translation] = field(default_factory=dict, compare=False)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False)
+    created: list[Any] = field(default_factory=list, compare=False)
 
 
 _loading: ContextVar[Loading | None] = ContextVar("_loading", default=None)
@@ -39,8 +45,9 @@ _loading: ContextVar[Loading | None] = ContextVar("_loading", default=None)
 
 @contextlib.contextmanager
 def loading(source: Any, keys: Iterable[str]) -> Iterator[None]:
-    """Inside, the adapter being loaded is the one with these keys in its file."""
-    token = _loading.set(Loading(str(source), tuple(keys)))
+    """Inside, the adapter being loaded is the one with these keys (and the shapes in a mapping) in its file."""
+    shapes = keys if isinstance(keys, Mapping) else {}
+    token = _loading.set(Loading(str(source), tuple(keys), shapes=shapes))
     try:
         yield
     finally:
@@ -89,15 +96,22 @@ def translate(keys: Iterable[str], model: Any) -> Translation:
     return known[given]
 
 
-def keys_in(source: Any, *, read: Callable[[], dict[str, Any]], subfolder: str | None = None) -> tuple[str, ...]:
-    """Keys of an adapter's file: from the header of a local safetensors file, else from ``read``."""
+def shapes_in(
+    source: Any, *, read: Callable[[], dict[str, Any]], subfolder: str | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of an adapter's file: from the header of a local safetensors file, else from ``read``."""
     file = Path(str(source), subfolder or "", "adapter_model.safetensors")
     if not file.is_file():
-        return tuple(read())
+        return shapes_of(read())
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as saved:
-        return tuple(saved.keys())
+        return {key: tuple(saved.get_slice(key).get_shape()) for key in saved.keys()}  # noqa: SIM118  # not a dict
+
+
+def shapes_of(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes of weights."""
+    return {key: tuple(getattr(value, "shape", ())) for key, value in weights.items()}
 
 
 def nothing_matched(source: Any, model: Any, keys: Sequence[str]) -> Gemma4CompatError:

@@ -6,6 +6,8 @@ nothing upstream.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 _WRAPPED = ("base_layer", "original_module", "token_adapter")  # children of PEFT's layers and wrappers
@@ -40,6 +42,53 @@ def modules(root: Any) -> list[Any]:
             found.append(module)
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
     return found
+
+
+@contextlib.contextmanager
+def quick(*roots: Any) -> Iterator[None]:
+    """Inside, ``named_modules`` of these modules, and what torch builds on it, is :func:`named_modules`.
+
+    The modules have it as an attribute of their own, so no other module is affected.
+    """
+    changed = []
+    for root in roots:
+        if "named_modules" not in vars(root):
+            vars(root)["named_modules"] = _Walk(root)
+            changed.append(root)
+    try:
+        yield
+    finally:
+        for root in changed:
+            vars(root).pop("named_modules", None)
+
+
+class _Walk:
+    """``named_modules`` of one module, for whoever calls it as torch's."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+
+    def __call__(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
+        if memo is not None or prefix or not remove_duplicate:
+            slow: Iterator[tuple[str, Any]] = type(self._root).named_modules(
+                self._root, memo, prefix, remove_duplicate
+            )
+            return slow
+        return _one_by_one(self._root)
+
+
+def _one_by_one(root: Any) -> Iterator[tuple[str, Any]]:
+    """As :func:`named_modules`, for who may stop at the first one."""
+    seen: set[Any] = set()
+    waiting = [("", root)]
+    while waiting:
+        name, module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            yield name, module
+            if children := module._modules:
+                prefix = f"{name}." if name else ""
+                waiting += [(prefix + key, child) for key, child in reversed(children.items()) if child is not None]
 
 
 def innermost(module: Any) -> Any:

@@ -39,6 +39,7 @@ PATCHES: tuple[str, ...] = (
     "quantization.bitsandbytes_cpu_strides",
     "offload.bitsandbytes_int8_meta_scales",
     "quantization.bitsandbytes_int8_strides",
+    "adapters.peft_adapter_load",
     "adapters.peft_adapter_keys",
     "adapters.peft_failed_load",
     "adapters.peft_keep_dispatch",

@@ -51,8 +51,9 @@ def _load(original: Callable[..., Any], model: Any, source: Any, args: tuple[Any
     known = fitting.being_loaded()
     if not family.is_gemma4(model) or (known is not None and known.source == str(source)):
         return original(*args, **kwargs)
-    keys = _keys(source, kwargs)
-    with fitting.loading(source, keys):
+    shapes = _shapes(source, kwargs)
+    keys = tuple(shapes)
+    with fitting.loading(source, shapes):
         try:
             return original(*args, **kwargs)
         except ValueError as error:
@@ -62,13 +63,13 @@ def _load(original: Callable[..., Any], model: Any, source: Any, args: tuple[Any
             raise
 
 
-def _keys(source: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The keys of the adapter's file; none where it has no config (upstream says so) or its weights elsewhere."""
+def _shapes(source: Any, kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Keys and shapes in the adapter's file; none where it has no config (upstream says so) or no weights there."""
     folder = Path(str(source), kwargs.get("subfolder") or "")
     if Path(str(source)).is_dir():
         files = [folder / f"adapter_model.{end}" for end in ("safetensors", "bin")]
         if not (folder / "adapter_config.json").is_file() or not any(file.is_file() for file in files):
-            return ()
+            return {}
 
     def read() -> dict[str, Any]:
         from peft import PeftConfig, PeftModel
@@ -79,7 +80,7 @@ def _keys(source: Any, kwargs: dict[str, Any]) -> tuple[str, ...]:
         weights: dict[str, Any] = load_peft_weights(source, device="cpu", **hub)
         return weights
 
-    return fitting.keys_in(source, read=read, subfolder=kwargs.get("subfolder"))
+    return fitting.shapes_in(source, read=read, subfolder=kwargs.get("subfolder"))
 
 
 def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:

@@ -36,7 +36,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._adapters import rollback
+from gemma4_compat._adapters import fitting, rollback
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, walk
@@ -129,6 +129,7 @@ def forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwarg
 
 def _try_one_of_each_kind(config: Any, model: Any, adapter_name: str) -> None:
     tried: set[type] = set()
+    adapter = fitting.being_loaded()
     for name, layer in walk.named_modules(model):
         if type(layer) in tried or not hasattr(type(layer), "get_base_layer"):
             continue
@@ -138,6 +139,8 @@ def _try_one_of_each_kind(config: Any, model: Any, adapter_name: str) -> None:
         if any(value.device.type == "meta" for value in [*layer.parameters(), *layer.buffers()]):
             continue  # offloaded, or created on meta: its values are not there yet
         tried.add(type(layer))
+        for created in adapter.created if adapter is not None else ():
+            created.zero(walk.modules(layer))
         reason = _difference(layer, model.dtype)
         if reason is not None:
             raise _refusal(config, name, base, reason)

@@ -46,17 +46,18 @@ def load_adapter(
     source = peft_model_id if given is None else "given as a state dict"
     read = _reader(peft_model_id, given, kwargs)
     if given is not None:
-        keys = tuple(given)
+        shapes = fitting.shapes_of(given)
     else:
         hub = _hub(kwargs)
         folder = Path(str(peft_model_id))
         if folder.is_dir() and not (folder / (hub.get("subfolder") or "") / "adapter_config.json").is_file():
             return original(*arguments, **kwargs)  # upstream says so
-        keys = fitting.keys_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
+        shapes = fitting.shapes_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
+    keys = tuple(shapes)
     found = fitting.translate(keys, self)
     if keys and not found.names:
         raise fitting.nothing_matched(source, self, keys)
-    with fitting.loading(source, keys):
+    with fitting.loading(source, shapes):
         if found.is_identity or len(args) > 1:
             return original(*arguments, **kwargs)
         weights = read()

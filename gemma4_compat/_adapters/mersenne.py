@@ -1,0 +1,134 @@
+"""Advance torch's random numbers of the CPU without drawing them: the jump of the Mersenne Twister.
+
+Its state is linear in its bits, so that n steps are one polynomial in one step: x**n modulo the characteristic
+polynomial (Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer: Efficient jump ahead for F2-linear random number
+generators, 2008). Here polynomials over GF(2) are integers, bit i is the coefficient of x**i.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+_WORDS, _MIDDLE, _BITS, _LOWER = 624, 397, 32, 31
+_TWIST = 0x9908B0DF
+_DEGREE = _WORDS * _BITS - _LOWER
+#: Of torch's state: how many numbers are left of the words, the index of the next one, and the words (64 bits each).
+_LEFT, _NEXT, _STATE, _SIZE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS), 5056
+#: From so many numbers on a jump costs less than drawing them.
+_WORTH_IT = 8_000_000
+_CHUNK = 1 << 22
+_EVEN = bytes(sum((byte >> bit & 1) << 2 * bit for bit in range(4)) for byte in range(256))
+_ODD = bytes(sum((byte >> bit + 4 & 1) << 2 * bit for bit in range(4)) for byte in range(256))
+
+
+def advance(numbers: int) -> None:
+    """Leave torch's generator of the CPU as it is after so many 32-bit numbers were drawn from it."""
+    import torch
+
+    if numbers >= _WORTH_IT:
+        torch.set_rng_state(after(torch.get_rng_state(), numbers))
+        return
+    while numbers > 0:
+        drawn = min(numbers, _CHUNK)
+        torch.empty(drawn, dtype=torch.uint8, device="cpu").random_()  # one number each
+        numbers -= drawn
+
+
+def after(state: Any, numbers: int) -> Any:
+    """The state of ``torch.get_rng_state()`` after so many 32-bit numbers.
+
+    Raises:
+        ValueError: it is no state of the CPU's generator.
+    """
+    import numpy
+
+    if len(state) != _SIZE:
+        raise ValueError(f"a state of {len(state)} bytes is none of torch's generator of the CPU, which has {_SIZE}")
+    result = state.clone()
+    raw = result.numpy()
+    used = _WORDS + 1 - int(raw[_LEFT].view(numpy.uint32)[0]) + numbers
+    renewed = (used - 1) // _WORDS
+    used -= _WORDS * renewed
+    if renewed:
+        words = raw[_STATE].view(numpy.uint64).astype(numpy.uint32)
+        raw[_STATE] = _jumped(words, renewed).astype(numpy.uint64).view(numpy.uint8)
+    if numbers:
+        raw[_LEFT] = numpy.array([_WORDS + 1 - used], numpy.uint32).view(numpy.uint8)
+        raw[_NEXT] = numpy.array([used], numpy.uint64).view(numpy.uint8)
+    return result
+
+
+def _jumped(words: Any, renewed: int) -> Any:
+    """The words after all were renewed so many times."""
+    import numpy
+
+    # One step less, on the sequence without its first word: 31 bits of that word are no part of the state.
+    polynomial = _power(_WORDS * renewed - 1)
+    sequence = _continued(words, 1 + _DEGREE + _WORDS)[1:]
+    bits = numpy.frombuffer(polynomial.to_bytes(_DEGREE // 8 + 1, "little"), numpy.uint8)
+    chosen = numpy.flatnonzero(numpy.unpackbits(bits, bitorder="little"))
+    windows = numpy.lib.stride_tricks.sliding_window_view(sequence, _WORDS)
+    return numpy.bitwise_xor.reduce(windows[chosen], axis=0)
+
+
+def _continued(words: Any, length: int) -> Any:
+    """The sequence that begins with these words."""
+    import numpy
+
+    upper, lower, one, twist = (numpy.uint32(value) for value in (0x80000000, 0x7FFFFFFF, 1, _TWIST))
+    found = numpy.empty(length, numpy.uint32)
+    found[:_WORDS] = words
+    step = _WORDS - _MIDDLE
+    for start in range(_WORDS, length, step):
+        size = min(step, length - start)
+        first = start - _WORDS
+        mixed = (found[first : first + size] & upper) | (found[first + 1 : first + 1 + size] & lower)
+        middle = found[start - step : start - step + size]
+        found[start : start + size] = middle ^ (mixed >> one) ^ ((mixed & one) * twist)
+    return found
+
+
+@functools.lru_cache(maxsize=16)
+def _power(exponent: int) -> int:
+    """x**exponent modulo the characteristic polynomial."""
+    digits = f"{exponent:b}"
+    start = _DEGREE.bit_length() - 1  # so many binary digits make a power of a smaller degree
+    found = 1 << int(digits[:start], 2)
+    for digit in digits[start:]:
+        size = found.bit_length() // 8 + 1
+        spread = bytearray(2 * size)
+        raw = found.to_bytes(size, "little")
+        spread[0::2], spread[1::2] = raw.translate(_EVEN), raw.translate(_ODD)
+        found = int.from_bytes(spread, "little") << int(digit)  # squared
+        while high := found >> _DEGREE:
+            found &= (1 << _DEGREE) - 1
+            for term in _terms():
+                found ^= high << term
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _terms() -> tuple[int, ...]:
+    """The exponents of the characteristic polynomial below its degree (Matsumoto and Nishimura 1998, appendix A)."""
+    whole, less = 1 << _WORDS | 1 << _MIDDLE, 1 << _WORDS - 1 | 1 << _MIDDLE - 1
+    powers = [1]
+    for _ in range(_LOWER):
+        powers.append(_product(powers[-1], less))
+    found = _product(powers[_LOWER], whole)
+    for bit in range(_LOWER):
+        if _TWIST >> bit & 1:
+            found ^= _product(powers[_LOWER - 1 - bit], whole)
+    if _TWIST >> _LOWER & 1:  # the highest bit, and there is none above it
+        found ^= 1
+    return tuple(exponent for exponent in range(_DEGREE) if found >> exponent & 1)
+
+
+def _product(one: int, few: int) -> int:
+    """Of two polynomials, the second with few terms."""
+    found = 0
+    while few:
+        lowest = few & -few
+        found ^= one * lowest
+        few ^= lowest
+    return found
