@@ -82,6 +82,9 @@ def _wait_for_threads() -> None:
 #: The models that forks find loaded: from which command on, how they are quantized, and how many. Those that are
 #: quantized take a second, which a few reproductions do not take themselves.
 PRELOADED = ((1, None, 2), (8, "4bit", 2), (8, "8bit", 2), (8, "4bit-double", 2))
+#: Of which models forks find the outputs, and from which command on. The first of a process also take longer than
+#: others, so there is something in it for every fork that runs a model.
+PREPARED = ((2, None), (8, "4bit"), (8, "8bit"), (8, "4bit-double"))
 
 
 class Server:
@@ -125,9 +128,13 @@ class Server:
         number, _, command = line.partition(" ")
         if command.partition(" ")[0] != "build":
             self._asked += 1
+            workspace = Workspace(self._folder)
             for first, quantization, count in PRELOADED:
                 if first == self._asked:  # after the collector's freeze: forks can free these models
-                    Workspace(self._folder).preload(quantization, count)
+                    workspace.preload(quantization, count)
+            for first, quantization in PREPARED:
+                if first == self._asked:
+                    workspace.prepare(quantization)
             _wait_for_threads()
         output = children.text_file()
         reader, writer = os.pipe()
