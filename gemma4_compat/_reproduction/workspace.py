@@ -195,8 +195,10 @@ class Workspace:
         """Where a map offloads to: the CPU if there is a GPU, else the disk."""
         return "disk" if self.main == "cpu" else "cpu"
 
-    def load(self, quantization: str | None = None) -> Any:
-        """The base model on the main device, in eval mode."""
+    def load(self, quantization: str | None = None, *, towers: bool = False) -> Any:
+        """The base model on the main device, in eval mode; see :func:`tiny.load` for ``towers``."""
+        if towers and tiny.plain_towers(tiny_models.class_name(self.checkpoint).startswith("Gemma4Unified")):
+            return tiny.load(self.checkpoint, quantization, device=self.main, towers=True)
         ready = _preloaded.get((self.checkpoint, quantization))
         return ready.pop() if ready else tiny.load(self.checkpoint, quantization, device=self.main)
 

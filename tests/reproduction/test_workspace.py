@@ -109,6 +109,22 @@ def test_a_preloaded_model_is_for_one_load_of_its_quantization(
     assert [workspace.load(), workspace.load("8bit")] == [9, 10]
 
 
+@pytest.mark.parametrize(
+    ("transformers", "kind", "own"),
+    [("5.12.1", "gemma4", True), ("5.13.0", "gemma4", False), ("5.13.0", "gemma4_unified", True)],
+)
+def test_a_model_with_quantized_towers_is_a_preloaded_one_where_all_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transformers: str, kind: str, own: bool
+) -> None:
+    monkeypatch.setattr(pytest.importorskip("transformers"), "__version__", transformers)
+    monkeypatch.setattr(tiny, "load", lambda *_, towers=False, **__: f"{towers=}")
+    workspace = Workspace(tmp_path)
+    workspace.checkpoint.mkdir()
+    (workspace.checkpoint / "config.json").write_text(json.dumps({"model_type": kind}))
+    workspace.preload("8bit")
+    assert workspace.load("8bit", towers=True) == f"towers={own}"
+
+
 def test_a_prepared_reference_is_that_of_a_model_as_it_was_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
