@@ -40,6 +40,7 @@ def serve(folder: Path) -> None:
     """Answer until standard input ends."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output goes to standard error
+    gc.disable()  # an import leaves little garbage, and takes a sixth longer with the collector looking for it
 
     import accelerate  # noqa: F401
     import bitsandbytes  # noqa: F401
@@ -70,6 +71,7 @@ def _share() -> None:
     gc.collect()
     gc.set_threshold(20_000, 20, 50)  # a tiny model is loaded and run without a look at all of its objects
     gc.freeze()  # a fork's collector need not look at the libraries' objects, and so copies no page of them
+    gc.enable()
 
 
 def _wait_for_threads() -> None:
@@ -82,6 +84,9 @@ def _wait_for_threads() -> None:
 #: The models that forks find loaded: from which command on, how they are quantized, and how many. Those that are
 #: quantized take a second, which a few reproductions do not take themselves.
 PRELOADED = ((1, None, 2), (8, "4bit", 2), (8, "8bit", 2), (8, "4bit-double", 2))
+#: Of which models forks find the outputs, and from which command on. The first that a process computes take longer
+#: than others, so every fork that runs a model gains. Too few ask for those with nested quantization.
+PREPARED = ((2, None), (8, "4bit"), (8, "8bit"))
 
 
 class Server:
@@ -125,9 +130,13 @@ class Server:
         number, _, command = line.partition(" ")
         if command.partition(" ")[0] != "build":
             self._asked += 1
+            workspace = Workspace(self._folder)
             for first, quantization, count in PRELOADED:
                 if first == self._asked:  # after the collector's freeze: forks can free these models
-                    Workspace(self._folder).preload(quantization, count)
+                    workspace.preload(quantization, count)
+            for first, quantization in PREPARED:
+                if first == self._asked:
+                    workspace.prepare(quantization)
             _wait_for_threads()
         output = children.text_file()
         reader, writer = os.pipe()

@@ -118,9 +118,9 @@ def compare_quantized_tower(workspace: Workspace, quantization: str, modality: s
     other = dict(batch, pixel_values=1 - batch["pixel_values"])
     if modality == "audio":
         other["input_features"] = -batch["input_features"]
-    model = tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True)
+    model = workspace.load(quantization, towers=True)
     found, another = features(model, batch, modality), features(model, other, modality)
-    plain = tiny.dequantize(tiny.load(workspace.checkpoint, quantization, device=workspace.main, towers=True))
+    plain = tiny.dequantize(workspace.load(quantization, towers=True))
     return relative(found, features(plain, batch, modality)), relative(another, found)
 
 

@@ -85,14 +85,9 @@ def quantization_config(
     if quantization is None:
         return None
     import torch
-    import transformers
     from transformers import BitsAndBytesConfig
 
-    skip = ["lm_head", *(skip_modules or [])]
-    if not towers and unified:
-        skip += ["model.embed_vision", "model.embed_audio"]
-    elif not towers and versions.admits("<5.13", transformers.__version__):
-        skip += ["model.vision_tower", "model.audio_tower"]
+    skip = ["lm_head", *(skip_modules or []), *([] if towers else plain_towers(unified))]
     if quantization == "8bit":
         return BitsAndBytesConfig(
             load_in_8bit=True, llm_int8_enable_fp32_cpu_offload=cpu_offload, llm_int8_skip_modules=skip
@@ -107,6 +102,16 @@ def quantization_config(
         llm_int8_enable_fp32_cpu_offload=cpu_offload,
         llm_int8_skip_modules=skip,
     )
+
+
+def plain_towers(unified: bool = False) -> list[str]:
+    """What :func:`quantization_config` leaves in bf16 unless told to quantize ``towers``."""
+    import transformers
+
+    if unified:
+        return ["model.embed_vision", "model.embed_audio"]
+    older = versions.admits("<5.13", transformers.__version__)
+    return ["model.vision_tower", "model.audio_tower"] if older else []
 
 
 def device_map(model: Any, offload: str, *, main: Any, offloaded: Any) -> dict[str, Any]:

@@ -25,6 +25,8 @@ ADAPTERS = ("language", "towers", "all")
 NEW_TOKENS = 6
 #: Models that nobody has used yet, by checkpoint and quantization.
 _preloaded: dict[tuple[Path, str | None], list[Any]] = {}
+#: What :meth:`Workspace.reference` gives, by the same.
+_references: dict[tuple[Path, str | None], Outputs] = {}
 
 
 @dataclass(frozen=True)
@@ -193,8 +195,10 @@ class Workspace:
         """Where a map offloads to: the CPU if there is a GPU, else the disk."""
         return "disk" if self.main == "cpu" else "cpu"
 
-    def load(self, quantization: str | None = None) -> Any:
-        """The base model on the main device, in eval mode."""
+    def load(self, quantization: str | None = None, *, towers: bool = False) -> Any:
+        """The base model on the main device, in eval mode; see :func:`tiny.load` for ``towers``."""
+        if towers and tiny.plain_towers(tiny_models.class_name(self.checkpoint).startswith("Gemma4Unified")):
+            return tiny.load(self.checkpoint, quantization, device=self.main, towers=True)
         ready = _preloaded.get((self.checkpoint, quantization))
         return ready.pop() if ready else tiny.load(self.checkpoint, quantization, device=self.main)
 
@@ -213,9 +217,25 @@ class Workspace:
             while len(ready) < count:
                 ready.append(tiny.load(self.checkpoint, quantization, device=self.main))
 
+    def reference(self, quantization: str | None = None) -> Outputs:
+        """The outputs of a model of :meth:`load` that is as it was loaded; those of :meth:`prepare`, if it ran."""
+        ready = _references.get((self.checkpoint, quantization))
+        return ready or self.outputs(self.load(quantization))
+
+    def prepare(self, quantization: str | None = None) -> None:
+        """Compute what :meth:`reference` gives, for this process and its forks; otherwise like :meth:`preload`."""
+        if not self.checkpoint.is_dir():
+            return
+        import torch
+
+        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]):
+            model = tiny.load(self.checkpoint, quantization, device=self.main)
+            _references[self.checkpoint, quantization] = self.outputs(model)
+
     def forget(self) -> None:
-        """Load what :meth:`preload` has loaded once more."""
+        """Load and compute what :meth:`preload` and :meth:`prepare` have once more."""
         _preloaded.clear()
+        _references.clear()
 
     def load_text(self) -> Any:
         """The language model of :meth:`load` as a ``Gemma4ForCausalLM`` (or the 12B's class), from a checkpoint of its

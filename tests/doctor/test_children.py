@@ -128,7 +128,7 @@ def test_no_fork_while_threads_of_a_load_run() -> None:
 
 
 LOOKS = """
-import os, sys, threading
+import gc, os, sys, threading
 from pathlib import Path
 from gemma4_compat import _shim
 from gemma4_compat._doctor import child, server
@@ -142,18 +142,24 @@ def answer(command, folder):
     if command == "reverted":
         workspace.forget()
     workspace.load("4bit" if command == "quantized" else None)
+    runs, outputs = [], Workspace.outputs
+    Workspace.outputs = lambda *args: runs.append(args) or outputs(*args)
+    workspace.reference("4bit" if command == "quantized" else None)
     for thread in threading.enumerate():
         if thread is not threading.current_thread():
             thread.join(5)  # those of the load itself end; one that shows its progress would not
     known = {target.module for patch in _shim.engine.patches() for target in patch.targets}
     return {
         "loads": len(loads),
+        "runs": len(runs),
+        "collects": gc.isenabled(),
         "threads": len(os.listdir("/proc/self/task")),
         "late": sorted(name for name in known - set(sys.modules) if not hooks.is_absent(name)),
     }
 
 child.answer = answer
 server.PRELOADED = ((1, None, 1), (4, "4bit", 1))
+server.PREPARED = ((1, None), (4, "4bit"))
 server.serve(Path(sys.argv[1]))
 """
 
@@ -178,5 +184,8 @@ def test_a_fork_finds_imported_and_loaded_what_it_needs(workspace: Any, disabled
     process.stdin.close()
     assert process.wait(60) == 0
     process.stdout.close()
-    # The third one's model must not be what was loaded with the shim.
-    assert found == {number: {"loads": number == "2", "threads": 1, "late": []} for number in "0123"}
+    # The third one's model must not be what was loaded with the shim, nor its reference what was computed with it.
+    assert found == {
+        number: {"loads": 2 * own, "runs": int(own), "collects": True, "threads": 1, "late": []}
+        for number, own in zip("0123", (False, False, True, False))
+    }

@@ -109,6 +109,67 @@ def test_a_preloaded_model_is_for_one_load_of_its_quantization(
     assert [workspace.load(), workspace.load("8bit")] == [9, 10]
 
 
+@pytest.mark.parametrize(
+    ("transformers", "kind", "own"),
+    [("5.12.1", "gemma4", True), ("5.13.0", "gemma4", False), ("5.13.0", "gemma4_unified", True)],
+)
+def test_a_model_with_quantized_towers_is_a_preloaded_one_where_all_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transformers: str, kind: str, own: bool
+) -> None:
+    monkeypatch.setattr(pytest.importorskip("transformers"), "__version__", transformers)
+    monkeypatch.setattr(tiny, "load", lambda *_, towers=False, **__: f"{towers=}")
+    workspace = Workspace(tmp_path)
+    workspace.checkpoint.mkdir()
+    (workspace.checkpoint / "config.json").write_text(json.dumps({"model_type": kind}))
+    workspace.preload("8bit")
+    assert workspace.load("8bit", towers=True) == f"towers={own}"
+
+
+def test_a_prepared_reference_is_that_of_a_model_as_it_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    models: list[str] = []
+
+    def load(checkpoint: Path, quantization: str | None = None, **_: object) -> str:
+        torch.rand(1)
+        models.append(f"{quantization} {len(models)}")
+        return models[-1]
+
+    monkeypatch.setattr(tiny, "load", load)
+    monkeypatch.setattr(Workspace, "outputs", lambda _, model: f"outputs of {model}")
+    workspace = Workspace(tmp_path)
+    workspace.prepare()
+    assert models == []  # no checkpoint yet
+    workspace.checkpoint.mkdir()
+    assert [workspace.reference("8bit"), workspace.reference("8bit")] == ["outputs of 8bit 0", "outputs of 8bit 1"]
+    dice = torch.get_rng_state()
+    workspace.preload()
+    workspace.prepare()
+    assert torch.equal(torch.get_rng_state(), dice)
+    assert [workspace.reference(), workspace.reference()] == ["outputs of None 3"] * 2
+    assert workspace.load() == "None 2", "the reference's model is not one that nobody has used yet"
+    workspace.forget()
+    assert workspace.reference() == "outputs of None 4"
+
+
+def test_outputs_that_cannot_be_prepared_are_left_to_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+
+    def outputs(workspace: Workspace, model: object) -> None:
+        raise ValueError(f"{model} does not run")
+
+    monkeypatch.setattr(tiny, "load", lambda _, quantization, **__: quantization)
+    monkeypatch.setattr(Workspace, "outputs", outputs)
+    workspace = Workspace(tmp_path)
+    workspace.checkpoint.mkdir()
+    workspace.prepare("4bit")
+    with pytest.raises(ValueError, match="4bit does not run"):
+        workspace.reference("4bit")
+
+
 def test_a_model_that_cannot_be_preloaded_is_left_to_its_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
 

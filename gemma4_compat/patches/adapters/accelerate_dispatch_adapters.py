@@ -54,14 +54,15 @@ def reproduce(workspace: Workspace) -> Outcome:
         # Not the linears of the towers, which are another patch's business.
         return tiny_adapters.write_adapter(workspace.load(), r".*language_model\.(embed_tokens|.*\.up_proj)", folder)
 
-    reference = workspace.outputs(with_adapter().eval())
+    reference = workspace.outputs(with_adapter().eval(), text_only=True)
     model = with_adapter().eval()
     entries = ("model.language_model.embed_tokens", "model.language_model.layers.0")
     workspace.dispatch_map(model.get_base_model(), {"": workspace.main, **dict.fromkeys(entries, workspace.offloaded)})
     lost = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.is_meta]
     if lost:
         return Outcome(True, f"{len(lost)} adapter weights are on meta and get no gradient, {lost[0]} among them")
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "dispatched with an adapter")
+    found = difference(reference, workspace.outputs(model, text_only=True))
+    return Outcome.of_parity(found, "dispatched with an adapter")
 
 
 PATCH = Patch(

@@ -90,7 +90,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     trained.save_pretrained(folder)
     again = PeftModel.from_pretrained(workspace.load(), folder)
     moved = difference(workspace.outputs(trained), workspace.outputs(again.eval()))
-    changed = difference(workspace.outputs(workspace.load("4bit")), workspace.outputs(quantized))
+    changed = difference(workspace.reference("4bit"), workspace.outputs(quantized))
     if moved == 0.0 and changed == 0.0:
         return Outcome(False, "pissa_niter_4 is loaded as it was saved, and olora leaves a 4-bit base as it is")
     return Outcome(

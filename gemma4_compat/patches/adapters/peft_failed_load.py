@@ -62,7 +62,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = []
     for base in (workspace.load(), workspace.split()):
-        reference = workspace.outputs(workspace.load())
+        reference = workspace.reference()
         try:
             PeftModel.from_pretrained(base, workspace.mismatched_adapter())
         except RuntimeError as error:

@@ -91,10 +91,10 @@ def _merged(workspace: Workspace, adapter: Path, *offloaded: str) -> list[Output
         placement = {"": workspace.main} | {f"base_model.model.{name}": workspace.offloaded for name in offloaded}
         model = workspace.dispatch_map(model, placement)
     model.merge_adapter()
-    found = [workspace.outputs(model)]
+    found = [workspace.outputs(model, text_only=True)]
     with model.disable_adapter():
-        found.append(workspace.outputs(model))
-    return [*found, workspace.outputs(model)]
+        found.append(workspace.outputs(model, text_only=True))
+    return [*found, workspace.outputs(model, text_only=True)]
 
 
 _MODULE = "peft.tuners.tuners_utils"

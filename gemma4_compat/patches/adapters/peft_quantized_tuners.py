@@ -215,7 +215,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     references: dict[str, Any] = {}
     for quantization, config in works:
         bases[quantization] = workspace.load(quantization)
-        references[quantization] = workspace.outputs(bases[quantization])
+        references[quantization] = workspace.reference(quantization)
         model = get_peft_model(workspace.load(quantization), config)
         found.append(difference(references[quantization], workspace.outputs(model.eval())))
     cannot = (

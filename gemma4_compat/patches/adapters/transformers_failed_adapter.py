@@ -74,7 +74,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = []
     for base in (workspace.load(), workspace.split()):
-        reference = workspace.outputs(workspace.load())
+        reference = workspace.reference()
         try:
             base.load_adapter(str(workspace.mismatched_adapter()))
         except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together

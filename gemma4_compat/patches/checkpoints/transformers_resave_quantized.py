@@ -56,7 +56,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             folder = Path(tempfile.mkdtemp(prefix="saved-", dir=workspace.folder))
             model.save_pretrained(folder)
             model = tiny.load(folder, device=workspace.main)
-        found.append(difference(workspace.outputs(workspace.load(quantization)), workspace.outputs(model)))
+        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models saved, loaded, saved and loaded")
 
 

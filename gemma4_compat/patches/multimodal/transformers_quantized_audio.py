@@ -44,7 +44,6 @@ def attention(original: Callable[..., Any], self: Any, hidden_states: Any, *args
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.scenarios import compare_quantized_tower, features
 
     workspace.needs("audio_tower")
@@ -54,7 +53,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     error, contrast = compare_quantized_tower(workspace, measured, "audio")
     if not error < BOUND or contrast < BOUND:
         return Outcome(True, f"sound features are off by {error:.2g} of their size")
-    features(tiny.load(workspace.checkpoint, other, device=workspace.main, towers=True), workspace.inputs(), "audio")
+    features(workspace.load(other, towers=True), workspace.inputs(), "audio")
     return Outcome(False, f"sound features in {measured} are those of the dequantized weights, to {error:.2g}")
 
 

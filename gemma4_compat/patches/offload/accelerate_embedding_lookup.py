@@ -100,7 +100,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     workspace.needs("per_layer_embeddings")
     name = "model.language_model.embed_tokens_per_layer"
-    reference = workspace.outputs(workspace.load())
+    reference = workspace.reference()
     placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded=workspace.offloaded)
     model = workspace.dispatch_map(workspace.load(), {**placement, name: workspace.offloaded})
     found = difference(reference, workspace.outputs(model))

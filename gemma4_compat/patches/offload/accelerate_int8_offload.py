@@ -118,7 +118,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     reference, model = workspace.load("8bit"), workspace.load("8bit")
     for parameter in model.parameters():
         vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
-    found = difference(workspace.outputs(reference), workspace.outputs(workspace.dispatch(model)))
+    found = difference(workspace.reference("8bit"), workspace.outputs(workspace.dispatch(model)))
     if not torch.equal(_gradient(workspace, reference), _gradient(workspace, model)):
         found = math.inf
     return Outcome.of_parity(found, "8-bit layers offloaded, gradients through them")

@@ -60,11 +60,11 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = []
     for quantization in (None, "4bit-double"):
-        reference, model = workspace.load(quantization), workspace.load(quantization)
+        model = workspace.load(quantization)
         for parameter in model.parameters():
             vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
         model = workspace.dispatch(model)
-        found.append(difference(workspace.outputs(reference), workspace.outputs(model)))
+        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
         layer = model.model.language_model.layers[0]
         missing: list[str] = []
 

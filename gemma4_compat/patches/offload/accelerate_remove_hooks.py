@@ -77,7 +77,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.outputs(workspace.load())
+    reference = workspace.reference()
     device_map = tiny.device_map(workspace.load(), "both", main=workspace.main, offloaded="disk")
     folder = tempfile.mkdtemp(dir=workspace.folder)
     model = tiny.load(workspace.checkpoint, device_map=device_map, offload_folder=folder)

@@ -85,7 +85,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.outputs(workspace.load("8bit"))
+    reference = workspace.reference("8bit")
     model = workspace.load("8bit")
     for parameter in model.parameters():
         vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first

@@ -95,7 +95,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = []
     for quantization in ("4bit-double", "4bit"):
-        reference = workspace.outputs(workspace.load(quantization))
+        reference = workspace.reference(quantization)
         model = workspace.load(quantization)
         for parameter in model.parameters():
             vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first

@@ -53,13 +53,13 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference, model = workspace.load(), workspace.load()
+    model = workspace.load()
     placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
     # Which of them comes first differs between releases.
     placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
     model = workspace.dispatch_map(model, placement)
     batch = {name: value.to(model.device) for name, value in workspace.inputs().items()}
-    expected = workspace.outputs(reference)
+    expected = workspace.reference()
     with torch.no_grad():
         model.generate(**batch, max_new_tokens=2, do_sample=False)
     return Outcome.of_parity(difference(expected, workspace.outputs(model)), f"inputs moved to {model.device}")

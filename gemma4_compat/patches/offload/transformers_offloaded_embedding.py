@@ -75,7 +75,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.outputs(workspace.load())
+    reference = workspace.reference()
     model = workspace.load()
     placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
     placement["model.language_model.embed_tokens"] = placement["lm_head"] = workspace.offloaded

@@ -49,14 +49,14 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference, model = workspace.load(), workspace.load()
+    model = workspace.load()
     entries = tiny.device_map(model, "towers", main=workspace.main, offloaded="disk")
     model = workspace.dispatch_map(model, dict(sorted(entries.items(), key=lambda entry: entry[1] != "disk")))
     made = pipeline("text-generation", model=model, tokenizer=_tokenizer())
     if made.device.type != torch.device(workspace.main).type:
         return Outcome(True, f"the tensors go to {made.device}, the model computes on {workspace.main}")
     return Outcome.of_parity(
-        difference(workspace.outputs(reference), workspace.outputs(made.model)), f"a pipeline on {made.device}"
+        difference(workspace.reference(), workspace.outputs(made.model)), f"a pipeline on {made.device}"
     )
 
 

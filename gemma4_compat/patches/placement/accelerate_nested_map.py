@@ -142,7 +142,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.outputs(workspace.load())
+    reference = workspace.reference()
     names = [f"model.{name}" for name in tiny.towers(workspace.load())]
     inside = {"model.vision_tower": "encoder", "model.embed_vision": "multimodal_embedder"}[names[0]]
     placement = {"": workspace.main, **dict.fromkeys(names, "disk"), f"{names[0]}.{inside}": workspace.main}

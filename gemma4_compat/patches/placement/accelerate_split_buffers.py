@@ -55,7 +55,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
     model = workspace.load()
-    reference = workspace.outputs(model)
+    reference = workspace.reference()
     layer = type(model.model.language_model.layers[0]).__name__
     whole = [name for name in model._no_split_modules if name != layer]
     room = sum(weight.numel() * weight.element_size() for weight in model.parameters()) // 2

@@ -73,14 +73,15 @@ def reproduce(workspace: Workspace) -> Outcome:
         model.resize_token_embeddings(model.config.get_text_config().vocab_size + 44, mean_resizing=False)
         return model
 
-    reference = workspace.outputs(resized(workspace.load()))
+    reference = workspace.outputs(resized(workspace.load()), text_only=True)
     model = workspace.load()
     for parameter in model.parameters():
         vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
     placement = tiny.device_map(model, "none", main=workspace.main, offloaded=workspace.offloaded)
     placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
     model = workspace.dispatch_map(model, placement)
-    return Outcome.of_parity(difference(reference, workspace.outputs(resized(model))), "44 tokens added")
+    found = difference(reference, workspace.outputs(resized(model), text_only=True))
+    return Outcome.of_parity(found, "44 tokens added")
 
 
 PATCH = Patch(

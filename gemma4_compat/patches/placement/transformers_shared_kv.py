@@ -53,7 +53,7 @@ def _gemma4(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.outputs(workspace.load())
+    reference = workspace.reference()
     model = workspace.load()
     placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
     model = dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder))

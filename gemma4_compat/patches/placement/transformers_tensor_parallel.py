@@ -48,7 +48,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     workspace.needs("per_layer_embeddings")
     if not torch.distributed.is_available():
         return Outcome(False, "this torch has no distributed package", applicable=False)
-    reference = workspace.outputs(tiny.load(workspace.checkpoint, device=workspace.main))
+    reference = workspace.reference()
     with _one_process():
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda" if workspace.main != "cpu" else "cpu", (1,))
         model = tiny.load(workspace.checkpoint, device=workspace.main)

@@ -137,7 +137,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    reference = workspace.outputs(workspace.load())
+    reference = workspace.reference()
     found = []
     for offloaded in ("lm_head", "model.language_model.embed_tokens"):
         placement = tiny.device_map(workspace.load(), "none", main=workspace.main, offloaded="disk")

@@ -183,12 +183,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     found = []
     for quantization in ("4bit-double", "8bit"):
-        reference = workspace.load(quantization)
-        placement = tiny.device_map(reference, "layers", main=workspace.main, offloaded=workspace.offloaded)
+        whole = workspace.load(quantization)
+        placement = tiny.device_map(whole, "layers", main=workspace.main, offloaded=workspace.offloaded)
         with opt_in.OFFLOADED.enabled():
             folder = tempfile.mkdtemp(dir=workspace.folder)
             model = tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
-        found.append(difference(workspace.outputs(reference), workspace.outputs(model)))
+        found.append(difference(workspace.reference(quantization), workspace.outputs(model)))
     return Outcome.of_parity(max(found), "4-bit and 8-bit decoder layers offloaded by a device map")
 
 

@@ -90,7 +90,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             device_map={"": workspace.main},
             quantization_config=settings,
         )
-        found.append(difference(workspace.outputs(reference), workspace.outputs(model.eval())))
+        found.append(difference(workspace.reference(quantization), workspace.outputs(model.eval())))
     return Outcome.of_parity(max(found), "4-bit and 8-bit models that skip lm_head by name")
 
 

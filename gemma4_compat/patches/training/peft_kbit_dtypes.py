@@ -104,14 +104,14 @@ def reproduce(workspace: Workspace) -> Outcome:
             ("embedding", inner.embed_tokens) if per_layer is None else ("per-layer embedding", per_layer)
         )
         before = sum(weight.nbytes for weight in model.parameters())
-        reference = workspace.outputs(model)
+        reference = workspace.outputs(model, text_only=True)
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         after = sum(weight.nbytes for weight in model.parameters())
         if embedding.weight.dtype != torch.bfloat16:
             return Outcome(
                 True, f"the {kind} is {embedding.weight.dtype}; the model has {after / before:.1f} its bytes"
             )
-        found.append(difference(reference, workspace.outputs(model)))
+        found.append(difference(reference, workspace.outputs(model, text_only=True)))
     return Outcome.of_parity(max(found), "prepared 4-bit models, one of them split")
 
 

@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         for (name, one), (_, other) in zip(right.named_buffers(), found.named_buffers(), strict=True)
     ]
     lost = [name for name, one, other in pairs if not torch.equal(one, other)]
-    parity = difference(workspace.outputs(right), workspace.outputs(found))
+    parity = difference(workspace.reference(), workspace.outputs(found))
     detail = f"{len(lost)} of {len(pairs)} buffers are not those of the checkpoint; logits differ by {parity:.3g}"
     return Outcome(bool(lost) or parity > 0, detail, parity)
 
