@@ -40,7 +40,6 @@ def serve(folder: Path) -> None:
     """Answer until standard input ends."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output goes to standard error
-    gc.disable()  # an import leaves little garbage, and takes a sixth longer with the collector looking for it
 
     import accelerate  # noqa: F401
     import bitsandbytes  # noqa: F401
@@ -71,7 +70,6 @@ def _share() -> None:
     gc.collect()
     gc.set_threshold(20_000, 20, 50)  # a tiny model is loaded and run without a look at all of its objects
     gc.freeze()  # a fork's collector need not look at the libraries' objects, and so copies no page of them
-    gc.enable()
 
 
 def _wait_for_threads() -> None:
