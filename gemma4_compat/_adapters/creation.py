@@ -34,7 +34,7 @@ class Creation:
         names: of the modules for which the file has both weights, with the rank, the inputs and the outputs.
         current: the module that gets its layer now, None where nothing is known of it.
         config: that of the adapter.
-        made: those of ``names`` whose weights were created without values.
+        made: the layers of those of ``names`` whose weights were created without values.
         is_read: the file was read; weights have values from then on.
     """
 
@@ -43,7 +43,7 @@ class Creation:
     current: str | None = None
     config: Any = None
     is_read: bool = False
-    made: set[Any] = field(default_factory=set)
+    made: dict[str, Any] = field(default_factory=dict)
     _usual: dict[type, bool] = field(default_factory=dict)
     _count: int = 0
     _drawn: list[tuple[Any, list[Any]]] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Creation:
             adapter in there or any(value.device.type == "meta" for value in there.parameters()) for there in others
         )
 
-    def linear(self, inputs: int, outputs: int, device: Any, dtype: Any) -> Any:
+    def linear(self, inputs: int, outputs: int, device: Any, dtype: Any, *, trained: bool = True) -> Any:
         """An ``nn.Linear`` without a bias, its weight without values."""
         import torch
 
@@ -79,7 +79,7 @@ class Creation:
         torch.nn.Module.__init__(made)
         made.in_features, made.out_features = inputs, outputs
         vars(made)["_parameters"]["weight"] = torch.nn.Parameter(
-            torch.empty((outputs, inputs), device=device, dtype=dtype)
+            torch.empty((outputs, inputs), device=device, dtype=dtype), requires_grad=trained
         )
         vars(made)["_parameters"]["bias"] = None
         return made

@@ -34,20 +34,22 @@ def _load(model: Any, weights: Mapping[str, Any]) -> Any:
             above.add(owner)
             owner = owner[:-1].rpartition(".")[0] + "."
     modules = _all(model)
+    kinds: dict[type, bool] = {}
     known = dict(modules)
     for owner, here in owned.items():
         module = known.get(owner)
         if module is None or not all(_is_own(module, key[len(owner) :], value) for key, value in here.items()):
             return None
+    special = {prefix for prefix, module in modules if not _is_plain(module, kinds)}
     for prefix, module in modules:
-        if module._load_state_dict_post_hooks or (not _is_plain(module) and (module._modules or prefix in above)):
+        if module._load_state_dict_post_hooks or (prefix in special and (module._modules or prefix in above)):
             return None
     missing: list[str] = []
     unexpected: list[str] = []
     errors: list[str] = []
     for prefix, module in modules:
         here = owned.get(prefix, {})
-        if here or not _is_plain(module):
+        if here or prefix in special:
             module._load_from_state_dict(here, prefix, {}, True, missing, unexpected, errors)
         else:
             left_out = module._non_persistent_buffers_set
@@ -75,13 +77,12 @@ def _is_own(module: Any, name: str, value: Any) -> bool:
     return own is not None and getattr(value, "shape", None) == own.shape
 
 
-def _is_plain(module: Any) -> bool:
-    """Whether the module loads as ``nn.Module`` does."""
+def _is_plain(module: Any, kinds: dict[type, bool]) -> bool:
+    """Whether the module loads as ``nn.Module`` does; ``kinds`` has what is known of the classes."""
     import torch
 
     kind, plain = type(module), torch.nn.Module
-    return (
-        kind._load_from_state_dict is plain._load_from_state_dict
-        and not module._load_state_dict_pre_hooks
-        and kind.set_extra_state is plain.set_extra_state
-    )
+    if kind not in kinds:
+        own = kind._load_from_state_dict is not plain._load_from_state_dict
+        kinds[kind] = not own and kind.set_extra_state is plain.set_extra_state
+    return kinds[kind] and not module._load_state_dict_pre_hooks

@@ -124,18 +124,23 @@ def _update_ordinary(created: creation.Creation, layer: Any, name: str, r: int, 
     layer.lora_dropout[name] = torch.nn.Dropout(p=dropout) if dropout > 0.0 else torch.nn.Identity()
     known = _place(layer)
     place, kind = known or (torch.device("cpu"), torch.float32)
-    first = created.linear(layer.in_features, r, place, kind)
-    second = created.linear(r, layer.out_features, place, kind)
+    active = layer.active_adapters
+    trained = name in active and not config.inference_mode
+    first = created.linear(layer.in_features, r, place, kind, trained=trained)
+    second = created.linear(r, layer.out_features, place, kind, trained=trained)
     layer.lora_A[name], layer.lora_B[name] = first, second
     created.count(first, second)
-    created.made.add(created.current)
+    created.made[str(created.current)] = layer
     layer.lora_bias[name] = config.lora_bias
     layer.scaling[name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
     layer.use_rslora[name] = config.use_rslora
     layer.use_dora[name] = config.use_dora
     if not known:  # upstream finds the place, and for a layer that is offloaded a repair of it
         layer._move_adapter_to_device_of_base_layer(name)
-    layer.set_adapter(layer.active_adapters, inference_mode=config.inference_mode)
+    if len(layer.lora_A) == 1:
+        layer._active_adapter = active
+    else:
+        layer.set_adapter(active, inference_mode=config.inference_mode)
 
 
 def _place(layer: Any) -> tuple[Any, Any] | None:
@@ -188,8 +193,13 @@ def cast_adapter_dtype(
             for module in created.layers:
                 if _is_low(module.weight.dtype):  # there is no value to convert
                     module.weight.data = torch.empty_like(module.weight.data, dtype=torch.float32)
+    made = {layer for created in adapter.created if created.adapter == adapter_name for layer in created.made.values()}
     for layer in _tuner_layers(model):
-        if any(_is_low(value.dtype) for value in _values(layer, adapter_name)):
+        if layer in made and not layer.base_layer._modules:
+            values = iter((layer.lora_A[adapter_name].weight, layer.lora_B[adapter_name].weight))
+        else:
+            values = _values(layer, adapter_name)
+        if any(_is_low(value.dtype) for value in values):
             original(layer, adapter_name, autocast_adapter_dtype)
 
 
