@@ -32,9 +32,6 @@ def update_layer(original: Callable[..., Any], self: Any, adapter_name: str, *ar
 
 
 def cast_adapter_dtype(original: Callable[..., Any], model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-    configs = getattr(model, "peft_config", None)
-    if isinstance(configs, dict) and type(configs.get(adapter_name)).__name__ == "LoraConfig":
-        return original(model, adapter_name, *args, **kwargs)  # it has no ranks
     frozen = [
         module._parameters
         for module in walk.modules(model)

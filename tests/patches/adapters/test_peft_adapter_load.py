@@ -179,6 +179,7 @@ def test_weights_that_the_file_lacks_are_drawn_as_ever(
         {"modules_to_save": ["lm_head"]},
         {"exclude_modules": ["o_proj"]},
         {"layers_to_transform": [0, 2]},
+        {"target_modules": ["embed_tokens", "o_proj"]},
         {"inference_mode": False},
     ],
     ids=str,
