@@ -7,12 +7,14 @@ device is said to be one on which PyTorch takes cuDNN.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._models import unseen_keys
-from gemma4_compat._models.flash import WIDEST
-
+#: The repair, told what device this is where it is loaded: a script of upstream's calls alone has none.
+REPAIR = "gemma4_compat._models.unseen_keys"
+#: The widest head that cuDNN's attention takes.
+WIDEST = 256
 #: Tokens of a row: NaN was seen at this length.
 LENGTH = 64
 PADDED = 20
@@ -61,7 +63,8 @@ def kernel(device: Any) -> Iterator[str]:
     if gives_nan(device):
         yield "cuDNN"
         return
-    kept, known = torch.nn.functional.scaled_dot_product_attention, unseen_keys.takes_cudnn
+    kept, repair = torch.nn.functional.scaled_dot_product_attention, sys.modules.get(REPAIR)
+    known = getattr(repair, "takes_cudnn", None)
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
         taken = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= WIDEST
@@ -73,9 +76,11 @@ def kernel(device: Any) -> Iterator[str]:
         return kept(query, key, value, attn_mask=attn_mask, **options)
 
     torch.nn.functional.scaled_dot_product_attention = attention
-    unseen_keys.takes_cudnn = lambda device: True
+    if repair is not None:
+        vars(repair)["takes_cudnn"] = lambda device: True
     try:
         yield "a stand-in for cuDNN"
     finally:
         torch.nn.functional.scaled_dot_product_attention = kept
-        unseen_keys.takes_cudnn = known
+        if repair is not None:
+            vars(repair)["takes_cudnn"] = known
