@@ -1,7 +1,7 @@
 """The modules of a model, as ``nn.Module.named_modules`` gives them, without its nested generators.
 
 That one hands each module up through all its ancestors; with an adapter a Gemma 4 has thousands, eight deep. Imports
-nothing upstream.
+nothing upstream at module level.
 """
 
 from __future__ import annotations
@@ -15,19 +15,7 @@ _WRAPPED = ("base_layer", "original_module", "token_adapter")  # children of PEF
 
 def named_modules(root: Any) -> list[tuple[str, Any]]:
     """Name and module, each module once, a module before what is in it; ``root`` comes first and has no name."""
-    found: list[tuple[str, Any]] = []
-    seen: set[Any] = set()
-    waiting = [("", root)]
-    while waiting:
-        name, module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        found.append((name, module))
-        prefix = f"{name}." if name else ""
-        children = module._modules
-        waiting += [(prefix + key, children[key]) for key in reversed(children) if children[key] is not None]
-    return found
+    return list(_one_by_one(root))
 
 
 def modules(root: Any) -> list[Any]:
@@ -48,11 +36,14 @@ def modules(root: Any) -> list[Any]:
 def quick(*roots: Any) -> Iterator[None]:
     """Inside, ``named_modules`` of these modules, and what torch builds on it, is :func:`named_modules`.
 
-    The modules have it as an attribute of their own, so no other module is affected.
+    The modules have it as an attribute of their own, so no other module is affected. One whose class has a method of
+    its own keeps that.
     """
+    import torch
+
     changed = []
     for root in roots:
-        if "named_modules" not in vars(root):
+        if "named_modules" not in vars(root) and type(root).named_modules is torch.nn.Module.named_modules:
             vars(root)["named_modules"] = _Walk(root)
             changed.append(root)
     try:
@@ -70,15 +61,15 @@ class _Walk:
 
     def __call__(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
         if memo is not None or prefix or not remove_duplicate:
-            slow: Iterator[tuple[str, Any]] = type(self._root).named_modules(
+            torchs: Iterator[tuple[str, Any]] = type(self._root).named_modules(
                 self._root, memo, prefix, remove_duplicate
             )
-            return slow
+            return torchs
         return _one_by_one(self._root)
 
 
 def _one_by_one(root: Any) -> Iterator[tuple[str, Any]]:
-    """As :func:`named_modules`, for who may stop at the first one."""
+    """:func:`named_modules`, for whoever may stop at the first one."""
     seen: set[Any] = set()
     waiting = [("", root)]
     while waiting:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="this
 
 @pytest.fixture
 def advice(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Address and length of what is announced; the system takes it, too."""
+    """Address and length of what is announced; the system takes it, too. Nothing is taken to be in memory."""
     said: list[tuple[int, int]] = []
     real = read_ahead._advise()
 
@@ -31,6 +31,7 @@ def advice(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return int(result)
 
     monkeypatch.setattr(read_ahead, "_advise", lambda: advise)
+    monkeypatch.setattr(read_ahead, "_is_in_memory", lambda start, end: False)
     return said
 
 
@@ -79,6 +80,18 @@ def test_rows_of_a_table_on_disk_are_announced(advice: list[tuple[int, int]], ma
     assert len(advice) == before
 
 
+def test_what_is_in_memory_is_not_announced(monkeypatch: pytest.MonkeyPatch, mapped: Callable[..., Any]) -> None:
+    said: list[int] = []
+    monkeypatch.setattr(read_ahead, "_advise", lambda: lambda start, *_: said.append(start))
+    weight = mapped(8, 2048)
+    weight.sum()
+    read_ahead.rows(weight, range(8))
+    assert said == []
+    monkeypatch.setattr(read_ahead, "_residency", lambda: None)  # a system that does not tell
+    read_ahead.rows(weight, range(8))
+    assert len(said) == 8
+
+
 def test_without_advice_the_same_is_read(monkeypatch: pytest.MonkeyPatch, mapped: Callable[..., Any]) -> None:
     monkeypatch.setattr(read_ahead, "_advise", lambda: None)
     weight = mapped(64, 2048)
@@ -88,6 +101,7 @@ def test_without_advice_the_same_is_read(monkeypatch: pytest.MonkeyPatch, mapped
 
 def test_refused_advice_is_no_error(monkeypatch: pytest.MonkeyPatch, mapped: Callable[..., Any]) -> None:
     monkeypatch.setattr(read_ahead, "_advise", lambda: lambda *_: -1)
+    monkeypatch.setattr(read_ahead, "_is_in_memory", lambda start, end: False)
     weight = mapped(8, 2048)
     read_ahead.rows(weight, [1])
     assert weight[1].tolist() == list(range(2048, 4096))

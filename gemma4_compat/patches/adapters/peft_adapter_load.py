@@ -227,7 +227,7 @@ def _values(layer: Any, adapter_name: str) -> Iterator[Any]:
     for module in walk.modules(layer):
         if adapter_name in module._modules:
             for inner in walk.modules(module._modules[adapter_name]):
-                yield from (value for value in (*inner._parameters.values(),) if value is not None)
+                yield from (value for value in inner._parameters.values() if value is not None)
         for own in (module._parameters, module._buffers):
             if own.get(adapter_name) is not None:
                 yield own[adapter_name]
