@@ -274,5 +274,10 @@ def temporary(prefix: str, folder: Path) -> Iterator[Path]:
 def shown(arguments: argparse.Namespace) -> list[str]:
     """The options that decide what is measured, as they are given on a command line."""
     hidden = ("child", "out", "work", "note")
-    given = {name: value for name, value in vars(arguments).items() if value is not None and name not in hidden}
-    return [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    given = {
+        name: value for name, value in vars(arguments).items() if value not in (None, False) and name not in hidden
+    }
+    parts = (
+        (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])) for name, value in given.items()
+    )
+    return [part for each in parts for part in each]

@@ -1,5 +1,4 @@
-"""Tables and pictures of the committed runs of adapter_load.py, idle_shim.py, model_lock.py, alternatives.py and
-graph_decoding.py.
+"""Tables and pictures of the committed runs of benchmarks whose results are in folders of benchmarks/results.
 
 python benchmarks/compare_report.py  print the tables
 
@@ -17,6 +16,7 @@ from typing import Any
 
 import experts_report
 import graph_decoding_report
+import multiprocessors_fit
 import peers_report
 import trainers_report
 import training_report
@@ -30,7 +30,7 @@ CALLS = ("python_calls", "c_calls")
 #: Of a case of graph_decoding.py and experts.py: what a table shows.
 PARTS = ("speed", "fusing", "waiting", "bits", "short", "endurance", "memory", "training")
 #: Of these every run is shown, elsewhere the newest one of a shape.
-EVERY = ("trainers",)
+EVERY = ("trainers", "peers")
 #: In the order of their sizes.
 SHAPES = ("tiny", "tiny-36", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
 #: Those that say of each thing that was not run why.
@@ -102,19 +102,20 @@ def section(benchmark: str) -> str:
             parts += [f"Not run{why}: {', '.join(missing)}.", ""]
     if rows(benchmark):
         parts += [f"![{TITLES[benchmark]}]({benchmark}.svg)", ""]
-    return "\n".join(parts).rstrip()
+    lines = "\n".join(parts).rstrip().splitlines()
+    once = {line: number for number, line in reversed(list(enumerate(lines)))}  # what is true of every run
+    return "\n".join(
+        line for number, line in enumerate(lines) if not line.startswith("- Not measured") or once[line] == number
+    )
 
 
 def not_run(run: Run, others: Iterable[Run]) -> list[str]:
-    """What a run of trainers.py had no time for, without what another one on such a device has."""
+    """What a run had no time for, without what another one on such a device has."""
     place = run["shape"], run["machine"]["device"]
-    had = {
-        f"{one['way']}, {one['sequence']} tokens"
-        for other in others
-        if (other["shape"], other["machine"]["device"]) == place
-        for one in other["runs"]
-    }
-    return [name for name in run["not_run"] if name not in had]
+    beside = [other for other in others if (other["shape"], other["machine"]["device"]) == place]
+    had = {f"{one['way']}, {one['sequence']} tokens" for other in beside for one in other.get("runs", ())}
+    peers = {name for other in beside for name, peer in other.get("peers", {}).items() if "summary" in peer["speed"]}
+    return [name for name in run["not_run"] if name not in had and name.split()[0] not in peers]
 
 
 def summary() -> str:
@@ -132,7 +133,7 @@ def summary() -> str:
         towers = loads[key]["summary"]["towers"] if key in loads else {}
         goal = towers.get("goal", {"reached": True})
         missed = "" if goal["reached"] else f"; the goal of {goal['ratio']} is missed"
-        cells += [ratio(towers.get("ratio")) + missed, *(held(towers.get(side)) for side in ("ours", "upstream"))]
+        cells += [ratio(load_ratio(towers)) + missed, *(held(towers.get(side)) for side in ("ours", "upstream"))]
         cells += [cost(idles.get(key), model) for model in ("base", "adapter")]
         rows.append(f"| {' | '.join(cells)} |")
     if len(rows) == 2:
@@ -198,7 +199,7 @@ def adapter_load(run: Run) -> str:
                 cells = [
                     *(entry["what"], shim, f"{first[0]:.2f} s" if first else "-"),
                     f"{data['median_s']:.2f} s" if "median_s" in data else "-",
-                    ratio(entry["ratio"]) if side == "ours" else "1",
+                    ratio(load_ratio(entry)) if side == "ours" else "1",
                     *(gib(data.get(key)) for key in ("base_gib", "peak_gib", "after_gib")),
                     f"{data['of_base_and_adapter']:.3f}" if "of_base_and_adapter" in data else "-",
                     ", ".join("the host" if place == "meta" else place for place in data.get("towers_on", [])),
@@ -210,6 +211,44 @@ def adapter_load(run: Run) -> str:
     if "ours" in packages:
         share = packages["ours"].get("gemma4_compat", 0.0) / sum(packages["ours"].values())
         rows += ["", f"Of a profiled load with the shim, {100 * share:.1f} % are spent in gemma4_compat's own code."]
+    return "\n".join(rows)
+
+
+def load_ratio(entry: Run) -> Run | None:
+    """Of what was loaded in turns; where there was time for none, of the first load of each process."""
+    if not entry or entry["ratio"] is not None:
+        return entry.get("ratio")
+    first = [entry[side].get("first_in_process_s", [None])[0] for side in ("ours", "upstream")]
+    if None in first:
+        return None
+    found = first[0] / first[1]
+    return {"median": found, "interval_95": [found, found], "of": 1, "first": True}
+
+
+# adapter_whole.py
+
+HOW = {"peft": "`PeftModel.from_pretrained`", "transformers": "`model.load_adapter`"}
+
+
+def adapter_whole(run: Run) -> str:
+    """Seconds of both sides, and their ratio."""
+    titles = ("shape", "loaded by", "upstream", "with the shim", "ratio", "first load: upstream", "with the shim")
+    rows = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for shape, entry in run["shapes"].items():
+        for how, found in entry["summary"].items():
+            took, first, goal = found["seconds"], found["first_s"], found["goal"]
+            missed = "" if goal["reached"] else f"; the goal of {goal['ratio']} is missed"
+            cells = [
+                *(
+                    shape,
+                    HOW[how],
+                    f"{took['upstream']:.2f} s",
+                    f"{took['ours']:.2f} s",
+                    ratio(took["ratio"]) + missed,
+                ),
+                *(f"{first[side]:.2f} s" for side in ("upstream", "ours")),
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -337,17 +376,21 @@ def ratio(spread: Run | None) -> str:
     if spread is None:
         return "-"
     low, high = spread["interval_95"]
+    if spread.get("first"):
+        return f"**{spread['median']:.2f}** (first loads of both processes)"
     rounds = f"{spread['of']} round{'s' * (spread['of'] != 1)}"
     return f"**{spread['median']:.2f}** ({low:.2f} to {high:.2f}, {rounds})"
 
 
 TABLES: dict[str, Callable[[Run], str]] = {
     "adapter_load": adapter_load,
+    "adapter_whole": adapter_whole,
     "idle_shim": idle_shim,
     "model_lock": model_lock,
     "alternatives": alternatives,
     "graph_decoding": graph_decoding_report.table,
     "peers": peers_report.table,
+    "multiprocessors": multiprocessors_fit.table,
     "experts": experts_report.table,
     "experts_loading": experts_report.loading,
     "disk_reads": experts_report.disk_reads,
@@ -381,10 +424,9 @@ def rows(benchmark: str) -> list[Row]:
         name = named(run, "transformers ")
         if benchmark == "adapter_load":
             for entry in run["summary"].values():
-                if entry["ratio"] is not None:
-                    low, high = entry["ratio"]["interval_95"]
+                if (took := load_ratio(entry)) is not None:
                     label = f"{entry['what']}\n{name}"
-                    found.append(Row(label, "ours", (entry["ratio"]["median"],), ((low, high),)))
+                    found.append(Row(label, "ours", (took["median"],), (tuple(took["interval_95"]),)))
         elif benchmark == "idle_shim":
             for entry in run["models"].values():
                 for what, cost in entry.get("costs", {}).items():

@@ -59,7 +59,7 @@ MADE = 3.0
 LIMIT_S = 170
 LLAMA = "llama.cpp"
 UNSLOTH = "Unsloth"
-NO_TIME = "no time"
+NO_TIME = report.NO_TIME
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,10 @@ ACTIONS = {
 
 
 def card_gib() -> float | None:
-    """What the card holds now, of everyone; None without one."""
+    """What the card holds now, of everyone; None without one. Of several, the first that this process sees."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    if seen := os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]:
+        query.append(f"--id={seen}")
     try:
         said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20).stdout.split()
         return int(said[0]) / 1024 if said else None

@@ -8,6 +8,8 @@ from typing import Any
 import common
 from common import Data
 
+NO_TIME = "no time"
+
 
 def summary(speed: Data) -> Data:
     """Of the turns so far."""
@@ -33,6 +35,8 @@ def _speed(result: Data) -> str:
     rows = []
     for entry in result["peers"].values():
         found = entry["speed"].get("summary")
+        if found is None and entry["speed"].get("error") == NO_TIME:
+            continue  # it is among what was not run
         if found is None:
             rows.append([_name(entry), f"no: {_cell(entry['speed'].get('error', 'not run'))}", *["-"] * 5])
             continue

@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
 import compare_report  # noqa: E402
+import multiprocessors_fit  # noqa: E402
 import small_card_report  # noqa: E402
 
 from tools import variants  # noqa: E402
@@ -49,7 +50,8 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/BENCHMARKS.md": [
         (benchmark.replace("_", " "), functools.partial(compare_report.section, benchmark))
         for benchmark in compare_report.TABLES
-    ],
+    ]
+    + [("model of cards", multiprocessors_fit.section)],
 }
 
 #: Pages whose parts have links that are right where they stand.

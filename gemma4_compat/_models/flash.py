@@ -14,7 +14,7 @@ from typing import Any
 #: The widest head of a flash kernel.
 WIDEST = 256
 #: What most models run, and every layer of theirs asks for: known without a look at what is registered.
-_PLAIN = ("sdpa", "eager")
+PLAIN = ("sdpa", "eager")
 _LAYERS = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
 
 
@@ -34,7 +34,7 @@ class Sdpa:
 
 def is_flash(implementation: str | None) -> bool:
     """Whether this attention takes a flash kernel's masks: of a package, or of a kernel from a hub."""
-    if implementation in _PLAIN:
+    if implementation in PLAIN:
         return False
     from transformers import masking_utils
 

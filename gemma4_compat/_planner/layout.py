@@ -39,6 +39,7 @@ class Layout:
         paged: names of the decoder layers that are streamed.
         looked_up: names of the decoder layers that stay, but for their experts.
         brought: bytes that each token brings over the bus: of streamed layers, and of the experts that it hits.
+        awaited: those of them that nothing computes beside: of the experts of layers that stay.
     """
 
     device_map: dict[str, int | str]
@@ -48,6 +49,7 @@ class Layout:
     paged: tuple[str, ...]
     looked_up: tuple[str, ...] = ()
     brought: int = 0
+    awaited: int = 0
 
     @property
     def offloads(self) -> bool:
@@ -349,17 +351,19 @@ def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
         disk=wanted,
         paged=tuple(block.name for block in found.paged),
         looked_up=tuple(apart),
-        brought=_brought(found),
+        brought=_brought(found, found.paged) + _brought(found, found.looked_up),
+        awaited=_brought(found, found.looked_up),
     )
 
 
-def _brought(found: _Placement) -> int:
-    """Bytes a step brings over the bus."""
+def _brought(found: _Placement, layers: Sequence[Block]) -> int:
+    """Bytes of some layers that a step brings over the bus."""
     number, taken, _ = found.blueprint.experts or (1, 1, 0)
     hit = min(found.load.batch * taken, number)
-    sizes = {block: experts_of(block, found.quantize_offloaded).nbytes for block in (*found.paged, *found.looked_up)}
-    layers = sum(size_of(block, found.quantize_offloaded).nbytes - sizes[block] for block in found.paged)
-    return layers + sum(size * hit // number for size in sizes.values())
+    sizes = {block: experts_of(block, found.quantize_offloaded).nbytes for block in layers}
+    whole = (block for block in layers if block in found.paged)
+    rest = sum(size_of(block, found.quantize_offloaded).nbytes - sizes[block] for block in whole)
+    return rest + sum(size * hit // number for size in sizes.values())
 
 
 def _check(budgets: Mapping[Any, int], load: Load) -> None:

@@ -15,7 +15,7 @@ from gemma4_compat._engine import shadowed
 from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, code, layout
+from gemma4_compat._planner import blueprint, code, layout, speed
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.cost import Load
 from gemma4_compat._planner.layout import Layout
@@ -42,6 +42,7 @@ def plan_device_map(
     balanced: bool = False,
     fast: bool = True,
     bus: float | str | None = None,
+    card: str | None = None,
 ) -> Plan:
     """A device map for ``model`` that stays inside ``vram`` while loading, in the prefill and while decoding.
 
@@ -76,6 +77,8 @@ def plan_device_map(
             otherwise ``slow_because`` says why not.
         bus: what a copy from pinned host memory reaches, in a second: bytes or a size ("12GiB"); the text of the plan
             says how many tokens a second that allows. Default: it says so for common buses.
+        card: whose tokens a second are modelled: a name ("RTX 3060"; an unknown one is refused with those that are
+            known), or figures ("28 SMs, 1.78 GHz, 360 GB/s", and its bus, ", 24GiB/s"). Default: some common cards.
 
     Returns:
         The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
@@ -116,12 +119,14 @@ def plan_device_map(
         slow_because=slow_because,
         bus=0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus),
     )
+    cards = {name: speed.CARDS[name] for name in speed.COMMON} if card is None else {card: speed.card(card)}
     return replace(
         found,
         longest_context=layout.longest_context(
             cut, given, load, limit=limit, placed=placed, quantize_offloaded=quantization is not None
         ),
         chunked_prefill=_chunked_prefill(cut, placed, load, quantize_offloaded=quantization is not None),
+        modelled=_modelled(cut, placed, found, cards),
         assumed=assumed,
         code=code.loading_code(
             found,
@@ -152,6 +157,19 @@ def _placed(
             if not slow_because:
                 return placed, wanted, ""
     return layout.layout(cut, given, load, **options), load, slow_because
+
+
+def _modelled(cut: Blueprint, placed: Layout, plan: Plan, cards: Mapping[str, speed.Card]) -> dict[str, float]:
+    """Tokens a second by card; none where the model says nothing."""
+    done = speed.work(cut, placed.device_map, context=plan.context, batch=plan.batch) if plan.fast else None
+    if done is None:
+        return {}
+    streamed, found = placed.brought - placed.awaited, {}
+    for name, card in cards.items():
+        bus = plan.bus or card.bus
+        if bus or not placed.brought:
+            found[name] = 1 / speed.with_bus(speed.seconds(done, card), streamed, placed.awaited, bus)
+    return found
 
 
 def _chunked_prefill(cut: Blueprint, placed: Layout, load: Load, *, quantize_offloaded: bool) -> int:

@@ -145,4 +145,7 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
         text += f" Tokens a second that it allows, computed: {allowed}."
     else:
         text += " The card bounds its speed."
+    if plan.modelled:
+        rates = ", ".join(f"{rate:.0f} on {name}" for name, rate in plan.modelled.items())
+        text += f" Tokens a second by a model of the card, not measured on it: {rates}."
     yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

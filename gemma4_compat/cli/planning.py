@@ -49,6 +49,10 @@ def plan(
     bus: Annotated[
         str | None, typer.Option("--bus", help="What a pinned copy to the accelerator reaches, such as 12GiB/s.")
     ] = None,
+    card: Annotated[
+        str | None,
+        typer.Option("--card", help="Model its tokens a second: 'RTX 3060', or '28 SMs, 1.78 GHz, 360 GB/s'."),
+    ] = None,
     train: Annotated[bool, typer.Option("--train", help="Plan a QLoRA step on text, and not decoding.")] = False,
     sequence: Annotated[int | None, typer.Option("--sequence", help="With --train: tokens of a sequence.")] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="With --train: of LoRA.")] = None,
@@ -88,6 +92,7 @@ def plan(
             "--audio": audio,
             "--disk": disk is not None,
             "--bus": bus is not None,
+            "--card": card is not None,
             "--quantize-experts": quantize_experts,
         }
         _refuse([name for name, found in decoding.items() if found], "is not for --train")
@@ -114,6 +119,7 @@ def plan(
         disk=disk,
         fast=fast,
         bus=bus,
+        card=card,
     )
     if as_json:
         print_json(planned.as_data())

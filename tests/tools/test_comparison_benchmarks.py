@@ -174,3 +174,16 @@ def test_bad_arguments_are_one_clear_error(name: str) -> None:
     done = child(str(ROOT / "benchmarks" / f"{name}.py"), "--shape", "E9B")
     assert done.code == 2
     assert "E9B" in done.stderr
+
+
+def test_steps_on_some_multiprocessors(run: Callable[..., dict[str, Any]]) -> None:
+    """On a CPU, which has none: nothing bounds it."""
+    found = run("multiprocessors", "--counts", "4,2", "--rounds", "1", "--host", shape="tiny-E2B")
+    assert {count: list(cases) for count, cases in found["counts"].items()} == {
+        "4": ["gpu", "gpu+lora", "host", "host+lora"],
+        "2": ["gpu", "gpu+lora"],
+    }
+    for cases in found["counts"].values():
+        assert [len(entry["rounds"]) for entry in cases.values()] == [1] * len(cases)
+        assert all(entry["work"]["quantized"] > 0 for entry in cases.values())
+        assert [entry["work"]["adapted"] > 0 for entry in cases.values()] == ["lora" in case for case in cases]

@@ -1,0 +1,202 @@
+"""A model of how long a replayed decoding step takes on a card: from what a token reads, and what the card can do.
+
+It is a model, not a measurement. :data:`SPEED` holds what was fitted, and says to what. It knows 4-bit weights, batch
+1 and everything on one card; :func:`with_bus` adds what a token brings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gemma4_compat._engine.text import parse_size
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._planner.blueprint import Block, Blueprint
+from gemma4_compat._planner.cost import COSTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Constants of :func:`seconds`, fitted by ``benchmarks/multiprocessors.py --fit`` to measured steps.
+
+    Attributes:
+        layer: seconds that a decoder layer takes beside reading weights: its kernels, one after the other.
+        quantized: bytes of 4-bit weights that one multiprocessor multiplies by in a second, for each GHz of its clock.
+        experts: the same of 4-bit experts.
+        memory: which share of the memory's bandwidth weights are read at.
+        adapted: seconds that a LoRA adapter adds to a decoder layer.
+        lookup: seconds that a per-layer table in host memory adds to a step.
+
+    Fitted on 2026-11-25 to steps on H100s that were kept to 16 to 132 of their multiprocessors, and checked on an
+    H200: docs/BENCHMARKS.md has each of them, and how far off it is. ``experts``, from one row alone, has all in it
+    that a mixture of experts takes beside its weights; ``adapted`` and ``lookup`` have what that host took.
+    """
+
+    layer: float
+    quantized: float
+    experts: float
+    memory: float
+    adapted: float
+    lookup: float
+
+
+SPEED = Speed(layer=0.000103, quantized=4.35e+09, experts=5.2e+08, memory=0.75, adapted=6.93e-05, lookup=0.00115)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What the speed of a card depends on here, as its vendor states it.
+
+    Attributes:
+        multiprocessors: how many it has (SMs).
+        ghz: their highest clock.
+        gb_s: bandwidth of its memory, in GB/s (1e9 bytes).
+        bus: bytes a second that a copy from pinned host memory reaches, about; 0: not said.
+    """
+
+    multiprocessors: int
+    ghz: float
+    gb_s: float
+    bus: int = 0
+
+
+_PCIE_3_X16, _PCIE_4_X8, _PCIE_4_X16, _PCIE_5_X8, _PCIE_5_X16 = (int(gib * 2**30) for gib in (12, 12, 24, 24, 49))
+
+#: Cards by name, from their vendor's data sheets; boost clocks.
+CARDS = {
+    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=_PCIE_4_X16),
+    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=_PCIE_4_X16),
+    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=_PCIE_4_X16),
+    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=_PCIE_4_X8),
+    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=_PCIE_4_X8),
+    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=_PCIE_4_X16),
+    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=_PCIE_4_X16),
+    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=_PCIE_4_X16),
+    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=_PCIE_5_X8),
+    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=_PCIE_5_X16),
+    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=_PCIE_5_X16),
+    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=_PCIE_4_X16),
+    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=_PCIE_4_X16),
+    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=_PCIE_4_X16),
+    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=_PCIE_5_X16),
+    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=_PCIE_5_X16),
+}
+#: Those that a plan names where none is given.
+COMMON = ("RTX 3060", "RTX 4060 Ti", "RTX 4090")
+
+_STATED = re.compile(r"(\d+) SMs?, (\d+(?:\.\d+)?) GHz, (\d+(?:\.\d+)?) GB/s(?:, (.+?)(?:/s)?)?", re.IGNORECASE)
+
+
+def card(text: str) -> Card:
+    """A card by its name in :data:`CARDS`, or by its figures: "28 SMs, 1.78 GHz, 360 GB/s", and its bus, "24GiB/s".
+
+    Raises:
+        Gemma4CompatError: neither.
+    """
+    wanted = " ".join(text.split())
+    for name, found in CARDS.items():
+        if wanted.casefold().removeprefix("nvidia ").removeprefix("geforce ") == name.casefold():
+            return found
+    if (stated := _STATED.fullmatch(wanted)) and all(float(figure) > 0 for figure in stated.groups()[:3]):
+        count, ghz, gb_s, bus = stated.groups()
+        return Card(multiprocessors=int(count), ghz=float(ghz), gb_s=float(gb_s), bus=parse_size(bus) if bus else 0)
+    raise Gemma4CompatError(
+        f"card is {text!r}, which is none of {', '.join(CARDS)}, nor figures as in '28 SMs, 1.78 GHz, 360 GB/s' "
+        "(multiprocessors, highest clock, bandwidth of its memory; 'deviceQuery' and the vendor's page have them)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one token has a card do.
+
+    Attributes:
+        layers: decoder layers that compute there.
+        quantized: bytes of 4-bit weights that are multiplied by, their scales included.
+        experts: bytes of those 4-bit experts that a token hits.
+        plain: bytes that are read as they are: the head, other weights in bf16, the KV cache.
+        adapted: decoder layers with an adapter on them.
+        lookups: tables in host memory in which its row is looked up.
+    """
+
+    layers: int
+    quantized: int
+    experts: int
+    plain: int
+    adapted: int = 0
+    lookups: int = 0
+
+    def as_data(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int, batch: int) -> Work | None:
+    """What a token of a static cache of ``context`` tokens has all of a model do; None for what was not measured:
+    several sequences at once, weights or experts that are not in 4 bits.
+
+    Layers that ``device_map`` keeps in host memory count as well: they are brought to the card and computed there.
+    """
+    parts = [block for block in blueprint.blocks if block.kind in ("layer", "rest", "head")]
+    layers = blueprint.layers
+    if batch != 1 or blueprint.quantization not in ("4bit", "4bit-double"):
+        return None
+    if any(layer.experts_stored == layer.experts_plain for layer in layers if layer.experts_stored):
+        return None
+    hit = 0.0
+    if blueprint.experts is not None:
+        count, used, _ = blueprint.experts
+        hit = used / count * sum(layer.experts_stored.nbytes for layer in layers if layer.experts_stored)
+    quantized = plain = 0
+    for block in parts:
+        alone = block.without_experts()
+        if alone.stored.nbytes < alone.plain.nbytes:
+            quantized += alone.stored.nbytes
+        elif block.kind != "head":
+            plain += alone.stored.nbytes
+    plain += blueprint.vocabulary * blueprint.hidden * blueprint.item  # tied or not, all of it is read
+    plain += sum(_cached(layer, context, blueprint.item) for layer in layers)
+    tables = (block.name for block in blueprint.blocks if block.kind == "per_layer_embedding")
+    return Work(
+        layers=len(layers),
+        quantized=quantized,
+        experts=round(hit),
+        plain=plain,
+        adapted=sum(layer.adapter > 0 for layer in layers),
+        lookups=sum(device_map.get(name) == "cpu" for name in tables),
+    )
+
+
+def _cached(layer: Block, context: int, item: int) -> int:
+    """Bytes of keys and values that a step reads; layers that share those of another one read them, too."""
+    found = layer.attention
+    if found is None:
+        return 0
+    tokens = context if found.window is None else min(context, found.window)
+    return 2 * tokens * found.kv_heads * found.head_dim * item
+
+
+def seconds(done: Work, card: Card, speed: Speed = SPEED) -> float:
+    """Of one replayed step, with everything on ``card``.
+
+    Layers come one after the other, whatever the card. 4-bit weights take what the multiprocessors or the memory take,
+    whichever is longer; so do 4-bit experts. All else is read as fast as the memory is.
+    """
+    computed = card.multiprocessors * card.ghz
+    memory = speed.memory * card.gb_s * 1e9
+    found = done.layers * speed.layer + done.adapted * speed.adapted + done.lookups * speed.lookup
+    found += done.plain / memory
+    for nbytes, each in ((done.quantized, speed.quantized), (done.experts, speed.experts)):
+        found += nbytes / min(each * computed, memory)
+    return found
+
+
+def with_bus(computed: float, streamed: int, awaited: int, bus: int) -> float:
+    """Seconds of a step that takes ``computed`` on the card, with so many bytes brought at ``bus`` bytes a second.
+
+    Streamed layers come while others compute; for the experts that a token hits a layer waits.
+    """
+    if not streamed and not awaited:
+        return computed
+    return max(computed, streamed / (COSTS.bus[1] * bus)) + awaited / bus

@@ -1,0 +1,152 @@
+"""The model of decode time: what a token reads, the constants that were fitted, and what a plan says of a card."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat import Gemma4CompatError
+from gemma4_compat._models import build
+from gemma4_compat._planner import blueprint, speed
+from gemma4_compat._planner.text import plan_text
+from gemma4_compat._quantization.config import default_skip_modules, linear_names
+from gemma4_compat._reproduction import tiny_models
+from tests.helpers import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+GIVEN: dict[str, Any] = {"context": 612, "quantize": "4bit-double"}
+
+
+@pytest.fixture
+def fit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import multiprocessors_fit
+
+    yield multiprocessors_fit
+    sys.modules.pop("multiprocessors_fit")
+
+
+def described(model: Any, quantization: str | None = "4bit-double", *, experts: bool = True) -> blueprint.Blueprint:
+    names = linear_names(model, default_skip_modules(model)) if quantization else None
+    return blueprint.describe(model, quantization, names, experts=experts)
+
+
+def test_the_constants_are_those_that_fit_what_was_measured(fit: Any) -> None:
+    rows = fit.rows(fit.FITTED)
+    assert {row["card"]["multiprocessors"] for row in rows} >= {16, 28, 32, 64, 132}
+    assert all(abs(fit.error(row, speed.SPEED)) < 0.06 for row in rows)
+    found = asdict(fit.fitted(rows))
+    assert asdict(speed.SPEED) == {name: pytest.approx(value, rel=0.01) for name, value in found.items()}
+
+
+def test_a_machine_that_was_not_fitted(fit: Any) -> None:
+    """An H200, by its data sheet: what it replayed. Tables and adapters wait for its host, which is a faster one."""
+    rows = fit.rows(fit.CHECKED)
+    whole = [row for row in rows if row["case"] == "gpu"]
+    assert {row["shape"] for row in whole} == {"E2B", "E4B", "12B", "31B"}
+    assert all(abs(fit.error(row, speed.SPEED)) < 0.1 for row in whole)
+    assert all(-0.05 < fit.error(row, speed.SPEED) < 0.3 for row in rows)
+
+
+def test_what_a_token_reads_of_a_tiny_model(workspace: Any) -> None:
+    model = build.on_meta(str(workspace.cached(tiny_models.build_checkpoint)))[0]
+    cut = described(model)
+    found = speed.work(cut, {}, context=64, batch=1)
+    assert found is not None
+    text = model.config.get_text_config()
+    assert found.layers == text.num_hidden_layers
+    assert found.plain > text.vocab_size * text.hidden_size * 2
+    quantized = sum(layer.stored.nbytes for layer in cut.layers)
+    assert quantized <= found.quantized < 1.2 * quantized
+    assert (found.experts, found.adapted, found.lookups) == (0, 0, 0)
+    longer = speed.work(cut, {}, context=65, batch=1)
+    assert longer is not None
+    full = [layer.attention for layer in cut.layers if layer.attention and layer.attention.window is None]
+    more = sum(2 * 2 * one.kv_heads * one.head_dim for one in full)
+    assert longer.plain - found.plain >= more > 0
+    table = next(block.name for block in cut.blocks if block.kind == "per_layer_embedding")
+    assert speed.work(cut, {table: "cpu"}, context=64, batch=1) == replace(found, lookups=1)
+
+
+def test_a_token_reads_the_experts_that_it_hits(workspace: Any) -> None:
+    model = build.on_meta(str(workspace.cached(tiny_models.build_moe_checkpoint)))[0]
+    cut = described(model)
+    found = speed.work(cut, {}, context=64, batch=1)
+    assert found is not None
+    assert cut.experts is not None
+    stored = sum(layer.experts_stored.nbytes for layer in cut.layers if layer.experts_stored)
+    assert found.experts == pytest.approx(stored * cut.experts[1] / cut.experts[0], abs=1)
+    assert speed.work(described(model, experts=False), {}, context=64, batch=1) is None, "experts in bf16"
+
+
+def test_what_was_not_measured_has_no_model(workspace: Any) -> None:
+    model = build.on_meta(str(workspace.cached(tiny_models.build_checkpoint)))[0]
+    assert speed.work(described(model), {}, context=64, batch=2) is None
+    assert speed.work(described(model, None), {}, context=64, batch=1) is None
+    assert speed.work(described(model, "8bit"), {}, context=64, batch=1) is None
+
+
+def test_more_of_anything_is_faster_and_more_to_do_is_slower() -> None:
+    done = speed.Work(layers=40, quantized=2 << 30, experts=1 << 28, plain=1 << 30)
+    small = speed.CARDS["RTX 3060"]
+    taken = speed.seconds(done, small)
+    assert speed.seconds(done, replace(small, multiprocessors=56)) < taken
+    assert speed.seconds(done, replace(small, gb_s=720)) < taken
+    assert speed.seconds(done, replace(small, multiprocessors=10**6, ghz=9, gb_s=1e9)) > 40 * speed.SPEED.layer
+    for name in ("layers", "quantized", "experts", "plain", "adapted", "lookups"):
+        assert speed.seconds(replace(done, **{name: 2 * getattr(done, name) + 1}), small) > taken
+    # No card reads its weights faster than its memory is.
+    assert taken > (done.quantized + done.experts + done.plain) / (small.gb_s * 1e9)
+
+
+def test_streamed_layers_come_beside_and_experts_between() -> None:
+    assert speed.with_bus(0.01, 0, 0, 0) == 0.01
+    assert speed.with_bus(0.01, 1000, 0, 10**9) == 0.01
+    assert speed.with_bus(0.01, 10**9, 0, 10**10) > 0.1
+    assert speed.with_bus(0.01, 0, 10**8, 10**10) == pytest.approx(0.02)
+
+
+def test_a_plan_says_what_a_model_says_of_some_cards() -> None:
+    plan = gemma4_compat.plan_device_map("E2B", "8GiB", **GIVEN)
+    assert list(plan.modelled) == list(speed.COMMON)
+    assert plan.modelled["RTX 3060"] < plan.modelled["RTX 4090"]
+    said = " ".join(plan_text(plan, width=100).split())
+    assert "by a model of the card, not measured on it: " in said
+    assert f"{plan.modelled['RTX 3060']:.0f} on RTX 3060" in said
+    assert plan.as_data()["modelled"] == plan.modelled
+
+
+@pytest.mark.parametrize("name", ["rtx 4070", "NVIDIA GeForce RTX 4070", "46 SMs, 2.48 GHz, 504 GB/s"])
+def test_a_card_by_its_name_or_its_figures(name: str) -> None:
+    plan = gemma4_compat.plan_device_map("E2B", "8GiB", card=name, **GIVEN)
+    known = gemma4_compat.plan_device_map("E2B", "8GiB", card="RTX 4070", **GIVEN)
+    assert plan.modelled == {name: pytest.approx(known.modelled["RTX 4070"])}
+
+
+def test_the_bus_counts_where_something_comes_over_it() -> None:
+    given = GIVEN | {"quantize_experts": True, "vram": "8GiB"}
+    slow, fast = (
+        gemma4_compat.plan_device_map("26B-A4B", card=f"46 SMs, 2.48 GHz, 504 GB/s, {bus}/s", **given)
+        for bus in ("6GiB", "24GiB")
+    )
+    assert next(iter(slow.modelled.values())) < next(iter(fast.modelled.values()))
+    given_bus = gemma4_compat.plan_device_map("26B-A4B", card="RTX 4070", bus="6GiB/s", **given)
+    assert list(given_bus.modelled.values()) == pytest.approx(list(slow.modelled.values()))
+    unknown = gemma4_compat.plan_device_map("26B-A4B", card="46 SMs, 2.48 GHz, 504 GB/s", **given)
+    assert unknown.brought
+    assert not unknown.modelled, "nobody said what the bus is"
+
+
+@pytest.mark.parametrize("name", ["RTX 2", "", "0 SMs, 2.48 GHz, 504 GB/s", "46 SMs", "46 SMs, 1.2.3 GHz, 504 GB/s"])
+def test_an_unknown_card_is_one_error_with_those_that_are_known(name: str) -> None:
+    with pytest.raises(Gemma4CompatError, match="RTX 4060 Ti") as raised:
+        gemma4_compat.plan_device_map("E2B", "8GiB", card=name, **GIVEN)
+    assert repr(name) in str(raised.value)
+
+
+def test_a_slow_plan_has_none() -> None:
+    assert not gemma4_compat.plan_device_map("E2B", "8GiB", fast=False, **GIVEN).modelled
