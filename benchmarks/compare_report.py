@@ -141,6 +141,23 @@ def summary() -> str:
     return "\n".join(rows)
 
 
+def measured_when() -> str:
+    """What docs/EVIDENCE.md says of all results: when, on what, which benchmarks of which shapes."""
+    found: dict[tuple[str, str, str], dict[str, list[str]]] = {}
+    for file in sorted(RESULTS.glob("*/*.json")):
+        run = read(file)
+        if not isinstance(run, dict) or "date" not in run or not isinstance(run.get("machine"), dict):
+            continue  # of a benchmark whose page says it
+        place = run["date"], run["machine"]["device"], run["machine"]["versions"].get("transformers", "-")
+        link = f"[{run.get('shape', file.stem)}](../{file.relative_to(ROOT).as_posix()})"
+        found.setdefault(place, {}).setdefault(file.stem.partition("-")[0], []).append(link)
+    rows = ["| day | device | transformers | measured |", "|---|---|---|---|"]
+    for place, benchmarks in sorted(found.items()):
+        said = "; ".join(f"{benchmark} {', '.join(links)}" for benchmark, links in sorted(benchmarks.items()))
+        rows.append(f"| {' | '.join(place)} | {said} |")
+    return "\n".join(rows)
+
+
 def named(run: Run, of: str = "") -> str:
     """The shape, where it was not on a GPU, and the stack (``of`` before its release)."""
     on_cpu = run["machine"]["device"] == "CPU"

@@ -38,7 +38,7 @@ def _speed(result: Data) -> str:
         if found is None and entry["speed"].get("error") == NO_TIME:
             continue  # it is among what was not run
         if found is None:
-            rows.append([_name(entry), f"no: {_cell(entry['speed'].get('error', 'not run'))}", *["-"] * 5])
+            rows.append([_name(entry), f"no: {_cell(entry['speed'].get('error', 'not run'))}", *["-"] * 6])
             continue
         low, high = found["tok_s"]["quartiles"]
         rows.append(
@@ -47,12 +47,22 @@ def _speed(result: Data) -> str:
                 f"{found['tok_s']['median']:.1f} ({low:.1f} to {high:.1f})",
                 f"{1000 * found['first_token_s']:.0f} ms",
                 _gib(found["card_gib"]),
+                f"{found['tok_s']['median'] / found['card_gib']:.1f}" if found["card_gib"] else "-",
                 f"{found['load_s']:.1f} s",
                 f"{found['first_call_s']:.1f} s",
                 _answers(entry.get("answers", {})),
             ]
         )
-    titles = ("software", "tok/s", "first token", "on the card", "load", "first call", "answers, against bf16")
+    titles = (
+        "software",
+        "tok/s",
+        "first token",
+        "on the card",
+        "tok/s per GiB",
+        "load",
+        "first call",
+        "answers, against bf16",
+    )
     return _table(titles, rows)
 
 

@@ -46,7 +46,11 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/RELEASES.md": [("matrix", matrix.summary), ("upstream", measurements.upstream_section)],
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
-    "docs/EVIDENCE.md": [("gpu", gpu.summary), ("what it costs", compare_report.summary)],
+    "docs/EVIDENCE.md": [
+        ("gpu", gpu.summary),
+        ("what it costs", compare_report.summary),
+        ("measured when", compare_report.measured_when),
+    ],
     "docs/BENCHMARKS.md": [
         (benchmark.replace("_", " "), functools.partial(compare_report.section, benchmark))
         for benchmark in compare_report.TABLES
