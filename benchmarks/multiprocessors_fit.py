@@ -148,7 +148,17 @@ WHAT = {
 
 
 def table(run: Data) -> str:
-    """Each case beside what the model says of it; then what the model says of other cards."""
+    """Each case beside what the model says of it; then what the model says of other cards.
+
+    On a CPU, of which it says nothing, its turns alone.
+    """
+    if run["machine"]["device"] == "CPU":
+        found = [
+            f"| {WHAT[case]} | {count} | {max(entry['rounds']):.1f} |"
+            for count, entries in run["counts"].items()
+            for case, entry in entries.items()
+        ]
+        return "\n".join(["| case | multiprocessors | tok/s |", "|---|---|---|", *found])
     lines = ["| case | multiprocessors | they read, GB/s | tok/s | the model | off |", "|---|---|---|---|---|---|"]
     works: dict[str, Data] = {}
     for row, entry in bounded(run):

@@ -42,7 +42,7 @@ class Speed:
     lookup: float
 
 
-SPEED = Speed(layer=0.000103, quantized=4.35e+09, experts=5.2e+08, memory=0.75, adapted=6.93e-05, lookup=0.00115)
+SPEED = Speed(layer=0.000103, quantized=4.35e09, experts=5.2e08, memory=0.75, adapted=6.93e-05, lookup=0.00115)
 
 
 @dataclass(frozen=True, kw_only=True)

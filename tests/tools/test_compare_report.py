@@ -21,6 +21,7 @@ import compare_report as report  # noqa: E402
 import graph_decoding_measure  # noqa: E402
 import graph_decoding_report  # noqa: E402
 import idle_shim as idle_shim_script  # noqa: E402
+import multiprocessors_fit  # noqa: E402
 
 BENCHMARKS = tuple(report.TABLES)
 PICTURED = tuple(report.TITLES)
@@ -291,3 +292,47 @@ def test_every_run_of_a_trainer_is_shown_and_lacks_what_no_other_has(results: Pa
     text = report.section("trainers")
     assert text.count("`python benchmarks/trainers.py --shape tiny") == 2
     assert "Not run, for lack of time: streamed, 77 tokens." in text
+
+
+def test_where_nothing_was_loaded_in_turns_the_first_loads_are_compared(results: Path) -> None:
+    file = results / "adapter_load-tiny.json"
+    run = json.loads(file.read_text(encoding="utf-8"))
+    entry = run["summary"]["towers"] | {"ratio": None}
+    entry["ours"] |= {"first_in_process_s": [1.0]}
+    entry["upstream"] |= {"first_in_process_s": [4.0]}
+    file.write_text(json.dumps(run | {"summary": {"towers": entry}}), encoding="utf-8")
+    assert "| **0.25** (first loads of both processes) |" in report.section("adapter_load")
+    assert "| **0.25** (first loads of both processes)" in report.summary()
+    assert report.rows("adapter_load")[0].values == (0.25,)
+    entry["upstream"]["first_in_process_s"] = []
+    assert report.load_ratio(entry | {"upstream": {"error": "RuntimeError"}}) is None
+
+
+def test_all_results_are_listed_by_day_and_device(results: Path) -> None:
+    listed = rows(report.measured_when())[2:]
+    assert {row[1] for row in listed} == {"CPU"}
+    for file in results.glob("*.json"):
+        assert any(f"](../results/{results.name}/{file.name})" in row[3] for row in listed), file
+
+
+def test_a_peer_that_another_run_has_is_not_missing(results: Path) -> None:
+    file = results / "peers-tiny.json"
+    run = json.loads(file.read_text(encoding="utf-8"))
+    name = next(name for name, peer in run["peers"].items() if "summary" in peer["speed"])
+    other = run | {"peers": {name: run["peers"][name] | {"speed": {"error": "no time"}}}}
+    other["not_run"] = [f"{name} speed (no time)", "another (no time)"]
+    (results / "peers-tiny-2.json").write_text(json.dumps(other), encoding="utf-8")
+    text = report.section("peers")
+    assert "Not run: another (no time)." in text
+    assert "no: no time" not in text
+    for line in text.splitlines():
+        assert not line.startswith("- Not measured") or text.count(line) == 1
+
+
+def test_steps_on_some_multiprocessors_beside_the_model() -> None:
+    file = multiprocessors_fit.FIT.with_name("multiprocessors-E2B.json")
+    measured, modelled = tables(multiprocessors_fit.table(report.read(file)))
+    assert [row[1] for row in measured[2:]] == ["132", "132", "64", "32", "16"]
+    assert modelled[0][1:] == list(multiprocessors_fit.SHOWN)
+    checked = [row for row in rows(multiprocessors_fit.section()) if row[-1] == "**checked**"]
+    assert {row[2] for row in checked} == {"NVIDIA H200"}
