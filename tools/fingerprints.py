@@ -59,6 +59,8 @@ def here() -> Found:
     for patch in patches():
         release = f"{patch.distribution} {versions.installed(patch.distribution)}"
         for target in patch.targets:
+            if target.codes:  # of torch, in the patch file
+                continue
             try:
                 code = of(target)
             except (ImportError, AttributeError, KeyError) as error:

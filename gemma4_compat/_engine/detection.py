@@ -115,7 +115,7 @@ def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> str | Non
         except OSError as error:
             return _NoSource(f"the source of {target} is not there ({error})")
         if found not in target.known:
-            if is_unmeasured(patch, releases):
+            if is_unmeasured(patch, releases) or target.codes:
                 what = f"{target} is not the code this was proven on (fingerprint {found})"
             else:
                 what = f"the code of {target} is unknown (fingerprint {found}): edited, or replaced by another library"

@@ -97,6 +97,8 @@ class Target:
         known: fingerprints (see :mod:`gemma4_compat._engine.fingerprint`) of the upstream code this was proven on,
             with the releases that carry it ("1.12.0 - 1.14.0"). Code with any other fingerprint is never replaced. A
             patch file leaves this out: the registry fills it in from the measured data.
+        codes: for code of torch, whose releases are not pinned here and not measured one by one: fingerprint -> which
+            releases are known to have it. ``known`` then has these in every affected release of the distribution.
         optional: the module or name does not exist in every affected release; where it is missing it is left out.
         group: targets of one group are replaced together, as soon as the modules of that group are imported. A patch
             for two copies of the same code has two groups, and the one does not wait for the other.
@@ -106,6 +108,7 @@ class Target:
     name: str
     replacement: Callable[..., Any]
     known: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    codes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     optional: bool = False
     group: str = ""
 

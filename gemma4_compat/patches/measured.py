@@ -37,6 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-train-offloaded": ("accelerate.accelerator",),
     "bitsandbytes-cpu-packing": ("bitsandbytes.functional", "bitsandbytes.nn.modules"),
     "bitsandbytes-cpu-strides": ("bitsandbytes.functional",),
+    "bitsandbytes-fsdp-packed-weights": ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "torch.distributed.fsdp._fully_shard._fsdp_param"),
     "bitsandbytes-int8-meta-scales": ("bitsandbytes.nn.modules",),
     "bitsandbytes-int8-strides": ("bitsandbytes.functional",),
     "bitsandbytes-meta-quant-state": ("bitsandbytes.nn.modules", "bitsandbytes.functional"),

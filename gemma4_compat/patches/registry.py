@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from gemma4_compat._engine import versions
-from gemma4_compat._engine.patch import LatePatch, Patch
+from gemma4_compat._engine.patch import LatePatch, Patch, Target
 from gemma4_compat.patches.measured import KNOWN, MODULES, RELEASES
 
 #: ``area.file``
@@ -39,6 +39,7 @@ PATCHES: tuple[str, ...] = (
     "quantization.bitsandbytes_cpu_strides",
     "offload.bitsandbytes_int8_meta_scales",
     "quantization.bitsandbytes_int8_strides",
+    "training.bitsandbytes_fsdp_packed_weights",
     "adapters.peft_adapter_load",
     "adapters.peft_adapter_keys",
     "adapters.peft_failed_load",
@@ -163,17 +164,15 @@ def _complete(patch_id: str) -> Patch:
         area=_AREAS[patch_id],
         documentation=documentation,
         measured=inside[-1] if inside else "",
-        targets=tuple(
-            dataclasses.replace(target, known=_known(str(target), inside, ordered)) for target in patch.targets
-        ),
+        targets=tuple(dataclasses.replace(target, known=_known(target, inside, ordered)) for target in patch.targets),
         **said,
     )
 
 
-def _known(target: str, inside: Collection[str], ordered: Sequence[str]) -> dict[str, str]:
+def _known(target: Target, inside: Collection[str], ordered: Sequence[str]) -> dict[str, str]:
     """Fingerprint -> the affected releases that have it."""
-    found = {}
-    for code, spans in KNOWN.get(target, {}).items():
+    found = dict.fromkeys(target.codes, versions.span_text(inside, ordered))
+    for code, spans in KNOWN.get(str(target), {}).items():
         if releases := [release for release in versions.in_spans(spans, ordered) if release in inside]:
             found[code] = versions.span_text(releases, ordered)
     return found

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
+#: Of torch only what patches replace is looked at.
+TORCH = "torch.distributed.fsdp._fully_shard."
 FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 
 
@@ -25,11 +27,16 @@ def modules_loaded() -> list[types.ModuleType]:
     return [item for item in list(sys.modules.values()) if isinstance(item, types.ModuleType)]
 
 
+def is_ours_to_look_at(name: str) -> bool:
+    """Whether a module, or a name in it, is of a library that patches replace functions of."""
+    return name.partition(".")[0] in LIBRARIES or name.startswith(TORCH)
+
+
 def namespaces() -> Iterator[tuple[str, Any]]:
     """Every loaded module, and every class that a module of the libraries holds."""
     for module in modules_loaded():
         yield module.__name__, module
-        if module.__name__.partition(".")[0] in LIBRARIES:
+        if is_ours_to_look_at(module.__name__):
             for name, value in list(vars(module).items()):
                 if isinstance(value, type):
                     yield f"{module.__name__}.{name}", value
@@ -47,7 +54,7 @@ class Snapshot:
         return {
             (id(owner), name): (f"{label}.{name}", value, owner)
             for label, owner in namespaces()
-            if label.partition(".")[0] in LIBRARIES
+            if is_ours_to_look_at(label)
             for name, value in list(vars(owner).items())
             if type(value) in FUNCTIONS
         }
@@ -83,7 +90,7 @@ class Snapshot:
             if id(owner) in seen:  # a class that several modules hold
                 continue
             seen.add(id(owner))
-            is_library = label.partition(".")[0] in LIBRARIES
+            is_library = is_ours_to_look_at(label)
             for name, value in list(vars(owner).items()):
                 if type(value) not in FUNCTIONS:
                     continue

@@ -31,14 +31,16 @@ ENVIRONMENT = {
 }
 
 
-def trained(workspace: Any, folder: Path, processes: int, *cases: str) -> list[dict[str, Any]]:
-    """What each process left."""
+def trained(
+    workspace: Any, folder: Path, processes: int, *cases: str, module: str = "tests.gpu.two_gpus", without: str = ""
+) -> list[dict[str, Any]]:
+    """What each process left; ``without`` is a patch that is off in them."""
     import torch
 
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     output = folder / f"of-{processes}"
-    command = [*launcher, "-m", "tests.gpu.two_gpus", "fsdp2", str(workspace.folder), str(output), *cases]
-    done = child(*command, environment=ENVIRONMENT)
+    command = [*launcher, "-m", module, "fsdp2", str(workspace.folder), str(output), *cases]
+    done = child(*command, environment=ENVIRONMENT | {"GEMMA4_COMPAT_DISABLE": without})
     files = [output.with_name(f"{output.name}.{rank}") for rank in range(processes)]
     assert all(file.is_file() for file in files), done.stderr[-2000:]
     return [torch.load(file, weights_only=False) for file in files]
@@ -79,6 +81,21 @@ def test_two_ranks_are_within_the_bound_and_bits_of_one_process(
             assert len(own) > 100
             assert not [name for name in right if not torch.equal(own[name], right[name])]
         assert nearness.first_difference(rank["bf16"]["forwards"][0], one["halves"]["forwards"][index]) is None
+
+
+def test_copies_of_a_gpu_change_nothing_with_the_repair_alone(
+    workspace: Any, one: dict[str, Any], tmp_path: Path
+) -> None:
+    import torch
+
+    def wrong(without: str) -> list[str]:
+        """The weights whose first gradient is not, to the last bit, that of one process."""
+        ranks = trained(workspace, tmp_path, 2, "bf16", module="tests.training.lossy_copies", without=without)
+        right = one["rounded"]["gradients"][0]
+        return [name for name in right if not torch.equal(ranks[0]["bf16"]["gradients"][0][name], right[name])]
+
+    assert not wrong("")
+    assert len(wrong("bitsandbytes-fsdp-packed-weights")) > 100
 
 
 def test_another_kernel_is_within_the_bound(one: dict[str, Any], noise: nearness.InBf16) -> None:

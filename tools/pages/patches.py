@@ -38,7 +38,7 @@ def patches_page() -> str:
             *([f"- **Not exact without:** {', '.join(f'`{name}`' for name in patch.needs)}"] if patch.needs else []),
             "- **Replaces:**",
             *(
-                f"  - `{target}` (code of {', '.join(target.known.values())}"
+                f"  - `{target}` (code of {', '.join((target.codes or target.known).values())}"
                 f"{'; where the release has it' if target.optional else ''})"
                 for target in patch.targets
             ),

@@ -1,0 +1,110 @@
+"""4-bit weights that FSDP2 shards are gathered bit for bit.
+
+Symptom: silent: under FSDP2 on GPUs a 4-bit model with ``bnb_4bit_quant_storage`` of bfloat16 or float16 has the
+outputs, the loss and the gradients of other weights. A linear layer is off by 5 %.
+
+Cause: FSDP2 gathers tensors of one dtype as that dtype, and copies them with ``torch._foreach_copy_``. On a GPU that
+copies bfloat16 and float16 by way of float32, and every NaN becomes the same NaN. Packed 4-bit weights are not
+numbers: one in a thousand pairs of their bytes reads as a NaN and is overwritten. In mixed precision of another dtype
+than the storage's, FSDP2 casts the bytes as if they were numbers, on CPUs as well. Groups of several dtypes are
+gathered as bytes, which is right: with bfloat16 storage and a float32 adapter that is so without mixed precision.
+
+Fix: A group that has a packed weight is gathered as bytes, too, by FSDP2's own code for several dtypes, and packed
+weights are not cast. Other groups are gathered as ever.
+
+Remove when: torch copies all bits of a NaN in ``_foreach_copy_``, or FSDP2 no longer gathers with it, in all supported
+releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+
+
+class _AsBytes(list[Any]):
+    """What FSDP2 gathers of a group with a packed weight. It is passed on as it is to what finds the dtype."""
+
+
+def _is_packed(parameter: Any) -> bool:
+    """Whether one of FSDP2's parameters is the weight of a layer of bitsandbytes in 4 bits."""
+    info = parameter._module_info
+    return info.param_name == "weight" and any("4bit" in kind.__name__ for kind in type(info.module).__mro__)
+
+
+def all_gather_inputs(original: Callable[..., Any], fsdp_params: Any) -> Any:
+    inputs = original(fsdp_params)
+    for parameter, tensors in zip(fsdp_params, inputs):
+        if tensors and _is_two_bytes(tensors[0].dtype) and _is_packed(parameter):
+            return _AsBytes(inputs)
+    return inputs
+
+
+def _is_two_bytes(dtype: Any) -> bool:
+    """Whether a GPU copies it by way of another dtype."""
+    return bool(dtype.is_floating_point and dtype.itemsize == 2)
+
+
+def all_gather_metadata(original: Callable[..., Any], param_all_gather_inputs: Any) -> Any:
+    import torch
+
+    dtypes, numels, dtype = original(param_all_gather_inputs)
+    return dtypes, numels, torch.uint8 if isinstance(param_all_gather_inputs, _AsBytes) else dtype
+
+
+def dtype_attributes(original: Callable[..., Any], self: Any, mp_policy: Any) -> None:
+    original(self, mp_policy)
+    if _is_packed(self):
+        self.param_dtype = None  # as for integers: it is not cast
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import sharding
+
+    if (missing := sharding.missing()) is not None:
+        return Outcome(False, missing, applicable=False)
+    with sharding.copies(workspace.main) as name, sharding.two_ranks(workspace.main) as mesh:
+        changed, count = sharding.gathered(sharding.packed(workspace), mesh)
+    return Outcome(changed > 0, f"{changed} of {count} packed bytes are others after FSDP2 gathered them ({name})")
+
+
+PATCH = Patch(
+    id="bitsandbytes-fsdp-packed-weights",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F72",),
+    distribution="bitsandbytes",
+    affected=">=0.48.2",
+    bug=(
+        "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
+        "https://github.com/pytorch/pytorch/issues/159333",
+    ),
+    targets=(
+        Target(
+            module=f"{_FSDP}._fsdp_collectives",
+            name="_get_param_all_gather_inputs",
+            replacement=all_gather_inputs,
+            codes={"d1ee5c56f62a": "torch 2.13.0", "c9cf8d36aaed": "earlier ones, with compiled autograd"},
+        ),
+        Target(
+            module=f"{_FSDP}._fsdp_collectives",
+            name="_get_all_gather_input_metadatas",
+            replacement=all_gather_metadata,
+            codes={"66ee33b1fed5": "torch 2.13.0 and earlier ones"},
+        ),
+        Target(
+            module=f"{_FSDP}._fsdp_param",
+            name="FSDPParam.init_dtype_attrs",
+            replacement=dtype_attributes,
+            group="casts",
+            codes={"a62959eda894": "torch 2.13.0", "84429f3ae7f4": "earlier ones"},
+        ),
+    ),
+    reproduce=reproduce,
+)
