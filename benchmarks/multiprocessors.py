@@ -116,7 +116,7 @@ def parts(order: Order) -> Data:
 
     base = models.base(measure.model())
     placed = getattr(base, "hf_device_map", {})  # a model on one device may have none
-    found = speed.work(blueprint.describe(base), placed, context=models_context(), batch=1)
+    found = speed.work(blueprint.describe(base), placed, context=models_context())
     return {"work": found.as_data()}
 
 

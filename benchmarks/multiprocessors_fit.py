@@ -99,10 +99,9 @@ def _described(shape: str) -> speed.Work:
     model = build.on_meta(shape)[0]
     names = linear_names(model, default_skip_modules(model))
     described = blueprint.describe(model, "4bit-double", names, experts=True)
-    found = speed.work(described, {}, context=CONTEXT, batch=1)
-    if found is None:
-        raise ValueError(f"the planner has no model of {shape}")
-    return found
+    if why := speed.unknown(described, batch=1):
+        raise ValueError(f"the planner has no model of {shape}: {why}")
+    return speed.work(described, {}, context=CONTEXT)
 
 
 def _work(shape: str) -> Data:

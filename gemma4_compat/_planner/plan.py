@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._engine import shadowed
-from gemma4_compat._engine.text import parse_size
+from gemma4_compat._engine.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
 from gemma4_compat._planner import blueprint, code, layout, speed
@@ -88,6 +88,7 @@ def plan_device_map(
     """
     shadowed.refuse("torch", "transformers")
     given = budgets(vram)
+    cards = {name: speed.CARDS[name] for name in speed.COMMON} if card is None else {card: speed.card(card)}
     if prefill_chunk is not None and (vision or audio):
         raise Gemma4CompatError(
             f"prefill_chunk is {prefill_chunk!r} for inputs with images or audio: releases of transformers differ in "
@@ -119,14 +120,13 @@ def plan_device_map(
         slow_because=slow_because,
         bus=0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus),
     )
-    cards = {name: speed.CARDS[name] for name in speed.COMMON} if card is None else {card: speed.card(card)}
     return replace(
         found,
         longest_context=layout.longest_context(
             cut, given, load, limit=limit, placed=placed, quantize_offloaded=quantization is not None
         ),
         chunked_prefill=_chunked_prefill(cut, placed, load, quantize_offloaded=quantization is not None),
-        modelled=_modelled(cut, placed, found, cards),
+        **_modelled(cut, placed, found, cards),
         assumed=assumed,
         code=code.loading_code(
             found,
@@ -159,17 +159,19 @@ def _placed(
     return layout.layout(cut, given, load, **options), load, slow_because
 
 
-def _modelled(cut: Blueprint, placed: Layout, plan: Plan, cards: Mapping[str, speed.Card]) -> dict[str, float]:
-    """Tokens a second by card; none where the model says nothing."""
-    done = speed.work(cut, placed.device_map, context=plan.context, batch=plan.batch) if plan.fast else None
-    if done is None:
-        return {}
-    streamed, found = placed.brought - placed.awaited, {}
+def _modelled(cut: Blueprint, placed: Layout, plan: Plan, cards: Mapping[str, speed.Card]) -> dict[str, Any]:
+    """Tokens a second by card, or why there are none."""
+    if why := "no step is replayed" if not plan.fast else speed.unknown(cut, batch=plan.batch):
+        return {"not_modelled": why}
+    done = speed.work(cut, placed.device_map, context=plan.context)
+    found = {}
     for name, card in cards.items():
         bus = plan.bus or card.bus
-        if bus or not placed.brought:
-            found[name] = 1 / speed.with_bus(speed.seconds(done, card), streamed, placed.awaited, bus)
-    return found
+        if placed.brought and not bus:
+            return {"not_modelled": f"each token brings {size_text(placed.brought)}, and nothing says over which bus"}
+        streamed = placed.brought - placed.awaited
+        found[name] = 1 / speed.with_bus(speed.seconds(done, card), streamed, placed.awaited, bus)
+    return {"modelled": found}
 
 
 def _chunked_prefill(cut: Blueprint, placed: Layout, load: Load, *, quantize_offloaded: bool) -> int:

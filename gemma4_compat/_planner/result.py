@@ -27,6 +27,7 @@ class Plan:
         brought: bytes that each token brings over the bus: of streamed layers, and of the experts that it hits.
         bus: bytes a second of the bus, if it was given; else 0.
         modelled: tokens a second by card, from a model (``gemma4_compat/_planner/speed.py``); empty where it has none.
+        not_modelled: why it has none; else empty.
         fast: whether the code calls ``gemma4_compat.decode_fast``, and ``use`` has room for its cache and graphs.
         slow_because: why it does not; empty where it does.
         context: tokens of a sequence it was made for; ``batch``, ``vision`` and ``audio`` likewise.
@@ -60,6 +61,7 @@ class Plan:
     prefill_chunk: int | None = None
     chunked_prefill: int = 0
     modelled: dict[str, float] = field(default_factory=dict)
+    not_modelled: str = ""
     assumed: str
     code: str = field(repr=False)
 

@@ -89,13 +89,13 @@ COMMON = ("RTX 3060", "RTX 4060 Ti", "RTX 4090")
 _STATED = re.compile(r"(\d+) SMs?, (\d+(?:\.\d+)?) GHz, (\d+(?:\.\d+)?) GB/s(?:, (.+?)(?:/s)?)?", re.IGNORECASE)
 
 
-def card(text: str) -> Card:
+def card(text: Any) -> Card:
     """A card by its name in :data:`CARDS`, or by its figures: "28 SMs, 1.78 GHz, 360 GB/s", and its bus, "24GiB/s".
 
     Raises:
         Gemma4CompatError: neither.
     """
-    wanted = " ".join(text.split())
+    wanted = " ".join(str(text).split())
     for name, found in CARDS.items():
         if wanted.casefold().removeprefix("nvidia ").removeprefix("geforce ") == name.casefold():
             return found
@@ -132,18 +132,24 @@ class Work:
         return asdict(self)
 
 
-def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int, batch: int) -> Work | None:
-    """What a token of a static cache of ``context`` tokens has all of a model do; None for what was not measured:
-    several sequences at once, weights or experts that are not in 4 bits.
+def unknown(blueprint: Blueprint, *, batch: int) -> str:
+    """Why there is no model of a step: nothing like it was measured. Empty where there is one."""
+    if batch != 1:
+        return "only one sequence at a time was measured"
+    if blueprint.quantization not in ("4bit", "4bit-double"):
+        return "only weights in 4 bits were measured"
+    if any(layer.experts_stored == layer.experts_plain for layer in blueprint.layers if layer.experts_stored):
+        return "only experts in 4 bits were measured"
+    return ""
+
+
+def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int) -> Work:
+    """What a token of a static cache of ``context`` tokens has all of a model do, where it is not :func:`unknown`.
 
     Layers that ``device_map`` keeps in host memory count as well: they are brought to the card and computed there.
     """
     parts = [block for block in blueprint.blocks if block.kind in ("layer", "rest", "head")]
     layers = blueprint.layers
-    if batch != 1 or blueprint.quantization not in ("4bit", "4bit-double"):
-        return None
-    if any(layer.experts_stored == layer.experts_plain for layer in layers if layer.experts_stored):
-        return None
     hit = 0.0
     if blueprint.experts is not None:
         count, used, _ = blueprint.experts

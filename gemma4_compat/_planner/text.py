@@ -148,4 +148,6 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
     if plan.modelled:
         rates = ", ".join(f"{rate:.0f} on {name}" for name, rate in plan.modelled.items())
         text += f" Tokens a second by a model of the card, not measured on it: {rates}."
+    elif plan.not_modelled:
+        text += f" No model of its tokens a second: {plan.not_modelled}."
     yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -55,39 +55,38 @@ def test_a_machine_that_was_not_fitted(fit: Any) -> None:
 def test_what_a_token_reads_of_a_tiny_model(workspace: Any) -> None:
     model = build.on_meta(str(workspace.cached(tiny_models.build_checkpoint)))[0]
     cut = described(model)
-    found = speed.work(cut, {}, context=64, batch=1)
-    assert found is not None
+    found = speed.work(cut, {}, context=64)
     text = model.config.get_text_config()
     assert found.layers == text.num_hidden_layers
     assert found.plain > text.vocab_size * text.hidden_size * 2
     quantized = sum(layer.stored.nbytes for layer in cut.layers)
     assert quantized <= found.quantized < 1.2 * quantized
     assert (found.experts, found.adapted, found.lookups) == (0, 0, 0)
-    longer = speed.work(cut, {}, context=65, batch=1)
-    assert longer is not None
+    longer = speed.work(cut, {}, context=65)
     full = [layer.attention for layer in cut.layers if layer.attention and layer.attention.window is None]
     more = sum(2 * 2 * one.kv_heads * one.head_dim for one in full)
     assert longer.plain - found.plain >= more > 0
     table = next(block.name for block in cut.blocks if block.kind == "per_layer_embedding")
-    assert speed.work(cut, {table: "cpu"}, context=64, batch=1) == replace(found, lookups=1)
+    assert speed.work(cut, {table: "cpu"}, context=64) == replace(found, lookups=1)
 
 
 def test_a_token_reads_the_experts_that_it_hits(workspace: Any) -> None:
     model = build.on_meta(str(workspace.cached(tiny_models.build_moe_checkpoint)))[0]
     cut = described(model)
-    found = speed.work(cut, {}, context=64, batch=1)
-    assert found is not None
+    found = speed.work(cut, {}, context=64)
     assert cut.experts is not None
     stored = sum(layer.experts_stored.nbytes for layer in cut.layers if layer.experts_stored)
     assert found.experts == pytest.approx(stored * cut.experts[1] / cut.experts[0], abs=1)
-    assert speed.work(described(model, experts=False), {}, context=64, batch=1) is None, "experts in bf16"
+    assert not speed.unknown(cut, batch=1)
+    assert "experts in 4 bits" in speed.unknown(described(model, experts=False), batch=1)
 
 
 def test_what_was_not_measured_has_no_model(workspace: Any) -> None:
     model = build.on_meta(str(workspace.cached(tiny_models.build_checkpoint)))[0]
-    assert speed.work(described(model), {}, context=64, batch=2) is None
-    assert speed.work(described(model, None), {}, context=64, batch=1) is None
-    assert speed.work(described(model, "8bit"), {}, context=64, batch=1) is None
+    assert not speed.unknown(described(model), batch=1)
+    assert "one sequence" in speed.unknown(described(model), batch=2)
+    for quantization in (None, "8bit"):
+        assert "weights in 4 bits" in speed.unknown(described(model, quantization), batch=1)
 
 
 def test_more_of_anything_is_faster_and_more_to_do_is_slower() -> None:
@@ -138,15 +137,26 @@ def test_the_bus_counts_where_something_comes_over_it() -> None:
     assert list(given_bus.modelled.values()) == pytest.approx(list(slow.modelled.values()))
     unknown = gemma4_compat.plan_device_map("26B-A4B", card="46 SMs, 2.48 GHz, 504 GB/s", **given)
     assert unknown.brought
-    assert not unknown.modelled, "nobody said what the bus is"
+    assert not unknown.modelled
+    assert "over which bus" in unknown.not_modelled
 
 
-@pytest.mark.parametrize("name", ["RTX 2", "", "0 SMs, 2.48 GHz, 504 GB/s", "46 SMs", "46 SMs, 1.2.3 GHz, 504 GB/s"])
-def test_an_unknown_card_is_one_error_with_those_that_are_known(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["RTX 2", "", 3060, "0 SMs, 2.48 GHz, 504 GB/s", "46 SMs", "46 SMs, 1.2.3 GHz, 504 GB/s"]
+)
+def test_an_unknown_card_is_one_error_with_those_that_are_known(name: Any) -> None:
     with pytest.raises(Gemma4CompatError, match="RTX 4060 Ti") as raised:
-        gemma4_compat.plan_device_map("E2B", "8GiB", card=name, **GIVEN)
+        gemma4_compat.plan_device_map("E2B", "1KiB", card=name, **GIVEN)  # before anything is placed
     assert repr(name) in str(raised.value)
 
 
-def test_a_slow_plan_has_none() -> None:
-    assert not gemma4_compat.plan_device_map("E2B", "8GiB", fast=False, **GIVEN).modelled
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [({"fast": False}, "no step is replayed"), ({"batch": 2}, "one sequence"), ({"quantize": None}, "in 4 bits")],
+)
+def test_a_plan_without_a_model_says_why(options: dict[str, Any], why: str) -> None:
+    plan = gemma4_compat.plan_device_map("E2B", "24GiB", **{**GIVEN, **options})
+    assert not plan.modelled
+    assert why in plan.not_modelled
+    said = " ".join(plan_text(plan, width=100).split())
+    assert (f"No model of its tokens a second: {plan.not_modelled}." in said) == plan.fast
