@@ -129,7 +129,8 @@ def changed_on_import(modules: list[str]) -> dict[str, Any]:
 
 
 def empty_modules(modules: list[str]) -> dict[str, Any]:
-    """Modules without content where the libraries should be."""
+    """Modules without content where the libraries should be, and FSDP2; the rest of torch says what the host is."""
+    importlib.import_module("torch")
     for module in modules:
         parts = module.split(".")
         for end in range(1, len(parts) + 1):
