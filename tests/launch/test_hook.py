@@ -50,7 +50,8 @@ def root() -> Path:
 def test_it_knows_the_libraries_that_are_repaired() -> None:
     assert {patch.distribution for patch in gemma4_compat.patches()} <= hook.LIBRARIES
     targets = {target.module.partition(".")[0] for patch in gemma4_compat.patches() for target in patch.targets}
-    assert targets == hook.LIBRARIES
+    # torch alone needs no repair: what is replaced in it is for weights of bitsandbytes, which is imported for them.
+    assert targets == {*hook.LIBRARIES, "torch"}
 
 
 def test_any_python_can_read_it() -> None:
