@@ -274,10 +274,8 @@ def temporary(prefix: str, folder: Path) -> Iterator[Path]:
 def shown(arguments: argparse.Namespace) -> list[str]:
     """The options that decide what is measured, as they are given on a command line."""
     hidden = ("child", "out", "work", "note")
-    given = {
-        name: value for name, value in vars(arguments).items() if value not in (None, False) and name not in hidden
-    }
-    parts = (
-        (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])) for name, value in given.items()
-    )
-    return [part for each in parts for part in each]
+    found: list[str] = []
+    for name, value in vars(arguments).items():
+        if value is not None and value is not False and name not in hidden:
+            found += [f"--{name.replace('_', '-')}"] + [str(value)] * (value is not True)
+    return found

@@ -109,24 +109,24 @@ def _work(shape: str) -> Data:
     return _described(shape).as_data()
 
 
-def fitted(rows: list[Data]) -> speed.Speed:
+def fitted(measured: list[Data]) -> speed.Speed:
     """Those with the smallest sum of squares of relative errors, found by coordinate descent from :data:`START`."""
     best, step = asdict(START), FIRST
-    least = squares(rows, speed.Speed(**best))
+    least = squares(measured, speed.Speed(**best))
     while step > LAST:
         better = False
         for name in best:
             for factor in (step, 1 / step):
                 tried = best | {name: best[name] * factor}
-                if (found := squares(rows, speed.Speed(**tried))) < least:
+                if (found := squares(measured, speed.Speed(**tried))) < least:
                     best, least, better = tried, found, True
         if not better:
             step = math.sqrt(step)
     return speed.Speed(**best)
 
 
-def squares(rows: list[Data], constants: speed.Speed) -> float:
-    return sum(error(row, constants) ** 2 for row in rows)
+def squares(measured: list[Data], constants: speed.Speed) -> float:
+    return sum(error(row, constants) ** 2 for row in measured)
 
 
 def error(row: Data, constants: speed.Speed) -> float:

@@ -31,7 +31,8 @@ class Speed:
 
     Fitted on 2026-11-25 to steps on H100s that were kept to 16 to 132 of their multiprocessors, and checked on an
     H200: docs/BENCHMARKS.md has each of them, and how far off it is. ``experts``, from one row alone, has all in it
-    that a mixture of experts takes beside its weights; ``adapted`` and ``lookup`` have what that host took.
+    that a mixture of experts takes beside its weights; ``adapted`` and ``lookup`` were less on the H200, and why is not
+    known.
     """
 
     layer: float
@@ -62,26 +63,27 @@ class Card:
     bus: int = 0
 
 
-_PCIE_3_X16, _PCIE_4_X8, _PCIE_4_X16, _PCIE_5_X8, _PCIE_5_X16 = (int(gib * 2**30) for gib in (12, 12, 24, 24, 49))
+#: Bytes a second that a pinned copy gets out of common buses, about. Half of the lanes are half of that.
+PCIE_3_X16, PCIE_4_X16, PCIE_5_X16 = 12 << 30, 24 << 30, 49 << 30
 
 #: Cards by name, from their vendor's data sheets; boost clocks.
 CARDS = {
-    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=_PCIE_4_X16),
-    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=_PCIE_4_X16),
-    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=_PCIE_4_X16),
-    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=_PCIE_4_X8),
-    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=_PCIE_4_X8),
-    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=_PCIE_4_X16),
-    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=_PCIE_4_X16),
-    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=_PCIE_4_X16),
-    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=_PCIE_5_X8),
-    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=_PCIE_5_X16),
-    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=_PCIE_5_X16),
-    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=_PCIE_4_X16),
-    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=_PCIE_4_X16),
-    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=_PCIE_4_X16),
-    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=_PCIE_5_X16),
-    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=_PCIE_5_X16),
+    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=PCIE_4_X16),
+    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=PCIE_4_X16),
+    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=PCIE_4_X16),
+    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=PCIE_4_X16 // 2),
+    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2),
+    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=PCIE_4_X16),
+    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=PCIE_4_X16),
+    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=PCIE_4_X16),
+    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2),
+    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=PCIE_5_X16),
+    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=PCIE_5_X16),
+    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=PCIE_4_X16),
+    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=PCIE_4_X16),
+    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=PCIE_4_X16),
+    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=PCIE_5_X16),
+    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=PCIE_5_X16),
 }
 #: Those that a plan names where none is given.
 COMMON = ("RTX 3060", "RTX 4060 Ti", "RTX 4090")

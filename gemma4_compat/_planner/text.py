@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gemma4_compat._engine.text import runs_text, size_text
+from gemma4_compat._planner import speed
 from gemma4_compat._planner.code import FAST, grouped
 from gemma4_compat._planner.cost import COSTS
 from gemma4_compat._planner.layout import PREFILL_CHUNK
@@ -16,8 +17,12 @@ from gemma4_compat._planner.use import Use
 if TYPE_CHECKING:
     from gemma4_compat._planner.result import Plan
 
-#: Bytes a second that a pinned copy gets out of common buses, about.
-BUSES = {"12 GiB/s (PCIe 3 x16)": 12 << 30, "24 (PCIe 4 x16)": 24 << 30, "49 (PCIe 5 x16)": 49 << 30}
+#: What a plan names where no bus is given.
+BUSES = {
+    "12 GiB/s (PCIe 3 x16)": speed.PCIE_3_X16,
+    "24 (PCIe 4 x16)": speed.PCIE_4_X16,
+    "49 (PCIe 5 x16)": speed.PCIE_5_X16,
+}
 #: What a bar's cells mean, and how they look with block characters and in ASCII.
 _PARTS = ("weights", "streaming buffers", "KV cache", "temporaries", "free")
 BLOCKS = "█▓▒░·"

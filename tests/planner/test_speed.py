@@ -44,7 +44,7 @@ def test_the_constants_are_those_that_fit_what_was_measured(fit: Any) -> None:
 
 
 def test_a_machine_that_was_not_fitted(fit: Any) -> None:
-    """An H200, by its data sheet: what it replayed. Tables and adapters wait for its host, which is a faster one."""
+    """An H200, by its data sheet: what it replayed. Tables and adapters took less there than the model says."""
     rows = fit.rows(fit.CHECKED)
     whole = [row for row in rows if row["case"] == "gpu"]
     assert {row["shape"] for row in whole} == {"E2B", "E4B", "12B", "31B"}

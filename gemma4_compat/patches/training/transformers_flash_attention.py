@@ -65,7 +65,7 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
 
 def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any:
     found = original(self, key)
-    if key in flash.PLAIN or not flash.is_flash(key):  # the first of them in every layer of most models: no call
+    if key in flash.PLAIN or not flash.is_flash(key):  # most layers ask for a plain one: no call
         return found
     return flash.by_layer(found, original(self, "sdpa"))
 
