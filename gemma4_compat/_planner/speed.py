@@ -31,8 +31,8 @@ class Speed:
 
     Fitted on 2026-11-25 to steps on H100s that were kept to 16 to 132 of their multiprocessors, and checked on an
     H200: docs/BENCHMARKS.md has each of them, and how far off it is. ``experts``, from one row alone, has all in it
-    that a mixture of experts takes beside its weights; ``adapted`` and ``lookup`` were less on the H200, and why is not
-    known.
+    that a mixture of experts takes beside its weights; ``adapted`` and ``lookup`` were less on the H200, why is
+    not known.
     """
 
     layer: float
