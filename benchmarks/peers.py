@@ -55,8 +55,8 @@ OFFLOAD_TOKENS = 12
 CONTEXT = 1024
 #: Checkpoint and GGUF files, as a multiple of the checkpoint.
 MADE = 3.0
-#: No step of a peer may take longer: compiling a step does.
-LIMIT_S = 170
+#: No step of a peer may take longer; compiling a step takes more than 90.
+LIMIT_S = 400
 LLAMA = "llama.cpp"
 UNSLOTH = "Unsloth"
 NO_TIME = report.NO_TIME
@@ -85,7 +85,7 @@ class Peer:
     whole: bool = False
 
 
-#: In the order in which they run: with little time left the last ones are missing.
+#: In the order in which they run: with little time left the last ones are missing. Compiling takes minutes.
 PEERS = {
     "shim": Peer("gemma4_compat", "4-bit, replayed", "replayed", "gpu", shim=True, whole=True),
     "upstream": Peer("transformers", "4-bit, as it is", "plain", "gpu", whole=True),
@@ -94,9 +94,9 @@ PEERS = {
     "shim-host": Peer("gemma4_compat", "4-bit, replayed; table and towers on the host", "replayed", "host", shim=True),
     "llama-q4_0-host": Peer(LLAMA, "Q4_0, table on the host, as it does by itself", LLAMA, "q4_0"),
     "llama-q8_0-host": Peer(LLAMA, "Q8_0, table on the host, as it does by itself", LLAMA, "q8_0"),
-    "upstream-compiled": Peer("transformers", "bf16, static cache, compiled", "compiled", "bf16"),
     "upstream-bf16": Peer("transformers", "bf16, as it is", "plain", "bf16"),
     "llama-bf16": Peer(LLAMA, "bf16, table on the host, as it does by itself", LLAMA, "bf16"),
+    "upstream-compiled": Peer("transformers", "bf16, static cache, compiled", "compiled", "bf16"),
     "unsloth": Peer(UNSLOTH, "4-bit, as it is", "plain", "gpu", whole=True),
 }
 #: Peers that are not measured, and why.

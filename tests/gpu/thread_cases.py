@@ -1,6 +1,7 @@
-"""The forum thread's matrix, case by case, in E2B's shape: ``python -m tests.gpu.thread_cases FOLDER``.
+"""The forum thread's matrix, case by case, in E2B's shape: ``python -m tests.gpu.thread_cases FOLDER KIND``.
 
-All cases run in one process and an error ends its own case only. Prints one line of JSON: what each gave. Answers that
+All cases of a kind of quantization run in one process, and an error ends its own case only. Prints one line of JSON:
+what each gave. Answers that
 shall be the same with the shim and without (GEMMA4_COMPAT_DISABLE=all) are kept in FOLDER, see :func:`kept`. What is
 done so far stands in FOLDER, too, for runs that are cut off.
 
@@ -47,17 +48,17 @@ class Cases:
         self.folder = folder
         self._references: dict[str, Outputs] = {}
 
-    def all(self) -> dict[str, Callable[[], dict[str, Any]]]:
+    def all(self, kind: str) -> dict[str, Callable[[], dict[str, Any]]]:
         found: dict[str, Callable[[], dict[str, Any]]] = {}
-        for kind in QUANTIZATIONS:
-            found[f"R05 all on the GPU, {kind}"] = functools.partial(self.all_gpu, kind)
-            for free in FREE[kind]:
-                found[f"R03 split, {kind}, {free} GiB free"] = functools.partial(self.split, kind, free=free)
-            found[f"R03 split, {kind}, device_map passed to PEFT"] = functools.partial(self.split, kind, again=True)
-            found[f"max_memory={BUDGET}, {kind}"] = functools.partial(self.max_memory, kind)
-        found["towers quantized, two images"] = self.towers_quantized
-        found["dequantize, then merge"] = self.dequantize_and_merge
-        found["direct merge"] = self.direct_merge
+        found[f"R05 all on the GPU, {kind}"] = functools.partial(self.all_gpu, kind)
+        for free in FREE[kind]:
+            found[f"R03 split, {kind}, {free} GiB free"] = functools.partial(self.split, kind, free=free)
+        found[f"R03 split, {kind}, device_map passed to PEFT"] = functools.partial(self.split, kind, again=True)
+        found[f"max_memory={BUDGET}, {kind}"] = functools.partial(self.max_memory, kind)
+        if kind == "double":
+            found["towers quantized, two images"] = self.towers_quantized
+            found["dequantize, then merge"] = self.dequantize_and_merge
+            found["direct merge"] = self.direct_merge
         return found
 
     def load(self, kind: str, placement: Any, **kwargs: Any) -> Any:
@@ -201,19 +202,19 @@ def features(model: Any, image: int) -> Any:
     return (found[0] if isinstance(found, (list, tuple)) else found).float().cpu()
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, kind: str) -> int:
     results: dict[str, Any] = {}
-    for name, case in Cases(folder).all().items():
+    for name, case in Cases(folder).all(kind).items():
         try:
             results[name] = {"error": None, **case()}
         except Exception as error:  # noqa: BLE001  (the user's crash is the result)
             results[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         collect()
-        (folder / f"cases, {side()}.json").write_text(json.dumps(results), encoding="utf-8")
+        (folder / f"cases, {kind}, {side()}.json").write_text(json.dumps(results), encoding="utf-8")
     patches = {patch_id: str(status.state) for patch_id, status in gemma4_compat.status().items()}
     print("\n" + json.dumps({"cases": results, "patches": patches}), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))
