@@ -41,6 +41,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).
 
 import common  # noqa: E402
 import experts_models as models  # noqa: E402  (imports gemma4_compat before the libraries)
+import kernels  # noqa: E402
 import mapped_files  # noqa: E402
 import small_card_device as device  # noqa: E402
 from common import Data  # noqa: E402
@@ -358,36 +359,14 @@ def gathered(run: Run) -> Data | None:
 
 def profiled(model: Any) -> Data:
     """Milliseconds a token of the kernels of replayed steps, those that take longest, and of all."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
 
-    if not torch.cuda.is_available():
-        return {}
-    record = profile(activities=[ProfilerActivity.CUDA])
+    def decode(start: Callable[[], None]) -> None:
+        # Before what is recorded: the prompt, an eager token and a captured one.
+        tokens = SKIPPED + kernels.TOKENS - 1
+        generate(model, "replayed", tokens, ids(model, PROMPT), streamer=Clock(at={SKIPPED: start}))
 
-    class Starts(Clock):
-        def put(self, value: Any) -> None:
-            """The prompt, an eager token and a captured one come first."""
-            super().put(value)
-            if len(self.times) == SKIPPED:
-                record.start()
-
-    tokens = 10
     generate(model, "replayed", TOKENS["replayed"][0], ids(model, PROMPT))  # until the graph is fused
-    generate(model, "replayed", SKIPPED + tokens - 1, ids(model, PROMPT), streamer=Starts())
-    device.synchronize()
-    record.stop()
-    events = [one for one in record.key_averages() if one.self_device_time_total]
-    events.sort(key=lambda one: -one.self_device_time_total)
-    return {
-        "tokens": tokens,
-        "ms_a_token": sum(one.self_device_time_total for one in events) / 1000 / tokens,
-        "kernels_a_token": sum(one.count for one in events) / tokens,
-        "longest": [
-            {"name": one.key[:90], "ms": one.self_device_time_total / 1000 / tokens, "count": one.count / tokens}
-            for one in events[:24]
-        ],
-    }
+    return kernels.recorded(decode)
 
 
 def training(run: Run, model: Any, name: str, lengths: tuple[int, ...]) -> Data:

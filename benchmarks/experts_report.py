@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+import kernels
 from common import Data
 
 from gemma4_compat._planner import text
@@ -72,18 +73,12 @@ def _profile(run: Data) -> str:
     found = {name: case["profile"] for name, case in run["cases"].items() if case.get("profile")}
     if not found:
         return ""
-    kinds = dict.fromkeys(kind for kind, _ in KERNELS)
     rows: list[list[str]] = []
     for name, profile in found.items():
-        spent = dict.fromkeys(kinds, 0.0)
-        for kernel in profile["longest"]:
-            for kind, part in KERNELS:
-                if part in kernel["name"]:
-                    spent[kind] += kernel["ms"]
-                    break
-        rest = profile["ms_a_token"] - sum(spent.values())
-        shown = [_number(value, ".1f") for value in (profile["ms_a_token"], *spent.values(), rest)]
+        times = (profile["ms_a_token"], *kernels.spent(profile, KERNELS).values())
+        shown = [_number(value, ".1f") for value in times]
         rows.append([WHAT.get(name) or name, *shown, _number(profile["kernels_a_token"], ".0f")])
+    kinds = dict.fromkeys(kind for kind, _ in KERNELS)
     titles = ("ms a token", "kernels", *kinds, "others", "number of kernels")
     return _joined([titles, ("---",) * len(titles), *rows])
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import graph_decoding_models as models
+import kernels
 import small_card_device
 from common import Data, Order
 from graph_decoding_models import SECOND, text_prompt
@@ -158,6 +159,17 @@ def turn(order: Order) -> Data:
     if order.get("peak"):
         found["memory"] = small_card_device.memory()
     return found | ({} if before is None else {"steps": since(before)})
+
+
+def profiled(order: Order) -> Data:
+    """The kernels of tokens that come after ``settled`` others."""
+    batch = text_prompt(_model, PROMPT)
+
+    def decode(start: Callable[[], None]) -> None:
+        first = order["settled"] + 1  # of what a streamer gets; the prompt is the first
+        generate(order["way"], first + kernels.TOKENS - 1, batch, streamer=Clock(at={first: start}))
+
+    return kernels.recorded(decode)
 
 
 def fusing(order: Order) -> Data:

@@ -9,6 +9,7 @@ speed      (always) load time; seconds of the first call; then in several rounds
            tokens a second after the first ones; what the card holds more than before the process started
 answers    what it says of the prompt, against the same weights in bf16: what its precision costs, and that these are
            the same weights
+profile    the kernels of its decoded tokens, by what they do: milliseconds, and how many (on a GPU)
 adapter    a LoRA adapter on it: whether it loads, how long that takes, tokens a second
 offload    half of the layers on the host (streamed, or computed there: as the peer does it), table and towers too
 
@@ -46,7 +47,7 @@ from common import Data, Order  # noqa: E402
 from peers_models import FILES, Llama, write_tokenizer  # noqa: E402
 from small_card_models import PROMPT  # noqa: E402
 
-PARTS = ("answers", "adapter", "offload", "tool")
+PARTS = ("answers", "profile", "adapter", "offload", "tool")
 #: Tokens of a turn, and after how many of them tokens are counted: compiling and capturing come first.
 TOKENS = {"plain": 24, "compiled": 100, "replayed": 100, "llama.cpp": 100}
 SETTLED = {"plain": 1, "compiled": 5, "replayed": 5, "llama.cpp": 5}
@@ -135,6 +136,7 @@ ACTIONS = {
     "adapt": measure.adapt,
     "turn": lambda order: measure.turn(order | {"tokens": order["count"]}),
     "agree": agree,
+    "profile": measure.profiled,
     "free": measure.free,
 }
 
@@ -284,6 +286,9 @@ def more_parts(run: Run, peer: Peer, entry: Data, steps: Steps, wanted: list[str
     if "answers" in wanted:
         with part(entry, "answers") as found:
             found |= steps("agree")
+    if "profile" in wanted:
+        with part(entry, "profile") as found:
+            found |= steps("profile", way=turn["way"], settled=turn["settled"])
     if "adapter" in wanted and peer.whole:
         with part(entry, "adapter") as found:
             found |= steps("adapt", adapter=adapter_of(run, peer))

@@ -2,7 +2,8 @@
 
 It is called through llama-cpp-python's declarations (``llama_cpp.llama_cpp``), so that the prompt, the clock and the
 way to count tokens are those of the other peers. The next token is the likeliest one, found by NumPy in the logits
-that llama.cpp copies to the host. `peers.py --llama-cpp` says where the libraries are. This process has no torch.
+that llama.cpp copies to the host. `peers.py --llama-cpp` says where the libraries are. This process has no torch, but
+for the part that profiles.
 """
 
 from __future__ import annotations
@@ -169,6 +170,23 @@ def turn(order: Order) -> Data:
     }
 
 
+def profiled(order: Order) -> Data:
+    """The kernels of tokens that come after ``settled`` others. torch is imported here, for its profiler alone."""
+    import kernels
+
+    prompt = answers.prompt(Path(order["folder"]))
+
+    def decode(start: Callable[[], None]) -> None:
+        _forget()
+        token = int(_decode(prompt, 0).argmax())
+        for number in range(order["settled"] + kernels.TOKENS):
+            if number == order["settled"]:
+                start()
+            token = int(_decode([token], len(prompt) + number).argmax())
+
+    return kernels.recorded(decode)
+
+
 def agree(order: Order) -> Data:
     """What it says of the prompt, against bf16."""
     folder = Path(order["folder"])
@@ -190,7 +208,13 @@ def adapt(order: Order) -> Data:
     return {"adapter_load_s": time.perf_counter() - started}
 
 
-ACTIONS: dict[str, Callable[[Order], Data]] = {"load": load, "turn": turn, "agree": agree, "adapt": adapt}
+ACTIONS: dict[str, Callable[[Order], Data]] = {
+    "load": load,
+    "turn": turn,
+    "agree": agree,
+    "profile": profiled,
+    "adapt": adapt,
+}
 
 if __name__ == "__main__":
     sys.exit(common.serve(ACTIONS, stack=False))

@@ -6,9 +6,33 @@ import statistics
 from typing import Any
 
 import common
+import kernels
 from common import Data
 
 NO_TIME = "no time"
+#: What kernels do, by a part of their names; the first that fits counts.
+KERNELS = (
+    ("4-bit and 8-bit products", "gemm_4bit"),
+    ("4-bit and 8-bit products", "mul_mat_vec_q"),
+    ("4-bit and 8-bit products", "mul_mat_q"),
+    ("inputs made 8-bit", "quantize_q8"),
+    ("bf16 products", "nvjet"),
+    ("bf16 products", "gemv"),
+    ("bf16 products", "mul_mat_vec_f"),
+    ("bf16 products", "splitKreduce"),
+    ("attention", "fmha"),
+    ("attention", "sdpa"),
+    ("attention", "flash"),
+    ("norms", "reduce_kernel"),
+    ("norms", "rms_norm"),
+    ("pointwise, fused", "fused_"),
+    ("pointwise, fused", "triton_"),
+    ("rows and copies", "gather"),
+    ("rows and copies", "indexSelect"),
+    ("rows and copies", "get_rows"),
+    ("rows and copies", "Memcpy"),
+    ("rows and copies", "cpy"),
+)
 
 
 def summary(speed: Data) -> Data:
@@ -25,7 +49,7 @@ def summary(speed: Data) -> Data:
 
 def table(result: Data) -> str:
     """All of them, and what is not in them."""
-    parts = [_speed(result), _parts(result), _files(result)]
+    parts = [_speed(result), _kernels(result), _parts(result), _files(result)]
     if result["not_had"]:
         parts.append("\n".join(f"- Not measured: {name}; {why}." for name, why in result["not_had"].items()))
     return "\n\n".join(part for part in parts if part)
@@ -74,6 +98,19 @@ def _parts(result: Data) -> str:
     ]
     titles = ("software", "with a LoRA adapter", "half of the layers on the host", "its own benchmark")
     return _table(titles, rows)
+
+
+def _kernels(result: Data) -> str:
+    """What a token's time goes to."""
+    rows = []
+    for entry in result["peers"].values():
+        profile, found = entry.get("profile", {}), entry["speed"].get("summary")
+        if "longest" not in profile or found is None:
+            continue
+        times = (1000 / found["tok_s"]["median"], profile["ms_a_token"], *kernels.spent(profile, KERNELS).values())
+        rows.append([_name(entry), *(f"{ms:.2f}" for ms in times), f"{profile['kernels_a_token']:.0f}"])
+    kinds = dict.fromkeys(kind for kind, _ in KERNELS)
+    return _table(("ms a token", "in all", "kernels", *kinds, "others", "number of kernels"), rows)
 
 
 def _files(result: Data) -> str:

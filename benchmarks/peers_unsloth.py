@@ -60,7 +60,20 @@ def agree(order: Order) -> Data:
     return answers.compared(Path(order["folder"]), found)
 
 
-ACTIONS: dict[str, Callable[[Order], Data]] = {"load": load, "turn": turn, "agree": agree, "adapt": adapt}
+def profiled(order: Order) -> Data:
+    """The kernels of its tokens."""
+    import graph_decoding_measure as measure
+
+    return measure.profiled(order)
+
+
+ACTIONS: dict[str, Callable[[Order], Data]] = {
+    "load": load,
+    "turn": turn,
+    "agree": agree,
+    "profile": profiled,
+    "adapt": adapt,
+}
 
 if __name__ == "__main__":
     sys.exit(common.serve(ACTIONS, stack=False))

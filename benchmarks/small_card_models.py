@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +169,23 @@ def load(shape: str, case: Case, folder: Path) -> Any:
 
 
 class Clock:
-    """A streamer that notes when each token came, on the clock ``now``."""
+    """A streamer that notes when each token came, on the clock ``now``.
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+    ``at``: what is called after so many, of which the prompt is the first.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, at: Mapping[int, Callable[[], None]] | None = None
+    ) -> None:
         self.now = now
+        self.at = dict(at or {})
         self.times: list[float] = []
 
     def put(self, value: Any) -> None:
         """The prompt first, then one token a call; ``generate`` has copied it to the CPU, so the GPU is done."""
         self.times.append(self.now())
+        if (call := self.at.get(len(self.times))) is not None:
+            call()
 
     def end(self) -> None:
         """Nothing is left to do."""

@@ -22,6 +22,7 @@ import graph_decoding_measure  # noqa: E402
 import graph_decoding_report  # noqa: E402
 import idle_shim as idle_shim_script  # noqa: E402
 import multiprocessors_fit  # noqa: E402
+from small_card_models import Clock  # noqa: E402
 
 BENCHMARKS = tuple(report.TABLES)
 PICTURED = tuple(report.TITLES)
@@ -336,3 +337,33 @@ def test_steps_on_some_multiprocessors_beside_the_model() -> None:
     assert modelled[0][1:] == list(multiprocessors_fit.SHOWN)
     checked = [row for row in rows(multiprocessors_fit.section()) if row[-1] == "**checked**"]
     assert {row[2] for row in checked} == {"NVIDIA H200"}
+
+
+def test_the_kernels_of_a_peer_by_what_they_do(results: Path) -> None:
+    file = results / "peers-tiny.json"
+    run = json.loads(file.read_text(encoding="utf-8"))
+    name, entry = next((name, entry) for name, entry in run["peers"].items() if "summary" in entry["speed"])
+    longest = [
+        {"name": "void gemm_4bit_simt<bf16>", "ms": 1.5, "count": 100.0},
+        {"name": "nvjet_sm90_tst", "ms": 0.25, "count": 2.0},
+        {"name": "fused_4", "ms": 0.125, "count": 9.0},
+        {"name": "something", "ms": 0.0625, "count": 1.0},
+    ]
+    profile = {"tokens": 10, "ms_a_token": 2.0, "kernels_a_token": 120.0, "longest": longest}
+    file.write_text(json.dumps(run | {"peers": {name: entry | {"profile": profile}}}), encoding="utf-8")
+    [[titles, _, row]] = [table for table in tables(report.section("peers")) if "ms a token" in table[0]]
+    found = dict(zip(titles, row, strict=True))
+    assert float(found["in all"]) == pytest.approx(1000 / entry["speed"]["summary"]["tok_s"]["median"], abs=0.01)
+    assert found["kernels"] == "2.00"
+    assert found["4-bit and 8-bit products"] == "1.50"
+    assert found["others"] == "0.12", "what is in no kind, and what is not listed"
+    assert found["number of kernels"] == "120"
+
+
+def test_a_clock_calls_what_it_was_told_to_when_a_token_comes() -> None:
+    called: list[int] = []
+    clock = Clock(at={2: lambda: called.append(len(clock.times))})
+    for _ in range(4):
+        clock.put(None)
+    assert called == [2]
+    assert len(clock.times) == 4
