@@ -233,8 +233,8 @@ class Steps:
 
 
 @contextlib.contextmanager
-def part(entry: Data, name: str) -> Iterator[Data]:
-    """A part of a peer's result; an error is kept in it."""
+def part(run: Run, entry: Data, name: str) -> Iterator[Data]:
+    """A part of a peer's result; an error is kept in it. The file has it, too, as soon as it ends."""
     found = entry[name] = {}
     try:
         yield found
@@ -242,6 +242,11 @@ def part(entry: Data, name: str) -> Iterator[Data]:
         found["error"] = str(error)
     except Exception as error:  # noqa: BLE001  (the other peers go on)
         found["error"] = f"{type(error).__name__}: {error}"[:300]
+    except BaseException:
+        found["error"] = "cut off"
+        raise
+    finally:
+        common.write(run.result, run.arguments.out)
 
 
 def measured_peer(run: Run, name: str, peer: Peer) -> None:
@@ -255,7 +260,7 @@ def measured_peer(run: Run, name: str, peer: Peer) -> None:
     with common.workers(script, run.work) as start:
         steps = Steps(run, start(peer.shim), order_of(run, peer))
         turn = run.turn(peer)
-        with part(entry, "speed") as found:
+        with part(run, entry, "speed") as found:
             found["load"] = steps("load")
             found["first"] = steps("turn", **turn)
             after = card_gib()
@@ -268,7 +273,7 @@ def measured_peer(run: Run, name: str, peer: Peer) -> None:
         if "error" not in entry["speed"]:
             more_parts(run, peer, entry, steps, wanted)
     if run.llama is not None and peer.software == LLAMA and "tool" in wanted:
-        with part(entry, "tool") as found:
+        with part(run, entry, "tool") as found:
             options = ["-ngl", "99", *(["-ot", "per_layer_token_embd=CUDA0"] if on_card(run, peer) else [])]
             file = run.work / f"{peer.where}.gguf"
             found |= run.llama.bench(file, options, run.work, min(run.left(), LIMIT_S))
@@ -284,18 +289,18 @@ def more_parts(run: Run, peer: Peer, entry: Data, steps: Steps, wanted: list[str
     """What is asked of a peer beside its speed."""
     turn = run.turn(peer)
     if "answers" in wanted:
-        with part(entry, "answers") as found:
+        with part(run, entry, "answers") as found:
             found |= steps("agree")
     if "profile" in wanted:
-        with part(entry, "profile") as found:
+        with part(run, entry, "profile") as found:
             found |= steps("profile", way=turn["way"], settled=turn["settled"])
     if "adapter" in wanted and peer.whole:
-        with part(entry, "adapter") as found:
+        with part(run, entry, "adapter") as found:
             found |= steps("adapt", adapter=adapter_of(run, peer))
             found["first"] = steps("turn", **turn)
             found["tok_s"] = statistics.median(steps("turn", **turn)["tok_s"] for _ in range(2))
     if "offload" in wanted and peer.whole:
-        with part(entry, "offload") as found:
+        with part(run, entry, "offload") as found:
             layers = run.result["layers"] // 2
             found["load_s"] = steps("load", where="half", layers=layers, table="host")["load_s"]
             short = turn | {"count": min(OFFLOAD_TOKENS, turn["count"]), "settled": 1}

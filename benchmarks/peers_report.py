@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from typing import Any
 
@@ -101,16 +102,30 @@ def _parts(result: Data) -> str:
 
 
 def _kernels(result: Data) -> str:
-    """What a token's time goes to."""
-    rows = []
+    """What a token's time goes to, and the kernel that takes most of it."""
+    rows, longest = [], []
     for entry in result["peers"].values():
         profile, found = entry.get("profile", {}), entry["speed"].get("summary")
         if "longest" not in profile or found is None:
             continue
         times = (1000 / found["tok_s"]["median"], profile["ms_a_token"], *kernels.spent(profile, KERNELS).values())
         rows.append([_name(entry), *(f"{ms:.2f}" for ms in times), f"{profile['kernels_a_token']:.0f}"])
+        first = profile["longest"][0]
+        share, each = 100 * first["ms"] / profile["ms_a_token"], 1000 * first["ms"] / first["count"]
+        longest.append(
+            f"{_name(entry)}: {share:.0f} % of the kernels' time is `{short(first['name'])}`, "
+            f"{first['count']:.0f} launches a token, {each:.1f} \N{MICRO SIGN}s each."
+        )
     kinds = dict.fromkeys(kind for kind, _ in KERNELS)
-    return _table(("ms a token", "in all", "kernels", *kinds, "others", "number of kernels"), rows)
+    table = _table(("ms a token", "in all", "kernels", *kinds, "others", "number of kernels"), rows)
+    return "\n\n".join([table, *longest]) if rows else ""
+
+
+def short(kernel: str) -> str:
+    """A kernel's name without what it returns, its namespaces and its types."""
+    return re.split(r"[<(]", kernel.removeprefix("void ").replace("(anonymous namespace)::", ""))[0].rpartition("::")[
+        2
+    ]
 
 
 def _files(result: Data) -> str:

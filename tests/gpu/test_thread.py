@@ -13,6 +13,7 @@ from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.adapters.transformers_dequantized_adapter import PATCH as DEQUANTIZED
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import BOUND
 from gemma4_compat.patches.multimodal.transformers_quantized_vision import PATCH as VISION
+from gemma4_compat.patches.training.transformers_flash_attention import BOUNDS
 from tests.conftest import is_affected
 from tests.gpu.conftest import together
 from tests.gpu.thread_cases import BUDGET, FREE, QUANTIZATIONS, kept
@@ -48,6 +49,7 @@ def test_everything_on_the_gpu_is_as_it_was(cases: Callable[[str], CASES], kind:
     assert without["error"] is None, without
     assert repaired["error"] is None, repaired
     assert repaired["against_unpatched"] == 0.0
+    assert repaired["kernel"] <= BOUNDS["torch.bfloat16"]
     assert repaired["gib"] <= without["gib"]
 
 

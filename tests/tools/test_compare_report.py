@@ -351,7 +351,9 @@ def test_the_kernels_of_a_peer_by_what_they_do(results: Path) -> None:
     ]
     profile = {"tokens": 10, "ms_a_token": 2.0, "kernels_a_token": 120.0, "longest": longest}
     file.write_text(json.dumps(run | {"peers": {name: entry | {"profile": profile}}}), encoding="utf-8")
-    [[titles, _, row]] = [table for table in tables(report.section("peers")) if "ms a token" in table[0]]
+    text = report.section("peers")
+    assert "75 % of the kernels' time is `gemm_4bit_simt`, 100 launches a token, 15.0 \N{MICRO SIGN}s each." in text
+    [[titles, _, row]] = [table for table in tables(text) if "ms a token" in table[0]]
     found = dict(zip(titles, row, strict=True))
     assert float(found["in all"]) == pytest.approx(1000 / entry["speed"]["summary"]["tok_s"]["median"], abs=0.01)
     assert found["kernels"] == "2.00"
