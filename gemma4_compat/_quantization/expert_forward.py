@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement
 from gemma4_compat._quantization import expert_storage
 from gemma4_compat._quantization.expert_storage import dequantized
@@ -21,10 +22,14 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
 
     For the backward pass the packed weights are kept, and dequantized again. ``torch.compile`` has to get through it
     in one graph.
+
+    Raises:
+        Gemma4CompatError: the packed weights are there, and their scales are not.
     """
     import torch
 
     if not any(hasattr(getattr(self, name, None), "quant_state") for name in NAMES):
+        refuse_packed(self)
         return original(self, hidden_states, top_k_index, top_k_weights)
     added = getattr(self, _ADDED, {})
     chosen = hit(self, top_k_index) if can_choose(self) else None
@@ -44,6 +49,22 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
         return original(substitute, hidden_states, top_k_index, top_k_weights)
     with _kept_packed(weights, make):
         return original(substitute, hidden_states, top_k_index, top_k_weights)
+
+
+def refuse_packed(module: Any) -> None:
+    """Packed weights without their scales: a column of numbers in place of a matrix for each expert.
+
+    Raises:
+        Gemma4CompatError: there are some.
+    """
+    for name in NAMES:
+        weight = getattr(module, name, None)
+        if weight is not None and weight.ndim == 2 and weight.shape[1] == 1:
+            raise Gemma4CompatError(
+                f"experts.{name} holds packed 4-bit weights, shape {tuple(weight.shape)}, without their scales: a plain "
+                "tensor has taken its place, as FSDP2 puts in for each weight that it shards. Leave experts out, "
+                "fully_shard(..., ignored_params={...}), or load without quantize_experts()."
+            )
 
 
 class Substitute:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat import PatchState
-from gemma4_compat._reproduction import sharding
+from gemma4_compat import Gemma4CompatError, PatchState
+from gemma4_compat._reproduction import sharding, tiny, tiny_models
 from gemma4_compat.patches.training.bitsandbytes_fsdp_packed_weights import PATCH
 from tests.patches.promise import Promise
 
@@ -169,3 +169,29 @@ def test_it_waits_for_fsdp2_and_is_applied() -> None:
 
     status = gemma4_compat.status()[PATCH.id]
     assert status.state is PatchState.APPLIED, status.reason
+
+
+def test_experts_in_four_bits_are_refused_by_name_and_work_when_they_are_left_out(workspace: Any, mesh: Any) -> None:
+    """FSDP2 puts plain tensors in place of their weights, so their scales are gone."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    checkpoint = workspace.cached(tiny_models.build_moe_checkpoint)
+    ids = {"input_ids": workspace.inputs(text_only=True)["input_ids"]}
+
+    def load() -> Any:
+        with gemma4_compat.quantize_experts():
+            return tiny.load(checkpoint, "4bit", device="cpu").requires_grad_(False)
+
+    model = load()
+    layer = model.get_decoder().layers[0]
+    with torch.no_grad():
+        fully_shard(layer.experts, mesh=mesh)
+        with pytest.raises(Gemma4CompatError, match=r"experts\.gate_up_proj .* without their scales.* ignored_params"):
+            model(**ids)
+
+        model = load()
+        expected = model(**ids).logits
+        layer = model.get_decoder().layers[0]
+        fully_shard(layer.experts, mesh=mesh, ignored_params=set(layer.experts.parameters()))
+        assert torch.equal(model(**ids).logits, expected)
