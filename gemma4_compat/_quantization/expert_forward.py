@@ -61,9 +61,9 @@ def refuse_packed(module: Any) -> None:
         weight = getattr(module, name, None)
         if weight is not None and weight.ndim == 2 and weight.shape[1] == 1:
             raise Gemma4CompatError(
-                f"experts.{name} holds packed 4-bit weights, shape {tuple(weight.shape)}, without their scales: a plain "
-                "tensor has taken its place, as FSDP2 puts in for each weight that it shards. Leave experts out, "
-                "fully_shard(..., ignored_params={...}), or load without quantize_experts()."
+                f"experts.{name} holds packed 4-bit weights, shape {tuple(weight.shape)}, without their scales: a "
+                "plain tensor has taken its place, as FSDP2 puts in for each weight that it shards. Leave experts "
+                "out, fully_shard(..., ignored_params={...}), or load without quantize_experts()."
             )
 
 
