@@ -82,8 +82,9 @@ def _names(root: Any) -> Iterator[str]:
                 break
             module = inner
         yield name
-        children, prefix = dict(module.named_children()), f"{name}." if name else ""
-        waiting += [(prefix + key, children[key]) for key in reversed(children)]
+        if module._modules:  # most modules have none
+            children, prefix = dict(module.named_children()), f"{name}." if name else ""
+            waiting += [(prefix + key, children[key]) for key in reversed(children)]
 
 
 def translate(keys: Iterable[str], model: Any) -> Translation:

@@ -3,6 +3,8 @@
 It is taken from the syntax tree, not from byte code, so it is the same on every Python version: a patch lists the
 fingerprints it was proven on, and code it has never seen is never replaced.
 
+An ``__init__`` that a dataclass generated has no source of its own: there it is that of the class and its bases.
+
 It is of one function. What that function calls may have changed although the fingerprint has not, and no fingerprint
 sees that; the reproductions, which ``doctor`` runs, are there for it. What lies *around* the function is upstream's
 decorators, which the fingerprint has in it, or somebody else's wrapper, which :func:`stranger` finds.
@@ -11,6 +13,7 @@ decorators, which the fingerprint has in it, or somebody else's wrapper, which :
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import inspect
 import textwrap
@@ -46,9 +49,20 @@ def fingerprint(function: Any) -> str:
         return fingerprint_source(inspect.getsource(function))
     key = id(code)  # equal code may have another source
     if key not in _known or _known[key][0]() is not code:
-        found = fingerprint_source(inspect.getsource(function))
+        found = fingerprint_source(_source(inspect.unwrap(function)))
         _known[key] = weakref.ref(code, lambda _: _known.pop(key, None)), found
     return _known[key][1]
+
+
+def _source(function: Any) -> str:
+    if function.__code__.co_filename != "<string>":
+        return inspect.getsource(function)
+    owner, _, name = function.__qualname__.rpartition(".")
+    made_for = function.__globals__.get(owner)
+    if name != "__init__" or not isinstance(made_for, type) or not dataclasses.is_dataclass(made_for):
+        return inspect.getsource(function)  # which says that there is none
+    kinds = [kind for kind in made_for.__mro__ if dataclasses.is_dataclass(kind)]
+    return "\n".join(textwrap.dedent(inspect.getsource(kind)) for kind in kinds)
 
 
 def stranger(function: Any, ours: Callable[[Any], bool]) -> str | None:

@@ -104,6 +104,7 @@ PATCHES: tuple[str, ...] = (
     "checkpoints.transformers_save_offloaded_unified",
     "checkpoints.transformers_shared_kv_weights",
     "checkpoints.transformers_config_names",
+    "checkpoints.transformers_renaming_patterns",
     "placement.transformers_tied_split",
     "placement.transformers_resize_offloaded",
     "offload.transformers_offloaded_embedding",

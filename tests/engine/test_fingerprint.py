@@ -125,6 +125,51 @@ def test_decorated_and_nested_definitions_are_read_whole(create: Callable[..., L
     assert fingerprint(inner.run) == fingerprint_in(core, "Outer.Inner.run")
 
 
+GENERATED = """
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class Base:
+    first: int = 1
+
+    def __post_init__(self):
+        self.first += 1
+
+
+@dataclasses.dataclass(slots=True)
+class Layer(Base):
+    second: int = 2
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ("    first: int", "    # why\n    first: float", True),
+        ("+= 1", "+= 2", False),
+        ("int = 2", "int = 3", False),
+        ("(slots=True)\nclass Layer", "\nclass Layer", False),
+    ],
+)
+def test_what_a_dataclass_generates_has_the_fingerprint_of_the_classes(
+    create: Callable[..., Library], before: str, after: str, same: bool
+) -> None:
+    assert GENERATED.count(before) == 1
+    first = create(core=GENERATED).load().Layer
+    second = create(core=GENERATED.replace(before, after)).load().Layer
+    assert first.__init__.__code__.co_filename == "<string>"
+    assert (fingerprint(first.__init__) == fingerprint(second.__init__)) is same
+
+
+def test_what_else_is_generated_has_none() -> None:
+    names: dict[str, Any] = {}
+    code = compile("def f(): pass", "<string>", "exec")
+    eval(code, names)
+    with pytest.raises(OSError, match="source"):
+        fingerprint(names["f"])
+
+
 @pytest.mark.parametrize("value", [3, "text", None, len])
 def test_what_has_no_python_source_is_a_type_error(value: Any) -> None:
     with pytest.raises(TypeError):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import fitting
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import family
+from gemma4_compat._models import family, walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -54,10 +54,10 @@ def load_adapter(
             return original(*arguments, **kwargs)  # upstream says so
         shapes = fitting.shapes_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
     keys = tuple(shapes)
-    found = fitting.translate(keys, self)
-    if keys and not found.names:
-        raise fitting.nothing_matched(source, self, keys)
-    with fitting.loading(source, shapes):
+    with fitting.loading(source, shapes), walk.quick(self):  # in it what is found once is kept
+        found = fitting.translate(keys, self)
+        if keys and not found.names:
+            raise fitting.nothing_matched(source, self, keys)
         if found.is_identity or len(args) > 1:
             return original(*arguments, **kwargs)
         weights = read()
