@@ -350,7 +350,7 @@ def decoder_for(model: Any, cache: Any) -> Decoder | None:
 
     Args:
         model: a transformers model.
-        cache: what ``generate`` passes as ``past_key_values``.
+        cache: what ``generate`` passes to the model.
     """
     if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
         return None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._decoding import static_caches
+from gemma4_compat._models import cache_names
 
 #: Growing with the text, and read in the prompt only (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
@@ -16,7 +17,7 @@ class Step:
 
     Attributes:
         inputs: of the model's forward, by name.
-        cache: ``past_key_values`` among them.
+        cache: among them, too.
         device: of the input ids, a ``torch.device``.
         tensors: those in the inputs, in order.
         addresses: of the cache's tensors.
@@ -33,7 +34,7 @@ class Step:
     @classmethod
     def of(cls, inputs: dict[str, Any]) -> Step | None:
         """The step with these inputs; None where it reads more than a token, or has another cache."""
-        cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+        cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):
             return None
         found = static_caches.tensors(cache)
@@ -99,7 +100,7 @@ def _names(inputs: dict[str, Any]) -> Iterator[Any]:
         if isinstance(value, dict):
             yield name
             yield tuple(_names(value))
-        elif isinstance(value, torch.Tensor) or name == "past_key_values":
+        elif isinstance(value, torch.Tensor) or name in cache_names.NAMES:
             yield name
         else:
             yield name, value if value.__hash__ is not None else id(value)

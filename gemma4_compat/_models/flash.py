@@ -11,6 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._models import cache_names
+
 #: The widest head of a flash kernel.
 WIDEST = 256
 #: What most models run, and every layer of theirs asks for: known without a look at what is registered.
@@ -80,7 +82,7 @@ def sliding_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any
     import torch
 
     embeds: Any = arguments["inputs_embeds"]
-    cache: Any = arguments.get("past_key_values")
+    cache: Any = cache_names.cache_in(arguments)
     mask = arguments.get("attention_mask")
     batch, length = embeds.shape[:2]
     blocks = arguments.get("block_sequence_ids")
@@ -115,11 +117,7 @@ def _packed_rows(arguments: dict[str, Any]) -> bool:
     from transformers import masking_utils
 
     positions = arguments.get("position_ids")
-    if (
-        positions is None
-        or arguments.get("attention_mask") is not None
-        or arguments.get("past_key_values") is not None
-    ):
+    if positions is None or arguments.get("attention_mask") is not None or cache_names.cache_in(arguments) is not None:
         return False
     return masking_utils.find_packed_sequence_indices(positions) is not None
 
@@ -129,7 +127,8 @@ def _packed(arguments: dict[str, Any]) -> Callable[..., Any] | None:
     import torch
     from transformers import masking_utils
 
-    positions, mask, cache = (arguments.get(name) for name in ("position_ids", "attention_mask", "past_key_values"))
+    positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+    cache = cache_names.cache_in(arguments)
     batch, length = arguments["inputs_embeds"].shape[:2]
     if positions is None or batch > 1 or length == 1 or (mask is None and cache is None):
         return None

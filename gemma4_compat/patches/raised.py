@@ -91,6 +91,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "transformers-offloaded-embedding": (
         "RuntimeError: Tensor on device meta is not on the expected device cpu!",
     ),
+    "transformers-peft-release": (
+        "ValueError: The version of PEFT you are using is not compatible, please use a version >= 0.22.0",
+    ),
     "transformers-pipeline-device": (
         "RuntimeError: Expected one of cpu, cuda, ipu, xpu, mkldnn, opengl, opencl, ideep, hip, ve, fpga, maia, xla, lazy, vulkan, mps, meta, hpu, mtia, privateuseone device type at start of device string: disk",
     ),

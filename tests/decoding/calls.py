@@ -9,6 +9,7 @@ from typing import Any
 
 import gemma4_compat
 from gemma4_compat import _decoding
+from gemma4_compat._models import cache_names
 from gemma4_compat._reproduction import tiny
 from tests.offload import threads
 
@@ -94,7 +95,7 @@ def generate(
 ) -> Any:
     """What ``generate`` returns, but for the cache: what somebody holds cannot serve the next call."""
     found = whole(model, batch, way, new=new, **options)
-    return types.SimpleNamespace(**{name: value for name, value in found.items() if name != "past_key_values"})
+    return types.SimpleNamespace(**{name: value for name, value in found.items() if name not in cache_names.NAMES})
 
 
 def whole(
@@ -105,7 +106,7 @@ def whole(
 
     torch.manual_seed(3)
     asked = {"do_sample": False, "min_new_tokens": new, "max_new_tokens": new}
-    cache = {} if "past_key_values" in options else {"cache_implementation": "static"}
+    cache = {} if cache_names.cache_in(options) is not None else {"cache_implementation": "static"}
     kept = {"return_dict_in_generate": True, "output_logits": True}
     return model.generate(**batch, **{**asked, **cache, **kept, **options, **(way or {})})
 

@@ -15,6 +15,7 @@ pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
 from gemma4_compat._decoding import decoder
+from gemma4_compat._models import cache_names
 from tests.conftest import census
 from tests.decoding.calls import Models, ask, assert_equal, base, compared, generate, layers, steps, text, whole
 from tests.helpers import holders
@@ -49,7 +50,7 @@ def test_thirty_calls_of_many_kinds(models: Models, monkeypatch: pytest.MonkeyPa
         model.set_adapter(chance.choice(names))
         given = text(model, chance.choice([3, 9]), batch=chance.choice([1, 2]), seed=chance.randrange(9))
         found = whole(model, given, new=chance.choice([3, 4]), **chance.choice([{}, {"output_hidden_states": True}]))
-        held = [*held, found.past_key_values][-chance.choice([1, 3]) :]
+        held = [*held, cache_names.cache_in(found)][-chance.choice([1, 3]) :]
         del found
         within_bounds(model, alive=len(held) + 1)
     assert steps(model).captured > decoder.MAX_GRAPHS

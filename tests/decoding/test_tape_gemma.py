@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from gemma4_compat._decoding import static_caches
+from gemma4_compat._models import cache_names
 from gemma4_compat._offload import streaming
 from gemma4_compat._reproduction.tape import Tape
 
@@ -29,7 +30,9 @@ class Decoder:
         self.counts = {"eager": 0, "captured": 0, "replayed": 0}
         self.before_replay: Callable[[], Any] = lambda: None
 
-    def __call__(self, past_key_values: Any, **inputs: Any) -> Any:
+    def __call__(self, **inputs: Any) -> Any:
+        name = cache_names.NEW if cache_names.NEW in inputs else cache_names.OLD
+        past_key_values = inputs.pop(name)
         kind = tuple(static_caches.is_full(layer) for layer in static_caches.sliding(past_key_values))
         if kind not in self.steps:
             self.steps[kind] = None

@@ -37,7 +37,7 @@ class Kind:
         name: what the caller writes.
         options: makes the arguments of ``generate``, given the model's configuration.
         memory: what it holds for how many tokens.
-        refused: by way (see :data:`WAYS`) what the table says, and the beginning of the error.
+        refused: by way (see :data:`WAYS`) what the table says, and an expression for the error.
     """
 
     name: str
@@ -70,7 +70,7 @@ def _static(config: Any) -> dict[str, Any]:
     return {"past_key_values": StaticCache(config=config, max_cache_len=64)}
 
 
-_NO_ROLLBACK = "`ValueError`: not with static caches"
+_NO_ROLLBACK = "`ValueError`: not with static caches; since 5.24.0 not with ones longer than the window"
 _WINDOW = "full layers: the text; sliding layers: the window"
 _ALLOCATED = "the same, allocated for the longest text"
 
@@ -88,7 +88,12 @@ KINDS = (
         "`StaticCache(config=model.config, max_cache_len=...)`",
         _ALLOCATED,
         _static,
-        {"lookup": (_NO_ROLLBACK, "assisted generate is not supported with Static cache")},
+        {
+            "lookup": (
+                _NO_ROLLBACK,
+                "assisted generate is not supported with Static cache|a cache that can be cropped",
+            )
+        },
     ),
     Kind(
         "`use_cache=False`",
@@ -96,7 +101,10 @@ KINDS = (
         lambda config: {"use_cache": False},
         {
             "chunks": ("`ValueError`: needs a cache", "Cannot use prefill chunking without a cache"),
-            "lookup": ("`ValueError`: needs a cache", "assisted generate requires `use_cache=True`"),
+            "lookup": (
+                "`ValueError` (since 5.24.0 `RuntimeError`): needs a cache",
+                "assisted generate requires `use_cache=True`|Assisted decoding requires a cache",
+            ),
         },
     ),
 )

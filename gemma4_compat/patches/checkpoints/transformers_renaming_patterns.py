@@ -100,11 +100,13 @@ def _is_renaming(value: Any) -> bool:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._checkpoint import shards
+    import safetensors
+
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    names = shards.checkpoint(workspace.checkpoint)
+    with safetensors.safe_open(workspace.checkpoint / "model.safetensors", framework="pt") as file:
+        names = list(file.keys())
     loaded: list[Any] = []
     count = compiled(names, lambda: loaded.append(tiny.load(workspace.checkpoint, device=workspace.main)))
     if count:

@@ -45,7 +45,9 @@ PATCH = Patch(
     severity=Severity.CRASH,
     failure_points=("F30",),
     distribution="transformers",
-    affected=">=5.23.0",
+    affected=">=5.23.0,<5.24.0",
+    fixed="5.24.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
     targets=(
         Target(
             module="transformers.models.gemma4.configuration_gemma4",

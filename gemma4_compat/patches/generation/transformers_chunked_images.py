@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._models import cache_names
 from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def prefill(
 
 def _new_tokens(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> int:
     """How many of ``input_ids`` are read, as ``_prefill`` finds out: all, or those that the cache does not hold."""
-    whole, mask, cache = input_ids.shape[1], model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    whole, mask, cache = input_ids.shape[1], model_kwargs.get("attention_mask"), cache_names.cache_in(model_kwargs)
     told = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     return int(whole - cache.get_seq_length()) if cache is not None and told == whole else int(whole)
 

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._decoding import decoder, deferral, static_caches
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import cache_names
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -53,7 +54,7 @@ def prepare_cache(
         and generation_mode.value in _MODES
         and generation_config.cache_implementation is None
         and generation_config.use_cache is not False
-        and model_kwargs.get("past_key_values") is None
+        and cache_names.cache_in(model_kwargs) is None
     ):
         generation_config.cache_implementation = "static"  # of this call: it is a copy
     return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
@@ -66,7 +67,7 @@ def valid_auto_compile_criteria(
     _next.decoder = None
     if generation_config.disable_compile or (found and not decoder.is_preferred(self)):
         return found
-    _next.decoder = decoder.decoder_for(self, model_kwargs.get("past_key_values"))
+    _next.decoder = decoder.decoder_for(self, cache_names.cache_in(model_kwargs))
     return found or _next.decoder is not None
 
 
@@ -81,7 +82,7 @@ def compiled_call(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 
 def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    cache, config = kwargs.get("past_key_values"), kwargs.get("generation_config")
+    cache, config = cache_names.cache_in(kwargs), kwargs.get("generation_config")
     given = None if config is None or config.disable_compile else decoder.decoder_for(self, cache)
     if given is None:
         return original(self, *args, **kwargs)

@@ -22,13 +22,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import flash
+from gemma4_compat._models import cache_names, flash
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 _MASKS = "transformers.masking_utils"
-_NAMES = ("config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids")
+_NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
 #: Of the largest logit. A package's kernel takes no float32; the stand-in does.
 BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 
@@ -48,14 +48,14 @@ def create_sliding_window_causal_mask(original: Callable[..., Any], *args: Any, 
 def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     from transformers import masking_utils
 
-    arguments = dict(zip(_NAMES, args)) | kwargs
+    arguments = dict(zip(_NAMES, args)) | cache_names.renamed(kwargs, cache_names.NEW)
     config = getattr(arguments.get("config"), "get_text_config", lambda: None)()
     if len(args) > len(_NAMES) or not flash.is_split(config):
         return original(*args, **kwargs)
     arguments["config"] = config
     known = {*_NAMES, "or_mask_function", "and_mask_function", "block_sequence_ids"}
     given = {name: value for name, value in arguments.items() if name in known and value is not None}
-    given = dict.fromkeys(_NAMES) | given
+    given = cache_names.renamed(dict.fromkeys(_NAMES) | given, cache_names.of(masking_utils.create_causal_mask))
     # Not through upstream's table of mask functions: it holds what they were before a patch.
     return {
         "full_attention": masking_utils.create_causal_mask(**given),

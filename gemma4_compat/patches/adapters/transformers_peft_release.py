@@ -1,0 +1,62 @@
+"""Adapters of a transformers model work with the PEFT that can be installed.
+
+Symptom: ``ValueError: The version of PEFT you are using is not compatible, please use a version >= 0.22.0``, raised by
+transformers 5.24.0 from ``add_adapter``, ``set_adapter``, ``disable_adapters``, ``enable_adapters`` and
+``active_adapters`` of a model, and from ``delete_adapter``, with any released PEFT.
+
+Cause: ``transformers.integrations.peft`` asks for PEFT 0.22.0, which is not released. In 5.23.0 it asked for 0.20.0,
+and that number is all that has changed in the module since.
+
+Fix: Where it asks for 0.22.0, it gets what it would get for 0.20.0: an older PEFT is refused as ever.
+
+Remove when: transformers 5.24.0 with a PEFT before 0.22.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: What transformers asks for, and what the same code asked for in the release before.
+_ASKED, _BEFORE = "0.22.0", "0.20.0"
+
+
+def check_peft_version(original: Callable[..., None], min_version: Any) -> None:
+    original(_BEFORE if min_version == _ASKED else min_version)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction.workspace import difference
+
+    model = workspace.load()
+    model.load_adapter(str(workspace.adapter("language")), adapter_name="first")
+    expected = workspace.outputs(model)
+    model.disable_adapters()
+    off = difference(workspace.reference(), workspace.outputs(model))
+    model.enable_adapters()
+    model.set_adapter("first")
+    on = difference(expected, workspace.outputs(model))
+    return Outcome.of_parity(max(off, on), "an adapter of a transformers model, off and on")
+
+
+PATCH = Patch(
+    id="transformers-peft-release",
+    severity=Severity.CRASH,
+    failure_points=("F74",),
+    distribution="transformers",
+    affected=">=5.24.0",
+    requires=("peft<0.22",),
+    targets=(
+        Target(
+            module="transformers.utils.peft_utils",
+            name="check_peft_version",
+            replacement=check_peft_version,
+        ),
+    ),
+    reproduce=reproduce,
+)
