@@ -17,7 +17,7 @@ class Step:
 
     Attributes:
         inputs: of the model's forward, by name.
-        cache: among them, too.
+        cache: the one among them.
         device: of the input ids, a ``torch.device``.
         tensors: those in the inputs, in order.
         addresses: of the cache's tensors.

@@ -22,8 +22,9 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def renamed(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The arguments with the cache, if there is one among them, by this name."""
-    return {name if key in NAMES else key: value for key, value in arguments.items()}
+    """The arguments with the cache, if one is named among them, by this name alone."""
+    others = {key: value for key, value in arguments.items() if key not in NAMES}
+    return others if len(others) == len(arguments) else others | {name: cache_in(arguments)}
 
 
 @functools.cache

@@ -57,6 +57,7 @@ PATCHES: tuple[str, ...] = (
     "training.peft_adalora_unused",
     "adapters.peft_adalora_ranks",
     "adapters.transformers_failed_adapter",
+    "adapters.peft_cache_name",
     "adapters.transformers_peft_release",
     "adapters.transformers_adapter_placement",
     "training.transformers_uncached_sharing",

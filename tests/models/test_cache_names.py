@@ -25,6 +25,8 @@ def test_it_is_renamed_and_nothing_else(name: str, wanted: str) -> None:
     given: dict[str, Any] = {"config": 1, name: 2, "position_ids": 3}
     assert cache_names.renamed(given, wanted) == {"config": 1, wanted: 2, "position_ids": 3}
     assert cache_names.renamed({"config": 1}, wanted) == {"config": 1}
+    both = dict.fromkeys(cache_names.NAMES) | {name: 2}
+    assert cache_names.renamed(both, wanted) == {wanted: 2}
 
 
 def test_a_function_of_the_installed_transformers_is_called_by_its_own_name() -> None:

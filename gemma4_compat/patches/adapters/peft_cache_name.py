@@ -1,0 +1,92 @@
+"""Prompt tuning, P-tuning and prefix tuning generate what they were trained for.
+
+Symptom: silent: with transformers 5.24.0, ``generate`` of a ``PeftModel`` with prompt tuning or P-tuning inserts the
+virtual tokens anew before every token, and one with prefix tuning generates without its prefix. A forward is right.
+
+Cause: transformers 5.24.0 calls the cache of a generate ``cache``; before, it was ``past_key_values``.
+``PeftModelForCausalLM.prepare_inputs_for_generation`` looks for it by the old name, to tell the first step from the
+others, and puts a prefix under that name.
+
+Fix: There it is called by the old name, and what comes of it by the new one.
+
+Remove when: transformers 5.24.0 with a PEFT that knows the old name alone is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import cache_names
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: Of the largest logit, in float32: a step by step generate, and one forward.
+BOUND = 1e-4
+
+
+class _ByTheOldName:
+    """A ``PeftModel`` whose base gives the cache by its old name. Everything else is the model's."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def base_model_prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = self._model.base_model_prepare_inputs_for_generation(*args, **kwargs)
+        return cache_names.renamed(found, cache_names.OLD)
+
+
+def prepare_inputs_for_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not self.active_peft_config.is_prompt_learning:
+        return original(self, *args, **kwargs)
+    return cache_names.renamed(original(_ByTheOldName(self), *args, **kwargs), cache_names.NEW)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from peft import PromptTuningConfig, get_peft_model
+
+    from gemma4_compat._reproduction import tiny, tiny_models
+
+    checkpoint = workspace.checkpoint
+    if workspace.variant is None:  # prompt tuning does not go with embeddings for each layer
+        checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
+    torch.manual_seed(0)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(tiny.load(checkpoint, device=workspace.main).float(), config).eval()
+    ids = tiny.inputs(workspace.main, text_only=True)["input_ids"][:1]
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    with torch.no_grad():
+        try:
+            text = model(input_ids=ids).logits
+        except RuntimeError as error:  # E2B and E4B
+            return Outcome(False, f"prompt tuning does not run here: {error}", applicable=False)
+        found = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        whole = model(input_ids=found.sequences).logits[:, -5:-1]
+    off = (torch.stack(found.logits, dim=1).float() - whole.float()).abs().max().item()
+    bound = BOUND * text.abs().max().item()
+    return Outcome(off > bound, f"tokens generated one by one have logits {off:.2g} off those of one forward", off)
+
+
+PATCH = Patch(
+    id="peft-cache-name",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F75",),
+    distribution="peft",
+    affected=">=0.18.0",
+    requires=("transformers>=5.24",),
+    targets=(
+        Target(
+            module="peft.peft_model",
+            name="PeftModelForCausalLM.prepare_inputs_for_generation",
+            replacement=prepare_inputs_for_generation,
+        ),
+    ),
+    reproduce=reproduce,
+)
