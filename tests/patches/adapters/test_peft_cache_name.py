@@ -20,7 +20,7 @@ NEW, VIRTUAL = 5, 3
 
 class TestPromise(Promise):
     patch_id = PATCH.id
-    original = r"tokens generated one by one have logits [\d.]+ off those of one forward"
+    original = r"of all tokens that a generate gives the logits are [\d.]+ off those of a forward"
     exact = False
 
 
