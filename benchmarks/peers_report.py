@@ -123,9 +123,8 @@ def _kernels(result: Data) -> str:
 
 def short(kernel: str) -> str:
     """A kernel's name without what it returns, its namespaces and its types."""
-    return re.split(r"[<(]", kernel.removeprefix("void ").replace("(anonymous namespace)::", ""))[0].rpartition("::")[
-        2
-    ]
+    plain = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", plain)[0].rpartition("::")[2]
 
 
 def _files(result: Data) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import gc
 import importlib
@@ -17,12 +18,13 @@ import time
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+import gemma4_compat
 from gemma4_compat import Gemma4CompatWarning, Patch, patches
 from gemma4_compat._engine import changes
 from gemma4_compat._engine.engine import Engine
@@ -218,6 +220,17 @@ def traces(packages: Sequence[str] = ()) -> list[str]:
                     f"{module.__name__}.{name}.{key}" for key, slot in list(vars(value).items()) if is_ours(slot)
                 ]
     return found
+
+
+@contextlib.contextmanager
+def without(patch_id: str) -> Iterator[None]:
+    """Inside, this patch is off, the others are on."""
+    gemma4_compat.revert(patch_id)
+    try:
+        yield
+    finally:
+        gemma4_compat.install()
+        assert gemma4_compat.status()[patch_id].state is gemma4_compat.PatchState.APPLIED
 
 
 def holders(references: Iterable[weakref.ref[Any]]) -> list[str]:

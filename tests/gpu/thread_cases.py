@@ -1,9 +1,8 @@
 """The forum thread's matrix, case by case, in E2B's shape: ``python -m tests.gpu.thread_cases FOLDER KIND``.
 
 All cases of a kind of quantization run in one process, and an error ends its own case only. Prints one line of JSON:
-what each gave. Answers that
-shall be the same with the shim and without (GEMMA4_COMPAT_DISABLE=all) are kept in FOLDER, see :func:`kept`. What is
-done so far stands in FOLDER, too, for runs that are cut off.
+what each gave. Answers that shall be the same with the shim and without (GEMMA4_COMPAT_DISABLE=all) are kept in
+FOLDER, see :func:`kept`. What is done so far stands in FOLDER, too, for runs that are cut off.
 
 The names are the thread's: R05 is everything on the GPU, R03 the towers on the CPU.
 """

@@ -31,8 +31,13 @@ def check_peft_version(original: Callable[..., None], min_version: Any) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
+    import peft
+    from packaging.version import Version
+
     from gemma4_compat._reproduction.workspace import difference
 
+    if Version(peft.__version__) < Version(_BEFORE):
+        return Outcome(False, f"PEFT is older than the {_BEFORE} that transformers 5.23.0 asks for", applicable=False)
     model = workspace.load()
     model.load_adapter(str(workspace.adapter("language")), adapter_name="first")
     expected = workspace.outputs(model)
@@ -50,7 +55,7 @@ PATCH = Patch(
     failure_points=("F74",),
     distribution="transformers",
     affected=">=5.24.0",
-    requires=("peft<0.22",),
+    requires=("peft>=0.20,<0.22",),
     targets=(
         Target(
             module="transformers.utils.peft_utils",

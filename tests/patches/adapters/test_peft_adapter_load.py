@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import gemma4_compat
 from gemma4_compat._adapters import creation, mersenne, state
 from gemma4_compat._models import walk
 from gemma4_compat.patches.adapters.peft_adapter_load import PATCH, calls_of
+from tests.helpers import without
 from tests.patches.promise import Promise
 
 
 class TestPromise(Promise):
     patch_id = PATCH.id
     original = r"random weights were drawn \d+ times"
-
-
-@contextlib.contextmanager
-def without() -> Iterator[None]:
-    """Inside, this patch is off, the others are on."""
-    gemma4_compat.revert(PATCH.id)
-    try:
-        yield
-    finally:
-        gemma4_compat.install()
-        assert gemma4_compat.status()[PATCH.id].state is gemma4_compat.PatchState.APPLIED
 
 
 def plain(value: Any, depth: int = 0) -> Any:
@@ -83,7 +71,7 @@ def left_by(load: Callable[[], Any]) -> dict[str, Any]:
 
 def assert_same(load: Callable[[], Any]) -> dict[str, Any]:
     found = left_by(load)
-    with without():
+    with without(PATCH.id):
         expected = left_by(load)
     pairs = zip(found.pop("picture"), expected.pop("picture"))
     different = [
@@ -221,7 +209,7 @@ def test_a_load_that_fails_leaves_the_random_numbers_of_upstream(workspace: Any,
         return str(raised.value), torch.get_rng_state().tolist()
 
     found = state_after()
-    with without():
+    with without(PATCH.id):
         assert state_after() == found
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import gemma4_compat
 from gemma4_compat._models import cache_names
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat.patches.adapters.peft_cache_name import BOUND, PATCH
 from tests.conftest import is_affected
+from tests.helpers import without
 from tests.patches.promise import Promise
 
 affected = pytest.mark.skipif(not is_affected(PATCH), reason="this transformers calls a cache as PEFT does")
@@ -24,14 +24,16 @@ class TestPromise(Promise):
     exact = False
 
 
-def tuned(workspace: Any, kind: str, *, text: bool = False) -> Any:
-    """A model whose layers have no embeddings of their own, with virtual tokens or a prefix."""
+def tuned(workspace: Any, kind: str, *, text: bool = False, offload: str | None = None) -> Any:
+    """A model whose layers have no embeddings of their own, with virtual tokens or a prefix; split by ``offload``."""
     import peft
     import torch
 
     build = tiny_models.build_text_checkpoint if text else tiny_models.build_checkpoint
     folder = workspace.cached(build, text_variant="31B")
     model = tiny.load(folder, cls="Gemma4ForCausalLM" if text else "Gemma4ForConditionalGeneration").float()
+    if offload is not None:
+        model = workspace.dispatch(model, offload)
     torch.manual_seed(0)
     more = {"encoder_hidden_size": 16} if kind == "PromptEncoderConfig" else {}
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL, **more)
@@ -82,12 +84,9 @@ def test_a_prefix_is_in_the_cache_that_is_read(workspace: Any) -> None:
         plain = model.get_base_model()(**batch).logits[:, -1]
     assert (forward - plain).abs().max() > 0.01
     assert (generated(model, batch).logits[0] - forward).abs().max() <= BOUND * forward.abs().max()
-    gemma4_compat.revert(PATCH.id)
-    try:
-        without = generated(model, batch).logits[0]
-    finally:
-        gemma4_compat.install()
-    assert (without - forward).abs().max() > 0.01
+    with without(PATCH.id):
+        lost = generated(model, batch).logits[0]
+    assert (lost - forward).abs().max() > 0.01
 
 
 @affected
@@ -101,19 +100,38 @@ def test_a_cache_of_the_users_own(workspace: Any, name: str) -> None:
     assert (found.sequences == expected.sequences).all()
 
 
+@affected
 def test_other_adapters_are_asked_nothing(workspace: Any) -> None:
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(workspace.load(), workspace.adapter("language")).eval()
     batch = {name: value[:1] for name, value in workspace.inputs(text_only=True).items()}
     expected = generated(model, batch)
-    gemma4_compat.revert(PATCH.id)
-    try:
-        without = generated(model, batch)
-    finally:
-        gemma4_compat.install()
-    assert (without.sequences == expected.sequences).all()
-    assert all((one == other).all() for one, other in zip(without.logits, expected.logits, strict=True))
+    with without(PATCH.id):
+        found = generated(model, batch)
+    assert (found.sequences == expected.sequences).all()
+    assert all((one == other).all() for one, other in zip(found.logits, expected.logits, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig"])
+@pytest.mark.parametrize("offload", ["layers", "both"])
+def test_a_split_model_has_the_bits_of_one_device(workspace: Any, kind: str, offload: str) -> None:
+    """Forwards, and generates of a batch, with a cache of the user's own, too."""
+    import torch
+    from transformers import DynamicCache
+
+    whole, split = tuned(workspace, kind), tuned(workspace, kind, offload=offload)
+    batch = prompt(2)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(split(**batch).logits, whole(**batch).logits)
+    for own in (False, True):
+        expected, found = (
+            generated(model, batch, **({cache_names.OLD: DynamicCache(config=model.config)} if own else {}))
+            for model in (whole, split)
+        )
+        assert torch.equal(found.sequences, expected.sequences)
+        assert all(map(torch.equal, found.logits, expected.logits))
 
 
 def test_two_models_at_once(workspace: Any) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-import gemma4_compat
 from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.adapters.transformers_peft_release import PATCH
 from tests.conftest import is_affected
+from tests.helpers import without
 from tests.patches.promise import Promise
 
 affected = pytest.mark.skipif(not is_affected(PATCH), reason="this transformers asks for a released PEFT")
@@ -25,9 +25,23 @@ def test_every_call_that_asks_for_a_release(workspace: Any) -> None:
     from peft import LoraConfig
 
     model = tiny.load(workspace.checkpoint)
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("add_adapter", (config, "new")),
+        ("set_adapter", ("new",)),
+        ("disable_adapters", ()),
+        ("enable_adapters", ()),
+        ("active_adapters", ()),
+        ("get_adapter_state_dict", ("new",)),
+        ("delete_adapter", ("new",)),
+    ]
+    with without(PATCH.id):
+        for name, given in calls:
+            with pytest.raises(ValueError, match=r"please use a version >= 0\.22\.0"):
+                getattr(model, name)(*given)
     with pytest.raises(ValueError, match="No adapter loaded"):  # upstream's own error, not that of a release
         model.active_adapters()
-    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]), "new")
+    model.add_adapter(config, "new")
     assert model.active_adapters() == ["new"]
     model.set_adapter("new")
     model.disable_adapters()
@@ -64,10 +78,6 @@ def test_an_older_peft_is_refused_as_by_the_release_before(monkeypatch: pytest.M
 def test_undone_it_asks_as_before() -> None:
     from transformers.utils import peft_utils
 
-    gemma4_compat.revert(PATCH.id)
-    try:
-        with pytest.raises(ValueError, match=r"please use a version >= 0\.22\.0"):
-            peft_utils.check_peft_version("0.22.0")
-    finally:
-        gemma4_compat.install()
+    with without(PATCH.id), pytest.raises(ValueError, match=r"please use a version >= 0\.22\.0"):
+        peft_utils.check_peft_version("0.22.0")
     peft_utils.check_peft_version("0.22.0")

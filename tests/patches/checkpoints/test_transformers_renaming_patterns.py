@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import itertools
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import gemma4_compat
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.checkpoints.transformers_renaming_patterns import PATCH, Later, compiled
+from tests.helpers import without
 from tests.patches.promise import Promise
 
 ODD = ["a", "a_", "_", ".", "0", "a..b", "layers.0.", "model.x_", "g0", "weight", "weight.absmax", "A.0.lora_A"]
@@ -27,17 +26,6 @@ ODD = ["a", "a_", "_", ".", "0", "a..b", "layers.0.", "model.x_", "g0", "weight"
 class TestPromise(Promise):
     patch_id = PATCH.id
     original = r"\d+ regular expressions were compiled for the names of \d+ tensors"
-
-
-@contextlib.contextmanager
-def without() -> Iterator[None]:
-    """Inside, this patch is off, the others are on."""
-    gemma4_compat.revert(PATCH.id)
-    try:
-        yield
-    finally:
-        gemma4_compat.install()
-        assert gemma4_compat.status()[PATCH.id].state is gemma4_compat.PatchState.APPLIED
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +40,7 @@ def renaming(*args: Any, **kwargs: Any) -> Any:
 
 
 def upstreams(*args: Any, **kwargs: Any) -> Any:
-    with without():
+    with without(PATCH.id):
         return renaming(*args, **kwargs)
 
 
@@ -81,7 +69,7 @@ def test_the_objects_are_those_of_upstream(workspace: Any) -> None:
     pairs = [*itertools.product(ODD, ODD), *zip(names, names), *zip(names, reversed(names))]
     found = [renaming(*pair) for pair in pairs]
     assert not any(map(is_compiled, found))
-    with without():
+    with without(PATCH.id):
         expected = [renaming(*pair) for pair in pairs]
     for one, other, (source, _) in zip(found, expected, pairs):
         assert type(one) is type(other)
@@ -185,7 +173,7 @@ def test_many_threads_at_the_first_use() -> None:
 
 def test_what_was_made_before_the_undo_goes_on() -> None:
     value = renaming("old.name", "new.name")
-    with without():
+    with without(PATCH.id):
         assert type(renaming("old.name", "new.name").compiled_sources) is re.Pattern
         assert type(value.compiled_sources) is Later
         assert value.rename_source_key("old.name") == ("new.name", "old.name")
@@ -203,7 +191,7 @@ def test_no_pattern_is_compiled_for_a_tensor(workspace: Any, tmp_path: Path, act
     count = compiled(names, act)
     assert count == 0
     model = workspace.load()
-    with without():
+    with without(PATCH.id):
         assert compiled(names, act) > len(names) / 10
 
 
@@ -218,7 +206,7 @@ def test_what_is_loaded_and_saved_is_the_same(workspace: Any, tmp_path: Path) ->
         return state, files(tmp_path / name)
 
     state, written = saved("with")
-    with without():
+    with without(PATCH.id):
         expected, expected_files = saved("without")
     assert written == expected_files
     assert list(state) == list(expected)
