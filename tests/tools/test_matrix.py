@@ -80,6 +80,11 @@ def test_every_gate_has_two_stacks_that_differ_in_nothing_else(gate: Any, among:
         assert stack.ci == "suite" or gate.patch in stacks.patches_in_ci(stack, RELEASES)
 
 
+@pytest.mark.parametrize("stack", [stack for stack in IN_CI if stack.ci == "gates"], ids=lambda stack: stack.name)
+def test_ci_has_something_to_run_in_a_stack_that_is_there_for_gates(stack: stacks.Stack) -> None:
+    assert stacks.patches_in_ci(stack, RELEASES)
+
+
 def test_the_measured_release_of_every_patch_is_in_a_stack_that_claims_it() -> None:
     for patch in gemma4_compat.patches():
         held = [stack for stack in STACKS.values() if stack.pins[patch.distribution] == patch.measured]
@@ -281,6 +286,14 @@ def test_a_stack_in_several_processes_has_every_patch_once(parts: int) -> None:
 def test_bad_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_stack_without_a_gate_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stacks, "patches_in_ci", lambda stack, listed: [])
+    assert command.main(["run", "--ci", "oldest"]) == 2
+    assert "no patch has a gate at oldest: leave `ci` out of that entry in matrix.toml" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------------- bisection

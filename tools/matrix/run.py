@@ -15,7 +15,7 @@ from typing import Any
 import gemma4_compat
 from gemma4_compat import Patch
 from tools.matrix import UsageError, environments, measure, stacks
-from tools.matrix.stacks import RESULTS, Stack
+from tools.matrix.stacks import RESULTS, TABLE, Stack
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,14 +34,15 @@ def run(options: argparse.Namespace) -> int:
         chosen = [stack for stack in chosen if stack.ci in ("all", "gates")]
     if not chosen:
         raise UsageError(f"CI's matrix step runs none of {', '.join(options.stacks)}, so nothing would be measured")
-    chosen_patches = [patch for patch in everything if patch.id in options.patches or not options.patches]
+    named = [patch for patch in everything if patch.id in options.patches or not options.patches]
+    patches_of = {stack.name: stacks.patches_in_ci(stack, listed) if options.ci else named for stack in chosen}
+    if without := [name for name, patches in patches_of.items() if not patches]:
+        raise UsageError(f"no patch has a gate at {', '.join(without)}: leave `ci` out of that entry in {TABLE.name}")
     options.out.mkdir(parents=True, exist_ok=True)
 
     def one(stack: Stack) -> dict[str, Any]:
-        patches, reproductions = chosen_patches, options.reproductions or stack.tests == "reproductions"
-        if options.ci:
-            patches, reproductions = stacks.patches_in_ci(stack, listed), True
-        only = "TestPromise" if reproductions else None
+        patches = patches_of[stack.name]
+        only = "TestPromise" if options.ci or options.reproductions or stack.tests == "reproductions" else None
         file = options.out / f"{stack.name}.json"
         earlier = [json.loads(file.read_text(encoding="utf-8"))] if options.patches and file.exists() else []
         folder = options.work / stack.name
