@@ -90,13 +90,13 @@ PATCH = Patch(
             module=f"{_FSDP}._fsdp_collectives",
             name="_get_param_all_gather_inputs",
             replacement=all_gather_inputs,
-            codes={"d1ee5c56f62a": "torch 2.12 and 2.13", "c9cf8d36aaed": "torch 2.6 to 2.11"},
+            codes={"d1ee5c56f62a": "torch 2.12 to 2.15", "c9cf8d36aaed": "torch 2.6 to 2.11"},
         ),
         Target(
             module=f"{_FSDP}._fsdp_collectives",
             name="_get_all_gather_input_metadatas",
             replacement=all_gather_metadata,
-            codes={"66ee33b1fed5": "torch 2.4 to 2.13"},
+            codes={"66ee33b1fed5": "torch 2.4 to 2.15"},
         ),
         Target(
             module=f"{_FSDP}._fsdp_param",
@@ -104,7 +104,8 @@ PATCH = Patch(
             replacement=dtype_attributes,
             group="casts",
             codes={
-                "a62959eda894": "torch 2.12 and 2.13",
+                "fe40a2505b02": "torch 2.15",
+                "a62959eda894": "torch 2.12 to 2.14",
                 "84429f3ae7f4": "torch 2.7 to 2.11",
                 "aeb756bc2951": "torch 2.4 to 2.6",
             },
