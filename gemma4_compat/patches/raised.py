@@ -45,6 +45,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "peft-clippable-linear": (
         "ValueError: Target module Gemma4ClippableLinear( (linear): Linear(in_features=64, out_features=64, bias=False) ) is not supported. Currently, only the following modules are supported: `torch.nn.Linear`, `torch.nn.Embedding`, `torch.nn.Conv1d`, `torch.nn.Conv2d`, `torch.nn.Conv3d`, `transformers.pyto",
     ),
+    "peft-prefix-placement": (
+        "RuntimeError: generator raised StopIteration",
+    ),
     "peft-qat-merge": (
         "RuntimeError: The size of tensor a (32) must match the size of tensor b (64) at non-singleton dimension 1",
     ),

@@ -58,6 +58,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.peft_adalora_ranks",
     "adapters.transformers_failed_adapter",
     "adapters.peft_cache_name",
+    "adapters.peft_prefix_placement",
     "adapters.transformers_peft_release",
     "adapters.transformers_adapter_placement",
     "training.transformers_uncached_sharing",

@@ -24,7 +24,7 @@ class TestPromise(Promise):
     original = (
         r"RuntimeError: Cannot access accelerator device when none is available"
         r"|RuntimeError: No CUDA GPUs are available"  # the same, of a torch built for CUDA
-        r"|RuntimeError: Cannot re-initialize CUDA in forked subprocess"  # of 2.15, in a process that pytest has forked
+        r"|RuntimeError: Cannot re-initialize CUDA in forked subprocess"  # of 2.15, in a fork
         r"|AttributeError: 'NoneType' object has no attribute 'unsqueeze'"
     )
 

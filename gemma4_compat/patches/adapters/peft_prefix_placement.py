@@ -1,0 +1,75 @@
+"""Prefix tuning computes on a split model.
+
+Symptom: ``AttributeError: 'Gemma4Config' object has no attribute 'num_hidden_layers'`` from a forward of a model with
+prefix tuning whose device map has several entries.
+
+Cause: PEFT moves the prefix of each layer to the device of that layer. It asks the configuration how many layers there
+are, which that of a multimodal model does not say, and finds layers in the map by their number, which those of the
+towers have, too. A text model whose layers share keys and values is an ``AttributeError`` or an ``IndexError``, for
+these layers have none in the cache; a map without a GPU is a ``StopIteration``.
+
+Fix: The prefix of each layer goes to where that layer's attention computes.
+
+Remove when: PEFT finds the layers of a Gemma 4, and those without a prefix, in all supported releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family, placement
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def map_cache(original: Callable[..., Any], model: Any, cache: Any) -> None:
+    import transformers
+
+    known = family.is_gemma4(model) and isinstance(cache, transformers.DynamicCache)
+    if not known or not hasattr(model, "hf_device_map"):
+        original(model, cache)
+        return
+    # Layers that share the keys and values of an earlier one are at the end; a cache may leave these out.
+    for layer, kept in zip(model.get_decoder().layers, cache.layers):
+        if getattr(kept, "keys", None) is not None:
+            kept.device = _attention_device(layer)
+            kept.keys, kept.values = kept.keys.to(kept.device), kept.values.to(kept.device)
+
+
+def _attention_device(layer: Any) -> Any:
+    projection = layer.self_attn.q_proj  # the one that every layer has
+    device = placement.hook_device(projection)
+    return projection.weight.device if device is None else device
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from peft import PrefixTuningConfig, get_peft_model
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    def tuned(*, split: bool) -> Any:
+        model = workspace.split() if split else workspace.load()
+        torch.manual_seed(0)
+        return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+
+    try:
+        expected = workspace.outputs(tuned(split=False), text_only=True)
+    except RuntimeError as error:  # of a PEFT that knows no layers of several widths
+        return Outcome(False, f"this release of PEFT has no prefix for such layers: {error}", applicable=False)
+    found = workspace.outputs(tuned(split=True), text_only=True)
+    return Outcome.of_parity(difference(expected, found), "prefix tuning on a split model")
+
+
+PATCH = Patch(
+    id="peft-prefix-placement",
+    severity=Severity.CRASH,
+    failure_points=("F76",),
+    distribution="peft",
+    affected=">=0.20.0",
+    targets=(Target(module="peft.utils.integrations", name="map_cache_to_layer_device_map", replacement=map_cache),),
+    reproduce=reproduce,
+)
