@@ -57,6 +57,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "peft-save-offloaded": (
         "NotImplementedError: Cannot copy out of meta tensor; no data!",
     ),
+    "peft-shared-tuners": (
+        "NotImplementedError: Cannot copy out of meta tensor; no data!",
+    ),
     "transformers-assistant-arguments": (
         "TypeError: SinglePositionMultiTokenCandidateGenerator.__init__() missing 2 required positional arguments: 'input_ids' and 'model_kwargs'",
     ),

@@ -1,0 +1,123 @@
+"""UniLora works on offloaded and on quantized layers, FRoD on offloaded ones.
+
+Symptom: silent: UniLora on layers of bitsandbytes changes nothing and is not trained, whatever its weights are. On
+offloaded layers ``Function MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu``
+from its training, and a merge that leaves it out; with FRoD ``NotImplementedError: Cannot copy out of meta tensor``.
+
+Cause: What layers of these tuners share is made before or after the layers are. UniLora casts its scales, which are
+below 1, to the device and the dtype of the base weight: meta, or whole numbers. FRoD reads all base weights before.
+
+Fix: UniLora's scales go to where the layer computes, and stay float32 beside packed weights. FRoD reads the stored
+weights.
+
+Remove when: in all supported releases PEFT casts UniLora's scales to a floating-point dtype only, and asks offloaded
+layers for neither device nor values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement, walk
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def update_scaling(
+    original: Callable[..., None],
+    self: Any,
+    adapter_name: str,
+    unilora_scales_A: Any,  # noqa: N803  # PEFT's name
+    unilora_scales_B: Any,  # noqa: N803
+) -> None:
+    base = self.get_base_layer()
+    with placement.seen_on_execution_device(base):
+        original(self, adapter_name, unilora_scales_A, unilora_scales_B)
+        if base.weight.dtype.is_floating_point or adapter_name not in self.unilora_scales_A:
+            return
+        device = base.weight.device
+    self.unilora_scales_A[adapter_name] = unilora_scales_A.to(device)
+    self.unilora_scales_B[adapter_name] = unilora_scales_B.to(device)
+
+
+def init_projections(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    with _stored_weights(walk.modules(self.model)):
+        original(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _stored_weights(modules: list[Any]) -> Iterator[None]:
+    """Inside, offloaded linears have the weights that they are loaded from: in host memory, or mapped from disk."""
+    import torch
+
+    before = []
+    try:
+        for module in modules:
+            if isinstance(module, torch.nn.Linear) and placement.is_offloaded(module):
+                stored = placement.offload_hook(module).weights_map["weight"]
+                before.append((module, module.weight))
+                module._parameters["weight"] = torch.nn.Parameter(stored, requires_grad=False)
+        yield
+    finally:
+        for module, weight in before:
+            module._parameters["weight"] = weight
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from peft import get_peft_model
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    try:
+        from peft import UniLoraConfig
+    except ImportError:
+        return Outcome(False, "this release of PEFT has no UniLora", applicable=False)
+
+    def tuned(model: Any) -> Any:
+        torch.manual_seed(0)
+        config = UniLoraConfig(target_modules=r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)")
+        tuned = get_peft_model(model, config).eval()
+        with torch.no_grad():
+            tuned.base_model.unilora_theta_d["default"].add_(2.0)
+        return tuned
+
+    def merged(model: Any) -> Any:
+        return workspace.outputs(tuned(model).merge_and_unload())
+
+    found = difference(merged(workspace.load()), merged(workspace.split()))
+    if found > 0.0:
+        return Outcome(True, "UniLora merged into a split model: other answers than on one device", found)
+    expected = workspace.outputs(tuned(workspace.load("4bit")))
+    if difference(workspace.reference("4bit"), expected) == 0.0:
+        return Outcome(True, "UniLora on a 4-bit base changes nothing")
+    found = difference(expected, workspace.outputs(tuned(workspace.split("4bit"))))
+    return Outcome.of_parity(found, "UniLora on a split 4-bit base")
+
+
+PATCH = Patch(
+    id="peft-shared-tuners",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F77",),
+    distribution="peft",
+    affected=">=0.20.0",
+    targets=(
+        Target(
+            module="peft.tuners.unilora.layer",
+            name="UniLoraLayer.update_scaling",
+            replacement=update_scaling,
+            group="UniLora",
+        ),
+        Target(
+            module="peft.tuners.frod.model",
+            name="FrodModel._init_frod_projections",
+            replacement=init_projections,
+            group="FRoD",
+        ),
+    ),
+    reproduce=reproduce,
+)
