@@ -238,10 +238,11 @@ def test_a_model_with_hooks_and_no_map_is_still_not_compiled(
     from transformers import GenerationConfig, StaticCache
 
     from gemma4_compat._decoding import recording
+    from gemma4_compat._models import cache_names
 
     monkeypatch.delitem(recording.RECORDERS, "cuda")  # its step would be replayed in place of compiled
     model = workspace.load_text()
-    cache = {"past_key_values": StaticCache(config=model.config, max_cache_len=8)}
+    cache = {cache_names.of(type(model).forward): StaticCache(config=model.config, max_cache_len=8)}
     if on_meta:
         hooked_for(model, model__embed_tokens="cuda:0")
         assert model.device == torch.device("cuda", 0)

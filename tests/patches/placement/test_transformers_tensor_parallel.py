@@ -32,7 +32,8 @@ with torch.no_grad():
 logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
 expected = torch.load(f"{sys.argv[1]}/logits.pt")
 off = (logits - expected).abs().max() / expected.abs().max()
-print("split", type(model.model.language_model.embed_tokens.weight).__name__, "off", off.item(), flush=True)
+kind = type(model.model.language_model.embed_tokens.weight).__name__
+print(f"split {kind} off {off.item()}\\n", end="", flush=True)  # one write: another process prints at the same time
 torch.distributed.destroy_process_group()
 """
 
