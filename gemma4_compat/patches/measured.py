@@ -58,7 +58,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "peft-quantized-merge": ("peft.tuners.tuners_utils",),
     "peft-quantized-tuners": ("peft.tuners.tuners_utils", "peft.tuners.ia3.bnb", "peft.tuners.randlora.bnb", "peft.tuners.road.bnb", "peft.tuners.adalora.bnb", "peft.tuners.pvera.bnb", "peft.tuners.vera.bnb"),
     "peft-save-offloaded": ("peft.utils.save_and_load",),
-    "peft-shared-tuners": ("peft.tuners.unilora.layer", "peft.tuners.frod.model"),
+    "peft-unilora-frod": ("peft.tuners.unilora.layer", "peft.tuners.frod.model"),
     "transformers-accumulation-weights": ("transformers.trainer", "transformers.models.gemma4.modeling_gemma4"),
     "transformers-adapter-keys": ("transformers.integrations.peft",),
     "transformers-adapter-placement": ("transformers.integrations.peft",),

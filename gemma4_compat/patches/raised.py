@@ -46,7 +46,7 @@ RAISED: dict[str, tuple[str, ...]] = {
         "ValueError: Target module Gemma4ClippableLinear( (linear): Linear(in_features=64, out_features=64, bias=False) ) is not supported. Currently, only the following modules are supported: `torch.nn.Linear`, `torch.nn.Embedding`, `torch.nn.Conv1d`, `torch.nn.Conv2d`, `torch.nn.Conv3d`, `transformers.pyto",
     ),
     "peft-prefix-placement": (
-        "RuntimeError: generator raised StopIteration",
+        "AttributeError: 'Gemma4Config' object has no attribute 'num_hidden_layers'",
     ),
     "peft-qat-merge": (
         "RuntimeError: The size of tensor a (32) must match the size of tensor b (64) at non-singleton dimension 1",
@@ -57,7 +57,7 @@ RAISED: dict[str, tuple[str, ...]] = {
     "peft-save-offloaded": (
         "NotImplementedError: Cannot copy out of meta tensor; no data!",
     ),
-    "peft-shared-tuners": (
+    "peft-unilora-frod": (
         "NotImplementedError: Cannot copy out of meta tensor; no data!",
     ),
     "transformers-assistant-arguments": (

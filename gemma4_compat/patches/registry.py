@@ -59,7 +59,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.transformers_failed_adapter",
     "adapters.peft_cache_name",
     "adapters.peft_prefix_placement",
-    "adapters.peft_shared_tuners",
+    "adapters.peft_unilora_frod",
     "adapters.transformers_peft_release",
     "adapters.transformers_adapter_placement",
     "training.transformers_uncached_sharing",

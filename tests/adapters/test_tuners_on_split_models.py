@@ -52,7 +52,7 @@ TUNERS: dict[str, dict[str, Any]] = {
     "VERA": {},
     "WAVEFT": {"n_frequency": 32},
 }
-#: These cannot be merged into any layer here, on one device either.
+#: The one needs layers with a bias, the other has no merge: on one device, too.
 UNMERGEABLE = ("BEFT", "LILY")
 
 
@@ -124,7 +124,7 @@ def test_a_split_model_is_tuned_as_one_device(workspace: Any, tmp_path: Path, tu
 
 
 def test_nothing_that_works_is_missing_here() -> None:
-    """A tuner of a newer PEFT is to be tried, and either added above or to these."""
+    """Try what a newer PEFT brings, then add it above or here."""
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     others = {

@@ -103,7 +103,7 @@ def raising(patch: Any, untouched: Snapshot) -> list[dict[str, Any]]:
         with raising_at({patch.id: count}):
             said = with_warnings(engine.install)
         found.append({"seen": look(engine)[patch.id], "said": said, "differences": untouched.differences()})
-        engine.revert()  # a group of unknown code is not replaced, so that nothing has raised
+        engine.revert()  # nothing has raised, and the patch is applied, where code of one of its groups is unknown
     return found
 
 

@@ -49,10 +49,15 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
     from peft import PrefixTuningConfig, get_peft_model
 
+    from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
     def tuned(*, split: bool) -> Any:
-        model = workspace.split() if split else workspace.load()
+        model = workspace.load()
+        if split:  # a CPU that a map names like this computes, as a GPU does
+            main = torch.device(workspace.main)
+            placement = tiny.device_map(model, "both", main=main, offloaded=workspace.offloaded)
+            model = workspace.dispatch_map(model, placement)
         torch.manual_seed(0)
         return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
 

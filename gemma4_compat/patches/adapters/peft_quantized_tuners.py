@@ -161,7 +161,7 @@ def _difference(layer: Any, dtype: Any) -> str | None:
                 found = type(layer).forward(layer, x).detach()
         except (RuntimeError, TypeError, ValueError) as error:
             return " ".join(str(error).split())
-        except KeyError:  # of a layer to which its tuner adds more once all layers are there, as UniLora does
+        except KeyError:  # its tuner completes it once all layers are there, as UniLora does
             return None
         copied = over_plain_weight(layer, quanto.dequantized(base) if quanto.is_quantized(base) else None)
         copied.get_base_layer().to(dtype)

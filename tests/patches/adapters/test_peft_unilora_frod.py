@@ -1,4 +1,4 @@
-"""peft-shared-tuners: UniLora on offloaded and on quantized layers, FRoD on offloaded ones."""
+"""peft-unilora-frod: UniLora on offloaded and on quantized layers, FRoD on offloaded ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from gemma4_compat._reproduction import tiny
-from gemma4_compat.patches.adapters import peft_shared_tuners
-from gemma4_compat.patches.adapters.peft_shared_tuners import PATCH
+from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat.patches.adapters import peft_unilora_frod
+from gemma4_compat.patches.adapters.peft_unilora_frod import PATCH
 from tests.conftest import is_affected
 from tests.helpers import without
 from tests.patches.promise import Promise
@@ -41,13 +42,6 @@ def tuned(model: Any, kind: str = "UniLoraConfig") -> Any:
     return found
 
 
-def logits(model: Any, workspace: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return model(**tiny.inputs(workspace.main, text_only=True)).logits.clone()
-
-
 def gradients(model: Any, workspace: Any) -> list[Any]:
     batch = tiny.inputs(workspace.main, text_only=True)
     model(**batch, labels=batch["input_ids"]).loss.backward()
@@ -66,10 +60,9 @@ def test_a_split_model_has_the_answers_and_gradients_of_one_device(
     import torch
 
     whole, split = tuned(workspace.load(quantization), kind), tuned(workspace.split(quantization, offload), kind)
-    plain = logits(workspace.load(quantization), workspace)
-    for _ in range(3):
-        assert torch.equal(logits(split, workspace), logits(whole, workspace))
-    assert (logits(whole, workspace) - plain).abs().max() > 0.01, "the adapter changes nothing"
+    outputs = workspace.outputs(whole)
+    assert difference(outputs, workspace.outputs(split)) == 0.0
+    assert difference(outputs, workspace.reference(quantization)) > 0.01, "the adapter changes nothing"
     expected, found = gradients(whole, workspace), gradients(split, workspace)
     assert any(gradient.any() for gradient in expected)
     assert all(map(torch.equal, found, expected))
@@ -80,22 +73,27 @@ def test_a_split_model_has_the_answers_and_gradients_of_one_device(
 def test_it_loads_onto_a_split_model_as_it_was_saved(
     workspace: Any, tmp_path: Path, kind: str, quantization: str | None
 ) -> None:
-    import torch
     from peft import PeftModel
 
     whole = tuned(workspace.load(quantization), kind)
     whole.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(workspace.split(quantization), tmp_path).eval()
-    assert torch.equal(logits(loaded, workspace), logits(whole, workspace))
+    assert difference(workspace.outputs(whole), workspace.outputs(loaded)) == 0.0
 
 
 @affected
 @pytest.mark.parametrize("kind", ["UniLoraConfig", "FrodConfig"])
 def test_it_merges_into_a_split_model_as_on_one_device(workspace: Any, kind: str) -> None:
-    import torch
-
     merged = [tuned(model, kind).merge_and_unload() for model in (workspace.load(), workspace.split())]
-    assert torch.equal(logits(merged[1], workspace), logits(merged[0], workspace))
+    assert difference(*map(workspace.outputs, merged)) == 0.0
+
+
+@affected
+@pytest.mark.parametrize("kind", ["UniLoraConfig", "FrodConfig"])
+def test_a_model_that_was_cast_after_it_was_split(workspace: Any, kind: str) -> None:
+    """What is stored is bfloat16 still; what it computes with is not."""
+    whole, split = (tuned(model.float(), kind) for model in (workspace.load(), workspace.split()))
+    assert difference(workspace.outputs(whole), workspace.outputs(split)) == 0.0
 
 
 @affected
@@ -134,7 +132,7 @@ def test_offloaded_weights_are_placeholders_again_after_an_error(workspace: Any)
     model = workspace.split()
     modules = list(model.modules())
     before = {name: id(value) for name, value in model.named_parameters()}
-    with contextlib.suppress(ZeroDivisionError), peft_shared_tuners._stored_weights(modules):
+    with contextlib.suppress(ZeroDivisionError), peft_unilora_frod._stored_weights(modules):
         assert all(value.device.type != "meta" for name, value in model.named_parameters() if "up_proj" in name)
         raise ZeroDivisionError
     assert {name: id(value) for name, value in model.named_parameters()} == before

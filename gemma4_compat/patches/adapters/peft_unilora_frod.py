@@ -4,11 +4,12 @@ Symptom: silent: UniLora on layers of bitsandbytes changes nothing and is not tr
 offloaded layers ``Function MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu``
 from its training, and a merge that leaves it out; with FRoD ``NotImplementedError: Cannot copy out of meta tensor``.
 
-Cause: What layers of these tuners share is made before or after the layers are. UniLora casts its scales, which are
-below 1, to the device and the dtype of the base weight: meta, or whole numbers. FRoD reads all base weights before.
+Cause: Both tuners make a part that all their layers share, outside of the call that makes a layer. UniLora casts its
+scales, which are below 1 as soon as a value is used twice, to the device and the dtype of the base weight: meta, or
+whole numbers. FRoD reads all base weights.
 
 Fix: UniLora's scales go to where the layer computes, and stay float32 beside packed weights. FRoD reads the stored
-weights.
+weights, in host memory or mapped from their files.
 
 Remove when: in all supported releases PEFT casts UniLora's scales to a floating-point dtype only, and asks offloaded
 layers for neither device nor values.
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import placement, walk
+from gemma4_compat._offload import stored_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -51,16 +53,16 @@ def init_projections(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 @contextlib.contextmanager
 def _stored_weights(modules: list[Any]) -> Iterator[None]:
-    """Inside, offloaded linears have the weights that they are loaded from: in host memory, or mapped from disk."""
+    """Inside, offloaded linears have their weights, on the host and not loaded."""
     import torch
 
     before = []
     try:
         for module in modules:
             if isinstance(module, torch.nn.Linear) and placement.is_offloaded(module):
-                stored = placement.offload_hook(module).weights_map["weight"]
+                stored = torch.nn.Parameter(stored_weights.read(module, "weight"), requires_grad=False)
                 before.append((module, module.weight))
-                module._parameters["weight"] = torch.nn.Parameter(stored, requires_grad=False)
+                module._parameters["weight"] = stored
         yield
     finally:
         for module, weight in before:
@@ -68,22 +70,22 @@ def _stored_weights(modules: list[Any]) -> Iterator[None]:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
+    import peft
     import torch
-    from peft import get_peft_model
 
     from gemma4_compat._reproduction.workspace import difference
 
-    try:
-        from peft import UniLoraConfig
-    except ImportError:
-        return Outcome(False, "this release of PEFT has no UniLora", applicable=False)
+    if not hasattr(peft, "UniLoraConfig"):
+        return Outcome(False, "this release of PEFT has neither UniLora nor FRoD", applicable=False)
 
-    def tuned(model: Any) -> Any:
+    def tuned(model: Any, kind: str = "UniLoraConfig") -> Any:
         torch.manual_seed(0)
-        config = UniLoraConfig(target_modules=r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)")
-        tuned = get_peft_model(model, config).eval()
+        targets = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
+        tuned = peft.get_peft_model(model, getattr(peft, kind)(target_modules=targets)).eval()
         with torch.no_grad():
-            tuned.base_model.unilora_theta_d["default"].add_(2.0)
+            for value in tuned.parameters():
+                if value.requires_grad:
+                    value.add_(2.0)
         return tuned
 
     def merged(model: Any) -> Any:
@@ -96,11 +98,13 @@ def reproduce(workspace: Workspace) -> Outcome:
     if difference(workspace.reference("4bit"), expected) == 0.0:
         return Outcome(True, "UniLora on a 4-bit base changes nothing")
     found = difference(expected, workspace.outputs(tuned(workspace.split("4bit"))))
-    return Outcome.of_parity(found, "UniLora on a split 4-bit base")
+    expected = workspace.outputs(tuned(workspace.load(), "FrodConfig"))
+    found = max(found, difference(expected, workspace.outputs(tuned(workspace.split(), "FrodConfig"))))
+    return Outcome.of_parity(found, "UniLora on a split 4-bit base, and FRoD on a split one")
 
 
 PATCH = Patch(
-    id="peft-shared-tuners",
+    id="peft-unilora-frod",
     severity=Severity.WRONG_RESULT,
     failure_points=("F77",),
     distribution="peft",
