@@ -281,6 +281,8 @@ def test_what_is_asked_of_a_gpu_is_traced(load: Load, monkeypatch: pytest.Monkey
     def properties(device: Any) -> Any:
         return type("Properties", (), {"major": 9 - (device.index or 0), "minor": 0})
 
+    # The first trace of a process notes torch's functions by what they are then: it is not to find the lent one.
+    torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1))
     known = tracing.constant_fold_functions
     assert torch.cuda.get_device_properties in known  # so that a graph has its answer as a constant
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
