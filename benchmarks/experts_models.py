@@ -21,7 +21,7 @@ from small_card_device import main_device
 import gemma4_compat  # noqa: F401  (before the libraries)
 from gemma4_compat._models import variants
 from gemma4_compat._quantization import expert_storage, experts
-from gemma4_compat._reproduction import tiny_configs
+from gemma4_compat._reproduction import tiny, tiny_configs
 
 LANGUAGE = "model.language_model"
 #: By name: layers of the 26B-A4B (None: all), and whether experts are bf16; "tiny" runs on a CPU.
@@ -227,7 +227,7 @@ def placed(shape: str, hosted: Hosted, where: str) -> Any:
             name = f"{LANGUAGE}.layers.{number}"
             entries[name if kind == "layers" else f"{name}.experts"] = "disk" if kind == "disk" else "cpu"
     options: dict[str, Any] = {"offload_dir": tempfile.mkdtemp()} if kind == "disk" else {}
-    skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+    skip = tiny.skip_keys(model)
     model = dispatch_model(model, entries, main_device=main, skip_keys=skip, force_hooks=True, **options)
     if options:
         weakref.finalize(model, shutil.rmtree, options["offload_dir"], ignore_errors=True)

@@ -149,14 +149,20 @@ def towers(model: Any) -> list[str]:
     return found or [name for name in ("embed_vision", "embed_audio") if children.get(name) is not None]
 
 
+def skip_keys(model: Any) -> list[str]:
+    """The arguments that accelerate's hooks must not move, as the model itself lists them.
+
+    That of transformers 5.5.2 lacks ``shared_kv_states``. That of 5.23 and later has it no more: there they are moved.
+    """
+    own = list(model._skip_keys_device_placement)
+    return [*own, "shared_kv_states"] if versions.admits("<5.5.3", versions.current("transformers") or "") else own
+
+
 def dispatch(model: Any, placement: dict[str, Any], folder: Path) -> Any:
     """``accelerate.dispatch_model`` as transformers calls it (with the model's own skip keys)."""
     from accelerate import dispatch_model
 
-    skip = list(model._skip_keys_device_placement)
-    if "shared_kv_states" not in skip:  # missing from the model's own list in 5.5.2; harmless elsewhere
-        skip.append("shared_kv_states")
-    return dispatch_model(model, placement, offload_dir=str(folder), skip_keys=skip)
+    return dispatch_model(model, placement, offload_dir=str(folder), skip_keys=skip_keys(model))
 
 
 def dequantize(model: Any) -> Any:

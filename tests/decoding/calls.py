@@ -62,7 +62,7 @@ class Models:
         placement[TABLE] = "cpu"
         if streamed:
             placement |= {name: "cpu" for name in placement if ".layers." in name}
-        skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+        skip = tiny.skip_keys(model)
         return dispatch_model(model, placement, main_device=main, skip_keys=skip)
 
 

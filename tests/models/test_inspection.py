@@ -176,7 +176,7 @@ def test_offloaded_buffers(workspace: Any, tmp_path: Path) -> None:
 
     model = workspace.load()
     placement = tiny.device_map(model, "both", main=workspace.main, offloaded=workspace.offloaded)
-    skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+    skip = tiny.skip_keys(model)
     model = dispatch_model(model, placement, offload_dir=tmp_path, offload_buffers=True, skip_keys=skip)
     buffers = {name for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.device.type == "meta"}
     assert buffers, "no buffer is offloaded: the test would show nothing"

@@ -60,7 +60,7 @@ def placed(workspace: Any, model: Any, where: str, store: str) -> Any:
     if store == "disk":
         return workspace.dispatch_map(model, device_map(model, where, workspace.main, "disk"))
     main = torch.device(workspace.main)
-    skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+    skip = tiny.skip_keys(model)
     return dispatch_model(model, device_map(model, where, main, "cpu"), main_device=main, skip_keys=skip)
 
 

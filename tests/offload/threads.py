@@ -43,7 +43,7 @@ def split(workspace: Any, store: str, quantization: str | None = None, adapter: 
     main, offloaded = torch.device(workspace.main), "disk" if store == "disk" else "cpu"
     placement = tiny.device_map(model, "both", main=main, offloaded=offloaded)
     placement |= {name: offloaded for name in placement if ".layers." in name or name in EMBEDDINGS}
-    skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+    skip = tiny.skip_keys(model)
     folder = tempfile.mkdtemp(prefix="offload-", dir=workspace.folder)
     model = dispatch_model(model, placement, main_device=main, offload_dir=folder, skip_keys=skip)
     return adapted(workspace, model, adapter)

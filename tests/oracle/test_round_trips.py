@@ -127,7 +127,7 @@ def test_saved_from_a_split_model(case: Case, way: str, part: str) -> None:
         model = tiny.dispatch(model, layout(model, part, "cpu", "disk"), case.new_folder())
     elif way == "host memory":
         model, cpu = case.load(), torch.device("cpu")
-        skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+        skip = tiny.skip_keys(model)
         placement = layout(model, part, cpu, "cpu")
         model = dispatch_model(model, placement, main_device=cpu, skip_keys=skip, force_hooks=True)
     elif way == "loaded split":

@@ -100,7 +100,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             return Outcome(False, str(error), applicable=False)
         placement = tiny.device_map(model, offload, main=workspace.main, offloaded="disk")
         folder = tempfile.mkdtemp(dir=workspace.folder)
-        keys = [*model._skip_keys_device_placement, "shared_kv_states"]
+        keys = tiny.skip_keys(model)
         load_checkpoint_and_dispatch(
             model, str(checkpoint), device_map=placement, offload_folder=folder, skip_keys=keys
         )

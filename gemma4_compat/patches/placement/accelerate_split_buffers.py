@@ -52,6 +52,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     from accelerate import dispatch_model, infer_auto_device_map
 
+    from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
     model = workspace.load()
@@ -60,7 +61,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     whole = [name for name in model._no_split_modules if name != layer]
     room = sum(weight.numel() * weight.element_size() for weight in model.parameters()) // 2
     placement = infer_auto_device_map(model, {workspace.main: room}, no_split_module_classes=whole)
-    keys = [*model._skip_keys_device_placement, "shared_kv_states"]
+    keys = tiny.skip_keys(model)
     try:
         dispatch_model(model, placement, offload_dir=tempfile.mkdtemp(dir=workspace.folder), skip_keys=keys)
     except ValueError as error:

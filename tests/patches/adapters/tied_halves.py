@@ -27,7 +27,7 @@ def split(workspace: Any, place: str, names: tuple[str, ...], quantization: str 
         return tiny.load(workspace.checkpoint, quantization, device_map=placement, offload_folder=folder)
     if place == "disk":
         return tiny.dispatch(model, placement, Path(folder))
-    skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+    skip = tiny.skip_keys(model)
     return dispatch_model(model, placement, main_device=main, skip_keys=skip)
 
 

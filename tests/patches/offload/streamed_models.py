@@ -41,7 +41,7 @@ def split(workspace: Any, quantization: str | None = None, offload: str = "both"
         return workspace.dispatch_map(model, placement)
     offloaded = tuple(f"{name}." for name, device in placement.items() if device == workspace.offloaded)
     state = {name: value.clone() for name, value in model.state_dict().items() if name.startswith(offloaded)}
-    skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+    skip = tiny.skip_keys(model)
     folder = tempfile.mkdtemp(prefix="offload-", dir=workspace.folder)
     model = dispatch_model(model, placement, state_dict=state, offload_dir=folder, skip_keys=skip)
     weight = next(name for name, parameter in model.named_parameters() if parameter.device.type == "meta")

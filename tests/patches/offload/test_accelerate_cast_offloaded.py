@@ -80,7 +80,7 @@ def split(workspace: Any, checkpoint: Path, place: str, store: str) -> Any:
     if store == "memory":
         main = torch.device("cuda", 0) if workspace.offloaded == "cpu" else torch.device("cpu")
         placement = dict.fromkeys(placement, main) | dict.fromkeys(PLACES[place], "cpu")
-        skip = [*model._skip_keys_device_placement, "shared_kv_states"]
+        skip = tiny.skip_keys(model)
         return dispatch_model(model, placement, main_device=main, skip_keys=skip)
     placement |= dict.fromkeys(PLACES[place], "disk")
     folder = Path(tempfile.mkdtemp(dir=workspace.folder))

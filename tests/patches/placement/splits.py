@@ -34,7 +34,7 @@ def split(
     placement = tiny.device_map(model, "none", main=main, offloaded=where) | dict.fromkeys(offloaded, where)
     if kind == "from_pretrained":
         return tiny.load(workspace.checkpoint, device_map=placement, offload_folder=folder)
-    skip = list(dict.fromkeys([*model._skip_keys_device_placement, "shared_kv_states"]))
+    skip = tiny.skip_keys(model)
     options = {"main_device": main} if kind == "ram" else {"offload_dir": folder}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

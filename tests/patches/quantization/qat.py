@@ -54,7 +54,7 @@ def into_host_memory(model: Any, place: str) -> Any:
         model,
         layout(model, place, main=cpu, offloaded="cpu"),
         main_device=cpu,
-        skip_keys=[*model._skip_keys_device_placement, "shared_kv_states"],
+        skip_keys=tiny.skip_keys(model),
         force_hooks=True,
     )
 
