@@ -9,7 +9,8 @@ speed      (always) load time; seconds of the first call; then in several rounds
            tokens a second after the first ones; what the card holds more than before the process started
 answers    what it says of the prompt, against the same weights in bf16: what its precision costs, and that these are
            the same weights
-profile    the kernels of its decoded tokens, by what they do: milliseconds, and how many (on a GPU)
+profile    the kernels of its decoded tokens, by what they do: milliseconds, and how many (on a GPU); llama.cpp's in a
+           process of its own, where they run one after another
 adapter    a LoRA adapter on it: whether it loads, how long that takes, tokens a second
 offload    half of the layers on the host (streamed, or computed there: as the peer does it), table and towers too
 
@@ -53,6 +54,9 @@ TOKENS = {"plain": 24, "compiled": 100, "replayed": 100, "llama.cpp": 100}
 SETTLED = {"plain": 1, "compiled": 5, "replayed": 5, "llama.cpp": 5}
 TINY_TOKENS = 8
 OFFLOAD_TOKENS = 12
+#: llama.cpp's setting without which each kernel starts while the one before it runs (Hopper's programmatic dependent
+#: launch): the times of all kernels are then more than a token takes, and say of none what it costs.
+ONE_AFTER_ANOTHER = {"GGML_CUDA_PDL": "0"}
 CONTEXT = 1024
 #: Checkpoint and GGUF files, as a multiple of the checkpoint.
 MADE = 3.0
@@ -272,6 +276,13 @@ def measured_peer(run: Run, name: str, peer: Peer) -> None:
             run.keep(f"{name:<18} {found['summary']}")
         if "error" not in entry["speed"]:
             more_parts(run, peer, entry, steps, wanted)
+    if "error" not in entry["speed"] and peer.software == LLAMA and "profile" in wanted:
+        with common.workers(script, run.work) as start, part(run, entry, "profile") as found:
+            steps = Steps(run, start(peer.shim, **ONE_AFTER_ANOTHER), order_of(run, peer))
+            steps("load")
+            found["environment"] = ONE_AFTER_ANOTHER
+            found["tok_s"] = statistics.median(steps("turn", **turn)["tok_s"] for _ in range(run.arguments.rounds))
+            found |= steps("profile", way=turn["way"], settled=turn["settled"])
     if run.llama is not None and peer.software == LLAMA and "tool" in wanted:
         with part(run, entry, "tool") as found:
             options = ["-ngl", "99", *(["-ot", "per_layer_token_embd=CUDA0"] if on_card(run, peer) else [])]
@@ -291,7 +302,7 @@ def more_parts(run: Run, peer: Peer, entry: Data, steps: Steps, wanted: list[str
     if "answers" in wanted:
         with part(run, entry, "answers") as found:
             found |= steps("agree")
-    if "profile" in wanted:
+    if "profile" in wanted and peer.software != LLAMA:
         with part(run, entry, "profile") as found:
             found |= steps("profile", way=turn["way"], settled=turn["settled"])
     if "adapter" in wanted and peer.whole:

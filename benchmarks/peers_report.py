@@ -108,17 +108,30 @@ def _kernels(result: Data) -> str:
         profile, found = entry.get("profile", {}), entry["speed"].get("summary")
         if "longest" not in profile or found is None:
             continue
-        times = (1000 / found["tok_s"]["median"], profile["ms_a_token"], *kernels.spent(profile, KERNELS).values())
-        rows.append([_name(entry), *(f"{ms:.2f}" for ms in times), f"{profile['kernels_a_token']:.0f}"])
-        first = profile["longest"][0]
-        share, each = 100 * first["ms"] / profile["ms_a_token"], 1000 * first["ms"] / first["count"]
+        tok_s = profile.get("tok_s", found["tok_s"]["median"])
+        times = (1000 / tok_s, profile["ms_a_token"], *kernels.spent(profile, KERNELS).values())
+        how = [f"{key}={text}" for key, text in profile.get("environment", {}).items()]
+        name = ", ".join([_name(entry), *how])
+        rows.append([name, *(f"{ms:.2f}" for ms in times), f"{profile['kernels_a_token']:.0f}"])
+        kernel, ms, count = _longest(profile)
         longest.append(
-            f"{_name(entry)}: {share:.0f} % of the kernels' time is `{short(first['name'])}`, "
-            f"{first['count']:.0f} launches a token, {each:.1f} \N{MICRO SIGN}s each."
+            f"{_name(entry)}: {100 * ms / profile['ms_a_token']:.0f} % of the kernels' time is `{kernel}`, "
+            f"{count:.0f} launches a token, {1000 * ms / count:.1f} \N{MICRO SIGN}s each."
         )
     kinds = dict.fromkeys(kind for kind, _ in KERNELS)
     table = _table(("ms a token", "in all", "kernels", *kinds, "others", "number of kernels"), rows)
     return "\n\n".join([table, *longest]) if rows else ""
+
+
+def _longest(profile: Data) -> tuple[str, float, float]:
+    """The kernel that takes most of a token, whatever types it is compiled for; its milliseconds and launches."""
+    spent: dict[str, list[float]] = {}
+    for one in profile["longest"]:
+        total = spent.setdefault(short(one["name"]), [0.0, 0.0])
+        total[0] += one["ms"]
+        total[1] += one["count"]
+    kernel = max(spent, key=lambda name: spent[name][0])
+    return kernel, *spent[kernel]
 
 
 def short(kernel: str) -> str:

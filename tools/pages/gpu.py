@@ -9,7 +9,7 @@ from typing import Any
 import gemma4_compat
 from tools.pages.markers import ROOT, shorten
 
-RESULTS = ("thread", "newest")
+RESULTS = ("thread", "newest", "transformers-5.23.0")
 
 
 def runs() -> Iterator[tuple[dict[str, Any], str]]:

@@ -56,7 +56,7 @@ def page() -> str:
         rows = ["| offloaded to, weights, adapter | exact answers | raised | seconds |", "|---|---|---|---|"]
         rows += [_gpu_row(name, found) for name, found in sorted(run["measured"].items()) if name.startswith(_GPU)]
         if len(rows) > 2:
-            parts += [f"On a GPU, 1,000 forwards from 4 threads, {title.replace('PAGE', '')}", "", *rows, ""]
+            parts += [f"On a GPU, from 4 threads, {title.replace('PAGE', '')}", "", *rows, ""]
     parts.append(_LEFTOVERS)
     for file, run in _runs("leftovers"):
         rows = ["| offloaded to, weights | left behind | files mapped | memory a load |", "|---|---|---|---|"]
