@@ -3,8 +3,8 @@
 # docs/gpu/benchmarks/<stack>/ (or below $OUT).
 # usage: gpu/run.sh WHEELS [PYTEST ARGUMENTS...]   WHEELS holds one folder of wheels a stack: WHEELS/newest, WHEELS/thread
 # The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels. Wheels in WHEELS/tools
-# go with every stack; with pytest-xdist among them (or installed) the tiny part takes WORKERS processes (8), since most
-# of its time is Python's.
+# go with every stack; with pytest-xdist among them (or installed) tiny models take WORKERS processes (8), since most of
+# their time is Python's.
 # PARTS="tiny several" runs some of the parts: matrix (the thread's), small (a filled card), tiny (tiny models),
 # several (two GPUs), benchmarks (BENCHMARKS="SCRIPT:SHAPE:MINUTES ..."). Each GPU takes the next part as soon as it is
 # free. A result that is already there keeps what other parts measured.
@@ -13,7 +13,7 @@ wheels=$1; shift
 out=${OUT:-docs/gpu}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"; logs=$(cd "$logs" && pwd)
 matrix="tests/gpu/test_thread.py"  # it and "small" fill the card: nothing else may be on it; two GPUs halve its time
 small="tests/gpu/test_small_card.py"
-several="tests/gpu/test_two_gpus.py"
+several="tests/gpu/test_two_gpus.py tests/gpu/test_tuners.py"
 tiny=$(ls tests/gpu/test_*.py | grep -vxF "$(printf '%s\n' $matrix $small $several)" | tr '\n' ' ')
 gpus=$(nvidia-smi -L | wc -l)
 [ "$gpus" -gt 0 ] || { echo "gpu/run.sh: nvidia-smi lists no GPU" >&2; exit 2; }
@@ -25,7 +25,7 @@ room=$(df --output=avail -k /dev/shm 2> /dev/null | tail -n 1)
 
 tests() {  # STACK NAME FILES...
   local stack=$1 name=$2 threads=8 together=() failed=0 room; room=$(mktemp -d); shift 2
-  [ "$name" = tiny ] && threads=2 && python3 -c "import xdist" 2> /dev/null &&
+  [[ $name = tiny || $name = several ]] && threads=2 && python3 -c "import xdist" 2> /dev/null &&
     together=(-n "${WORKERS:-8}" --dist loadgroup)
   OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads} GEMMA4_COMPAT_GPU_RESULTS="$logs/$stack-$name.json" \
     python3 -m pytest "$@" "${together[@]}" -q -rf -p no:cacheprovider --basetemp "$room/pytest" \

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def answers(model: Any, workspace: Any) -> list[Any]:
     trained = sorted((name, value) for name, value in model.named_parameters() if value.requires_grad)
     gradients = [torch.zeros(()) if value.grad is None else value.grad.clone() for _, value in trained]
     assert any(gradient.any() for gradient in gradients)
-    return [*found.logits, found.tokens, *gradients]
+    return [*found.logits, found.tokens, *(gradient.cpu() for gradient in gradients)]
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
@@ -102,25 +103,29 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("offload", ["layers", "both"])
-@pytest.mark.parametrize("tuner", TUNERS)
-def test_a_split_model_is_tuned_as_one_device(workspace: Any, tmp_path: Path, tuner: str, offload: str) -> None:
+def assert_tuned_as_on_one_device(workspace: Any, folder: Path, tuner: str, split: Callable[[], Any]) -> None:
+    """``split`` makes the model of ``workspace.load()`` on several devices; ``folder`` gets the adapter."""
     from peft import PeftModel
 
     whole = tuned(workspace.load(), tuner)
     expected = answers(whole, workspace)
-    assert_same(answers(tuned(workspace.split(offload=offload), tuner), workspace), expected)
+    assert_same(answers(tuned(split(), tuner), workspace), expected)
 
-    whole.save_pretrained(tmp_path)
+    whole.save_pretrained(folder)
     loaded = [
-        PeftModel.from_pretrained(model, tmp_path, is_trainable=True).eval()
-        for model in (workspace.load(), workspace.split(offload=offload))
+        PeftModel.from_pretrained(model, folder, is_trainable=True).eval() for model in (workspace.load(), split())
     ]
     assert_same(answers(loaded[1], workspace), answers(loaded[0], workspace))
 
     if tuner not in UNMERGEABLE:
         merged = [workspace.outputs(model.merge_and_unload(), text_only=True) for model in loaded]
         assert_same([*merged[1].logits, merged[1].tokens], [*merged[0].logits, merged[0].tokens])
+
+
+@pytest.mark.parametrize("offload", ["layers", "both"])
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_a_split_model_is_tuned_as_one_device(workspace: Any, tmp_path: Path, tuner: str, offload: str) -> None:
+    assert_tuned_as_on_one_device(workspace, tmp_path, tuner, lambda: workspace.split(offload=offload))
 
 
 def test_nothing_that_works_is_missing_here() -> None:

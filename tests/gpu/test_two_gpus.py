@@ -31,6 +31,8 @@ from tests.gpu.two_gpus import ON_SECOND, QUANTIZATIONS, SPLITS
 from tests.helpers import ROOT
 from tests.patches.placement.test_transformers_shared_kv import FSDP_AFFECTED
 
+pytestmark = pytest.mark.xdist_group("two GPUs")  # the children are those of one worker
+
 #: Seconds for one child; a rank that lost the other gives up after 60.
 TIMEOUT = 200
 
