@@ -165,6 +165,16 @@ def dispatch(model: Any, placement: dict[str, Any], folder: Path) -> Any:
     return dispatch_model(model, placement, offload_dir=str(folder), skip_keys=skip_keys(model))
 
 
+def dispatch_to_two(model: Any, second: str) -> Any:
+    """The same for a model on the CPU, some of whose decoder layers go to a second device; nothing is offloaded."""
+    import torch
+    from accelerate import dispatch_model
+
+    main = torch.device("cpu")  # accelerate would take any of a set
+    placement = device_map(model, "layers", main=main, offloaded=torch.device(second))
+    return dispatch_model(model, placement, main_device=main, skip_keys=skip_keys(model))
+
+
 def dequantize(model: Any) -> Any:
     """Replace each quantized linear of ``model`` by an ``nn.Linear`` with its dequantized weight and return it."""
     import torch

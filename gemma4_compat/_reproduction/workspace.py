@@ -152,9 +152,10 @@ class Workspace:
     def _qat(self, folder: Path, **options: bool) -> None:
         tiny_qat.build_qat_checkpoint(self.checkpoint, folder, **options)
 
-    def inputs(self, *, text_only: bool = False) -> dict[str, Any]:
-        """:func:`tiny.inputs` for the checkpoint at hand, on the main device."""
-        return tiny.inputs(self.main, text_only=text_only, variant=self.variant)
+    def inputs(self, *, text_only: bool = False, device: Any = None) -> dict[str, Any]:
+        """:func:`tiny.inputs` for the checkpoint at hand, on the main device unless another is given."""
+        device = self.main if device is None else device
+        return tiny.inputs(device, text_only=text_only, variant=self.variant)
 
     def load_assistant(self, quantization: str | None = None) -> Any:
         """An assistant model for the model of :meth:`load`: its ``generate`` takes it as ``assistant_model``.
@@ -268,11 +269,11 @@ class Workspace:
         """Dispatch a loaded model with any map; weights on disk go to a new folder."""
         return tiny.dispatch(model, placement, Path(tempfile.mkdtemp(prefix="offload-", dir=self.folder)))
 
-    def outputs(self, model: Any, *, text_only: bool = False) -> Outputs:
+    def outputs(self, model: Any, *, text_only: bool = False, device: Any = None) -> Outputs:
         """Three forwards and a greedy generate on a prompt with an image and audio, without gradients."""
         import torch
 
-        batch = self.inputs(text_only=text_only)
+        batch = self.inputs(text_only=text_only, device=device)
         # Some classes read an image token without an image as padding, others as a word.
         places = [tiny_configs.IMAGE_TOKEN, tiny_configs.AUDIO_TOKEN, tiny_configs.VIDEO_TOKEN]
         options = {} if self.variant is None else {"suppress_tokens": places}

@@ -57,6 +57,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "peft-save-offloaded": (
         "NotImplementedError: Cannot copy out of meta tensor; no data!",
     ),
+    "peft-shared-devices": (
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.bmm.default)",
+    ),
     "peft-unilora-frod": (
         "NotImplementedError: Cannot copy out of meta tensor; no data!",
     ),

@@ -60,6 +60,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.peft_cache_name",
     "adapters.peft_prefix_placement",
     "adapters.peft_unilora_frod",
+    "adapters.peft_shared_devices",
     "adapters.transformers_peft_release",
     "adapters.transformers_adapter_placement",
     "training.transformers_uncached_sharing",

@@ -1,0 +1,224 @@
+"""A second device on any machine: the CPU under another name, whose tensors refuse to be mixed with others.
+
+What a model on two GPUs gets wrong, a tensor left on the other one, is an error here as it is there. Values are those
+of the CPU's kernels, so a model on both devices has the bits of one on the CPU, gradients included. It is a backend of
+PyTorch written in Python (``torch.utils.backend_registration``, experimental): a tensor of it holds one of the CPU, on
+which every operation runs. PyTorch supports one such device, so it is the second beside ``torch.device("cpu")``;
+accelerate takes that for a device to compute on, where ``"cpu"`` is one to offload to.
+
+The backend stays registered until the process ends: use it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+TYPE = "second"
+#: As a device map names it.
+DEVICE = f"{TYPE}:0"
+
+_ATEN = torch.ops.aten
+_COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
+#: Their indices may be on the CPU.
+_INDEXED = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
+_SET_DATA = torch.Tensor.data.__set__
+_kernels: list[Any] = []  # what is registered, once
+
+
+def available() -> bool:
+    """Whether this PyTorch takes backends that are written in Python."""
+    return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+
+
+class SecondTensor(torch.Tensor):  # type: ignore[misc]
+    """A tensor on the second device. ``on_cpu`` has its values, in the same layout."""
+
+    on_cpu: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, requires_grad: bool | None = None, **_: Any) -> Any:
+        """With ``requires_grad`` a parameter, on the device of ``data``: accelerate makes them of any class so."""
+        if requires_grad is not None:
+            return torch.nn.Parameter(data, requires_grad=requires_grad)
+        how: dict[str, Any] = {"layout": data.layout}
+        if data.layout is torch.strided:
+            how = {"strides": data.stride(), "storage_offset": data.storage_offset()}
+        device = torch.device(DEVICE)
+        made = torch.Tensor._make_wrapper_subclass(cls, data.size(), dtype=data.dtype, device=device, **how)
+        made.on_cpu = data.detach()
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"SecondTensor({self.on_cpu!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            made = SecondTensor(self.on_cpu.clone())
+            memo[id(self)] = (
+                torch.nn.Parameter(made, self.requires_grad) if isinstance(self, torch.nn.Parameter) else made
+            )
+        return memo[id(self)]
+
+    def untyped_storage(self) -> Any:
+        return self.on_cpu.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return int(self.on_cpu.data_ptr())
+
+    def tolist(self) -> Any:
+        return self.on_cpu.tolist()
+
+    @property
+    def data(self) -> Any:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if not isinstance(value, SecondTensor):
+            raise RuntimeError(f"incompatible tensor type: .data of a tensor on {DEVICE} set to one on {value.device}")
+        torch.Tensor.data.__set__(self, value)  # size and dtype
+        self.on_cpu = value.on_cpu
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(func, args, kwargs or {})
+
+
+def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """``func`` by the CPU's kernels; results are on the device that real kernels would have left them on.
+
+    Raises:
+        RuntimeError: the arguments are on several devices.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    here = any(isinstance(tensor, SecondTensor) for tensor in tensors)
+    if here and func not in _COPIES:
+        _refuse_mixed(func, args, tensors)
+    asked = kwargs.get("device")
+    if asked is not None:
+        here = torch.device(asked).type == TYPE
+        kwargs = kwargs | ({"device": torch.device("cpu")} if here else {})
+    plain_args, plain_kwargs = tree_map_only(SecondTensor, lambda tensor: tensor.on_cpu, (args, kwargs))
+    if here and func is _ATEN.histc.default:  # which takes whole numbers everywhere but on a CPU
+        output = func(plain_args[0].float(), *plain_args[1:], **plain_kwargs).to(plain_args[0].dtype)
+    else:
+        output = func(*plain_args, **plain_kwargs)
+    if not here:
+        return output
+    output = tree_map_only(torch.Tensor, SecondTensor, output)
+    aliases = any(result.alias_info is not None for result in func._schema.returns)
+    return return_and_correct_aliasing(func, args, kwargs, output) if aliases else output
+
+
+def _refuse_mixed(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+    """A tensor of no dimensions on the CPU goes with any device; so do indices on the CPU."""
+    if func in _INDEXED:
+        tensors = [tensor for tensor in (args[0], *args[2:3]) if isinstance(tensor, torch.Tensor)]
+    devices = {str(tensor.device) for tensor in tensors if isinstance(tensor, SecondTensor) or tensor.dim() > 0}
+    if len(devices) > 1:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{' and '.join(sorted(devices))}! ({func})"
+        )
+
+
+class _Factories(TorchDispatchMode):  # type: ignore[misc]
+    """What is created on the second device has no tensor of it among its arguments."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _computed(func, args, kwargs or {})
+
+
+class _SameKernels(TorchFunctionMode):  # type: ignore[misc]
+    """Attention is composed of other operations on devices that PyTorch does not know: other bits.
+
+    And ``.data =`` moves a parameter from the one device to the other, as it does between a CPU and a GPU.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _SET_DATA and isinstance(args[0], torch.nn.Parameter) and isinstance(args[1], SecondTensor):
+            moved = torch.nn.Parameter(args[1], requires_grad=args[0].requires_grad)
+            return torch.utils.swap_tensors(args[0], moved)
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(isinstance(tensor, SecondTensor) for tensor in tensors):
+                _refuse_mixed(func, args, tensors)
+                args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), (args, kwargs))
+                return func(*args, **kwargs).to(DEVICE)
+        return func(*args, **kwargs)
+
+
+class _Backend:
+    """What PyTorch asks the module of a device."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def manual_seed_all(self, seed: int) -> None:
+        """It draws nothing itself."""
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+def _register() -> None:
+    """Tell PyTorch of the device, and of what ``torch.tensor`` calls beneath every mode."""
+    if _kernels:
+        return
+    backend_registration._setup_privateuseone_for_python_backend(TYPE, backend_module=_Backend())
+    library = torch.library.Library("aten", "IMPL")
+    _kernels.append(library)
+
+    def empty(size: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
+        return SecondTensor(torch.empty(size, dtype=dtype))
+
+    def empty_strided(size: Any, stride: Any, dtype: Any = None, *_: Any, **__: Any) -> Any:
+        return SecondTensor(torch.empty_strided(size, stride, dtype=dtype))
+
+    def copy_from(source: Any, target: Any, non_blocking: bool = False) -> Any:
+        return _computed(_ATEN.copy_.default, (target, source), {})
+
+    for name, kernel in (("empty.memory_format", empty), ("empty_strided", empty_strided), ("_copy_from", copy_from)):
+        library.impl(name, kernel, "PrivateUse1")
+
+
+@contextlib.contextmanager
+def second_device() -> Iterator[None]:
+    """Inside, ``torch.device(DEVICE)`` computes, in this thread and in the backward passes it starts."""
+    _register()
+    before = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter cannot change its class
+    try:
+        with _Factories(), _SameKernels():
+            yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(before)

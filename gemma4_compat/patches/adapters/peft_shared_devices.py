@@ -1,0 +1,122 @@
+"""Lily computes, and RandLora is merged, on a model whose layers are on several devices.
+
+Symptom: ``Expected all tensors to be on the same device, but got mat2 is on cuda:0, different from other tensors on
+cuda:1`` from a forward with Lily, and the like from ``merge_and_unload`` with RandLora, once layers are on two GPUs.
+
+Cause: Layers of both share weights, which are on one device. Lily's computes with them as they are. RandLora's forward
+takes them to its input, its merge computes where they are, and adds the result to a weight that is elsewhere.
+
+Fix: Lily's forward sees shared weights on the device of its input, and RandLora merges on the device of the weight.
+
+Remove when: both take the shared weights to their layer's device in all supported releases of PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def lily_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    shared = [layers[name] for layers in (self.lily_A, self.lily_B) for name in self.active_adapters if name in layers]
+    if all(layer.weight.device == x.device for layer in shared):
+        return original(self, x, *args, **kwargs)
+    return original(_LilyOn(self, x.device), x, *args, **kwargs)
+
+
+class _LilyOn:
+    """A Lily layer as its forward sees it: with the shared linears of its active adapters on one device."""
+
+    def __init__(self, layer: Any, device: Any) -> None:
+        self._layer = layer
+        active = [name for name in layer.active_adapters if name in layer.lily_A]
+        self.lily_A = {name: _LinearOn(layer.lily_A[name], device) for name in active}
+        self.lily_B = {name: _LinearOn(layer.lily_B[name], device) for name in active}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+class _LinearOn:
+    """A linear without a bias, its weight on one device; gradients reach the weight itself."""
+
+    def __init__(self, linear: Any, device: Any) -> None:
+        self.weight = linear.weight.to(device)
+
+    def __call__(self, x: Any) -> Any:
+        import torch
+
+        return torch.nn.functional.linear(x, self.weight)
+
+
+def randlora_bases(original: Callable[..., Any], self: Any, adapter: str, device: Any = None) -> Any:
+    """``device`` is None where an adapter is merged."""
+    if device is None:
+        base = self.get_base_layer()
+        device = placement.execution_device(base) or base.weight.device
+    return original(self, adapter, device)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import peft
+    import torch
+
+    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    if not second_device.available():
+        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+
+    def tuned(kind: str, *, split: bool) -> Any:
+        model = tiny.load(workspace.checkpoint)
+        if split:
+            model = tiny.dispatch_to_two(model, second_device.DEVICE)
+        targets = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", target_modules=targets)).eval()
+        with torch.no_grad():
+            for value in tuned.parameters():
+                if value.requires_grad:
+                    value.add_(0.02)
+        return tuned if kind == "LilyConfig" else tuned.merge_and_unload()
+
+    found = 0.0
+    with second_device.second_device():
+        for kind in ("LilyConfig", "RandLoraConfig"):
+            if hasattr(peft, kind):
+                whole, several = (workspace.outputs(tuned(kind, split=there), device="cpu") for there in (False, True))
+                found = max(found, difference(whole, several))
+    return Outcome.of_parity(found, "Lily, and RandLora merged, on two devices")
+
+
+PATCH = Patch(
+    id="peft-shared-devices",
+    severity=Severity.CRASH,
+    failure_points=("F78",),
+    distribution="peft",
+    affected=">=0.18.0",
+    targets=(
+        Target(
+            module="peft.tuners.randlora.layer",
+            name="Linear.get_scaled_bases",
+            replacement=randlora_bases,
+        ),
+        Target(module="peft.tuners.lily.layer", name="Linear.forward", replacement=lily_forward, optional=True),
+        *(
+            Target(
+                module="peft.tuners.randlora.bnb",
+                name=f"{layer}.get_scaled_bases",
+                replacement=randlora_bases,
+                group="quantized",
+            )
+            for layer in ("Linear4bit", "Linear8bitLt")
+        ),
+    ),
+    reproduce=reproduce,
+)

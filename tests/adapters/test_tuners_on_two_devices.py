@@ -1,0 +1,48 @@
+"""Every tuner of PEFT, and prefixes, on a model whose layers are on two devices: bit for bit those of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from gemma4_compat._reproduction import second_device
+from tests.adapters.test_tuners_on_split_models import TUNERS, configuration
+from tests.adapters.two_devices import PREFIXES
+from tests.conftest import is_affected, patch
+from tests.helpers import child
+
+pytestmark = pytest.mark.skipif(not second_device.available(), reason="this PyTorch takes no backend in Python")
+prefixed = pytest.mark.skipif(
+    not is_affected(patch("peft-prefix-placement")), reason="this PEFT has no prefix for layers of several widths"
+)
+#: Its merge is computed in float32 on a CPU and in bf16 elsewhere: the two devices are not of a kind.
+OTHERWISE_ROUNDED = ("PSOFT",)
+#: Of each repair one, in the fast suite.
+FIRST = ("LILY", "RANDLORA")
+
+
+def as_on_one_device(workspace: Any, case: str) -> None:
+    done = child("-m", "tests.adapters.two_devices", str(workspace.folder), case)
+    assert done.stdout.endswith("as on one device\n"), done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "tuner",
+    [
+        pytest.param(name, marks=() if name in FIRST else pytest.mark.full)
+        for name in TUNERS
+        if name not in OTHERWISE_ROUNDED
+    ],
+)
+def test_two_devices_are_tuned_as_one(workspace: Any, tuner: str) -> None:
+    configuration(tuner)  # skips what this PEFT does not have
+    as_on_one_device(workspace, tuner)
+
+
+@prefixed
+@pytest.mark.parametrize("kind", PREFIXES)
+def test_a_prefix_is_on_the_device_of_its_layer(workspace: Any, kind: str) -> None:
+    as_on_one_device(workspace, kind)

@@ -1,0 +1,80 @@
+"""What test_second_device.py runs in a process of its own: python -m tests.reproduction.second_device_child CASE"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+
+from gemma4_compat._reproduction.second_device import DEVICE, SecondTensor, second_device
+
+HERE = torch.arange(6.0).reshape(2, 3)
+
+
+def refused(function: object, *arguments: object) -> None:
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        function(*arguments)  # type: ignore[operator]
+
+
+def copies() -> None:
+    there = HERE.to(DEVICE)
+    assert (str(there.device), type(there)) == (DEVICE, SecondTensor)
+    assert torch.equal(there.cpu(), HERE)
+    assert there.tolist() == HERE.tolist()
+    assert torch.tensor([1, 2], device=DEVICE).device == torch.ones(2, device=DEVICE).device == there.device
+    target = torch.zeros(2, 3)
+    target.copy_(there)
+    assert torch.equal(target, HERE)
+    assert there.to("meta").device.type == "meta"
+    assert torch.equal(copy.deepcopy(there).cpu(), HERE)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.data = there
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert (str(parameter.device), parameter.shape) == (DEVICE, HERE.shape)
+
+
+def mixing() -> None:
+    there = HERE.to(DEVICE)
+    for operation in (torch.add, torch.mul, torch.cat):
+        arguments = ([HERE, there],) if operation is torch.cat else (HERE, there)
+        refused(operation, *arguments)
+    refused(there.add_, HERE)
+    refused(HERE.add_, there)
+    refused(torch.nn.functional.linear, HERE, there)
+    refused(torch.nn.functional.embedding, torch.tensor([1]), there)
+    refused(torch.nn.functional.scaled_dot_product_attention, *(x.reshape(1, 2, 3) for x in (HERE, there, there)))
+    assert torch.equal((there + torch.tensor(1.0)).cpu(), HERE + 1)  # a number goes anywhere
+    assert torch.equal(there[torch.tensor([1])].cpu(), HERE[1:])  # so do indices
+
+
+def views() -> None:
+    there = torch.zeros(2, 3, device=DEVICE)
+    there.view(6)[4:].fill_(7.0)
+    there[0] += 1
+    assert there.tolist() == [[1.0, 1.0, 1.0], [0.0, 7.0, 7.0]]
+    there.data = torch.ones(4, device=DEVICE, dtype=torch.bfloat16)
+    assert (there.shape, there.dtype, there.sum().item()) == ((4,), torch.bfloat16, 4.0)
+
+
+def gradients() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    model(HERE).sum().backward()
+    expected = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    model[0].to(DEVICE)
+    assert isinstance(model[0].weight, torch.nn.Parameter)
+    refused(model, HERE)
+    model[2](model[1](model[0](HERE.to(DEVICE))).cpu()).sum().backward()
+    assert str(model[0].weight.grad.device) == DEVICE
+    for weight, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(weight.grad.cpu(), gradient)
+
+
+if __name__ == "__main__":
+    with second_device():
+        globals()[sys.argv[1]]()
+    assert not torch.__future__.get_overwrite_module_params_on_conversion()
+    print("passed")

@@ -1,0 +1,18 @@
+"""The second device does what another GPU does, so that tests with it mean something."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from gemma4_compat._reproduction import second_device
+from tests.helpers import child
+
+pytestmark = pytest.mark.skipif(not second_device.available(), reason="this PyTorch takes no backend in Python")
+
+
+@pytest.mark.parametrize("case", ["copies", "mixing", "views", "gradients"])
+def test_it_is_a_device(case: str) -> None:
+    done = child("-m", "tests.reproduction.second_device_child", case)
+    assert done.stdout == "passed\n", done.stderr[-2000:]
