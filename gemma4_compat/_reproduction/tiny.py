@@ -165,13 +165,18 @@ def dispatch(model: Any, placement: dict[str, Any], folder: Path) -> Any:
     return dispatch_model(model, placement, offload_dir=str(folder), skip_keys=skip_keys(model))
 
 
-def dispatch_to_two(model: Any, second: str) -> Any:
-    """The same for a model on the CPU, some of whose decoder layers go to a second device; nothing is offloaded."""
+def dispatch_to_two(model: Any, second: str, there: list[str] | None = None) -> Any:
+    """The same for a model on the CPU, parts of which go to a second device; nothing is offloaded.
+
+    ``there``: names of modules as :func:`device_map` has them; some of the decoder layers if None.
+    """
     import torch
     from accelerate import dispatch_model
 
-    main = torch.device("cpu")  # accelerate would take any of a set
-    placement = device_map(model, "layers", main=main, offloaded=torch.device(second))
+    main, other = torch.device("cpu"), torch.device(second)
+    placement = device_map(model, "layers" if there is None else "none", main=main, offloaded=other)
+    placement |= dict.fromkeys(there or [], other)
+    # accelerate would take any of them for the main device
     return dispatch_model(model, placement, main_device=main, skip_keys=skip_keys(model))
 
 

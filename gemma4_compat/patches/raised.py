@@ -103,6 +103,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "transformers-peft-release": (
         "ValueError: The version of PEFT you are using is not compatible, please use a version >= 0.22.0",
     ),
+    "transformers-per-layer-devices": (
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.add.Tensor)",
+    ),
     "transformers-pipeline-device": (
         "RuntimeError: Expected one of cpu, cuda, ipu, xpu, mkldnn, opengl, opencl, ideep, hip, ve, fpga, maia, xla, lazy, vulkan, mps, meta, hpu, mtia, privateuseone device type at start of device string: disk",
     ),

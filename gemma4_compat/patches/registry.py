@@ -111,6 +111,7 @@ PATCHES: tuple[str, ...] = (
     "checkpoints.transformers_config_names",
     "checkpoints.transformers_renaming_patterns",
     "placement.transformers_tied_split",
+    "placement.transformers_per_layer_devices",
     "placement.transformers_resize_offloaded",
     "offload.transformers_offloaded_embedding",
     "placement.transformers_tensor_parallel",

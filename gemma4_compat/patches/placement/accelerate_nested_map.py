@@ -4,16 +4,18 @@ Symptom: ``ValueError: position_embedding_table is on the meta device, we need a
 device map with an entry inside another one, most often inside the catch-all ``""``: ``{"": 0, "model.vision_tower":
 "disk"}`` cannot be loaded. With "cpu" instead of "disk" nothing is raised, but everything that should stay on the
 CPU passes through the GPU first (E4B: 9.33 GiB while loading, for a model that ends at 3.2). ``{"": "disk",
-"lm_head": 0}`` ends in ``FileNotFoundError: ... index.json``.
+"lm_head": 0}`` ends in ``FileNotFoundError: ... index.json``. With ``{"": 1, "model.vision_tower": 0}`` everything is
+on GPU 0, silently.
 
 Cause: ``attach_align_device_hook_on_blocks`` lets the hook of an outer entry take everything inside it. The hook of
 the inner entry comes too late: the outer hook has already moved what it should have left, and what it should not
 have offloaded has no value any more. ``extract_submodules_state_dict`` selects the weights of an entry by its name
-and a dot, which for ``""`` matches none.
+and a dot, which for ``""`` matches none. ``dispatch_model`` writes the main device over the entry ``""``, and takes
+any GPU of the map for it.
 
 Fix: A nested map is read as its most specific entries. A module that an outer entry only covers in part keeps a hook
 for its own tensors. The same rule decides which weights are offloaded. ``hf_device_map`` remains the map that the
-user gave.
+user gave. The main device is that of ``""``, if it computes and no other was asked for.
 
 Remove when: accelerate reads a nested device map as its most specific entries.
 """
@@ -34,10 +36,14 @@ if TYPE_CHECKING:
 _dispatched: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("dispatched", default=None)
 
 
-def dispatch_model(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+def dispatch_model(
+    original: Callable[..., Any], model: Any, device_map: Any, main_device: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if main_device is None and device_map.get("", "cpu") not in ("cpu", "disk"):
+        main_device = device_map[""]
     token = _dispatched.set(device_map)
     try:
-        return original(model, device_map, *args, **kwargs)
+        return original(model, device_map, main_device, *args, **kwargs)
     finally:
         _dispatched.reset(token)
 

@@ -12,6 +12,7 @@ from gemma4_compat._models import device_maps
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.accelerate_nested_map import PATCH, _most_specific
+from tests.helpers import child
 from tests.patches.promise import Promise
 
 TEXT = "model.language_model"
@@ -92,3 +93,40 @@ def test_most_specific_entries() -> None:
         {"a.x": "a.x", "a.y": "a", "b": ""},
         {"": "", "a": "a"},
     )
+
+
+#: Whichever of the two accelerate would take for the main device.
+_TWO_DEVICES = """
+import gemma4_compat
+import sys
+from pathlib import Path
+import accelerate, torch
+from gemma4_compat._reproduction import second_device, tiny
+from gemma4_compat._reproduction.workspace import Workspace, difference
+
+workspace = Workspace(Path(sys.argv[1]))
+expected = workspace.outputs(workspace.load(), device="cpu")
+with second_device.second_device():
+    devices = torch.device("cpu"), torch.device(second_device.DEVICE)
+    for everywhere, layer in (devices, devices[::-1]):
+        model = workspace.load()
+        asked = {"model.language_model.layers.1": layer, "": everywhere}
+        accelerate.dispatch_model(model, asked, skip_keys=tiny.skip_keys(model))
+        for name, weight in model.named_parameters():
+            assert weight.device == (layer if "language_model.layers.1." in name else everywhere), (name, weight.device)
+        assert difference(expected, workspace.outputs(model, device="cpu")) == 0.0
+print("as asked")
+"""
+
+
+def test_a_catch_all_of_one_device_beside_an_entry_of_another(workspace: Any) -> None:
+    pytest.importorskip("torch")
+    from gemma4_compat._reproduction import second_device
+
+    if not second_device.available():
+        pytest.skip("this PyTorch takes no backend in Python")
+    done = child("-c", _TWO_DEVICES, str(workspace.folder))
+    assert done.stdout == "as asked\n", done.stderr[-2000:]
+    undone = child("-c", _TWO_DEVICES, str(workspace.folder), environment={"GEMMA4_COMPAT_DISABLE": PATCH.id})
+    assert undone.code != 0
+    assert "AssertionError: ('model." in undone.stderr, undone.stderr[-2000:]

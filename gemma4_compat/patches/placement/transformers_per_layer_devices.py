@@ -1,0 +1,70 @@
+"""A per-layer embedding on another device than its projection is added to it where the projection is.
+
+Symptom: ``Expected all tensors to be on the same device`` from every forward of an E2B or E4B in
+``project_per_layer_inputs``, where a device map ends a GPU between ``embed_tokens_per_layer`` and
+``per_layer_projection_norm``.
+
+Cause: ``Gemma4TextModel.project_per_layer_inputs`` adds what the two modules return. accelerate's hooks bring inputs
+to the device of their module, and leave its output there.
+
+Fix: What was looked up goes to the device of the projection before they are added.
+
+Remove when: ``project_per_layer_inputs`` takes both to one device in all supported releases of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def project_per_layer_inputs(
+    original: Callable[..., Any], self: Any, inputs_embeds: Any, per_layer_inputs: Any = None
+) -> Any:
+    if per_layer_inputs is not None:
+        device = placement.hook_device(self.per_layer_projection_norm)
+        if device is not None and device != per_layer_inputs.device:
+            per_layer_inputs = per_layer_inputs.to(device)
+    return original(self, inputs_embeds, per_layer_inputs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    if not second_device.available():
+        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    whole = tiny.load(workspace.checkpoint)
+    if getattr(whole.model.language_model, "embed_tokens_per_layer", None) is None:
+        return Outcome(False, "this variant has no per-layer embedding", applicable=False)
+    expected = workspace.outputs(whole, device="cpu")
+    found = 0.0
+    with second_device.second_device():
+        for names in (["embed_tokens_per_layer"], ["per_layer_model_projection", "per_layer_projection_norm"]):
+            there = [f"model.language_model.{name}" for name in names]
+            model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, there)
+            found = max(found, difference(expected, workspace.outputs(model, device="cpu")))
+    return Outcome.of_parity(found, "a per-layer embedding on another device than its projection")
+
+
+PATCH = Patch(
+    id="transformers-per-layer-devices",
+    severity=Severity.CRASH,
+    failure_points=("F79",),
+    distribution="transformers",
+    affected=">=5.5.0",
+    targets=(
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4TextModel.project_per_layer_inputs",
+            replacement=project_per_layer_inputs,
+        ),
+    ),
+    reproduce=reproduce,
+)
