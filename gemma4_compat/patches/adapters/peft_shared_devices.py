@@ -1,7 +1,8 @@
 """Lily computes, and RandLora is merged, on a model whose layers are on several devices.
 
-Symptom: ``Expected all tensors to be on the same device, but got mat2 is on cuda:0, different from other tensors on
-cuda:1`` from a forward with Lily, and the like from ``merge_and_unload`` with RandLora, once layers are on two GPUs.
+Symptom: ``RuntimeError: Expected all tensors to be on the same device, but got mat2 is on cuda:0, different from other
+tensors on cuda:1`` from a forward with Lily, and the like from ``merge_and_unload`` with RandLora, once layers are on
+two GPUs.
 
 Cause: Layers of both share weights, which are on one device. Lily's computes with them as they are. RandLora's forward
 takes them to its input, its merge computes where they are, and adds the result to a weight that is elsewhere.

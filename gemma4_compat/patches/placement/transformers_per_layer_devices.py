@@ -1,6 +1,6 @@
 """A per-layer embedding on another device than its projection is added to it where the projection is.
 
-Symptom: ``Expected all tensors to be on the same device`` from every forward of an E2B or E4B in
+Symptom: ``RuntimeError: Expected all tensors to be on the same device`` from every forward of an E2B or E4B, in
 ``project_per_layer_inputs``, where a device map ends a GPU between ``embed_tokens_per_layer`` and
 ``per_layer_projection_norm``.
 
@@ -40,10 +40,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     if not second_device.available():
         return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
-    whole = tiny.load(workspace.checkpoint)
-    if getattr(whole.model.language_model, "embed_tokens_per_layer", None) is None:
-        return Outcome(False, "this variant has no per-layer embedding", applicable=False)
-    expected = workspace.outputs(whole, device="cpu")
+    workspace.needs("per_layer_embeddings")
+    expected = workspace.outputs(tiny.load(workspace.checkpoint), device="cpu")
     found = 0.0
     with second_device.second_device():
         for names in (["embed_tokens_per_layer"], ["per_layer_model_projection", "per_layer_projection_norm"]):

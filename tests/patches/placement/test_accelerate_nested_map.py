@@ -113,7 +113,8 @@ with second_device.second_device():
         asked = {"model.language_model.layers.1": layer, "": everywhere}
         accelerate.dispatch_model(model, asked, skip_keys=tiny.skip_keys(model))
         for name, weight in model.named_parameters():
-            assert weight.device == (layer if "language_model.layers.1." in name else everywhere), (name, weight.device)
+            wanted = layer if "language_model.layers.1." in name else everywhere
+            assert weight.device == wanted, (name, weight.device)
         assert difference(expected, workspace.outputs(model, device="cpu")) == 0.0
 print("as asked")
 """
