@@ -40,9 +40,8 @@ def summary() -> str:
             f"patch, {len(measured) - repaired - defects} not there on this stack, {defects} not repaired "
             "([each of them](docs/GPU.md)).",
             "",
-            "| what | without | with |",
-            "|---|---|---|",
         ]
+        rows = []
         for scenario, what in (
             ("e2b split_towers", "E2B shape, towers on the CPU, adapter on everything"),
             ("e2b split_towers_pressure", "the same with 3 GiB free on the card"),
@@ -51,8 +50,9 @@ def summary() -> str:
         ):
             if scenario in run["measured"]:
                 found = run["measured"][scenario]
-                parts.append(f"| {what} | {case_text(found['without'])} | {case_text(found['with'])} |")
-        parts.append("")
+                rows.append(f"| {what} | {case_text(found['without'])} | {case_text(found['with'])} |")
+        if rows:
+            parts += ["| what | without | with |", "|---|---|---|", *rows, ""]
     return "\n".join(parts).rstrip()
 
 
