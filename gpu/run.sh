@@ -4,7 +4,7 @@
 # usage: gpu/run.sh WHEELS [PYTEST ARGUMENTS...]   WHEELS holds one folder of wheels a stack: WHEELS/newest, WHEELS/thread
 # The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels. Wheels in WHEELS/tools
 # go with every stack; with pytest-xdist among them (or installed) tiny models take WORKERS processes (8), since most of
-# their time is Python's.
+# their time is Python's. More wait for each other: of two stacks with 15 each on two H100s no test ended in eight minutes.
 # PARTS="tiny several" runs some of the parts: matrix (the thread's), small (a filled card), tiny (tiny models),
 # several (two GPUs), benchmarks (BENCHMARKS="SCRIPT:SHAPE:MINUTES ..."). Each GPU takes the next part as soon as it is
 # free. A result that is already there keeps what other parts measured.
