@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction.workspace import difference
 
 pytestmark = pytest.mark.full
 
@@ -53,6 +54,9 @@ TUNERS: dict[str, dict[str, Any]] = {
     "VERA": {},
     "WAVEFT": {"n_frequency": 32},
 }
+#: Of PEFT's names, configurations of prompts that each layer has a part of.
+PREFIXES = ("PrefixTuningConfig", "CartridgeConfig")
+VIRTUAL_TOKENS = 3
 #: All layers share what is trained: its gradient is a sum, on several devices in the order in which they are done.
 SUMMED = dict.fromkeys(("UNILORA", "VBLORA"), 1e-6)
 #: The one needs layers with a bias, the other has no merge: on one device, too.
@@ -128,6 +132,28 @@ def assert_tuned_as_on_one_device(
     if tuner not in UNMERGEABLE:
         merged = [workspace.outputs(model.merge_and_unload(), text_only=True) for model in loaded]
         assert_same([*merged[1].logits, merged[1].tokens], [*merged[0].logits, merged[0].tokens])
+
+
+def assert_prefixed_as_on_one_device(workspace: Any, kind: str, split: Callable[[], Any], device: Any) -> None:
+    """``kind``: of :data:`PREFIXES`; ``device``: that of inputs."""
+    import peft
+    import torch
+
+    found = []
+    batch = tiny.inputs(device, text_only=True)
+    for model in (workspace.load(), split()):
+        torch.manual_seed(0)
+        prefixed = peft.get_peft_model(
+            model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL_TOKENS)
+        ).eval()
+        outputs = workspace.outputs(prefixed, text_only=True, device=device)
+        prefixed(**batch, labels=batch["input_ids"]).loss.backward()
+        found.append((outputs, [value.grad.cpu() for value in prefixed.parameters() if value.requires_grad]))
+    (expected, gradients), (outputs, others) = found
+    assert difference(expected, outputs) == 0.0
+    assert gradients
+    assert all(gradient.any() for gradient in gradients)
+    assert_same(others, gradients)
 
 
 @pytest.mark.parametrize("offload", ["layers", "both"])

@@ -9,8 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from gemma4_compat._reproduction import second_device
-from tests.adapters.test_tuners_on_split_models import TUNERS, configuration
-from tests.adapters.two_devices import PREFIXES
+from tests.adapters.test_tuners_on_split_models import PREFIXES, TUNERS, configuration
 from tests.conftest import is_affected, patch
 from tests.helpers import child
 

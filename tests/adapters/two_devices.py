@@ -12,13 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gemma4_compat._reproduction import second_device, tiny
-from gemma4_compat._reproduction.workspace import Workspace, difference
-from tests.adapters.test_tuners_on_split_models import SUMMED, assert_tuned_as_on_one_device
-
-PREFIXES = ("PrefixTuningConfig", "CartridgeConfig")
+from gemma4_compat._reproduction.workspace import Workspace
+from tests.adapters.test_tuners_on_split_models import (
+    PREFIXES,
+    SUMMED,
+    assert_prefixed_as_on_one_device,
+    assert_tuned_as_on_one_device,
+)
 
 
 def split(workspace: Workspace) -> Any:
@@ -28,29 +29,11 @@ def split(workspace: Workspace) -> Any:
     return model
 
 
-def assert_prefixed_as_on_one_device(workspace: Workspace, kind: str) -> None:
-    import peft
-
-    found = []
-    batch = tiny.inputs("cpu", text_only=True)
-    for model in (workspace.load(), split(workspace)):
-        torch.manual_seed(0)
-        config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3)
-        tuned = peft.get_peft_model(model, config).eval()
-        outputs = workspace.outputs(tuned, text_only=True)
-        tuned(**batch, labels=batch["input_ids"]).loss.backward()
-        found.append((outputs, [value.grad.cpu() for value in tuned.parameters() if value.requires_grad]))
-    (expected, gradients), (outputs, others) = found
-    assert difference(expected, outputs) == 0.0
-    assert gradients
-    assert all(map(torch.equal, gradients, others))
-
-
 def main(folder: str, case: str) -> None:
     workspace = Workspace(Path(folder))
     with second_device.second_device():
         if case in PREFIXES:
-            assert_prefixed_as_on_one_device(workspace, case)
+            assert_prefixed_as_on_one_device(workspace, case, lambda: split(workspace), "cpu")
         else:
             to = Path(tempfile.mkdtemp(dir=folder))
             bound = SUMMED.get(case, 0.0)

@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._reproduction import tiny
-from gemma4_compat._reproduction.workspace import difference
-from tests.adapters.test_tuners_on_split_models import SUMMED, TUNERS, assert_tuned_as_on_one_device
+from tests.adapters.test_tuners_on_split_models import (
+    PREFIXES,
+    SUMMED,
+    TUNERS,
+    assert_prefixed_as_on_one_device,
+    assert_tuned_as_on_one_device,
+)
 from tests.conftest import is_affected, patch
 from tests.gpu.two_gpus import ON_SECOND
 
 PLACEMENTS = ("host", "two GPUs")
-VIRTUAL_TOKENS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -69,27 +72,9 @@ def test_a_split_model_is_tuned_as_one_gpu(
 @pytest.mark.skipif(
     not is_affected(patch("peft-prefix-placement")), reason="this PEFT has no prefix for layers of several widths"
 )
-@pytest.mark.parametrize("kind", ["PrefixTuningConfig", "CartridgeConfig"])
+@pytest.mark.parametrize("kind", PREFIXES)
 def test_a_prefix_is_on_the_device_of_its_layer(
     workspace: Any, record: Callable[[str, Any], None], request: pytest.FixtureRequest, split: Any, kind: str
 ) -> None:
-    import peft
-    import torch
-
-    found = []
-    batch = tiny.inputs(workspace.main, text_only=True)
     with recorded(record, f"tuners: {request.node.callspec.params['split']}, {kind}"):
-        for model in (workspace.load(), split()):
-            torch.manual_seed(0)
-            tuned = peft.get_peft_model(
-                model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL_TOKENS)
-            ).eval()
-            outputs = workspace.outputs(tuned, text_only=True)
-            tuned(**batch, labels=batch["input_ids"]).loss.backward()
-            gradients = [value.grad.cpu() for value in tuned.parameters() if value.requires_grad]
-            assert gradients
-            assert all(gradient.any() for gradient in gradients)
-            found.append((outputs, gradients))
-        (expected, gradients), (outputs, others) = found
-        assert difference(expected, outputs) == 0.0
-        assert all(map(torch.equal, gradients, others))
+        assert_prefixed_as_on_one_device(workspace, kind, split, workspace.main)
