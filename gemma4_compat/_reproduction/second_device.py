@@ -30,6 +30,8 @@ _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 #: Their indices may be on the CPU.
 _INDEXED = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 _SET_DATA = torch.Tensor.data.__set__
+#: An attribute of tensors that ``torch.tensor(number)`` made: they would be on the host, not on the other GPU.
+_NUMBER = "made_of_a_number"
 _kernels: list[Any] = []  # what is registered, once
 
 
@@ -121,10 +123,10 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_mixed(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-    """A tensor of no dimensions on the CPU goes with any device; so do indices on the CPU."""
+    """Of tensors on the CPU, which stands for another GPU, only indices go with any, and numbers made on the host."""
     if func in _INDEXED:
         tensors = [tensor for tensor in (args[0], *args[2:3]) if isinstance(tensor, torch.Tensor)]
-    devices = {str(tensor.device) for tensor in tensors if isinstance(tensor, SecondTensor) or tensor.dim() > 0}
+    devices = {str(tensor.device) for tensor in tensors if not hasattr(tensor, _NUMBER)}
     if len(devices) > 1:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
@@ -142,11 +144,17 @@ class _Factories(TorchDispatchMode):  # type: ignore[misc]
 class _SameKernels(TorchFunctionMode):  # type: ignore[misc]
     """Attention is composed of other operations on devices that PyTorch does not know: other bits.
 
-    And ``.data =`` moves a parameter from the one device to the other, as it does between a CPU and a GPU.
+    And ``.data =`` moves a parameter from the one device to the other, as it does between a CPU and a GPU. Numbers are
+    marked as such.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.tensor and "device" not in kwargs:
+            made = func(*args, **kwargs)
+            if made.dim() == 0:
+                setattr(made, _NUMBER, True)
+            return made
         if func == _SET_DATA and isinstance(args[0], torch.nn.Parameter) and isinstance(args[1], SecondTensor):
             moved = torch.nn.Parameter(args[1], requires_grad=args[0].requires_grad)
             return torch.utils.swap_tensors(args[0], moved)

@@ -39,6 +39,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "bitsandbytes-meta-quant-state": (
         "RuntimeError: Tensor.item() cannot be called on meta tensors",
     ),
+    "peft-adalora-devices": (
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.add_.Tensor)",
+    ),
     "peft-adalora-unused": (
         "TypeError: unsupported operand type(s) for *: 'Parameter' and 'NoneType'",
     ),

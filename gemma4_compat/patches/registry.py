@@ -55,6 +55,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.peft_quantized_tuners",
     "adapters.peft_changed_base",
     "training.peft_adalora_unused",
+    "training.peft_adalora_devices",
     "adapters.peft_adalora_ranks",
     "adapters.transformers_failed_adapter",
     "adapters.peft_cache_name",

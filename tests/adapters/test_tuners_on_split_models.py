@@ -23,7 +23,7 @@ TUNERS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10},
     "BEFT": {},
     "BOFT": {},
-    "C3A": {"block_size": 8},
+    "C3A": {"block_size": 8, "init_weights": True},  # zeros: a GPU draws random numbers of its own
     "DEFT": {},
     "DELORA": {},
     "FOURIERFT": {"n_frequency": 32},

@@ -45,8 +45,10 @@ def mixing() -> None:
     refused(torch.nn.functional.linear, HERE, there)
     refused(torch.nn.functional.embedding, torch.tensor([1]), there)
     refused(torch.nn.functional.scaled_dot_product_attention, *(x.reshape(1, 2, 3) for x in (HERE, there, there)))
-    assert torch.equal((there + torch.tensor(1.0)).cpu(), HERE + 1)  # a number goes anywhere
-    assert torch.equal(there[torch.tensor([1])].cpu(), HERE[1:])  # so do indices
+    refused(torch.add, there, HERE.sum())
+    for one in (1, torch.tensor(1.0)):  # a number goes anywhere
+        assert torch.equal((there + one).cpu(), HERE + 1)
+    assert torch.equal(there[torch.tensor([1])].cpu(), HERE[1:])  # indices go anywhere
 
 
 def views() -> None:

@@ -1,0 +1,100 @@
+"""AdaLoRA has a loss on a model whose layers are on several GPUs.
+
+Symptom: ``RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and
+cuda:1`` from a forward with labels, once layers with AdaLoRA are on two GPUs.
+
+Cause: ``AdaLoraModel.forward`` adds to the loss how far the adapter's matrices are from orthogonal. It sums that up
+where each of them is.
+
+Fix: On a model on several devices that sum is taken where the loss is. Gradients go back to each matrix.
+
+Remove when: ``AdaLoraModel.forward`` takes all of it to one device in all supported releases of PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def adalora_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Without labels there is no loss, and the weights are not looked at."""
+    if kwargs.get("labels") is None:
+        return original(self, *args, **kwargs)
+    devices = {value.device for value in self.model.parameters() if value.device.type != "meta"}
+    return original(self if len(devices) < 2 else _AdaLora(self), *args, **kwargs)
+
+
+class _AdaLora:
+    """An AdaLoRA model as its forward sees it: with :class:`_Together` in it."""
+
+    def __init__(self, adapted: Any) -> None:
+        self._adapted = adapted
+        self.model = _Together(adapted.model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapted, name)
+
+
+class _Together:
+    """A model whose matrices of AdaLoRA are on the device of the loss, once there is one."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._device: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._model.forward(*args, **kwargs)
+        self._device = getattr(getattr(outputs, "loss", None), "device", None)
+        return outputs
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self._model.named_parameters():
+            yield name, value.to(self._device) if "lora_" in name else value
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import peft
+    import torch
+
+    from gemma4_compat._reproduction import second_device, tiny
+
+    if not second_device.available():
+        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+
+    def loss(*, split: bool) -> Any:
+        """The loss, and the gradients of the adapter."""
+        model = tiny.load(workspace.checkpoint)
+        if split:
+            model = tiny.dispatch_to_two(model, second_device.DEVICE)
+        torch.manual_seed(0)
+        targets = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
+        config = peft.AdaLoraConfig(
+            task_type="CAUSAL_LM", init_r=4, target_r=2, total_step=10, orth_reg_weight=0.5, target_modules=targets
+        )
+        model = peft.get_peft_model(model, config)
+        batch = tiny.inputs("cpu", text_only=True)
+        found = model(**batch, labels=batch["input_ids"]).loss
+        found.backward()
+        return [found.detach(), *(value.grad.cpu() for value in model.parameters() if value.requires_grad)]
+
+    with second_device.second_device():
+        expected, found = (loss(split=there) for there in (False, True))
+    off = max(float((mine - theirs).abs().max()) for mine, theirs in zip(found, expected, strict=True))
+    return Outcome(off > 0.0, f"the loss of AdaLoRA on two devices and its gradients are off by {off:.3g}", off)
+
+
+PATCH = Patch(
+    id="peft-adalora-devices",
+    severity=Severity.CRASH,
+    failure_points=("F83",),
+    distribution="peft",
+    affected=">=0.18.0",
+    targets=(Target(module="peft.tuners.adalora.model", name="AdaLoraModel.forward", replacement=adalora_forward),),
+    reproduce=reproduce,
+)
