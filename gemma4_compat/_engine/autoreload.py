@@ -25,7 +25,7 @@ def arm() -> None:
     for name, teach in _LESSONS.items():
         hooks.when_imported(name, _teach)
         if hooks.is_imported(name):
-            hooks.seen(name)
+            hooks.seen(name, _teach)
             teach(sys.modules[name])
 
 

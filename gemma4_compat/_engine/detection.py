@@ -7,7 +7,7 @@ reproductions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from gemma4_compat._engine import changes, hooks, versions
@@ -91,10 +91,14 @@ def explained(patch: Patch, releases: Mapping[str, str], what: str) -> str:
     return f"{unmeasured('changed', patch, releases)}: {what}" if is_unmeasured(patch, releases) else what
 
 
-def waiting(patch: Patch, imported: Iterable[str]) -> str:
-    """What a pending patch waits for: the packages, or the modules of those that are imported."""
-    there = set(imported)
-    missing = [name for name in patch.modules if name not in there and not hooks.is_imported(name)]
+def waiting(patch: Patch, ending: str | None = None) -> str:
+    """What a pending patch waits for: the packages, or the modules of those that are imported.
+
+    Args:
+        patch: it.
+        ending: a module whose import is about to end.
+    """
+    missing = [name for name in patch.modules if name != ending and not hooks.is_imported(name)]
     packages = [name.partition(".")[0] for name in missing]
     named = [name if package in sys.modules else package for name, package in zip(missing, packages)]
     return f"waiting for the import of {', '.join(dict.fromkeys(named))}" if missing else "armed"

@@ -42,8 +42,6 @@ class Engine:
         self._lock = threading.RLock()
         self._records = {patch.id: Record(patch) for patch in patches}
         self._gate = Gate(oldest)
-        self._hooked: set[str] = set()  # modules that have a hook; hooks cannot be taken back, so one is enough
-        self._imported: set[str] = set()  # modules whose hook has fired
         self._two_copies: set[str] = set()  # distributions already warned about
         self._too_old: set[str] = set()  # the same
         self._notices: set[str] = set()  # what was said of many patches
@@ -67,15 +65,14 @@ class Engine:
                 if record.status.state is not PatchState.APPLIED:
                     record.broken = None
                     record.enter(PatchState.PENDING, "waiting for the import of its library")
-            modules = dict.fromkeys(name for record in self._records.values() for name in sorted(record.modules))
-            fresh = [name for name in modules if name not in self._hooked]
-            self._hooked.update(fresh)
-        # Outside the lock: a module that another thread finishes importing now fires its hook, which takes the lock.
-        for name in fresh:
+        # Outside the lock, which hooks take. What is complete after this is found below; of the rest _on_import hears.
+        # So when all threads are done, no patch waits whose modules are all there: who decides last finds them.
+        modules = dict.fromkeys(name for record in self._records.values() for name in sorted(record.modules))
+        for name in modules:
             hooks.when_imported(name, self._on_import)
-        there = {name for name in modules if name in self._imported or hooks.is_imported(name)}
+        there = {name for name in modules if hooks.is_imported(name)}
         for name in there:
-            hooks.seen(name)
+            hooks.seen(name, self._on_import)
         absent = {name for name in modules if name not in there and hooks.is_absent(name)}
         for record in self._records.values():
             if record.modules & (there | absent):
@@ -161,19 +158,17 @@ class Engine:
 
     def _on_import(self, name: str, own: bool) -> None:
         """A module is imported, or reloaded; ``own``: by the import that is going on."""
-        self._imported.add(name)
         concerned = [record for record in self._records.values() if name in record.modules]
         for record in concerned:
             record.load()
-        try:
-            with self._locked(raises=own):
-                self._fail_broken(concerned)
-                self._apply_again(name, reloaded=True)
-                self._regroup(name)
-                self._apply_ready(late=not own, trigger=name)
-        except BaseException:
-            self._imported.discard(name)
-            raise
+        others = {other for record in concerned for other in record.modules} - {name}
+        if hooks.is_initializing(name) and not all(map(hooks.is_imported, others)):
+            hooks.at_end(name, self._on_import)  # before that, who imports the others does not count this one
+        with self._locked(raises=own):
+            self._fail_broken(concerned)
+            self._apply_again(name, reloaded=True)
+            self._regroup(name)
+            self._apply_ready(late=not own, trigger=name)
 
     def _regroup(self, name: str) -> None:
         """Decide again about patches that were applied without the groups of this module."""
@@ -185,7 +180,7 @@ class Engine:
                 with self._uncovered(record):
                     record.changes.undo()
                     record.changes = None
-                self._decide(record, self._ready(record.patch), late=record.status.late)
+                self._decide(record, self._ready(record.patch, name), late=record.status.late)
 
     def _apply_again(self, name: str, *, reloaded: bool) -> None:
         """Apply patches again whose functions in this module are defined anew: it was executed a second time.
@@ -215,7 +210,7 @@ class Engine:
                 with self._uncovered(record):
                     record.changes.undo()
                     record.changes = None
-                self._decide(record, self._ready(record.patch), late=record.status.late)
+                self._decide(record, self._ready(record.patch, name), late=record.status.late)
 
     def _apply_ready(self, *, late: bool, trigger: str | None = None) -> None:
         """Decide waiting patches whose modules are all there; with ``trigger``, those that need that module."""
@@ -224,19 +219,22 @@ class Engine:
             waits = (record.again and trigger) or record.status.state is PatchState.PENDING
             if not waits or not record.is_loaded or (trigger and trigger not in record.patch.modules):
                 continue
-            if ready := self._ready(record.patch):
+            if ready := self._ready(record.patch, trigger):
                 self._decide(record, ready, late=late)
                 waited += [record] if late or len(record.modules) > 1 else []
             else:
-                record.enter(PatchState.PENDING, detection.waiting(record.patch, self._imported))
+                record.enter(PatchState.PENDING, detection.waiting(record.patch, trigger))
         reach(record.changes for record in waited)
 
-    def _ready(self, patch: Patch) -> frozenset[str]:
-        """The groups of targets whose modules are all there."""
+    def _ready(self, patch: Patch, ending: str | None = None) -> frozenset[str]:
+        """The groups of targets whose modules are all there; ``ending``: the module whose import this thread ends.
+
+        In another thread's import that ends, a module leaves sys.modules for a moment.
+        """
         return frozenset(
             group
             for group, modules in patch.groups.items()
-            if all(name in self._imported or hooks.is_imported(name) for name in modules)
+            if all(name == ending or hooks.is_imported(name) for name in modules)
         )
 
     def _fail_hopeless(self, absent: set[str]) -> None:
@@ -407,7 +405,7 @@ class Engine:
             return dataclasses.replace(failed, detection=Detection.UNKNOWN)
         state, reason, releases = self._gate.decide(record.patch)
         if state is PatchState.PENDING:
-            reason = detection.waiting(record.patch, self._imported)
+            reason = detection.waiting(record.patch)
             if self._ready(record.patch):
                 reason = "its library is imported, by an import that began before install(); install() applies it now"
         return dataclasses.replace(record.status, state=state, reason=reason, versions=releases)

@@ -2,19 +2,28 @@
 
 Hazards this file exists for:
 
-* A hook registered while its module is half imported fires at once, on the half-built module. Such a module is put off
-  until the import that it is in has ended: see :func:`_at_end`.
-* A hook registered while its module is being searched for, by another thread, is never called by wrapt. Such a module
-  is noticed at the next import of anything: see :class:`_Finder`.
+* A hook registered while its module is half imported fires at once, on the half-built module. One registered while its
+  module is being searched for, by another thread, is never called by wrapt. In both cases the import that is going on
+  holds the lock of the module, and calls when it lets go of it: see :func:`_listen`.
+* A module that nobody imports, but puts into ``sys.modules``, is noticed at the next import of anything.
 * An exception in a post-import hook makes the user's import fail, and the second import succeeds unpatched, for wrapt
   calls a hook once. Here it is called by the second import, too.
 * ``importlib.reload`` (and Jupyter's autoreload, which calls it) executes a module again; wrapt calls no hook then.
+
+What holds: when :func:`when_imported` has returned, the module is completely imported, and the caller sees it; or the
+import that completes it calls back before it ends. For an import holds the lock of its module from before the search
+until after the module is complete. Where there is no lock once wrapt has the hook, an import that began before has
+ended, and one that begins later asks wrapt. Where there is one, its release is heard, unless that has begun already:
+then the module is complete.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable
+from importlib import _bootstrap
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -25,45 +34,61 @@ import wrapt
 #: ``callback(name, own)``: ``own`` where the import of the module is what is going on: what is raised makes it fail.
 Callback = Callable[[str, bool], None]
 
+#: The locks of modules that are being imported, by name; weak references. A Python without it notices late.
+_locks: dict[str, Callable[[], Any]] | None = getattr(_bootstrap, "_module_locks", None)
+
 
 def when_imported(name: str, callback: Callback) -> None:
     """Call ``callback`` at the end of the import of the module ``name``, and whenever it is reloaded.
 
-    Not when it is imported already: the caller looks, and says so (:func:`seen`).
+    Not when it is imported already: the caller looks afterwards, and says so (:func:`seen`). Asked again, it calls at
+    the end of an import that is going on, whose hook may have been called before. Two threads that ask at the same
+    time may both register; each is sure then that it is done.
     """
-    registering, waits = True, False
+    if callback not in _finder.callbacks(name):
+        _register(name, callback)
+        _finder.add(name, callback)  # last: who finds it there need not wait for anybody
+    elif _lock(name) is not None:
+        at_end(name, callback)
+
+
+def _register(name: str, callback: Callback) -> None:
+    """Not under a lock: letting go of the last reference to a module's lock takes the lock of all imports."""
+    registering: int | None = threading.get_ident()
 
     def fire(_module: Any) -> None:
         # The module handed over is not used: the entry in sys.modules may have been replaced while it loaded.
-        nonlocal waits
-        if registering:
-            waits = _at_end(name, callback)
-            return
-        try:
-            callback(name, True)
-        except BaseException:  # the import fails, and will be tried again
-            _finder.again(name, callback)
-            raise
+        if registering != threading.get_ident():  # else wrapt has found it in sys.modules, complete or not
+            seen(name, callback)
+            _call(name, callback)
 
+    _finder.wait(name, callback)
     wrapt.register_post_import_hook(fire, name)
-    registering = False
-    # After wrapt, so that it is asked before wrapt's finder.
-    _finder.add(name, callback, unasked=not waits)
+    registering = None
+    _finder.enter()  # after wrapt, so that it is asked before wrapt's finder
+    _listen(name)
 
 
-def seen(name: str) -> None:
+def at_end(name: str, callback: Callback) -> None:
+    """Call ``callback`` when the import ends that the module is in."""
+    _finder.wait(name, callback)
+    _listen(name)
+
+
+def seen(name: str, callback: Callback) -> None:
     """The caller of :func:`when_imported` has found the module imported."""
-    _finder.seen(name)
+    _finder.waiting(name).pop(callback, None)
 
 
 def is_initializing(name: str) -> bool:
     """Whether the module is in sys.modules but its body is still being executed."""
-    return bool(getattr(_spec(name), "_initializing", False))
+    return _is_initializing(sys.modules.get(name))
 
 
 def is_imported(name: str) -> bool:
     """Whether the module is in sys.modules and its body has been executed."""
-    return sys.modules.get(name) is not None and not is_initializing(name)
+    module = sys.modules.get(name)  # once: an import that ends takes it out, and puts it back
+    return module is not None and not _is_initializing(module)
 
 
 def is_absent(name: str) -> bool:
@@ -82,99 +107,142 @@ def is_absent(name: str) -> bool:
     return False
 
 
-def _spec(name: str) -> Any:
-    return getattr(sys.modules.get(name), "__spec__", None)
+def _is_initializing(module: Any) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-def _at_end(name: str, callback: Callback) -> bool:
-    """Call ``callback`` when the import ends that the module is in; False where it is in none.
-
-    The import machinery says in the module's spec that it has ended, whether or not it failed, and until then the spec
-    has a class that hears it. That is inside the import: the module is still locked, and what ``callback`` raises is
-    raised by this import and no other.
-    """
-    spec = _spec(name)
-    if not isinstance(spec, ModuleSpec) or not is_initializing(name):
-        return False
-    kind: Any = type(spec)
-
-    def ended(self: Any, value: bool) -> None:
-        self.__class__ = kind
-        try:
-            self._initializing = value  # may be heard by somebody else, too
-        finally:
-            _ended(name, callback)
-
-    heard = property(lambda self: vars(self)["_initializing"], ended)
-    listening: Any = type(kind.__name__, (kind,), {"_initializing": heard})
-    spec.__class__ = listening
-    if vars(spec)["_initializing"] or type(spec) is not listening:
-        return True
-    spec.__class__ = kind  # another thread's import has ended since it was asked
-    return False
-
-
-def _ended(name: str, callback: Callback) -> None:
-    """The import that a module was in has ended."""
-    if name not in sys.modules:  # it failed
-        _finder.again(name, callback)
-        return
+def _call(name: str, callback: Callback) -> None:
     try:
         callback(name, True)
-    except BaseException:  # so it fails: leave what a module whose own code raises leaves
-        del sys.modules[name]
+    except BaseException:  # the import fails, and will be tried again
         _finder.again(name, callback)
         raise
+
+
+def _lock(name: str) -> Any:
+    """The lock of a module that is being imported, or searched for; else None."""
+    reference = None if _locks is None else _locks.get(name)
+    return None if reference is None else reference()
+
+
+def _listen(name: str) -> bool:
+    """Hear when the import ends that the module is in, from before it is searched for; False where it is in none.
+
+    That is inside the import: the module is still locked, and what a callback raises is raised by this import and no
+    other.
+    """
+    lock = _lock(name)
+    if lock is None:
+        return False
+    kind: Any = type(lock)
+    lock.__class__ = _listening(kind)
+    return True
+
+
+@functools.cache
+def _listening(kind: Any) -> Any:
+    """A class of module locks that says when one is released. The locks live as long as the imports that hold them."""
+    if hasattr(kind, "_is_listening"):
+        return kind
+
+    def release(self: Any) -> None:
+        try:
+            _finder.released(self.name)
+        finally:
+            kind.release(self)
+
+    return type(kind.__name__, (kind,), {"release": release, "_is_listening": True})
+
+
+def _leave_out(name: str) -> None:
+    """Leave what a module whose own code raises leaves."""
+    module = sys.modules.pop(name, None)
+    package, _, child = name.rpartition(".")
+    attributes = getattr(sys.modules.get(package), "__dict__", {})
+    if attributes.get(child) is module:
+        attributes.pop(child, None)
 
 
 class _Finder:
     """A meta path entry, asked before wrapt's finder, that finds nothing new; being asked is how it notices things.
 
     Of a search for a module that is there: it is reloaded. Of one for a module whose import failed: wrapt needs the
-    hook once more. Of one for anything else: whether a module is there by now that it was never asked about.
+    hook once more. Of one for anything else: whether a module is there by now that nobody has imported.
+
+    Dictionaries of callbacks stay once they are there, so that none is put into one that was thrown away meanwhile.
     """
 
     def __init__(self) -> None:
-        self._callbacks: dict[str, list[Callback]] = {}
-        self._unasked: dict[str, list[Callback]] = {}
-        self._again: dict[str, list[Callback]] = {}
+        self._callbacks: dict[str, dict[Callback, bool]] = {}
+        self._waiting: dict[str, dict[Callback, bool]] = {}  # neither called nor seen
+        self._again: dict[str, dict[Callback, bool]] = {}
 
-    def add(self, name: str, callback: Callback, *, unasked: bool) -> None:
-        callbacks = self._callbacks.setdefault(name, [])
-        if callback not in callbacks:
-            callbacks.append(callback)
-        if unasked:
-            self._unasked.setdefault(name, []).append(callback)
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
+    def callbacks(self, name: str) -> dict[Callback, bool]:
+        return self._callbacks.get(name, {})
+
+    def waiting(self, name: str) -> dict[Callback, bool]:
+        return self._waiting.get(name, {})
+
+    def add(self, name: str, callback: Callback) -> None:
+        self._callbacks.setdefault(name, {})[callback] = True
+
+    def wait(self, name: str, callback: Callback) -> None:
+        self._waiting.setdefault(name, {})[callback] = True
 
     def again(self, name: str, callback: Callback) -> None:
-        self._again.setdefault(name, []).append(callback)
+        self._again.setdefault(name, {})[callback] = True
 
-    def seen(self, name: str) -> None:
-        self._unasked.pop(name, None)
+    def enter(self) -> None:
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if target is not None:
             return self._reloaded(fullname, path, target) if fullname in self._callbacks else None
-        for callback in self._again.pop(fullname, ()):
-            when_imported(fullname, callback)
-        self._unasked.pop(fullname, None)  # wrapt's finder is next
-        for name in list(self._unasked):
-            if name in sys.modules:
-                self._missed(name)
+        again = self._again.get(fullname, {})
+        for callback in list(again):
+            again.pop(callback, None)
+            _register(fullname, callback)
+        # Not here, where the lock of all imports is held: who is called imports, and would wait for a thread that has
+        # the lock of that module and waits for this one.
+        if self._missed() and not _listen(fullname) and _locks is None:
+            self._notice()
         return None
 
-    def _missed(self, name: str) -> None:
-        """A module whose hook wrapt will not call: it was being searched for when the hook was registered."""
-        if sys.modules.get(name) is None:  # None: its import is blocked
-            return
-        waiting = [callback for callback in self._unasked.pop(name, ()) if not _at_end(name, callback)]
-        if waiting and is_initializing(name):  # by a machinery that does not say when it has ended
-            self._unasked[name] = waiting
-            return
-        for callback in waiting:
-            callback(name, False)
+    def released(self, name: str) -> None:
+        """An import of the module lets go of its lock: it has ended, or was one inside of another."""
+        failed = name not in sys.modules
+        waiting = self.waiting(name)
+        if waiting and (failed or is_imported(name)):
+            try:
+                for callback in list(waiting):
+                    if not waiting.pop(callback, False):
+                        continue
+                    if failed:
+                        self.again(name, callback)
+                    else:
+                        _call(name, callback)
+            except BaseException:  # so it fails, for all of them
+                _leave_out(name)
+                for callback in list(waiting):
+                    self.again(name, callback)
+                raise
+        self._notice()
+
+    def _missed(self) -> list[str]:
+        """Modules that are there, and that no import is going to tell of."""
+        return [
+            name
+            for name, waiting in self._waiting.copy().items()
+            if waiting and name in sys.modules and is_imported(name) and _lock(name) is None
+        ]
+
+    def _notice(self) -> None:
+        for name in self._missed():
+            waiting = self.waiting(name)
+            for callback in list(waiting):
+                if waiting.pop(callback, False):
+                    callback(name, False)
 
     def _reloaded(self, fullname: str, path: Any, target: Any) -> ModuleSpec | None:
         """The spec of a module that is reloaded, with callbacks after it."""
@@ -197,7 +265,7 @@ class _ReloadingLoader(Loader):
         unfinished: the spec of the import that the module is still in; the callbacks wait for its end.
     """
 
-    def __init__(self, loader: Any, callbacks: list[Callback], unfinished: ModuleSpec | None) -> None:
+    def __init__(self, loader: Any, callbacks: dict[Callback, bool], unfinished: ModuleSpec | None) -> None:
         self._loader, self._callbacks, self._unfinished = loader, callbacks, unfinished
 
     def exec_module(self, module: ModuleType) -> None:
@@ -208,8 +276,10 @@ class _ReloadingLoader(Loader):
         if self._unfinished is not None:
             module.__spec__ = self._unfinished
         for callback in list(self._callbacks):
-            if not _at_end(module.__name__, callback):
+            if self._unfinished is None:
                 callback(module.__name__, True)
+            else:
+                at_end(module.__name__, callback)
 
 
 _finder = _Finder()

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, Patch, PatchState
-from gemma4_compat._engine import hooks
+from gemma4_compat import PatchState
 from gemma4_compat._engine.engine import Engine
-from tests.helpers import CORE, Library, installed, is_ours, raw
+from tests.helpers import CORE, Library, installed, raw
 
 ID = "fakelib-double"
 CALLS_ARM = CORE + "import LIBRARY\nLIBRARY.arm()\nAT_ITS_END = double(1)\n"
-PATIENCE = 20  # seconds after which a thread has hung
 
 
 def armed_in_the_middle(library: Library, *patches: Any) -> list[Engine]:
@@ -32,22 +29,6 @@ def armed_in_the_middle(library: Library, *patches: Any) -> list[Engine]:
 
 def applied(engine: Engine) -> bool:
     return engine.status()[ID].state is PatchState.APPLIED
-
-
-@pytest.fixture
-def thread() -> Iterator[Callable[..., threading.Thread]]:
-    """``thread(f)``: run ``f`` in a thread, which must end."""
-    started: list[threading.Thread] = []
-
-    def start(function: Callable[..., Any], *arguments: Any) -> threading.Thread:
-        started.append(threading.Thread(target=function, args=arguments, daemon=True))
-        started[-1].start()
-        return started[-1]
-
-    yield start
-    for item in started:
-        item.join(PATIENCE)
-        assert not item.is_alive(), "deadlock"
 
 
 def test_known_patches_that_nobody_armed_are_registered(library: Library) -> None:
@@ -158,90 +139,6 @@ def test_a_half_imported_module_that_fails_is_patched_at_its_next_import(create:
     assert applied(engine)
 
 
-def test_a_module_that_another_thread_is_importing_is_left_alone_until_it_is_complete(
-    create: Callable[..., Library], thread: Callable[..., threading.Thread]
-) -> None:
-    library = create(core=CALLS_ARM)
-    halfway, go_on = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        halfway.set()
-        assert go_on.wait(PATIENCE)
-
-    vars(importlib.import_module(library.name))["arm"] = wait
-    importing = thread(library.load)
-    assert halfway.wait(PATIENCE)
-    engine = installed(library.patch())
-    half_built = raw(sys.modules[f"{library.name}.core"], "double")
-    assert not is_ours(half_built)
-    assert engine.status()[ID].state is PatchState.PENDING
-    go_on.set()
-    importing.join(PATIENCE)
-    assert applied(engine)
-    assert library.load().AT_ITS_END == 2
-    assert library.load().double(2) == ("patched", 4)
-
-
-def looked_for(
-    library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch, *patches: Patch
-) -> Engine:
-    """An engine that is armed while the module is looked for: the finder of import hooks was asked already."""
-    engine = Engine(patches or [library.patch()])
-
-    class SlowFinder:
-        def find_spec(self, name: str, *_: Any) -> None:
-            if name == f"{library.name}.core":
-                thread(engine.install).join(PATIENCE)
-
-    position = sys.meta_path.index(PathFinder)
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:position], SlowFinder(), *sys.meta_path[position:]])
-    return engine
-
-
-@pytest.mark.parametrize("noticed_by", ["install", "the next import"])
-def test_a_module_that_another_thread_is_looking_for_is_not_missed(
-    library: Library,
-    thread: Callable[..., threading.Thread],
-    monkeypatch: pytest.MonkeyPatch,
-    noticed_by: str,
-) -> None:
-    library.write("other", "")
-    engine = looked_for(library, thread, monkeypatch)
-    core = library.load()
-    status = engine.status()[ID]
-    assert (status.state, core.double(2)) == (PatchState.PENDING, 4)
-    assert "; install() applies it now" in status.reason
-    if noticed_by == "install":
-        engine.install()
-    else:
-        library.load("other")
-    assert applied(engine)
-    assert engine.status()[ID].late
-    assert core.double(2) == ("patched", 4)
-
-
-def test_a_module_that_was_being_looked_for_is_noticed_by_what_it_imports(
-    create: Callable[..., Library], thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    library = create(core=CORE + "import LIBRARY.other\n", other="")
-    engine = looked_for(library, thread, monkeypatch)
-    assert library.load().double(2) == ("patched", 4)
-    assert not engine.status()[ID].late
-
-
-def test_strict_an_import_that_notices_another_does_not_fail_for_it(
-    library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GEMMA4_COMPAT_STRICT", "1")
-    library.write("other", "")
-    engine = looked_for(library, thread, monkeypatch, library.patch(library.target(known={"0" * 12: "0.9"})))
-    library.load()
-    with pytest.warns(Gemma4CompatWarning, match="was not applied"):
-        library.load("other")
-    with pytest.raises(Gemma4CompatError, match="was not applied"):
-        engine.install()
-
-
 def test_a_machinery_that_does_not_say_when_an_import_ends_is_asked_again(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,36 +153,3 @@ def test_a_machinery_that_does_not_say_when_an_import_ends_is_asked_again(
     library.load("third")
     assert core.double(2) == ("patched", 4)
     assert applied(engine)
-
-
-def test_an_import_that_ends_while_it_is_asked_for_its_end(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = library.load().__spec__
-    monkeypatch.setattr(hooks, "is_initializing", lambda _name: True)  # it was, a moment ago
-    assert not hooks._at_end(spec.name, lambda _name, _own: None)
-    assert type(spec) is ModuleSpec
-
-
-def test_eight_threads_arm_while_one_imports(
-    create: Callable[..., Library], thread: Callable[..., threading.Thread]
-) -> None:
-    for _ in range(5):
-        library = create(other=CORE)
-        engine = Engine([library.patch(library.target(), library.target("triple", module="other"))])
-        start = threading.Barrier(9)
-
-        def arm(engine: Engine = engine, start: threading.Barrier = start) -> None:
-            start.wait(PATIENCE)
-            engine.install()
-
-        def use(library: Library = library, start: threading.Barrier = start) -> None:
-            start.wait(PATIENCE)
-            library.load()
-            library.load("other")
-
-        for item in [thread(use), *(thread(arm) for _ in range(8))]:
-            item.join(PATIENCE)
-        assert applied(engine)
-        assert library.load().double(2) == ("patched", 4), "once, not once a thread"
-        assert library.load("other").triple(2) == ("patched", 6)
-        engine.revert()
-        assert library.load().double(2) == 4
