@@ -236,7 +236,7 @@ def reach(edits: Iterable[ChangeSet | None]) -> None:
     if not latest or not _suspects([{_upstream(installed) for installed in latest.values()}])[0]:
         return
     for namespace in _modules():
-        for name, value in list(vars(namespace).items()):
+        for name, value in vars(namespace).copy().items():  # of a list's pairs a garbage collection might add names
             function = value
             while id(function) in latest and latest[id(function)].__module__ != namespace.__name__:
                 function = latest[id(function)]  # one patch's replacement is another's original
@@ -313,7 +313,7 @@ def restore(functions: list[tuple[FunctionType, Any]]) -> None:
     for namespace in _modules() if originals else ():
         if originals.keys().isdisjoint(map(id, list(vars(namespace).values()))):
             continue  # all but a few of thousands
-        for name, value in list(vars(namespace).items()):
+        for name, value in vars(namespace).copy().items():
             original = value
             while id(original) in originals:  # one patch's original is another's replacement
                 original = originals[id(original)]

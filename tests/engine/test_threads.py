@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import _imp
+import gc
 import importlib
 import importlib.util
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -413,6 +415,29 @@ def test_reverted_by_another_thread_before_it_is_decided(
     assert applied(engine)
     assert engine.revert()[ID].state is PatchState.REVERTED
     assert library.load().double(2) == 4
+
+
+def test_a_garbage_collection_adds_names_to_modules_that_are_searched(create: Callable[..., Library]) -> None:
+    """As finalizers do, and other threads, which may run then."""
+    library = create(api="from LIBRARY.core import double as twice\n" + "".join(f"N{n} = {n}\n" for n in range(2000)))
+    core, api = library.load(), library.load("api")
+    numbers = itertools.count()
+
+    def add(phase: str, _info: Any) -> None:
+        vars(api)[f"{phase}{next(numbers)}"] = None
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(add)
+    gc.set_threshold(5)
+    try:
+        engine = installed(library.patch())
+        assert api.twice(2) == ("patched", 4)
+        engine.revert()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(add)
+    assert api.twice is core.double
+    assert not is_ours(core.double)
 
 
 def test_eight_threads_arm_while_one_imports(
