@@ -62,6 +62,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.peft_prefix_placement",
     "adapters.peft_unilora_frod",
     "adapters.peft_shared_devices",
+    "adapters.peft_input_devices",
     "adapters.transformers_peft_release",
     "adapters.transformers_adapter_placement",
     "training.transformers_uncached_sharing",

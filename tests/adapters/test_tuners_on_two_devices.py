@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from gemma4_compat._reproduction import second_device
-from tests.adapters.test_tuners_on_split_models import PREFIXES, TUNERS, configuration
+from tests.adapters.test_tuners_on_split_models import OUTSIDE_LAYERS, PREFIXES, TUNERS, configuration
 from tests.conftest import is_affected, patch
 from tests.helpers import child
 
@@ -20,7 +20,7 @@ prefixed = pytest.mark.skipif(
 #: Its merge is computed in float32 on a CPU and in bf16 elsewhere: the two devices are not of a kind.
 OTHERWISE_ROUNDED = ("PSOFT",)
 #: Of each repair one, in the fast suite.
-FIRST = ("ADALORA", "LILY", "RANDLORA")
+FIRST = ("ADALORA", "LILY", "RANDLORA", "head", "tokens", "copies, tied")
 
 
 def as_on_one_device(workspace: Any, case: str) -> None:
@@ -32,7 +32,7 @@ def as_on_one_device(workspace: Any, case: str) -> None:
     "tuner",
     [
         pytest.param(name, marks=() if name in FIRST else pytest.mark.full)
-        for name in TUNERS
+        for name in (*TUNERS, *OUTSIDE_LAYERS)
         if name not in OTHERWISE_ROUNDED
     ],
 )

@@ -1,0 +1,144 @@
+"""An adapter on a module whose input comes from another device computes on the device of that module.
+
+Symptom: ``RuntimeError: Expected all tensors to be on the same device`` from a forward of a model on several GPUs,
+with LoRA or another tuner on ``lm_head``, ``embed_tokens`` or ``embed_tokens_per_layer``, with
+``trainable_token_indices``, or with ``modules_to_save`` and ``ensure_weight_tying``.
+
+Cause: accelerate's hook that brings inputs to the device of a module is on the module. What PEFT puts around it, or in
+its place, has none, and computes with the input as it comes. Inside a decoder layer that is the right device, for the
+hook of the layer has brought it there. A module with an entry of its own in the device map has no such layer.
+
+Fix: After adapters are created, PEFT's layer around a module that is the first on its device brings its inputs there,
+and a copy in the place of a module gets a hook like that module's. Outputs are where upstream leaves them. A model on
+one device, and a layer whose inputs are brought to its device anyway, stay as they are.
+
+Remove when: PEFT brings inputs to the device of the base layer in all supported releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement, walk
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_REGISTERED = "_gemma4_compat_brings_inputs"  # on a layer that has the forward hook below
+
+
+def inject_adapter(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, model, *args, **kwargs)
+    for layer in _entrances(model)[1]:
+        if hasattr(layer, "modules_to_save"):
+            _hook_copies(layer)
+        elif not vars(layer).get(_REGISTERED):
+            layer.register_forward_pre_hook(_bring_inputs, with_kwargs=True)
+            vars(layer)[_REGISTERED] = True
+    return result
+
+
+def _entrances(module: Any) -> tuple[set[Any], list[Any]]:
+    """The devices that ``module`` and all in it compute on, and PEFT's layers whose inputs no hook above brings there.
+
+    A hook above does where all below it is on its device.
+    """
+    devices: set[Any] = set()
+    found: list[Any] = []
+    for child in module._modules.values():
+        if child is not None:
+            below, layers = _entrances(child)
+            devices |= below
+            found += layers
+    # Not of a wrapper that only shows the hook of what is in it.
+    own = placement.hook_device(module) if "_hf_hook" in vars(module) else None
+    if own is not None:
+        devices.add(own)
+        if devices == {own}:
+            found = []
+    elif walk.wrapped(module):
+        found = [module] if devices else []
+    return devices, found
+
+
+def _bring_inputs(layer: Any, args: Any, kwargs: Any) -> Any:
+    device = placement.hook_device(walk.innermost(layer))
+    if device is None:  # accelerate's hooks were removed
+        return None
+    from accelerate.utils import send_to_device
+
+    return send_to_device(args, device), send_to_device(kwargs, device)
+
+
+def _hook_copies(wrapper: Any) -> None:
+    """A copy has the hook of the module it was copied from; one that was made for a tied weight has none."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    device = placement.hook_device(wrapper.original_module)
+    for copied in wrapper.modules_to_save.values():
+        if device is not None and "_hf_hook" not in vars(copied):
+            add_hook_to_module(copied, AlignDevicesHook(execution_device=device))
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import inspect
+
+    import peft
+    import torch
+
+    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    if not second_device.available():
+        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    cases: list[dict[str, Any]] = [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4, 5]},
+    ]
+    if "ensure_weight_tying" in inspect.signature(peft.LoraConfig).parameters:
+        copies = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+        cases.append({"target_modules": ["q_proj"], **copies})
+
+    def tuned(options: dict[str, Any], *, split: bool) -> Any:
+        model = tiny.load(workspace.checkpoint)
+        if split:  # the head gets its input from the other device
+            model = tiny.dispatch_to_two(model, second_device.DEVICE, ["model.language_model.norm"])
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+        with torch.no_grad():
+            for value in tuned.parameters():
+                if value.requires_grad:
+                    value.add_(0.02)
+        return tuned
+
+    found = 0.0
+    with second_device.second_device():
+        for options in cases:
+            whole, several = (
+                workspace.outputs(tuned(options, split=there), text_only=True, device="cpu") for there in (False, True)
+            )
+            found = max(found, difference(whole, several))
+    return Outcome.of_parity(found, "adapters on a head whose input comes from another device")
+
+
+PATCH = Patch(
+    id="peft-input-devices",
+    severity=Severity.CRASH,
+    failure_points=("F80",),
+    distribution="peft",
+    affected=">=0.18.0",
+    requires=("accelerate",),
+    after=("peft-keep-dispatch",),
+    targets=(
+        Target(module="peft.tuners.tuners_utils", name="BaseTuner.inject_adapter", replacement=inject_adapter),
+        # It wraps the head that is tied to the embedding afterwards.
+        Target(
+            module="peft.tuners.trainable_tokens.model",
+            name="TrainableTokensModel.inject_adapter",
+            replacement=inject_adapter,
+        ),
+    ),
+    reproduce=reproduce,
+)
