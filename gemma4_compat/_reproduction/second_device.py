@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 TYPE = "second"
 #: As a device map names it.
@@ -162,9 +162,35 @@ class _SameKernels(TorchFunctionMode):  # type: ignore[misc]
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if any(isinstance(tensor, SecondTensor) for tensor in tensors):
                 _refuse_mixed(func, args, tensors)
-                args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), (args, kwargs))
-                return func(*args, **kwargs).to(DEVICE)
+                leaves, structure = tree_flatten((args, kwargs))
+                return _Attention.apply(func, structure, *leaves)
         return func(*args, **kwargs)
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """Attention by the CPU's kernel, which to autograd is one operation on the second device.
+
+    By way of ``.cpu()`` its backward pass would be in the CPU's thread, and the device's would do something else
+    meanwhile: gradients would be added up in another order in each run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, func: Any, structure: Any, *leaves: Any) -> Any:
+        plain = [
+            leaf.on_cpu.detach().requires_grad_(needed) if isinstance(leaf, SecondTensor) else leaf
+            for leaf, needed in zip(leaves, ctx.needs_input_grad[2:])
+        ]
+        args, kwargs = tree_unflatten(plain, structure)
+        with torch.enable_grad():
+            ctx.plain, ctx.output = plain, func(*args, **kwargs)
+        return SecondTensor(ctx.output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        wanted = [index for index, needed in enumerate(ctx.needs_input_grad[2:]) if needed]
+        found = torch.autograd.grad(ctx.output, [ctx.plain[index] for index in wanted], gradient.on_cpu)
+        gradients = dict(zip(wanted, map(SecondTensor, found)))
+        return None, None, *(gradients.get(index) for index in range(len(ctx.plain)))
 
 
 class _Backend:

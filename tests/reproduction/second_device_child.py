@@ -75,6 +75,22 @@ def gradients() -> None:
         assert torch.equal(weight.grad.cpu(), gradient)
 
 
+def attention() -> None:
+    """To autograd it is one operation of the device, so that none of the CPU's thread can come between."""
+    torch.manual_seed(0)
+    values = [torch.randn(1, 2, 3, 4) for _ in range(3)]
+    found = []
+    for device in ("cpu", DEVICE):
+        query, key, value = (tensor.detach().to(device).requires_grad_() for tensor in values)
+        output = torch.nn.functional.scaled_dot_product_attention(query, key, value.detach(), is_causal=True)
+        output.square().sum().backward()
+        assert value.grad is None
+        found.append([tensor.detach().cpu() for tensor in (output, query.grad, key.grad)])
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    before = [function for function, _ in output.grad_fn.next_functions if function is not None]
+    assert [type(function).__name__ for function in before] == ["AccumulateGrad", "AccumulateGrad"]
+
+
 if __name__ == "__main__":
     with second_device():
         globals()[sys.argv[1]]()

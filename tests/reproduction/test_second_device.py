@@ -12,7 +12,7 @@ from tests.helpers import child
 pytestmark = pytest.mark.skipif(not second_device.available(), reason="this PyTorch takes no backend in Python")
 
 
-@pytest.mark.parametrize("case", ["copies", "mixing", "views", "gradients"])
+@pytest.mark.parametrize("case", ["copies", "mixing", "views", "gradients", "attention"])
 def test_it_is_a_device(case: str) -> None:
     done = child("-m", "tests.reproduction.second_device_child", case)
     assert done.stdout == "passed\n", done.stderr[-2000:]
