@@ -32,12 +32,19 @@ def hook_device(module: Any, *, of_submodules: bool = False) -> Any:
 
     With ``of_submodules`` only hooks count that also place the modules below this one.
     """
+    hook = computing_hook(module, of_submodules=of_submodules)
+    return None if hook is None else _device(hook.execution_device)
+
+
+def computing_hook(module: Any, *, of_submodules: bool = False) -> Any:
+    """The hook of ``module`` that :func:`hook_device` reads; or None."""
     hook = getattr(module, "_hf_hook", None)
     for candidate in getattr(hook, "hooks", (hook,)):
-        device = getattr(candidate, "execution_device", None)
-        # A hook without that attribute (accelerate's CpuOffload) moves the whole module.
-        if device is not None and (not of_submodules or getattr(candidate, "place_submodules", True)):
-            return _device(device)
+        # A hook without the second attribute (accelerate's CpuOffload) moves the whole module.
+        if getattr(candidate, "execution_device", None) is not None and (
+            not of_submodules or getattr(candidate, "place_submodules", True)
+        ):
+            return candidate
     return None
 
 

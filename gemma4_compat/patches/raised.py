@@ -29,6 +29,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "accelerate-split-buffers": (
         "ValueError: The device_map provided does not give any device for the following parameters: model.language_model.layers.3.layer_scalar",
     ),
+    "accelerate-tied-devices": (
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.embedding.default)",
+    ),
     "accelerate-train-offloaded": (
         "NotImplementedError: Cannot copy out of meta tensor; no data!",
     ),
@@ -93,6 +96,10 @@ RAISED: dict[str, tuple[str, ...]] = {
     ),
     "transformers-dequantized-adapter": (
         "AttributeError: 'Parameter' object has no attribute 'quant_state'",
+    ),
+    "transformers-embedding-devices": (
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.eq.Tensor)",
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.where.self)",
     ),
     "transformers-flash-attention": (
         "RuntimeError: FlashAttention forward only supports head dimension at most 256",

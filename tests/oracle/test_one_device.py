@@ -22,6 +22,9 @@ ASKED = {
     "patches/placement/transformers_tensor_parallel.py:model_forward": 1,  # is the embedding split?
     "patches/offload/transformers_offloaded_embedding.py:model_forward": 1,  # is the embedding offloaded?
     "patches/offload/transformers_offloaded_embedding.py:get_per_layer_inputs": 1,
+    "patches/placement/transformers_embedding_devices.py:model_forward": 1,  # is there a hook of the embedding?
+    "patches/placement/transformers_embedding_devices.py:get_per_layer_inputs": 1,
+    "patches/placement/transformers_embedding_devices.py:_called": 2,
     "patches/placement/transformers_per_layer_devices.py:project_per_layer_inputs": 1,  # is there a hook?
     "patches/offload/transformers_model_device.py:device": 2,  # `generate` reads it; is it meta?
     "patches/placement/transformers_shared_kv.py:decoder_layer": 6,  # each layer, before 5.23: is there a hook?

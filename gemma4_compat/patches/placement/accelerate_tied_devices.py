@@ -1,0 +1,84 @@
+"""Modules that share a weight compute on one device, where the weight is.
+
+Symptom: ``RuntimeError: Expected all tensors to be on the same device`` from every forward of a model that was
+dispatched with ``embed_tokens`` and the ``lm_head`` tied to it on different devices.
+
+Cause: ``dispatch_model`` puts a copy of the weight on each of the devices, with a hook that brings inputs there.
+Then ``retie_parameters`` gives all the modules the copy of the one whose name comes first in the alphabet, and
+leaves the hooks of the others as they are.
+
+Fix: The copy on the main device is kept, if there is one, and the others are freed. All the modules compute where it
+is, and it is one parameter that learns.
+
+Remove when: ``retie_parameters`` leaves no module with a weight on another device than its hook says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement, walk
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def retie_parameters(original: Callable[..., None], model: Any, tied_params: Any) -> None:
+    main = placement.hook_device(model)
+    if main is None:
+        original(model, tied_params)
+        return
+    # Upstream takes the first that is not offloaded.
+    original(model, [sorted(group, key=lambda name: _weight(model, name).device != main) for group in tied_params])
+    for group in tied_params:
+        for name in group:
+            device = _weight(model, name).device
+            if device.type != "meta":
+                _compute_on(device, model, name.rpartition(".")[0])
+
+
+def _weight(model: Any, name: str) -> Any:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(owner), attribute)
+
+
+def _compute_on(device: Any, model: Any, name: str) -> None:
+    """Have the module ``name``, with the adapters around it, compute on ``device`` unless it is offloaded."""
+    module = model.get_submodule(name)
+    if placement.offload_hook(module) is not None or placement.hook_device(module) in (None, device):
+        return
+    while name and walk.wrapped(around := model.get_submodule(name := name.rpartition(".")[0])):
+        module = around
+    for part in walk.modules(module):
+        hook = placement.computing_hook(part)
+        if hook is not None:
+            for copies in (hook.tied_params_map or {}).values():
+                copies.pop(hook.execution_device, None)
+            hook.execution_device = device
+            hook.init_hook(part)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    if not second_device.available():
+        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    expected = workspace.outputs(tiny.load(workspace.checkpoint), device="cpu")
+    with second_device.second_device():
+        model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, ["lm_head"])
+        found = difference(expected, workspace.outputs(model, device="cpu"))
+    return Outcome.of_parity(found, "a head on another device than the embedding tied to it")
+
+
+PATCH = Patch(
+    id="accelerate-tied-devices",
+    severity=Severity.CRASH,
+    failure_points=("F82",),
+    distribution="accelerate",
+    affected=">=1.12",
+    targets=(Target(module="accelerate.utils.modeling", name="retie_parameters", replacement=retie_parameters),),
+    reproduce=reproduce,
+)
