@@ -70,6 +70,12 @@ OUTSIDE_LAYERS: dict[str, dict[str, Any]] = {
     "copy": {"target_modules": LINEARS, "modules_to_save": ["lm_head"]},
     "copies, tied": {"target_modules": LINEARS, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
 }
+#: What goes to the second device, so that an embedding or the head gets its input from the other one.
+APART = (
+    ["model.language_model.norm"],
+    ["model.language_model.embed_tokens", "lm_head"],
+    ["model.language_model.embed_tokens_per_layer"],
+)
 #: Of PEFT's names, configurations of prompts that each layer has a part of.
 PREFIXES = ("PrefixTuningConfig", "CartridgeConfig")
 VIRTUAL_TOKENS = 3

@@ -20,7 +20,7 @@ prefixed = pytest.mark.skipif(
 #: Its merge is computed in float32 on a CPU and in bf16 elsewhere: the two devices are not of a kind.
 OTHERWISE_ROUNDED = ("PSOFT",)
 #: Of each repair one, in the fast suite.
-FIRST = ("ADALORA", "LILY", "RANDLORA", "head", "tokens", "copies, tied")
+FIRST = ("ADALORA", "LILY", "RANDLORA", "head")
 
 
 def as_on_one_device(workspace: Any, case: str) -> None:

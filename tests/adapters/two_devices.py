@@ -17,6 +17,7 @@ from typing import Any
 from gemma4_compat._reproduction import second_device, tiny
 from gemma4_compat._reproduction.workspace import Workspace
 from tests.adapters.test_tuners_on_split_models import (
+    APART,
     OUTSIDE_LAYERS,
     PREFIXES,
     SUMMED,
@@ -25,13 +26,6 @@ from tests.adapters.test_tuners_on_split_models import (
     assert_same,
     assert_tuned_as_on_one_device,
     tuned,
-)
-
-#: What goes to the second device, so that an embedding or the head gets its input from the other one.
-APART = (
-    ["model.language_model.norm"],
-    ["model.language_model.embed_tokens", "lm_head"],
-    ["model.language_model.embed_tokens_per_layer"],
 )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.adapters.test_tuners_on_split_models import (
+    APART,
+    OUTSIDE_LAYERS,
     PREFIXES,
     SUMMED,
     TUNERS,
@@ -67,6 +69,22 @@ def test_a_split_model_is_tuned_as_one_gpu(
 ) -> None:
     with recorded(record, f"tuners: {request.node.callspec.params['split']}, {tuner}"):
         assert_tuned_as_on_one_device(workspace, tmp_path, tuner, split, gradients_within=SUMMED.get(tuner, 0.0))
+
+
+@pytest.mark.parametrize("apart", APART, ids=lambda names: names[0].rpartition(".")[2])
+@pytest.mark.parametrize("case", OUTSIDE_LAYERS)
+def test_an_adapter_outside_of_layers_is_tuned_as_on_one_gpu(
+    workspace: Any, tmp_path: Path, record: Callable[[str, Any], None], case: str, apart: list[str]
+) -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two CUDA devices: torch.cuda.device_count() is {torch.cuda.device_count()}")
+    placement = {"": 0} | dict.fromkeys(apart, 1)
+    with recorded(record, f"tuners: {apart[0]} on the second GPU, {case}"):
+        assert_tuned_as_on_one_device(
+            workspace, tmp_path, case, lambda: workspace.dispatch_map(workspace.load(), placement)
+        )
 
 
 @pytest.mark.skipif(

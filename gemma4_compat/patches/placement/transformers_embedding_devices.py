@@ -42,8 +42,10 @@ def get_per_layer_inputs(original: Callable[..., Any], self: Any, *args: Any, **
 
 def _called(original: Callable[..., Any], model: Any, embedding: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = placement.hook_device(walk.innermost(embedding))
+    if device is None:
+        return original(model, *args, **kwargs)
     tensors = [value for value in (*args, *map(kwargs.get, _INPUTS)) if hasattr(value, "device")]
-    if device is None or all(tensor.device == device for tensor in tensors):
+    if all(tensor.device == device for tensor in tensors):
         return original(model, *args, **kwargs)
     given = inspect.signature(original).bind(model, *args, **kwargs)
     for name in _INPUTS:
