@@ -83,7 +83,7 @@ def page() -> str:
             rows = rows_of(run, prefix)
             if rows:
                 parts += ["", title, "", "| what | without | with |", "|---|---|---|", *rows]
-        parts.append("")
+        parts += ["", *tuners_lines(run)]
     return "\n".join(parts)
 
 
@@ -105,6 +105,22 @@ def rows_of(run: dict[str, Any], prefix: str) -> list[str]:
             if any(sides):
                 rows.append(f"| {name.removeprefix(prefix)} | {' | '.join(map(case_text, sides))} |")
     return rows
+
+
+def tuners_lines(run: dict[str, Any]) -> list[str]:
+    """What tests/gpu/test_tuners.py found: how many cases were as on one GPU, and the others."""
+    measured = run["measured"].items()
+    errors = {name.removeprefix("tuners: "): found["error"] for name, found in measured if name.startswith("tuners: ")}
+    if not errors:
+        return []
+    failed = [f"{name}: {shorten(error)}" for name, error in errors.items() if error is not None]
+    host = sum(name.startswith("host, ") for name, error in errors.items() if error is None)
+    return [
+        "Tuners of PEFT on tiny models, made, trained, saved, loaded and merged, with the bits of one GPU: "
+        f"{host} cases over a GPU and the host, {len(errors) - len(failed) - host} over two GPUs; "
+        f"not: {'; '.join(failed) or 'none'}.",
+        "",
+    ]
 
 
 def part_text(name: str, part: dict[str, Any]) -> str:
