@@ -41,7 +41,10 @@ def raised() -> list[Any]:
 
 RAISED = raised()
 #: Where the crash that another patch repairs comes first, on the releases that have it.
-OF_OTHERS = {PARAMS4BIT: {"accelerate-train-offloaded"}, "KeyError: 3": {"transformers-tied-split"}}
+OF_OTHERS = {
+    PARAMS4BIT: {"accelerate-train-offloaded"},
+    "KeyError: 3": {"transformers-tied-split", "peft-input-devices"},
+}
 
 
 def found_for(text: str) -> list[str]:
