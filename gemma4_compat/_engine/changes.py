@@ -236,7 +236,8 @@ def reach(edits: Iterable[ChangeSet | None]) -> None:
     if not latest or not _suspects([{_upstream(installed) for installed in latest.values()}])[0]:
         return
     for namespace in _modules():
-        for name, value in vars(namespace).copy().items():  # of a list's pairs a garbage collection might add names
+        # A copy: building a list of the pairs may run a garbage collection, which may add names.
+        for name, value in vars(namespace).copy().items():
             function = value
             while id(function) in latest and latest[id(function)].__module__ != namespace.__name__:
                 function = latest[id(function)]  # one patch's replacement is another's original

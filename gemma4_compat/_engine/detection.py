@@ -95,7 +95,7 @@ def waiting(patch: Patch, ending: str | None = None) -> str:
     """What a pending patch waits for: the packages, or the modules of those that are imported.
 
     Args:
-        patch: it.
+        patch: the pending patch.
         ending: a module whose import is about to end.
     """
     missing = [name for name in patch.modules if name != ending and not hooks.is_imported(name)]

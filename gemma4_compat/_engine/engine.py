@@ -65,8 +65,9 @@ class Engine:
                 if record.status.state is not PatchState.APPLIED:
                     record.broken = None
                     record.enter(PatchState.PENDING, "waiting for the import of its library")
-        # Outside the lock, which hooks take. What is complete after this is found below; of the rest _on_import hears.
-        # So when all threads are done, no patch waits whose modules are all there: who decides last finds them.
+        # Not under the lock, which hooks take. A module that is complete after this is found below; for one that is
+        # not, _on_import will be called. So once all threads are done, no patch is pending whose modules are all
+        # imported: the last thread to decide finds them.
         modules = dict.fromkeys(name for record in self._records.values() for name in sorted(record.modules))
         for name in modules:
             hooks.when_imported(name, self._on_import)
@@ -163,7 +164,7 @@ class Engine:
             record.load()
         others = {other for record in concerned for other in record.modules} - {name}
         if hooks.is_initializing(name) and not all(map(hooks.is_imported, others)):
-            hooks.at_end(name, self._on_import)  # before that, who imports the others does not count this one
+            hooks.at_end(name, self._on_import)  # until then no other thread counts it as imported
         with self._locked(raises=own):
             self._fail_broken(concerned)
             self._apply_again(name, reloaded=True)
@@ -229,7 +230,7 @@ class Engine:
     def _ready(self, patch: Patch, ending: str | None = None) -> frozenset[str]:
         """The groups of targets whose modules are all there; ``ending``: the module whose import this thread ends.
 
-        In another thread's import that ends, a module leaves sys.modules for a moment.
+        Only that thread may count it: at the end of an import Python takes the module out of sys.modules for a moment.
         """
         return frozenset(
             group

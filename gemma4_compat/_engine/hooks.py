@@ -34,7 +34,7 @@ import wrapt
 #: ``callback(name, own)``: ``own`` where the import of the module is what is going on: what is raised makes it fail.
 Callback = Callable[[str, bool], None]
 
-#: The locks of modules that are being imported, by name; weak references. A Python without it notices late.
+#: The locks of modules that are being imported, by name; weak references. Without it such a module is noticed late.
 _locks: dict[str, Callable[[], Any]] | None = getattr(_bootstrap, "_module_locks", None)
 
 
@@ -53,7 +53,7 @@ def when_imported(name: str, callback: Callback) -> None:
 
 
 def _register(name: str, callback: Callback) -> None:
-    """Not under a lock: letting go of the last reference to a module's lock takes the lock of all imports."""
+    """Not under a lock of ours: dropping the last reference to a module's lock takes the global import lock."""
     registering: int | None = threading.get_ident()
 
     def fire(_module: Any) -> None:
@@ -203,8 +203,8 @@ class _Finder:
         for callback in list(again):
             again.pop(callback, None)
             _register(fullname, callback)
-        # Not here, where the lock of all imports is held: who is called imports, and would wait for a thread that has
-        # the lock of that module and waits for this one.
+        # No callback is called here, under Python's global import lock: it imports, and could wait for a thread that
+        # waits for this lock.
         if self._missed() and not _listen(fullname) and _locks is None:
             self._notice()
         return None

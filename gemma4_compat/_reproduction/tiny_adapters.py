@@ -22,6 +22,24 @@ _UNIFIED_TARGETS = {
 }
 
 
+#: Of the language model's decoder layers a few linears, for tuners that are slow on all of them.
+SOME_LINEARS = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
+
+
+def tuned(model: Any, config: Any) -> Any:
+    """``model`` with a new adapter of PEFT, whose weights are moved so that it has an effect."""
+    import peft
+    import torch
+
+    torch.manual_seed(0)
+    tuned = peft.get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for value in tuned.parameters():
+            if value.requires_grad:
+                value.add_(0.02)
+    return tuned
+
+
 def build_adapter(checkpoint: Path, folder: Path, targets: str = "language", *, rank: int = 4, seed: int = 1) -> Path:
     """Write a LoRA adapter with non-zero weights for ``TARGETS[targets]`` into ``folder`` and return it.
 

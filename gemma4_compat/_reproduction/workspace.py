@@ -86,6 +86,17 @@ class Workspace:
         if self.variant is not None and part not in variants.parts(self.variant):
             raise MissingPartError(f"the {self.variant} has no {variants.PARTS[part]}")
 
+    def needs_second_device(self) -> None:
+        """Require a PyTorch that can emulate a second device.
+
+        Raises:
+            MissingPartError: it cannot, so the reproduction is not applicable.
+        """
+        from gemma4_compat._reproduction import second_device
+
+        if not second_device.available():
+            raise MissingPartError("this PyTorch takes no backend in Python, to be the second device")
+
     @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint"

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from gemma4_compat._reproduction import tiny
+from gemma4_compat._reproduction.tiny_adapters import SOME_LINEARS as LINEARS
 from gemma4_compat._reproduction.workspace import difference
 
 pytestmark = pytest.mark.full
 
-LINEARS = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
 #: What PEFT calls them -> what their configuration needs beside target modules. Those of the newest release; what is
 #: not here cannot be used with a Gemma 4, or needs more than a model (task ids, a classifier, another library).
 TUNERS: dict[str, dict[str, Any]] = {

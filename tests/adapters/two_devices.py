@@ -52,8 +52,10 @@ def main(folder: str, case: str) -> None:
     with second_device.second_device():
         if case in PREFIXES:
             assert_prefixed_as_on_one_device(workspace, case, lambda: split(workspace), "cpu")
-            return print("as on one device")
-        for there in APART if case in (*OUTSIDE_LAYERS, "TRAINABLE_TOKENS") else (None,):
+            placements: tuple[list[str] | None, ...] = ()
+        else:
+            placements = APART if case in (*OUTSIDE_LAYERS, "TRAINABLE_TOKENS") else (None,)
+        for there in placements:
             to = Path(tempfile.mkdtemp(dir=folder))
             assert_tuned_as_on_one_device(
                 workspace, to, case, functools.partial(split, workspace, there), gradients_within=bound

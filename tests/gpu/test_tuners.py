@@ -38,14 +38,18 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=PLACEMENTS)
 def split(request: pytest.FixtureRequest, workspace: Any) -> Callable[[], Any]:
     """Makes the workspace's model with half of its layers elsewhere."""
-    import torch
-
     if request.param == "host":
         return lambda: workspace.split(offload="both")
+    return on_second(workspace, [f"model.language_model.layers.{index}" for index in ON_SECOND])
+
+
+def on_second(workspace: Any, names: list[str]) -> Callable[[], Any]:
+    """Makes the workspace's model with these modules on the second GPU; skips the test where there is one GPU."""
+    import torch
+
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two CUDA devices: torch.cuda.device_count() is {torch.cuda.device_count()}")
-    placement = {"": 0} | {f"model.language_model.layers.{index}": 1 for index in ON_SECOND}
-    return lambda: workspace.dispatch_map(workspace.load(), placement)
+    return lambda: workspace.dispatch_map(workspace.load(), {"": 0} | dict.fromkeys(names, 1))
 
 
 @contextlib.contextmanager
@@ -76,15 +80,9 @@ def test_a_split_model_is_tuned_as_one_gpu(
 def test_an_adapter_outside_of_layers_is_tuned_as_on_one_gpu(
     workspace: Any, tmp_path: Path, record: Callable[[str, Any], None], case: str, apart: list[str]
 ) -> None:
-    import torch
-
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two CUDA devices: torch.cuda.device_count() is {torch.cuda.device_count()}")
-    placement = {"": 0} | dict.fromkeys(apart, 1)
+    split = on_second(workspace, apart)
     with recorded(record, f"tuners: {apart[0]} on the second GPU, {case}"):
-        assert_tuned_as_on_one_device(
-            workspace, tmp_path, case, lambda: workspace.dispatch_map(workspace.load(), placement)
-        )
+        assert_tuned_as_on_one_device(workspace, tmp_path, case, split)
 
 
 @pytest.mark.skipif(

@@ -86,13 +86,11 @@ def reproduce(workspace: Workspace) -> Outcome:
     import inspect
 
     import peft
-    import torch
 
-    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction import second_device, tiny, tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
 
-    if not second_device.available():
-        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    workspace.needs_second_device()
     cases: list[dict[str, Any]] = [
         {"target_modules": ["lm_head"]},
         {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4, 5]},
@@ -105,13 +103,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         model = tiny.load(workspace.checkpoint)
         if split:  # the head gets its input from the other device
             model = tiny.dispatch_to_two(model, second_device.DEVICE, ["model.language_model.norm"])
-        torch.manual_seed(0)
-        tuned = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
-        with torch.no_grad():
-            for value in tuned.parameters():
-                if value.requires_grad:
-                    value.add_(0.02)
-        return tuned
+        return tiny_adapters.tuned(model, peft.LoraConfig(**options))
 
     found = 0.0
     with second_device.second_device():

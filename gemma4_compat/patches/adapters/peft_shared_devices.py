@@ -66,25 +66,18 @@ def randlora_bases(original: Callable[..., Any], self: Any, adapter: str, device
 
 def reproduce(workspace: Workspace) -> Outcome:
     import peft
-    import torch
 
-    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction import second_device, tiny, tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
 
-    if not second_device.available():
-        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    workspace.needs_second_device()
 
     def tuned(kind: str, *, split: bool) -> Any:
         model = tiny.load(workspace.checkpoint)
         if split:
             model = tiny.dispatch_to_two(model, second_device.DEVICE)
-        targets = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
-        torch.manual_seed(0)
-        tuned = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", target_modules=targets)).eval()
-        with torch.no_grad():
-            for value in tuned.parameters():
-                if value.requires_grad:
-                    value.add_(0.02)
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", target_modules=tiny_adapters.SOME_LINEARS)
+        tuned = tiny_adapters.tuned(model, config)
         return tuned if kind == "LilyConfig" else tuned.merge_and_unload()
 
     found = 0.0

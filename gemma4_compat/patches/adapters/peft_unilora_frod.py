@@ -73,6 +73,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import peft
     import torch
 
+    from gemma4_compat._reproduction import tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
 
     if not hasattr(peft, "UniLoraConfig"):
@@ -80,8 +81,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     def tuned(model: Any, kind: str = "UniLoraConfig") -> Any:
         torch.manual_seed(0)
-        targets = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
-        tuned = peft.get_peft_model(model, getattr(peft, kind)(target_modules=targets)).eval()
+        config = getattr(peft, kind)(target_modules=tiny_adapters.SOME_LINEARS)
+        tuned = peft.get_peft_model(model, config).eval()
         with torch.no_grad():
             for value in tuned.parameters():
                 if value.requires_grad:

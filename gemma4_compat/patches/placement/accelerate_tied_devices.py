@@ -64,8 +64,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import second_device, tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    if not second_device.available():
-        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    workspace.needs_second_device()
     expected = workspace.outputs(tiny.load(workspace.checkpoint), device="cpu")
     with second_device.second_device():
         model = tiny.dispatch_to_two(tiny.load(workspace.checkpoint), second_device.DEVICE, ["lm_head"])

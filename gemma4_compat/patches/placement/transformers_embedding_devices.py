@@ -77,8 +77,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import second_device, tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    if not second_device.available():
-        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    workspace.needs_second_device()
     ids = tiny.inputs("cpu", text_only=True, variant=workspace.variant)["input_ids"]
 
     def of_embeddings(model: Any) -> Any:

@@ -38,8 +38,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import second_device, tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    if not second_device.available():
-        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    workspace.needs_second_device()
     workspace.needs("per_layer_embeddings")
     expected = workspace.outputs(tiny.load(workspace.checkpoint), device="cpu")
     found = 0.0

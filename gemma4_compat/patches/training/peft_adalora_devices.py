@@ -60,33 +60,32 @@ class _Together:
 
 def reproduce(workspace: Workspace) -> Outcome:
     import peft
-    import torch
 
-    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction import second_device, tiny, tiny_adapters
+    from gemma4_compat._reproduction.workspace import difference
 
-    if not second_device.available():
-        return Outcome(False, "this PyTorch takes no backend in Python, to be the second device", applicable=False)
+    workspace.needs_second_device()
+    batch = workspace.inputs(text_only=True, device="cpu")
 
-    def loss(*, split: bool) -> Any:
-        """The loss, and the gradients of the adapter."""
+    def trained(*, split: bool) -> tuple[Any, list[Any]]:
+        """Outputs; the loss, and the gradients of the adapter."""
         model = tiny.load(workspace.checkpoint)
         if split:
             model = tiny.dispatch_to_two(model, second_device.DEVICE)
-        torch.manual_seed(0)
-        targets = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
-        config = peft.AdaLoraConfig(
-            task_type="CAUSAL_LM", init_r=4, target_r=2, total_step=10, orth_reg_weight=0.5, target_modules=targets
-        )
-        model = peft.get_peft_model(model, config)
-        batch = tiny.inputs("cpu", text_only=True)
-        found = model(**batch, labels=batch["input_ids"]).loss
-        found.backward()
-        return [found.detach(), *(value.grad.cpu() for value in model.parameters() if value.requires_grad)]
+        targets = tiny_adapters.SOME_LINEARS
+        config = peft.AdaLoraConfig(task_type="CAUSAL_LM", init_r=4, target_r=2, total_step=10, target_modules=targets)
+        model = tiny_adapters.tuned(model, config)
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        gradients = [value.grad.cpu() for value in model.parameters() if value.requires_grad]
+        return workspace.outputs(model, device="cpu"), [loss.detach(), *gradients]
 
     with second_device.second_device():
-        expected, found = (loss(split=there) for there in (False, True))
+        (whole, expected), (several, found) = (trained(split=there) for there in (False, True))
     off = max(float((mine - theirs).abs().max()) for mine, theirs in zip(found, expected, strict=True))
-    return Outcome(off > 0.0, f"the loss of AdaLoRA on two devices and its gradients are off by {off:.3g}", off)
+    if off > 0.0:
+        return Outcome(True, f"the loss of AdaLoRA on two devices and its gradients are off by {off:.3g}")
+    return Outcome.of_parity(difference(whole, several), "AdaLoRA on two devices, with its loss and gradients")
 
 
 PATCH = Patch(
