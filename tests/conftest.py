@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib.util
 import os
+import signal
 import sys
 import tempfile
 import zlib
@@ -25,6 +26,12 @@ from gemma4_compat._doctor import children
 from gemma4_compat._engine import notice, versions
 from tests import warm
 from tests.helpers import ROOT, Finished, Library, child
+
+# A shell ignores Ctrl-C for what it starts in the background, and nohup ignores a closed terminal. Children inherit
+# that, but not a handler: where Python has one, they start with the default action.
+for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGINT,):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 
 _SETTINGS = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
 

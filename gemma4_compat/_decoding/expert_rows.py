@@ -10,6 +10,7 @@ that is itself quantized is ``code * scale + offset``. Whether the bits are the 
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any
         nested = state.state2.absmax.reshape(count, -1)
         tensors += [nested, state.offset, state.state2.code]
         sizes.append(nested.shape[1])
-    tensors.append(state.code)
+    tensors.append(code_of(layout.quant_type, chosen.device))
     expected = [packed.dtype, torch.int64, torch.uint8 if layout.nested else torch.float32]
     expected += [torch.float32] * (len(tensors) - len(expected))
     if (
@@ -143,6 +144,34 @@ def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any
 
 
 _POWERS = frozenset(1 << power for power in range(5, 16))
+
+# The values of a 4-bit type, by that type and the device.
+_codes: dict[tuple[str, Any], Any] = {}
+
+
+def code_of(quant_type: str, device: Any) -> Any:
+    """The 16 values of a 4-bit type as bitsandbytes computes them on a device: float32, (16,).
+
+    ``QuantState.code`` has the same numbers, but not the same bits. FP4 has two zeros: the second is negative on CUDA
+    and on CPUs without AVX-512, and positive there and on CPUs with it (bitsandbytes 0.50.2: ``csrc/kernels.cu``,
+    ``csrc/cpu_ops.cpp``). The first call for a device must be outside of a capture.
+    """
+    if (quant_type, device) not in _codes:
+        import torch
+        from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
+
+        halves = torch.arange(0, 16, 2, dtype=torch.uint8, device=device)
+        packed = (halves * 16 + halves + 1).repeat(4).reshape(-1, 1)  # one block of 64 values
+        state = QuantState(
+            absmax=torch.ones(1, device=device),
+            shape=torch.Size((1, 64)),
+            code=get_4bit_type(quant_type, device=device),
+            blocksize=64,
+            quant_type=quant_type,
+            dtype=torch.float32,
+        )
+        _codes[quant_type, device] = dequantize_4bit(packed, state).reshape(-1)[:16].clone()
+    return _codes[quant_type, device]
 
 
 def _layout_of(state: Any) -> _Layout:
@@ -227,6 +256,9 @@ class Rows:
 
     def __init__(self, sink: Any, device: Any) -> None:
         self._sink, self._device = sink, device
+        if "bitsandbytes" in sys.modules:
+            for quant_type in ("fp4", "nf4"):
+                code_of(quant_type, device)  # a capture begins next
         self._orders: dict[int, Any] = {}  # by how many experts a token hits
 
     def dequantized(self, parameter: Any, chosen: Any) -> Any:

@@ -73,6 +73,29 @@ def test_bits(quant_type: str, blocksize: int, nested: int, dtype: Any) -> None:
     assert values.unique().numel() > 16
 
 
+@pytest.mark.parametrize("negative", [True, False])
+def test_the_second_zero_of_fp4_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch, negative: bool) -> None:
+    """Negative on CUDA and on CPUs without AVX-512, positive with it: each host tries both."""
+    from bitsandbytes import functional
+
+    original = functional.dequantize_4bit
+
+    def dequantize(*args: Any, **kwargs: Any) -> Any:
+        values = original(*args, **kwargs)
+        packed = args[0].view(torch.uint8).reshape(-1)
+        numbers = torch.stack([packed >> 4, packed & 15], dim=1).reshape(values.shape)
+        return torch.where(numbers == 8, torch.full_like(values, -0.0 if negative else 0.0), values)
+
+    monkeypatch.setattr(functional, "dequantize_4bit", dequantize)
+    monkeypatch.setattr(expert_rows, "_codes", {})
+    monkeypatch.setattr(kernels, "_kernels", {})
+    signature = expert_rows.OPERATION, ("fp4", 64, 0), torch.bfloat16  # a nested scale may be negative
+    assert kernels.of(CPU).prepare([], [signature])
+    zeros = expert_rows.trial(signature, CPU)[2] == 0
+    assert expert_rows.code_of("fp4", CPU)[8].signbit() == negative
+    assert zeros.any()
+
+
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
 def test_a_parameter_of_a_model(workspace: Any, checkpoint: Path, quantization: str) -> None:
     model = loaded(workspace, checkpoint, quantization)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -58,3 +61,20 @@ def test_samples_are_parts_of_the_whole() -> None:
     assert sorted(test for part in parts for test in part) == sorted(tests)
     assert all(len(part) > len(tests) / 6 for part in parts)
     assert all(test.replace("x]", "y]") in part for part in parts for test in part)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+@pytest.mark.parametrize("name", ["SIGINT", pytest.param("SIGHUP", marks=pytest.mark.full)])
+def test_signals_that_the_tests_were_started_to_ignore_still_end_their_children(name: str) -> None:
+    """As in the background of a shell, or under nohup."""
+    wanted = f"tests/commands/test_leftovers.py::test_a_signal_that_asks_leaves_nothing[{name}-merge]"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", wanted],
+        cwd=helpers.ROOT,
+        preexec_fn=lambda: signal.signal(signal.Signals[name], signal.SIG_IGN),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
