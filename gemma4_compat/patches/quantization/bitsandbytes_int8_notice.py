@@ -1,7 +1,7 @@
 """8-bit layers say once that they cast their inputs.
 
-Symptom: ``MatMul8bitLt: inputs will be cast from torch.bfloat16 to float16 during quantization`` from each 8-bit layer
-in each forward: 2,040 lines for 20 tokens of a model of six layers.
+Symptom: silent: no error, but the log has ``MatMul8bitLt: inputs will be cast from torch.bfloat16`` from each 8-bit
+layer in each forward: 2,040 lines for 20 tokens of a model of six layers.
 
 Cause: From 0.50.0 on ``MatMul8bitLt.forward`` logs the sentence, where it warned before, and Python shows the same
 warning once.
