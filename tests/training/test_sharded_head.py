@@ -27,7 +27,7 @@ def found(workspace: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     output = tmp_path_factory.mktemp("sharded") / "found"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     arguments = ["-m", "tests.training.sharded_head", str(workspace.checkpoint), str(output), *CASES, *HALF]
-    done = child(*launcher, *arguments, environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    done = child(*launcher, *arguments, environment={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, timeout=600)
     files = [output.with_name(f"{output.name}.{rank}") for rank in range(2)]
     assert all(file.is_file() for file in files), done.stderr[-2000:]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
