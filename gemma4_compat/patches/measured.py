@@ -289,7 +289,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "transformers.models.gemma4.modeling_gemma4.Gemma4VisionModel.forward": {"578d9903e8df": "5.5.0 - 5.9.0", "59e8b5292df9": "5.10.1 - 5.17.0", "8a437bc28b57": "5.18.0 - 5.24.0"},
     "transformers.models.gemma4.modeling_gemma4.Gemma4VisionPatchEmbedder.forward": {"a6d6c013ef0d": "5.5.0 - 5.12.1", "9130a84e085e": "5.13.0 - 5.24.0"},
     "transformers.models.gemma4.modeling_gemma4.Gemma4VisionPooler.forward": {"ee222db7f20f": "5.5.0 - 5.9.0", "68703be5a9ee": "5.10.1 - 5.24.0"},
-    "transformers.models.gemma4.modeling_gemma4.Gemma4VisionRotaryEmbedding.__init__": {"2e273530545f": "5.5.0 - 5.14.1", "aa731d6eeecf": "5.15.0 - 5.16.1", "c1e3e453c786": "5.17.0 - 5.18.0", "4a238d07e631": "5.19.0 - 5.20.0, 5.22.2 - 5.24.0"},
+    "transformers.models.gemma4.modeling_gemma4.Gemma4VisionRotaryEmbedding.__init__": {"2e273530545f": "5.5.0 - 5.14.1", "aa731d6eeecf": "5.15.0 - 5.16.1", "c1e3e453c786": "5.17.0 - 5.18.0", "4a238d07e631": "5.19.0 - 5.24.0"},
     "transformers.models.gemma4.modeling_gemma4.create_causal_mask_mapping": {"a83a30a90c3d": "5.5.0 - 5.5.4", "6b8fa7c90eb3": "5.6.0 - 5.8.1"},
     "transformers.models.gemma4.modeling_gemma4.create_masks_for_vision_model": {"8dfa74433ad7": "5.13.0 - 5.16.1", "b28facd134f1": "5.17.0 - 5.23.0", "e321e6eab218": "5.24.0"},
     "transformers.models.gemma4.modeling_gemma4.get_block_sequence_ids_for_mask": {"c80966d9d626": "5.9.0", "c7aeaced62e4": "5.10.1 - 5.24.0"},
