@@ -1,11 +1,40 @@
-"""The order of the rotary frequencies' buffers, the same in every process."""
+"""The buffers of rotary embeddings: their order, the same in every process, and their dtype, which no cast narrows."""
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
+
+from gemma4_compat._engine import changes
+
+CAST = "transformers-rotary-cast"
 
 
 def order_buffers(module: Any) -> None:
     """Put a module's buffers in the order of their names."""
     for name in sorted(module._buffers):
         module._buffers[name] = module._buffers.pop(name)
+
+
+def keep_frequencies(module: Any) -> None:
+    """Have casts of the module, or of one around it, leave its frequencies as precise as they are.
+
+    Only while the patch :data:`CAST` is on. A deep copy does the same; a pickle has no trace of it.
+    """
+    vars(module)["_apply"] = types.MethodType(_apply, module)  # pickled as `getattr(module, "_apply")`: the class's
+
+
+def _apply(module: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of ``nn.Module._apply``, through which every cast goes."""
+    before = dict(module._buffers) if changes.is_on(type(module).__init__, CAST) else {}
+    type(module)._apply(module, fn, *args, **kwargs)
+    for name, value in before.items():
+        now = module._buffers[name]
+        if value is not None and now is not None and _is_narrower(now.dtype, value.dtype):
+            module._buffers[name] = value.to(now.device)
+    return module
+
+
+def _is_narrower(dtype: Any, other: Any) -> bool:
+    return bool(dtype.is_floating_point and other.is_floating_point and dtype.itemsize < other.itemsize)

@@ -351,12 +351,22 @@ def _written(place: Any, value: Any) -> dict[str, Any] | None:
         else:
             dtype = str(value.dtype).removeprefix("torch.")
             return {"safetensors_file": _File(path), "weight_name": place.key, "dtype": dtype}
-    size = value.numel() * value.element_size() / 2**30
-    _log.warning(
-        "gemma4_compat: the new value of the offloaded weight %r (%.2f GiB) is kept in host memory: %s",
-        *(place.key, size, reason),
-    )
+    _say_kept(reason, place.folder, place.key, value.nbytes / 2**30)
     return None
+
+
+def _say_kept(reason: str, folder: Any, key: str, size: float) -> None:
+    """Once for each folder and reason: a merge changes hundreds of weights."""
+    if (reason, folder) not in _said:
+        _said.add((reason, folder))
+        _log.warning(
+            "gemma4_compat: the new value of the offloaded weight %r (%.2f GiB), and of others after it, is "
+            "kept in host memory: %s",
+            *(key, size, reason),
+        )
+
+
+_said: set[tuple[str, Any]] = set()
 
 
 class _File(str):

@@ -84,8 +84,8 @@ def _function() -> Any:
                 found = _chunk(head, hidden[part], targets[part], soft_cap, gradients, part)
                 total = found if total is None else total + found
             ctx.save_for_backward(gradients.hidden, *gradients.trained)
-            ctx.wanted, ctx.weights = wanted, len(trained)
-            return torch.zeros((), device=hidden.device) if total is None else total
+            ctx.wanted, ctx.weights, ctx.empty = wanted, len(trained), total is None
+            return torch.zeros((), dtype=torch.float32, device=hidden.device) if total is None else total
 
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
@@ -94,6 +94,8 @@ def _function() -> Any:
                     "create_graph=True asks for a second derivative, and a loss in chunks has only the first. Call "
                     "gemma4_compat.chunked_loss(model, enabled=False) for it."
                 )
+            if ctx.empty:  # the mean of nothing: upstream's loss is NaN, and its gradients are zeros
+                gradient = torch.ones_like(gradient)
             hidden, *trained = ctx.saved_tensors
             scaled: list[Any] = [None] * ctx.weights
             kept = torch_internals.is_graph_kept()

@@ -11,7 +11,7 @@ from gemma4_compat._engine import changes, notice, settings
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._offload import torch_internals
-from gemma4_compat._training import chunks, head
+from gemma4_compat._training import chunks, head, sharded
 
 ID = "transformers-chunked-loss"
 _Model = TypeVar("_Model")
@@ -225,9 +225,10 @@ def _mean(
         rows = (targets != ignored).nonzero()[:, 0]
     states = hidden_states.reshape(-1, hidden_states.shape[-1])
     states = states.index_select(0, rows.to(states.device))
-    with head.onloaded(lm_head):
+
+    def summed(states: Any) -> Any:
         device = head.device(lm_head) or states.device
-        total = chunks.cross_entropy(
+        return chunks.cross_entropy(
             lm_head,
             states.to(device),
             targets[rows].to(device),
@@ -236,6 +237,9 @@ def _mean(
             trained=head.trained(lm_head),
             plain=head.is_plain(lm_head),
         )
+
+    with head.onloaded(lm_head):
+        total = sharded.call(lm_head, states, summed)
     if num_items is None:
         return total / len(rows)
     return total / (num_items.to(total.device) if torch.is_tensor(num_items) else num_items)

@@ -340,17 +340,51 @@ def test_compiled(workspace: Any) -> None:
     assert off(right[1], found) <= BOUND["bfloat16"]
 
 
-def test_no_label_at_all(workspace: Any) -> None:
+HEADS: dict[str, Any] = {
+    "full": None,
+    "lora": {"target_modules": r".*language_model\.layers\.\d\.mlp\.up_proj|lm_head"},
+    "saved": {"target_modules": r".*language_model.*up_proj", "modules_to_save": ["lm_head"]},
+    "frozen": {"target_modules": r".*language_model.*up_proj"},
+}
+EMPTY = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": 0}, {"ignore_index": 7}]
+
+
+@pytest.mark.parametrize("options", EMPTY, ids=str)
+@pytest.mark.parametrize("trained", HEADS)
+def test_no_label_at_all(workspace: Any, trained: str, options: dict[str, Any]) -> None:
+    """Upstream's: a mean over nothing, and gradients that are zeros."""
+    import torch
+    from peft import get_peft_model
+
+    model = workspace.load()
+    if HEADS[trained] is not None:
+        model = get_peft_model(model, _lora(**HEADS[trained]))
+    given = batch(workspace)
+    given["labels"] = torch.full_like(given["labels"], options.get("ignore_index", -100))
+    plain, right = step(model, {**given, **options})
+    outputs, found = step(gemma4_compat.chunked_loss(model), {**given, **options})
+    assert outputs.logits is None
+    assert torch.equal(outputs.loss.isnan(), plain.loss.isnan())
+    assert outputs.loss.nan_to_num() == plain.loss.nan_to_num() == 0
+    assert found.keys() == right.keys()
+    for gradients in (right, found):
+        assert not any(gradient.isnan().any() or gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_a_step_of_accumulation_without_labels(workspace: Any, clipped: bool) -> None:
+    """It adds nothing to the gradients of the others, and clips none of them to NaN."""
     import torch
 
     model = gemma4_compat.chunked_loss(workspace.load())
-    given = batch(workspace)
-    given["labels"] = torch.full_like(given["labels"], -100)
-    outputs, found = step(model, given)
-    assert outputs.loss.isnan()  # as upstream's mean over nothing
-    assert not any(gradient.abs().max() > 0 for gradient in found.values())
-    outputs, _ = step(model, {**given, "num_items_in_batch": 3})
-    assert outputs.loss == 0
+    _, right = step(model, batch(workspace))
+    empty = batch(workspace)
+    empty["labels"] = torch.full_like(empty["labels"], -100)
+    model(**empty).loss.backward()
+    if clipped:
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).isfinite()
+    found = {name: weight.grad.float() for name, weight in model.named_parameters() if weight.grad is not None}
+    assert off(right, found) == 0
 
 
 @contextlib.contextmanager

@@ -1,0 +1,89 @@
+"""8-bit layers say once that they cast their inputs.
+
+Symptom: silent: no error, but the log has ``MatMul8bitLt: inputs will be cast from torch.bfloat16`` from each 8-bit
+layer in each forward: 2,040 lines for 20 tokens of a model of six layers.
+
+Cause: From 0.50.0 on ``MatMul8bitLt.forward`` logs the sentence, where it warned before, and Python shows the same
+warning once.
+
+Fix: The sentence is logged once for each dtype. Other lines of that logger are left alone.
+
+The defect and the fix are the same for every model, so this patch is not restricted to Gemma 4.
+
+Remove when: in all supported releases bitsandbytes says it once, or not at all.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_MODULE = "bitsandbytes.autograd._functions"
+_SENTENCE = "MatMul8bitLt: inputs will be cast"
+
+
+class _Once(logging.Filter):
+    """Leaves out the sentence where it was said of that dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[Any] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(_SENTENCE):
+            return True
+        known = record.args in self.said
+        self.said.add(record.args)
+        return not known
+
+
+_once = _Once()
+
+
+def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    if torch.compiler.is_compiling():  # where it says nothing
+        return original(*args, **kwargs)
+    logger = logging.getLogger(_MODULE)
+    logger.addFilter(_once)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        logger.removeFilter(_once)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    """How often one forward says it."""
+    import torch
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    model = workspace.load("8bit")
+    logger = logging.getLogger(_MODULE)
+    logger.addHandler(handler)
+    try:
+        with torch.no_grad():
+            model(**workspace.inputs(text_only=True))
+    finally:
+        logger.removeHandler(handler)
+    said = sum(line.startswith(_SENTENCE) for line in lines)
+    return Outcome(said > 1, f"one forward logs {said} times: {_SENTENCE}" if said else "nothing is logged")
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-notice",
+    severity=Severity.SPEED,
+    failure_points=("F100",),
+    distribution="bitsandbytes",
+    affected=">=0.50.0",
+    targets=(Target(module=_MODULE, name="MatMul8bitLt.forward", replacement=forward),),
+    reproduce=reproduce,
+)
