@@ -169,7 +169,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "peft.mixed_model.PeftMixedModel.from_pretrained": {"433c30911379": "0.18.0 - 0.21.2"},
     "peft.peft_model.PeftModel.from_pretrained": {"c474e5d52050": "0.18.0 - 0.18.1", "cad08ee23da9": "0.19.0 - 0.19.1", "46a16ffc232a": "0.20.0", "77634d2091c5": "0.21.0 - 0.21.2"},
     "peft.peft_model.PeftModel.load_adapter": {"10467b22bfc0": "0.18.0 - 0.18.1", "8a3cd563ebdd": "0.19.0 - 0.19.1", "8b1eb29f9e9e": "0.20.0", "05baac2ad608": "0.21.0 - 0.21.2"},
-    "peft.peft_model.PeftModelForCausalLM.forward": {"1f5b96aa6db9": "0.18.0", "92ec60d74e95": "0.19.1", "047e9c52a292": "0.21.2"},
+    "peft.peft_model.PeftModelForCausalLM.forward": {"1f5b96aa6db9": "0.18.0", "92ec60d74e95": "0.19.1", "047e9c52a292": "0.20.0 - 0.21.0, 0.21.2"},
     "peft.peft_model.PeftModelForCausalLM.prepare_inputs_for_generation": {"c12e49f18c76": "0.18.0 - 0.18.1", "f16731f5902b": "0.19.0 - 0.19.1", "efd8e1daef88": "0.20.0 - 0.21.2"},
     "peft.tuners.adalora.bnb.SVDLinear8bitLt.forward": {"f98a218da388": "0.18.0 - 0.21.2"},
     "peft.tuners.adalora.layer.AdaLoraLayer.update_layer": {"d7513777cfbb": "0.18.0 - 0.18.1", "568c42dc69dc": "0.19.0 - 0.19.1", "c1b213bbc723": "0.20.0 - 0.21.2"},

@@ -1,7 +1,7 @@
 """Prompt tuning, P-tuning and CPT work on E2B and E4B.
 
-Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids` ``
-from a forward or a ``generate`` with virtual tokens, or ``Tried to allocate 1690.50 GiB``.
+Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
+`input_ids` `` from a forward or a ``generate`` with virtual tokens, or ``Tried to allocate 1690.50 GiB``.
 
 Cause: ``PeftModelForCausalLM`` has the tokens, and gives the model only their embeddings, after those of the virtual
 tokens. E2B and E4B look for the tokens of embeddings, to look up per-layer embeddings; virtual tokens are none.

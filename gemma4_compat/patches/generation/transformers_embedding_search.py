@@ -1,8 +1,8 @@
 """E2B and E4B take ``inputs_embeds``, and find the per-layer embeddings of their tokens.
 
-Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`,
-and that the `inputs_embeds` you provided do not exactly match the embedding weights`` for embeddings that are just that,
-or ``OutOfMemoryError``: 128 tokens of E2B take 48 GiB.
+Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
+`input_ids`, and that the `inputs_embeds` you provided do not exactly match the embedding weights`` for embeddings that
+are just that, or ``OutOfMemoryError``: 128 tokens of E2B take 48 GiB.
 
 Cause: ``Gemma4TextModel.get_per_layer_inputs`` looks for each embedding among the rows of the weight, times the root
 of the width. The embedding multiplies with that root in the dtype of the weight, where it is rounded: 39.25 for the
