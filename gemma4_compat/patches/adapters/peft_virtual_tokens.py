@@ -1,15 +1,19 @@
-"""Prompt tuning, P-tuning and CPT work on E2B and E4B.
+"""Prompt tuning, P-tuning and CPT work on E2B and E4B, and beside images on the larger models.
 
 Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
 `input_ids` `` from a forward or a ``generate`` with virtual tokens, or ``Tried to allocate 1690.50 GiB``.
+Silent: with images, other tokens than those of the image attend to each other on the 12B, the 26B-A4B and the 31B.
 
 Cause: ``PeftModelForCausalLM`` has the tokens, and gives the model only their embeddings, after those of the virtual
 tokens. E2B and E4B look for the tokens of embeddings, to look up per-layer embeddings; virtual tokens are none.
+``mm_token_type_ids``, which mark the tokens of images, go on as they are: too far to the left.
 
 Fix: The model gets the per-layer embeddings beside, by the tokens. A virtual token has those of the padding token, as
-an image's have; one of CPT, which starts from a token, has that token's.
+an image's have; one of CPT, which starts from a token, has that token's. Types of tokens begin with those of virtual
+ones, which are text.
 
-Remove when: PEFT gives ``per_layer_inputs`` beside ``inputs_embeds`` in all supported releases.
+Remove when: PEFT gives ``per_layer_inputs``, and types of virtual tokens, beside ``inputs_embeds`` in all supported
+releases.
 """
 
 from __future__ import annotations
@@ -45,12 +49,8 @@ def prepare_inputs_for_generation(original: Callable[..., Any], self: Any, *args
 
 def _inserts_tokens(model: Any) -> bool:
     config = model.active_peft_config
-    return (
-        family.is_gemma4(model)
-        and config.is_prompt_learning
-        and config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE")  # these are in the cache
-        and per_layer.text_model(model.get_base_model()) is not None
-    )
+    in_cache = config.peft_type in ("PREFIX_TUNING", "CARTRIDGE")
+    return config.is_prompt_learning and not in_cache and family.is_gemma4(model)
 
 
 def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict[str, Any]:
@@ -58,13 +58,19 @@ def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict
     import torch
 
     config, base = model.active_peft_config, model.get_base_model()
+    found: dict[str, Any] = {}
+    if (types := given.get("mm_token_type_ids")) is not None:
+        found["mm_token_type_ids"] = torch.nn.functional.pad(types, (config.num_virtual_tokens, 0))
     text = per_layer.text_model(base)
+    if text is None:
+        return found
     inputs = given.get("per_layer_inputs")  # the caller's, without those of virtual tokens
     if inputs is None:
         inputs = per_layer.inputs_of(base, tokens) if embeds is None else text.get_per_layer_inputs(None, embeds)
     virtual = getattr(config, "cpt_token_ids", None) or [text.config.pad_token_id] * config.num_virtual_tokens
     before = per_layer.inputs_of(base, torch.tensor([virtual], device=inputs.device))
-    return {"per_layer_inputs": torch.cat([before.expand(len(inputs), -1, -1, -1), inputs], dim=1)}
+    found["per_layer_inputs"] = torch.cat([before.expand(len(inputs), -1, -1, -1), inputs], dim=1)
+    return found
 
 
 def reproduce(workspace: Workspace) -> Outcome:

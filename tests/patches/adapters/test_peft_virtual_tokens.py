@@ -108,6 +108,26 @@ def test_virtual_tokens_before_an_image_and_a_sound(workspace: Any) -> None:
     assert torch.equal(logits(model, batch), expected)
 
 
+@pytest.mark.parametrize("variant", ["12B", "26B-A4B", "31B"])
+def test_the_tokens_of_an_image_stay_those_of_the_image(workspace: Any, variant: str) -> None:
+    """Without the patch, and silently, the mask is that of an image as many tokens further left."""
+    import torch
+
+    if variant == "12B":
+        pytest.importorskip("transformers.models.gemma4_unified")
+    model = tuned(base(workspace, variant))
+    inner, batch = model.get_base_model(), tiny.inputs(workspace.main, variant=variant)
+    embeds = inner.get_input_embeddings()(batch["input_ids"])
+    others = {name: value for name, value in batch.items() if name not in ("input_ids", "attention_mask")}
+    others["mm_token_type_ids"] = torch.nn.functional.pad(batch["mm_token_type_ids"], (VIRTUAL, 0))
+    with torch.no_grad():
+        whole = torch.cat([model.get_prompt(1).to(embeds.dtype), embeds], dim=1)
+        expected = inner(inputs_embeds=whole, attention_mask=whole.new_ones(whole.shape[:2]), **others).logits
+        assert torch.equal(model(**batch).logits, expected)
+        options = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True, "do_sample": False}
+        assert torch.equal(model.generate(**batch, **options).logits[0], expected[:, -1].float())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_generate_is_a_forward_for_each_token(workspace: Any, kind: str) -> None:
     import torch
