@@ -61,6 +61,7 @@ PATCH = Patch(
     distribution="transformers",
     affected=">=5.5.0,<5.9.0",
     fixed="5.9.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.9.0",
     after=("transformers-embedding-search", "transformers-offloaded-embedding", "transformers-embedding-devices"),
     targets=(
         Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward),
