@@ -240,6 +240,30 @@ def without(batch: dict[str, Any], prefix: str) -> dict[str, Any]:
     return kept
 
 
+def several_media(batch: dict[str, Any]) -> dict[str, Any]:
+    """Two prompts, of which the first has two images and two sounds, and the second one of each.
+
+    ``batch``: of :func:`inputs`; without sounds where it has none.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(3, 240, (2, 40), generator=generator)
+    ids[0, 4:8] = ids[0, 10:14] = ids[1, 6:10] = tiny_configs.IMAGE_TOKEN
+    if "input_features" in batch:
+        ids[0, 20:24] = ids[0, 26:30] = ids[1, 20:24] = tiny_configs.AUDIO_TOKEN
+    found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name in ("pixel_values", "input_features"):
+        if name in batch:
+            found[name] = torch.randn(3, *batch[name].shape[1:], generator=generator)
+    for name in ("image_position_ids", "input_features_mask"):
+        if name in batch:
+            found[name] = torch.cat([batch[name].cpu()] * 3)
+    image, audio = ids == tiny_configs.IMAGE_TOKEN, ids == tiny_configs.AUDIO_TOKEN
+    found["mm_token_type_ids"] = image.long() + 3 * audio.long()
+    return {name: value.to(batch["input_ids"].device) for name, value in found.items()}
+
+
 def unified_inputs(device: Any = "cpu", *, text_only: bool = False) -> dict[str, Any]:
     """:func:`inputs` for the checkpoint of :func:`tiny_models.build_unified_checkpoint`."""
     return inputs(device, text_only=text_only, variant=variants.UNIFIED)

@@ -98,6 +98,7 @@ def config(
     text_variant: str = "E2B",
     variant: str | None = None,
     full_width: int = TEXT["global_head_dim"],
+    width: int = TEXT["hidden_size"],
 ) -> Any:
     """A ``Gemma4Config``: 2 vision and 2 audio layers, and the text model of :func:`text_shape`.
 
@@ -111,16 +112,18 @@ def config(
         text_variant: a key of :data:`TEXT_VARIANTS`.
         variant: a released variant instead of the above.
         full_width: of a head in full attention; 512 in released models.
+        width: of the text model's layers; the root of 64 is a whole number, that of a released model's is not.
 
     Raises:
         Gemma4CompatError: the installed transformers has no such variant.
     """
     from transformers.models.gemma4 import configuration_gemma4 as gemma4
 
+    sizes = {"global_head_dim": full_width, "hidden_size": width}
     if variant is not None:
-        return _scaled(variant, layers, per_layer_vocabulary, full_width)
+        return _scaled(variant, layers, per_layer_vocabulary, sizes)
     inputs = {"vocab_size_per_layer_input": per_layer_vocabulary, "hidden_size_per_layer_input": 64}
-    text = {**text_shape(layers), **inputs, "global_head_dim": full_width, **TEXT_VARIANTS[text_variant]}
+    text = {**text_shape(layers), **inputs, **sizes, **TEXT_VARIANTS[text_variant]}
     return gemma4.Gemma4Config(
         text_config=gemma4.Gemma4TextConfig(**text),
         vision_config=gemma4.Gemma4VisionConfig(
@@ -131,9 +134,9 @@ def config(
     )
 
 
-def _scaled(variant: str, layers: int, per_layer_vocabulary: int, full_width: int) -> Any:
+def _scaled(variant: str, layers: int, per_layer_vocabulary: int, sizes: dict[str, int]) -> Any:
     shape = variants.shape(variant)
-    text = scaled_text(shape, layers) | {"global_head_dim": full_width}
+    text = scaled_text(shape, layers) | sizes
     if variant == variants.UNIFIED:
         classes = variants.unified_classes()
         return classes.Gemma4UnifiedConfig(

@@ -22,6 +22,7 @@ def build_checkpoint(
     text_variant: str = "E2B",
     variant: str | None = None,
     full_width: int = tiny_configs.TEXT["global_head_dim"],
+    width: int = tiny_configs.TEXT["hidden_size"],
 ) -> Path:
     """Write a checkpoint of :func:`tiny_configs.config`'s class (bf16, about 1 MB) into ``folder`` and return it."""
     import torch
@@ -35,6 +36,7 @@ def build_checkpoint(
         text_variant=text_variant,
         variant=variant,
         full_width=full_width,
+        width=width,
     )
     model = getattr(transformers, _class_of(variant == variants.UNIFIED))(shape)
     with torch.no_grad():

@@ -54,7 +54,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny, tiny_models
 
     checkpoint = workspace.checkpoint
-    if workspace.variant is None:  # prompt tuning does not go with embeddings for each layer
+    if workspace.variant is None:  # prompt tuning of one with per-layer embeddings is for another patch
         checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"][:1]
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -69,7 +69,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         model, seen = tuned(PromptTuningConfig), "all tokens"
         try:
             model(input_ids=ids)
-        except RuntimeError:  # E2B and E4B, which have such embeddings
+        except RuntimeError:  # E2B and E4B without that patch
             model, seen = tuned(PrefixTuningConfig), "the first token"
             try:
                 model(input_ids=ids)

@@ -1,0 +1,125 @@
+"""Prompt tuning, P-tuning and CPT work on E2B and E4B, and beside images on the larger models.
+
+Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
+`input_ids` `` from a forward or a ``generate`` with virtual tokens, or ``Tried to allocate 1690.50 GiB``.
+Silent: with images, other tokens than those of the image attend to each other on the 12B, the 26B-A4B and the 31B.
+
+Cause: ``PeftModelForCausalLM`` has the tokens, and gives the model only their embeddings, after those of the virtual
+tokens. E2B and E4B look for the tokens of embeddings, to look up per-layer embeddings; virtual tokens are none.
+``mm_token_type_ids``, which mark the tokens of images, go on as they are: too far to the left.
+
+Fix: The model gets the per-layer embeddings beside, by the tokens. A virtual token has those of the padding token, as
+an image's have; one of CPT, which starts from a token, has that token's. Types of tokens begin with those of virtual
+ones, which are text.
+
+Remove when: PEFT gives ``per_layer_inputs``, and types of virtual tokens, beside ``inputs_embeds`` in all supported
+releases.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family, per_layer
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _inserts_tokens(self):
+        return original(self, *args, **kwargs)
+    arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    tokens, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    return original(self, *args, **kwargs | _beside(self, kwargs, tokens, embeds))
+
+
+def prepare_inputs_for_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    inputs = original(self, *args, **kwargs)
+    if _inserts_tokens(self) and inputs.get("inputs_embeds") is not None:
+        # Of what the base model prepared, PEFT has put embeddings in the place of the tokens.
+        embeds = inputs["inputs_embeds"][:, self.active_peft_config.num_virtual_tokens :]
+        tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        inputs |= _beside(self, inputs, tokens[:, -embeds.shape[1] :], None)
+    return inputs
+
+
+def _inserts_tokens(model: Any) -> bool:
+    config = model.active_peft_config
+    in_cache = config.peft_type in ("PREFIX_TUNING", "CARTRIDGE")
+    return config.is_prompt_learning and not in_cache and family.is_gemma4(model)
+
+
+def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict[str, Any]:
+    """What the base model gets beside the embeddings of virtual tokens and ``tokens``, or ``embeds``."""
+    import torch
+
+    config, base = model.active_peft_config, model.get_base_model()
+    found: dict[str, Any] = {}
+    if (types := given.get("mm_token_type_ids")) is not None:
+        found["mm_token_type_ids"] = torch.nn.functional.pad(types, (config.num_virtual_tokens, 0))
+    text = per_layer.text_model(base)
+    if text is None:
+        return found
+    inputs = given.get("per_layer_inputs")  # the caller's, without those of virtual tokens
+    if inputs is None:
+        inputs = per_layer.inputs_of(base, tokens) if embeds is None else text.get_per_layer_inputs(None, embeds)
+    virtual = getattr(config, "cpt_token_ids", None) or [text.config.pad_token_id] * config.num_virtual_tokens
+    before = per_layer.inputs_of(base, torch.tensor([virtual], device=inputs.device))
+    found["per_layer_inputs"] = torch.cat([before.expand(len(inputs), -1, -1, -1), inputs], dim=1)
+    return found
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from peft import PromptTuningConfig, get_peft_model
+
+    workspace.needs("per_layer_embeddings")
+    ids = workspace.inputs(text_only=True)["input_ids"]
+    tokens = torch.arange(240, 244, device=ids.device)  # not in the prompt
+
+    def logits(model: Any, ids: Any) -> Any:
+        options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "suppress_tokens": tokens.tolist()}
+        options |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True, "output_logits": True}
+        with torch.no_grad():
+            generated = model.generate(input_ids=ids, **options).logits
+            found = torch.cat([model(input_ids=ids).logits, torch.stack(generated, dim=1)], dim=1).float()
+        return found.index_fill(-1, tokens, 0.0)
+
+    tuned = get_peft_model(workspace.load(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    rows = tuned.prompt_encoder["default"].embedding.weight.data
+    # The same as tokens: a model whose embeddings of these are the virtual ones.
+    other = workspace.load()
+    text = per_layer.text_model(other)
+    text.embed_tokens.weight.data[tokens] = 2 * text.embed_tokens.weight.data[tokens]
+    table = text.embed_tokens_per_layer.weight.data
+    table[tokens] = table[text.config.pad_token_id].clone()
+    rows.copy_(other.get_input_embeddings()(tokens).detach())
+    expected = logits(other, torch.cat([tokens[None], ids], dim=1))
+    found = (logits(tuned, ids) - expected).abs().max().item()
+    if found:
+        return Outcome(True, f"the logits after virtual tokens are off by {found:.2g}", found)
+    return Outcome(False, "virtual tokens count as tokens with the per-layer embeddings of padding, bit for bit", 0.0)
+
+
+PATCH = Patch(
+    id="peft-virtual-tokens",
+    severity=Severity.CRASH,
+    failure_points=("F93",),
+    distribution="peft",
+    affected=">=0.18.0",
+    after=("peft-cache-name",),
+    needs=("peft-cache-name", "transformers-given-per-layer"),
+    targets=(
+        Target(module="peft.peft_model", name="PeftModelForCausalLM.forward", replacement=forward),
+        Target(
+            module="peft.peft_model",
+            name="PeftModelForCausalLM.prepare_inputs_for_generation",
+            replacement=prepare_inputs_for_generation,
+        ),
+    ),
+    reproduce=reproduce,
+)

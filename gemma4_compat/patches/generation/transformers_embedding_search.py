@@ -1,0 +1,99 @@
+"""E2B and E4B take ``inputs_embeds``, and find the per-layer embeddings of their tokens.
+
+Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
+`input_ids`, and that the `inputs_embeds` you provided do not exactly match the embedding weights`` for embeddings that
+are just that, or ``OutOfMemoryError``: 128 tokens of E2B take 48 GiB.
+
+Cause: ``Gemma4TextModel.get_per_layer_inputs`` looks for each embedding among the rows of the weight, times the root
+of the width. The embedding multiplies with that root in the dtype of the weight, where it is rounded: 39.25 for the
+39.19 of E2B. The row of the padding token, which stands for images, is not multiplied at all. All rows are compared
+with all embeddings at once. ``generate`` with ``input_ids`` and ``inputs_embeds`` leaves the ids out, and hands
+``per_layer_inputs`` on to ``Gemma4ForCausalLM`` for the second token, which has ids.
+
+Fix: The embeddings are looked for among what the embedding returns, a part of it at a time. ``generate`` takes tokens
+that are given beside them, where these are embeddings of no token as well, and ``per_layer_inputs`` for the prompt.
+
+Remove when: transformers finds the tokens of what ``embed_tokens`` returns, in memory that does not grow with prompt
+times vocabulary, in all supported releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import per_layer
+from gemma4_compat._models.family import is_gemma4_config
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def get_per_layer_inputs(
+    original: Callable[..., Any], self: Any, input_ids: Any, inputs_embeds: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if input_ids is None and inputs_embeds is not None and self.hidden_size_per_layer_input:
+        input_ids = per_layer.tokens_of(self, inputs_embeds)
+    return original(self, input_ids, inputs_embeds, *args, **kwargs)
+
+
+def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    inputs = original(self, input_ids, *args, **kwargs)
+    if not is_gemma4_config(self.config) or per_layer.text_model(self) is None:
+        return inputs
+    embeds, whole = inputs.get("inputs_embeds"), kwargs.get("inputs_embeds")
+    if embeds is None:  # the second token and later ones
+        inputs.pop("per_layer_inputs", None)
+        return inputs
+    length = embeds.shape[1]  # of the whole prompt, or what a cache does not hold yet
+    if (given := inputs.get("per_layer_inputs")) is not None:
+        inputs["per_layer_inputs"] = given[:, -length:]
+    elif whole is not None and input_ids is not None and input_ids.shape == whole.shape[:2]:
+        inputs["per_layer_inputs"] = per_layer.known_inputs(self, input_ids[:, -length:], embeds)
+    return inputs
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny, tiny_models
+
+    workspace.needs("per_layer_embeddings")
+    variant = {} if workspace.variant is None else {"variant": workspace.variant}
+    model = tiny.load(workspace.cached(tiny_models.build_checkpoint, width=96, **variant), device=workspace.main)
+    found = 0.0
+    for batch in (workspace.inputs(text_only=True), workspace.inputs()):
+        others = {name: value for name, value in batch.items() if name != "input_ids"}
+        with torch.no_grad():
+            expected = model(**batch).logits
+            embeds = model.get_input_embeddings()(batch["input_ids"])
+            found = max(found, (model(inputs_embeds=embeds, **others).logits - expected).abs().max().item())
+    if found:
+        return Outcome(True, f"the logits of inputs_embeds are {found:.2g} off those of input_ids", found)
+    return Outcome(False, "inputs_embeds have the logits of input_ids, bit for bit", 0.0)
+
+
+PATCH = Patch(
+    id="transformers-embedding-search",
+    severity=Severity.CRASH,
+    failure_points=("F93",),
+    distribution="transformers",
+    affected=">=5.5.0",
+    after=("transformers-offloaded-embedding", "transformers-embedding-devices", "transformers-static-images"),
+    needs=("transformers-given-per-layer",),
+    targets=(
+        Target(
+            module="transformers.models.gemma4.modeling_gemma4",
+            name="Gemma4TextModel.get_per_layer_inputs",
+            replacement=get_per_layer_inputs,
+        ),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin.prepare_inputs_for_generation",
+            replacement=prepare_inputs,
+            group="generate",
+        ),
+    ),
+    reproduce=reproduce,
+)

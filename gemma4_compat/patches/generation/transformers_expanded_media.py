@@ -1,0 +1,178 @@
+"""Each beam, and each returned sequence, gets the media of its own prompt.
+
+Symptom: silent: with ``num_beams`` or ``num_return_sequences``, a prompt with several sounds is answered as if it had
+one of them several times, or as if it had those of another prompt. Before 5.19.0 images, and several videos in a
+prompt, are mixed up the same way.
+
+Cause: ``GenerationMixin._expand_inputs_for_generation`` repeats each row of a tensor where it is: [a, b] becomes
+[a, a, b, b]. Rows of media are not rows of the batch. A prompt has any number of them, and its copies need all of them
+one after another: [a, b, a, b]. From 5.19.0 on that is so for images and videos, which are encoded before.
+
+Fix: The media of each prompt, whose placeholders say how many they are, are repeated together.
+
+Remove when: transformers repeats the sounds of each prompt together in all supported releases.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models.family import is_gemma4_config
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+#: In the order of ``get_placeholder_mask``: what it is called once encoded, and the inputs with a row for each.
+_MEDIA = (
+    ("image", ("pixel_values", "image_position_ids")),
+    ("video", ("pixel_values_videos", "video_position_ids")),
+    ("audio", ("input_features", "input_features_mask")),
+)
+
+
+#: The model whose ``generate`` runs: before 5.18.0 what it calls is a static method.
+_generating: ContextVar[Any] = ContextVar("gemma4_compat_generating", default=None)
+
+
+def generate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _generating.set(self)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _generating.reset(token)
+
+
+def expand_inputs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model = args[0] if args and hasattr(args[0], "config") else _generating.get()
+    if model is None or not is_gemma4_config(model.config):
+        return original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    times, repeated = given.get("expand_size", 1), {}
+    if times > 1:
+        repeated = _repeat_media(model, times, given.get("input_ids"), given.get("model_kwargs", {}))
+    input_ids, expanded = original(*args, **{name: value for name, value in kwargs.items() if name not in repeated})
+    return input_ids, expanded | repeated
+
+
+def _repeat_media(model: Any, times: int, input_ids: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with media, repeated; without a kind whose items are not those that the prompts ask for."""
+    encoded = dict(given.get("mm_encoder_outputs") or {})
+    kinds = [kind for kind, names in _MEDIA if kind in encoded or given.get(names[0]) is not None]
+    if not kinds:
+        return {}
+    embeds = None if input_ids is not None and input_ids.numel() else given.get("inputs_embeds")
+    masks = model.model.get_placeholder_mask(input_ids if embeds is None else None, embeds)
+    found: dict[str, Any] = {}
+    for (kind, names), mask in zip(_MEDIA, masks):
+        if kind not in kinds:
+            continue
+        if kind in encoded:
+            sizes = [len(item) for item in encoded[kind].pooler_output]
+        elif given.get(names[1]) is None:
+            continue
+        else:
+            sizes = _sizes(model, kind, given[names[1]])
+        order = _order(sizes, mask.sum(-1).tolist(), times)
+        if order is None:
+            continue
+        if kind in encoded:
+            encoded[kind] = _reordered(encoded[kind], order)
+            found["mm_encoder_outputs"] = encoded
+        else:
+            found |= {name: given[name][order] for name in names}
+    return found
+
+
+def _sizes(model: Any, kind: str, last: Any) -> list[int]:
+    """The tokens of each image, video or sound: ``last`` is its positions, or the mask of its sound."""
+    unified = model.config.model_type.startswith("gemma4_unified")
+    if kind == "audio":
+        heard = last if unified else last[:, ::2][:, ::2]  # as the two convolutions of the tower
+        return list(heard.sum(-1).tolist())
+    patches = (last != -1).all(-1).flatten(1).sum(-1)
+    return list((patches if unified else patches // model.config.vision_config.pooling_kernel_size**2).tolist())
+
+
+def _order(sizes: list[int], asked: list[int], times: int) -> list[int] | None:
+    """Which item stands at each place, those of each prompt ``times`` in a row; None where they do not fit.
+
+    Args:
+        sizes: tokens of each item.
+        asked: placeholders of each prompt.
+        times: copies of each prompt.
+    """
+    ends = list(itertools.accumulate(sizes, initial=0))
+    order: list[int] = []
+    end = done = 0
+    for count in asked:
+        start, done = end, done + count
+        while end < len(sizes) and ends[end] < done:
+            end += 1
+        if ends[end] != done:
+            return None
+        order += list(range(start, end)) * times
+    return order if end == len(sizes) else None
+
+
+def _reordered(encoded: Any, order: list[int]) -> Any:
+    import torch
+
+    items = [encoded.pooler_output[index] for index in order]
+    whole = isinstance(encoded.pooler_output, torch.Tensor)
+    return type(encoded)(**{**encoded, "pooler_output": torch.stack(items) if whole else items})
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+
+    model = workspace.load().float()
+    batch = tiny.several_media(workspace.inputs())
+    found = {}
+    for kind in ("image", "input_features"):
+        if not any(name.startswith(kind) for name in batch):
+            continue
+        one = tiny.without(batch, "input_features" if kind == "image" else "image")
+        expected, repeated = (
+            model.generate(
+                **one,
+                max_new_tokens=1,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+                num_beams=beams,
+            ).logits[0]
+            for beams in (1, 2)
+        )
+        difference = (repeated - expected.repeat_interleave(2, dim=0)).abs().max()
+        # float32: another size of a batch may round in another way.
+        if not torch.isfinite(difference) or difference > 1e-4 * expected.abs().max():
+            found["images" if kind == "image" else "sounds"] = difference.item()
+    said = " and ".join(f"several {kind} in a prompt: the logits are off by {off:.2g}" for kind, off in found.items())
+    return Outcome(
+        bool(found), said or "beams of prompts with several images and sounds have the logits of the prompt"
+    )
+
+
+PATCH = Patch(
+    id="transformers-expanded-media",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F88",),
+    distribution="transformers",
+    affected=">=5.5.0",
+    targets=(
+        Target(module="transformers.generation.utils", name="GenerationMixin.generate", replacement=generate),
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._expand_inputs_for_generation",
+            replacement=expand_inputs,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,84 @@
+"""``generate`` takes ``inputs_embeds``.
+
+Symptom: ``ValueError: You passed `inputs_embeds` to `.generate()`, but the model class Gemma4ForConditionalGeneration
+doesn't have its forwarding implemented`` (or ``Gemma4UnifiedForConditionalGeneration``), from transformers 5.15.0 on.
+
+Cause: ``GenerationMixin._prepare_model_inputs`` looks for an argument of that name in the signature of
+``prepare_inputs_for_generation``. Since 5.15.0 that of the multimodal models hands it on among its other keyword
+arguments.
+
+Fix: It looks at a signature that names the argument.
+
+Remove when: transformers looks at what the method hands on, or the method names the argument, in all supported
+releases.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models.family import is_gemma4_config
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+class _Named:
+    """A model whose ``prepare_inputs_for_generation`` names the argument. Everything else is the model's."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def prepare_inputs_for_generation(self, *, inputs_embeds: Any = None) -> None:
+        """Only looked at."""
+
+
+def prepare_model_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    model = self
+    # Not that of a PEFT model with virtual tokens, which takes its place and hands nothing on.
+    if is_gemma4_config(self.config) and "prepare_inputs_for_generation" not in vars(self):
+        named = inspect.signature(self.prepare_inputs_for_generation).parameters
+        model = self if "inputs_embeds" in named else _Named(self)
+    return original(model, *args, **kwargs)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    batch = workspace.inputs(text_only=True)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    options |= {"output_logits": True, "attention_mask": batch["attention_mask"]}
+    found, unified = 0.0, workspace.unified() if workspace.variant is None else None
+    for model in [workspace.load(), *([] if unified is None else [unified.load()])]:
+        expected = model.generate(input_ids=batch["input_ids"], **options)
+        other = model.generate(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]), **options)
+        pairs = zip(expected.logits, other.logits)
+        found = max(found, *((one - another).abs().max().item() for one, another in pairs))
+        if not torch.equal(expected.sequences[:, -6:], other.sequences):
+            return Outcome(True, "generate of inputs_embeds gives other tokens than of input_ids")
+    if found:
+        return Outcome(True, f"the logits of inputs_embeds are {found:.2g} off those of input_ids", found)
+    return Outcome(False, "generate of inputs_embeds gives the logits of input_ids, bit for bit", 0.0)
+
+
+PATCH = Patch(
+    id="transformers-generate-embeddings",
+    severity=Severity.CRASH,
+    failure_points=("F94",),
+    distribution="transformers",
+    affected=">=5.15.0",
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._prepare_model_inputs",
+            replacement=prepare_model_inputs,
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,71 @@
+"""``Gemma4ForConditionalGeneration`` takes ``per_layer_inputs`` beside ``inputs_embeds``.
+
+Symptom: ``TypeError: Gemma4TextModel got multiple values for keyword argument 'per_layer_inputs'`` from a forward with
+both.
+
+Cause: ``Gemma4Model.forward`` looks for the tokens of the embeddings in any case, and hands all other arguments on to
+the text model beside what it has found.
+
+Fix: What is given is taken for what the search would find.
+
+Remove when: transformers below 5.9.0 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import per_layer
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("inputs_embeds") is None or kwargs.get("per_layer_inputs") is None:
+        return original(self, *args, **kwargs)
+    with per_layer.handed_over(kwargs.pop("per_layer_inputs")):
+        return original(self, *args, **kwargs)
+
+
+def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    given = per_layer.given() if input_ids is None else None
+    return original(self, input_ids, *args, **kwargs) if given is None else given
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    workspace.needs("per_layer_embeddings")
+    batch = workspace.inputs(text_only=True)
+    model = workspace.load()
+    others = {name: value for name, value in batch.items() if name != "input_ids"}
+    with torch.no_grad():
+        expected = model(**batch).logits
+        others["per_layer_inputs"] = per_layer.inputs_of(model, batch["input_ids"])
+        embeds = model.get_input_embeddings()(batch["input_ids"])
+        found = (model(inputs_embeds=embeds, **others).logits - expected).abs().max().item()
+    if found:
+        return Outcome(True, f"the logits of both are {found:.2g} off those of input_ids", found)
+    return Outcome(False, "inputs_embeds and per_layer_inputs have the logits of input_ids, bit for bit", 0.0)
+
+
+_MODELING = "transformers.models.gemma4.modeling_gemma4"
+
+PATCH = Patch(
+    id="transformers-given-per-layer",
+    severity=Severity.CRASH,
+    failure_points=("F93",),
+    distribution="transformers",
+    affected=">=5.5.0,<5.9.0",
+    fixed="5.9.0",
+    applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.9.0",
+    after=("transformers-embedding-search", "transformers-offloaded-embedding", "transformers-embedding-devices"),
+    targets=(
+        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward),
+        Target(module=_MODELING, name="Gemma4TextModel.get_per_layer_inputs", replacement=get_per_layer_inputs),
+    ),
+    reproduce=reproduce,
+)
