@@ -30,6 +30,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-offload-folder": ("accelerate.big_modeling", "accelerate.utils.offload"),
     "accelerate-paged-layers": ("accelerate.big_modeling",),
     "accelerate-remove-hooks": ("accelerate.hooks",),
+    "accelerate-save-state-offloaded": ("accelerate.accelerator", "accelerate.checkpointing"),
     "accelerate-skip-keys": ("accelerate.big_modeling",),
     "accelerate-split-buffers": ("accelerate.utils.modeling",),
     "accelerate-subclass-offload": ("accelerate.big_modeling",),
@@ -39,6 +40,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "bitsandbytes-cpu-packing": ("bitsandbytes.functional", "bitsandbytes.nn.modules"),
     "bitsandbytes-cpu-strides": ("bitsandbytes.functional",),
     "bitsandbytes-fsdp-packed-weights": ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "torch.distributed.fsdp._fully_shard._fsdp_param"),
+    "bitsandbytes-int8-load-state": ("bitsandbytes.nn.modules",),
     "bitsandbytes-int8-meta-scales": ("bitsandbytes.nn.modules",),
     "bitsandbytes-int8-strides": ("bitsandbytes.functional",),
     "bitsandbytes-meta-quant-state": ("bitsandbytes.nn.modules", "bitsandbytes.functional"),
@@ -134,8 +136,12 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 
 KNOWN: dict[str, dict[str, str]] = {
+    "accelerate.accelerator.Accelerator.backward": {"0ab91840872b": "1.12.0 - 1.15.0"},
+    "accelerate.accelerator.Accelerator.get_state_dict": {"c18da3f0330f": "1.12.0 - 1.15.0"},
+    "accelerate.accelerator.Accelerator.prepare": {"5881fba0fd2f": "1.12.0", "d8af2937911e": "1.13.0 - 1.15.0"},
     "accelerate.accelerator.Accelerator.prepare_model": {"29374e8b9d4a": "1.12.0", "759981b6dddc": "1.13.0", "d3212267877c": "1.14.0", "481a1923bcdc": "1.15.0"},
     "accelerate.big_modeling.dispatch_model": {"ce5fa56a90e1": "1.12.0", "a6f9d638158e": "1.13.0 - 1.14.0", "e7b75432dc18": "1.15.0"},
+    "accelerate.checkpointing.load_accelerator_state": {"fef2693e108b": "1.12.0", "13e750a5696f": "1.13.0 - 1.14.0", "3b334d6b372c": "1.15.0"},
     "accelerate.hooks.AlignDevicesHook.detach_hook": {"7aa61176b25b": "1.12.0 - 1.13.0", "805c8034e543": "1.14.0 - 1.15.0"},
     "accelerate.hooks.AlignDevicesHook.post_forward": {"897cfca1d585": "1.12.0", "b7640a384479": "1.13.0 - 1.15.0"},
     "accelerate.hooks.AlignDevicesHook.pre_forward": {"99706bc047d2": "1.12.0", "35d1eaf055d5": "1.13.0", "534615b0c491": "1.14.0 - 1.15.0"},
@@ -159,6 +165,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "bitsandbytes.functional.int8_vectorwise_quant": {"d78380c6802b": "0.48.2 - 0.50.2"},
     "bitsandbytes.nn.modules.Int8Params.to": {"1e648b711316": "0.48.2", "45cb83eb3cb4": "0.49.0 - 0.50.2"},
     "bitsandbytes.nn.modules.Linear4bit.forward": {"a86780761848": "0.48.2", "9b2d93752fb3": "0.49.0 - 0.49.2", "b99064aaa4ae": "0.50.0 - 0.50.2"},
+    "bitsandbytes.nn.modules.Linear8bitLt._load_from_state_dict": {"b140928d9f7c": "0.48.2 - 0.49.0, 0.49.2", "3e784dcccbdc": "0.50.2"},
     "bitsandbytes.nn.modules.Params4bit.__deepcopy__": {"3dbc42de6fd3": "0.48.2 - 0.50.2"},
     "bitsandbytes.nn.modules.Params4bit.to": {"ad3586d451e4": "0.48.2", "7b5cef68b97b": "0.49.0 - 0.50.2"},
     "peft.mixed_model.PeftMixedModel.from_pretrained": {"433c30911379": "0.18.0 - 0.21.2"},

@@ -40,7 +40,15 @@ def remove_tied_weights_from_state_dict(
         and "meta" in (state_dict[name].device.type, state_dict[owner].device.type)
         and stored_weights.is_shared(model, name, owner)
     ]
-    return original({name: tensor for name, tensor in state_dict.items() if name not in twice}, model)  # type: ignore[no-any-return]
+    kept = {name: tensor for name, tensor in state_dict.items() if name not in twice}
+    buffers = (
+        dict(model.named_buffers())
+        if any(value.is_meta for value in kept.values() if hasattr(value, "is_meta"))
+        else {}
+    )
+    offloaded = {name for name, tensor in kept.items() if name in buffers and tensor.is_meta}  # no buffer is tied
+    found = original({name: tensor for name, tensor in kept.items() if name not in offloaded}, model)
+    return {name: found.get(name, tensor) for name, tensor in kept.items() if name in found or name in offloaded}
 
 
 def load_offloaded_parameter(original: Callable[..., Any], model: Any, param_name: str) -> Any:
