@@ -134,7 +134,7 @@ def test_a_model_for_inference_is_prepared(
         prepared = [accelerator.prepare(model), accelerator.prepare(model, DataLoader([1]))[0]]
         prepared += [accelerator.prepare_model(model), accelerator.prepare_model(model, evaluation_mode=True)]
         assert all(each is model for each in prepared)
-        assert difference(one_device(quantization), workspace.outputs(model)) == 0.0
+        assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
 
 
 def test_a_teacher_beside_the_model_that_trains(workspace: Any, accelerator: Any) -> None:
