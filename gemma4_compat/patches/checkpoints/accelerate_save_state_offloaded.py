@@ -1,10 +1,10 @@
 """``Accelerator.save_state`` saves a split model, and ``load_state`` resumes it.
 
 Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``Accelerator.save_state`` of a split
-model, after ``Removed shared tensor`` with the name of each offloaded weight, and an empty folder. With
-``safe_serialization=False`` offloaded weights are in the file without their values, and
-``Accelerator.get_state_dict`` has them so. Of a 4-bit model, split or not, ``load_state`` raises ``Unexpected key(s)
-in state_dict`` with the names of its scales.
+model, after ``Removed shared tensor`` with the name of each offloaded weight, and no file. With
+``safe_serialization=False`` offloaded weights are in the file without their values, and so they are in what
+``Accelerator.get_state_dict`` returns. ``load_state`` of a 4-bit model, split or not, raises ``Unexpected key(s) in
+state_dict`` with the names of its scales.
 
 Cause: ``get_state_dict`` is ``model.state_dict()``, where offloaded weights are on meta. safetensors takes those for
 one shared tensor, and reads them. When it loads, it looks in the model's state dict for tied weights, which on meta

@@ -1,4 +1,4 @@
-"""``load_state_dict`` of an 8-bit model works after its first forward, too.
+"""``load_state_dict`` of an 8-bit model also works after its first forward.
 
 Symptom: ``RuntimeError: Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported. Please call
 module.cuda() before module.load_state_dict()`` from ``load_state_dict`` with the model's own state dict, and from
