@@ -165,7 +165,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "bitsandbytes.functional.int8_vectorwise_quant": {"d78380c6802b": "0.48.2 - 0.50.2"},
     "bitsandbytes.nn.modules.Int8Params.to": {"1e648b711316": "0.48.2", "45cb83eb3cb4": "0.49.0 - 0.50.2"},
     "bitsandbytes.nn.modules.Linear4bit.forward": {"a86780761848": "0.48.2", "9b2d93752fb3": "0.49.0 - 0.49.2", "b99064aaa4ae": "0.50.0 - 0.50.2"},
-    "bitsandbytes.nn.modules.Linear8bitLt._load_from_state_dict": {"b140928d9f7c": "0.48.2 - 0.49.0, 0.49.2", "3e784dcccbdc": "0.50.2"},
+    "bitsandbytes.nn.modules.Linear8bitLt._load_from_state_dict": {"b140928d9f7c": "0.48.2 - 0.49.2", "3e784dcccbdc": "0.50.0 - 0.50.2"},
     "bitsandbytes.nn.modules.Params4bit.__deepcopy__": {"3dbc42de6fd3": "0.48.2 - 0.50.2"},
     "bitsandbytes.nn.modules.Params4bit.to": {"ad3586d451e4": "0.48.2", "7b5cef68b97b": "0.49.0 - 0.50.2"},
     "peft.mixed_model.PeftMixedModel.from_pretrained": {"433c30911379": "0.18.0 - 0.21.2"},
