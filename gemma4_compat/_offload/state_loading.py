@@ -4,6 +4,8 @@ torch loads module by module. An offloaded module has, for its turn, empty param
 meta, for the names that the state dict has; torch fills them with all its checks. What it filled is stored. So one
 module's weights are in host memory at a time, and a state dict without a module's names costs nothing.
 
+The model's own ``state_dict`` has offloaded weights on meta. Such an entry has no value: it leaves the stored one.
+
 On one device, to load one of two tied weights is to load both. A module with a tied weight passes on what it loaded.
 """
 
@@ -52,7 +54,7 @@ def _before(module: Any, state_dict: Any, prefix: str, metadata: Any, *_: Any) -
         if before is None:
             continue
         if offloaded and before.device.type == "meta":
-            inside = holder[name] = _empty(before)
+            inside = holder[name] = _empty(before, "meta" if _is_meta(state_dict[f"{prefix}{name}"]) else "cpu")
         found[name] = (before, inside, inside._version)
     # With `assign`, tied weights are two weights from then on, on one device as well.
     vars(module)[_LOADING] = found, bool(metadata.get("assign_to_params_buffers"))
@@ -66,7 +68,8 @@ def _after(module: Any, _incompatible: Any) -> None:
         offloaded = hook is not None and (name in module._parameters or hook.offload_buffers)
         holder = stored_weights.holder(module, name)
         now = holder[name]
-        is_loaded = now is not inside or inside._version != version  # else it is of another shape, for example
+        # It is not where it has another shape, for example, or no value.
+        is_loaded = not _is_meta(now) and (now is not inside or inside._version != version)
         # A tied weight may have been stored when the other one was loaded.
         if is_loaded and offloaded and not stored_weights.holds(module, name, now):
             stored_weights.write(module, name, now, in_place=not assigned)
@@ -90,11 +93,15 @@ def _pass_on(model: Any, loaded: stored_weights.Place) -> None:
                     stored_weights.tie(other, source)
 
 
-def _empty(meta: Any) -> Any:
+def _is_meta(value: Any) -> bool:
+    return getattr(value, "is_meta", False)  # a state dict may have anything
+
+
+def _empty(meta: Any, device: str) -> Any:
     import torch
 
     with torch.inference_mode(False), torch.no_grad():
-        empty = torch.empty(meta.shape, dtype=meta.dtype)
+        empty = torch.empty(meta.shape, dtype=meta.dtype, device=device)
         if isinstance(meta, torch.nn.Parameter):
             empty = torch.Tensor._make_subclass(type(meta), empty, meta.requires_grad)
             vars(empty).update(vars(meta))  # a quantized one has its state there

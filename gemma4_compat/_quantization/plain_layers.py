@@ -58,6 +58,8 @@ def scales(base: Any) -> Any:
 
 def dequantized(weight: Any, scales: Any) -> Any:
     """A bitsandbytes weight in float32, ``[out, in]``; ``scales`` are those of :func:`scales`."""
+    if getattr(weight, "has_fp16_weights", False) and weight.is_floating_point():
+        return weight.detach().float()
     from peft.utils.integrations import dequantize_bnb_weight
 
     state = weight.quant_state if scales is None else types.SimpleNamespace(SCB=scales)

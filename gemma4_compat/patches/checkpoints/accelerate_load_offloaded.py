@@ -10,7 +10,8 @@ of accelerate's hook, which torch does not know.
 
 Fix: In its turn an offloaded module has parameters to load into. What torch has loaded into them, after all its
 checks, is stored where the old values were: in host memory, or in a new file in the offload folder. Of two tied
-weights that a device map separates, both are loaded, as on one device.
+weights that a device map separates, both are loaded, as on one device. An entry on meta, as in the model's own state
+dict, has no value and leaves the stored one.
 
 Remove when: accelerate's hooks take what ``load_state_dict`` loads.
 """

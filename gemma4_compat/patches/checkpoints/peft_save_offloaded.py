@@ -18,8 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import stored_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,15 +28,7 @@ if TYPE_CHECKING:
 
 def get_peft_model_state_dict(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(model, *args, **kwargs)
-    offloaded = [name for name, value in found.items() if getattr(value, "is_meta", False)]
-    if not offloaded:
-        return found
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for name in offloaded:
-        path, _, attribute = name.rpartition(".")
-        module = modules.get(path)
-        if module is not None and attribute in module._parameters and placement.offload_hook(module) is not None:
-            found[name] = stored_weights.read(module, attribute)
+    stored_state.fill(model, found)
     return found
 
 

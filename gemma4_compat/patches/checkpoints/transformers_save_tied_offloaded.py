@@ -3,15 +3,18 @@
 Symptom: ``RuntimeError: Some tensors share memory`` from ``save_pretrained`` of a model with ``embed_tokens`` and
 ``lm_head`` both on the CPU. With one of them there, or on disk, the checkpoint has the weight twice. After
 ``model.to(torch.float32)`` or ``prepare_model_for_kbit_training``, the offloaded weights are still saved in bfloat16.
+``AttributeError: `input_min` is not an nn.Parameter`` up to transformers 5.13.1, after a dispatch with
+``offload_buffers=True``.
 
 Cause: ``remove_tied_weights_from_state_dict`` recognizes tied weights by their memory. Offloaded ones are on meta,
 where it compares the parameters instead, and accelerate gives each module a parameter of its own. Both are saved, and
 in host memory that is twice the same tensor. And ``load_offloaded_parameter`` returns a weight as it is stored: a
 change of dtype only reaches the placeholder on meta, and accelerate converts the weight for every forward.
+Up to 5.13.1 each name on meta is looked up among the parameters.
 
 Fix: Of a tied weight with an offloaded name, only the one that owns it is saved, if both have the same values. The
 checkpoint is that of the same model on one device. An offloaded weight is saved in its parameter's dtype. The bytes of
-a quantized one stay as they are.
+a quantized one stay as they are. Offloaded buffers are not looked up: no buffer is tied.
 
 Remove when: ``save_pretrained`` recognizes offloaded tied weights by the model's ``all_tied_weights_keys``, and
 ``load_offloaded_parameter`` returns a weight in its parameter's dtype.
@@ -40,7 +43,12 @@ def remove_tied_weights_from_state_dict(
         and "meta" in (state_dict[name].device.type, state_dict[owner].device.type)
         and stored_weights.is_shared(model, name, owner)
     ]
-    return original({name: tensor for name, tensor in state_dict.items() if name not in twice}, model)  # type: ignore[no-any-return]
+    kept = {name: tensor for name, tensor in state_dict.items() if name not in twice}
+    buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    if not buffers:
+        return original(kept, model)  # type: ignore[no-any-return]
+    found = original({name: tensor for name, tensor in kept.items() if name not in buffers}, model)
+    return {name: found.get(name, tensor) for name, tensor in kept.items() if name in found or name in buffers}
 
 
 def load_offloaded_parameter(original: Callable[..., Any], model: Any, param_name: str) -> Any:

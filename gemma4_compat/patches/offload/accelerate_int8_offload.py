@@ -12,12 +12,13 @@ weight on the device until the next forward. After one forward, offloading has t
 forward *before* the dispatch it saves none until the first forward after the dispatch.
 
 ``set_module_tensor_to_device`` sends an 8-bit weight that returns to the CPU through GPU 0 to quantize it, even when
-it is already quantized.
+it is already quantized, or is to stay as it is (``llm_int8_has_fp16_weight=True``). One in float32 it makes float16.
 
 Fix: When an 8-bit weight moves to meta, ``CB`` and ``SCB`` first return from the layer to the parameter, and the
 layer gets a new state without tensors. The state that the forward used belongs to its autograd graph alone and lives
 as long as the graph. The same happens when a hook onloads the weight, because checkpointing leaves a recomputed
-forward before its weights are offloaded again. A weight that is already 8-bit goes straight to the CPU.
+forward before its weights are offloaded again. A weight that is already 8-bit goes straight to the CPU, and one that
+is not to be 8-bit goes as it is, in its dtype.
 
 The scales come from the parameter when it has them; the patch that keeps 8-bit scales through a move to meta puts
 them there. Code that changes the weight, such as a merge, changes the scales on the parameter and not in
@@ -58,10 +59,15 @@ def set_module_tensor_to_device(
     path, _, name = tensor_name.rpartition(".")
     owner = module.get_submodule(path) if path else module
     weight = owner._parameters.get(name)
-    if type(weight).__name__ == "Int8Params" and weight.dtype == torch.int8:
-        onloading = value is not None and value.dtype == torch.int8
-        hooked = placement.offload_hook(owner) is not None
-        if torch.device(device).type == "meta" or (onloading and hooked):
+    if type(weight).__name__ == "Int8Params":
+        to_meta, hooked = torch.device(device).type == "meta", placement.offload_hook(owner) is not None
+        if getattr(weight, "has_fp16_weights", False) and weight.is_floating_point() and (to_meta or hooked):
+            new = (weight.data if value is None else value).to(device, dtype, non_blocking=non_blocking)
+            owner._parameters[name] = type(weight)(new, requires_grad=weight.requires_grad, has_fp16_weights=True)
+            int8_state.reset(owner)
+            return
+        onloading = weight.dtype == torch.int8 and value is not None and value.dtype == torch.int8
+        if weight.dtype == torch.int8 and (to_meta or (onloading and hooked)):
             # On an onload as well: checkpointing leaves a recomputed forward early, before its weights are offloaded.
             _take_back(owner, weight)
         if onloading:

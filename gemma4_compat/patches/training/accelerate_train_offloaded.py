@@ -12,8 +12,10 @@ Fix: A Gemma 4 model whose offloaded weights are all frozen is prepared as if th
 training device; nothing is moved. accelerate's other refusals (distributed training, another device than the one
 that trains) remain.
 
-Offloaded weights that would be trained raise one error before the first step, with or without quantization. Their
-gradients belong to a copy that is gone after the layer's backward pass, so the weights would silently never change.
+Offloaded weights that an optimizer would train raise one error before anything is prepared, with or without
+quantization. Their gradients belong to a copy that is gone after the layer's backward pass, so the weights would
+silently never change. A model that is prepared for inference, whose weights require gradients as ``from_pretrained``
+leaves them, is prepared; a backward pass in training mode without a prepared optimizer is one warning.
 
 Remove when: accelerate prepares a quantized model with frozen offloaded layers.
 """
@@ -21,15 +23,26 @@ Remove when: accelerate prepares a quantized model with frozen offloaded layers.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import FORWARDS, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
+
+
+def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    import torch
+
+    models = [value for value in (*args, *self._models) if isinstance(value, torch.nn.Module)]
+    optimizers = [value for value in (*args, *self._optimizers) if isinstance(value, torch.optim.Optimizer)]
+    _refuse_trained_and_offloaded(models, optimizers)
+    return original(self, *args, **kwargs)
 
 
 def prepare_model(
@@ -42,22 +55,53 @@ def prepare_model(
     owner = placement.map_owner(model)
     if owner is None or not family.is_gemma4(model):
         return original(self, model, device_placement, evaluation_mode)
-    if not evaluation_mode:
-        _refuse_trained_and_offloaded(model)
     with _without_offloaded_entries(owner, self):
         return original(self, model, device_placement, evaluation_mode)
 
 
-def _refuse_trained_and_offloaded(model: Any) -> None:
-    names = [
-        name for name, weight in model.named_parameters() if weight.requires_grad and weight.device.type == "meta"
-    ]
+def backward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Say once what :func:`prepare` could not see: an optimizer that was not prepared, or prepared on its own."""
+    training = [model for model in self._models if model.training and model not in _asked]
+    if training:
+        _asked.update(training)
+        _refuse_trained_and_offloaded(training, self._optimizers)
+        names = [] if self._optimizers else [name for model in training for name in _trained_and_offloaded(model)]
+        if names:
+            notice.warn_user(
+                f"{len(names)} offloaded weights require gradients, {names[0]!r} among them, and will not get any. "
+                f"An optimizer never changes them. {_REMEDY}"
+            )
+    return original(self, *args, **kwargs)
+
+
+_REMEDY = (
+    "Freeze them (model.requires_grad_(False)) and train an adapter (get_peft_model), or load the model with a "
+    "device_map that keeps their modules on the accelerator."
+)
+#: Models whose first backward pass in training mode has been.
+_asked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _refuse_trained_and_offloaded(models: list[Any], optimizers: list[Any]) -> None:
+    if not any(
+        weight.requires_grad and weight.device.type == "meta"
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    ):
+        return
+    names = [name for model in models for name in _trained_and_offloaded(model)]
     if names:
         raise Gemma4CompatError(
             f"{len(names)} weights are to be trained and are offloaded, {names[0]!r} among them: they would never "
-            "change. Freeze them (model.requires_grad_(False)) and train an adapter (get_peft_model), or load the "
-            "model with a device_map that keeps their modules on the accelerator. Nothing was moved."
+            f"change. {_REMEDY} Nothing was moved."
         )
+
+
+def _trained_and_offloaded(model: Any) -> list[str]:
+    if placement.map_owner(model) is None or not family.is_gemma4(model):
+        return []
+    return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.device.type == "meta"]
 
 
 @contextlib.contextmanager
@@ -112,6 +156,10 @@ PATCH = Patch(
         "bitsandbytes-meta-quant-state",
         "accelerate-int8-offload",
     ),
-    targets=(Target(module="accelerate.accelerator", name="Accelerator.prepare_model", replacement=prepare_model),),
+    targets=(
+        Target(module="accelerate.accelerator", name="Accelerator.prepare", replacement=prepare),
+        Target(module="accelerate.accelerator", name="Accelerator.prepare_model", replacement=prepare_model),
+        Target(module="accelerate.accelerator", name="Accelerator.backward", replacement=backward),
+    ),
     reproduce=reproduce,
 )

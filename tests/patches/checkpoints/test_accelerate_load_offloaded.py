@@ -127,3 +127,103 @@ def test_adapters_load_and_the_optimizer_goes_on(workspace: Any, tmp_path: Path)
     expected = workspace.outputs(trained(workspace.load()), text_only=True)
     model = trained(split(workspace, "disk", OFFLOADED["everything"], tmp_path))
     assert difference(expected, workspace.outputs(model, text_only=True)) == 0.0
+
+
+@pytest.mark.parametrize("how", ["dict", "strict=False", "assign", "file", "copy", "submodule"])
+@pytest.mark.parametrize("quantization", [None, "4bit", "8bit"])
+@pytest.mark.parametrize("kind", ["disk", "ram"])
+def test_its_own_state_dict_changes_nothing(
+    workspace: Any, tmp_path: Path, kind: str, quantization: str | None, how: str
+) -> None:
+    """Where an entry is on meta, the stored value stays; what has a value comes back."""
+    import copy
+
+    import torch
+
+    if (quantization, how) == ("8bit", "assign"):
+        pytest.skip("bitsandbytes refuses it, on one device as well")
+    model = split(workspace, kind, OFFLOADED["everything"], tmp_path, quantization)
+    expected = workspace.outputs(model)
+    part = model.get_submodule(LAYERS[0]) if how == "submodule" else model
+    state = part.state_dict()
+    assert any(value.is_meta for value in state.values())
+    if how == "file":
+        torch.save(state, tmp_path / "state.bin")
+        state = torch.load(tmp_path / "state.bin", weights_only=True)
+    elif how == "copy":
+        state = copy.deepcopy(state)
+    norm = model.model.language_model.norm.weight
+    saved = norm.detach().clone()
+    if how in ("file", "copy"):
+        with torch.no_grad():
+            norm.mul_(2)
+    parameters = {name: type(value) for name, value in model.named_parameters() if value.is_meta}
+    # bitsandbytes' 4-bit scales are keys that torch does not know, on one device as well
+    part.load_state_dict(state, strict=quantization != "4bit" and how != "strict=False", assign=how == "assign")
+    assert torch.equal(model.model.language_model.norm.weight, saved)
+    assert parameters == {name: type(value) for name, value in model.named_parameters() if value.is_meta}
+    assert difference(expected, workspace.outputs(model)) == 0.0
+
+
+def test_of_two_tied_weights_the_one_with_a_value_is_loaded(workspace: Any, tmp_path: Path) -> None:
+    import torch
+
+    model = split(workspace, "ram", OFFLOADED["head"], tmp_path)
+    reference = workspace.load()
+    state = model.state_dict()
+    workspace.outputs(model)
+    state |= {f"{HEAD}.weight": state[f"{HEAD}.weight"].to("meta")}
+    for name in (f"{EMBEDDING}.weight",):
+        state[name] = state[name] * 1.5
+        with torch.no_grad():
+            reference.get_parameter(name).mul_(1.5)
+    model.load_state_dict(state)
+    assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
+
+
+def test_the_scales_of_an_8bit_weight_are_loaded_beside_a_weight_on_meta(workspace: Any, tmp_path: Path) -> None:
+    model = split(workspace, "ram", OFFLOADED["everything"], tmp_path, "8bit")
+    reference = workspace.load("8bit")
+    scaled = {name: value * 1.5 if name.endswith("SCB") else value for name, value in model.state_dict().items()}
+    model.load_state_dict(scaled)
+    reference.load_state_dict({name: value for name, value in scaled.items() if not value.is_meta}, strict=False)
+    state = reference.state_dict()
+    reference.load_state_dict({name: scaled[name] if name.endswith("SCB") else state[name] for name in state})
+    assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
+
+
+def test_adapters_come_back_from_a_copy_in_memory(workspace: Any, tmp_path: Path) -> None:
+    """The best weights, kept beside the training; and through PEFT, the adapter only."""
+    import copy
+
+    import torch
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+
+    base = split(workspace, "disk", OFFLOADED["everything"], tmp_path)
+    model = PeftModel.from_pretrained(base, workspace.adapter("language"), is_trainable=True)
+    expected = workspace.outputs(model)
+    best, adapter = (copy.deepcopy(state) for state in (model.state_dict(), get_peft_model_state_dict(model)))
+    for load in (
+        lambda: model.load_state_dict(best),
+        lambda: model.load_state_dict(best, strict=False),
+        lambda: set_peft_model_state_dict(model, adapter),
+    ):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.5)
+        assert difference(expected, workspace.outputs(model)) > 0.0
+        load()
+        assert difference(expected, workspace.outputs(model)) == 0.0
+
+
+def test_an_average_of_the_weights(workspace: Any, tmp_path: Path) -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    model = split(workspace, "ram", OFFLOADED["everything"], tmp_path)
+    expected = workspace.outputs(model)
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    averaged.load_state_dict(averaged.state_dict())
+    model.load_state_dict(averaged.module.state_dict())
+    assert difference(expected, workspace.outputs(model)) == 0.0

@@ -127,3 +127,21 @@ def test_weights_that_differ_are_both_saved(workspace: Any, tmp_path: Path) -> N
     model.load_state_dict(state, assign=True)
     saved = save(model, tmp_path)
     assert (saved[f"{HEAD}.weight"] == saved[f"{EMBEDDING}.weight"] * 2).all()
+
+
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_offloaded_buffers_are_saved(workspace: Any, tmp_path: Path, kind: str) -> None:
+    """F98: up to transformers 5.13.1 upstream looks for them among the parameters."""
+    import torch
+    from accelerate import dispatch_model
+
+    model = workspace.load()
+    main: Any = torch.device("cpu") if kind == "ram" else "cpu"
+    placement = tiny.device_map(model, "both", main=main, offloaded="cpu" if kind == "ram" else "disk")
+    options = {"main_device": main} if kind == "ram" else {"offload_dir": tmp_path / "offload"}
+    dispatch_model(model, placement, skip_keys=tiny.skip_keys(model), offload_buffers=True, **options)
+    assert any(value.is_meta for _, value in model.named_buffers())
+    found = save(model, tmp_path / "saved")
+    expected = save(workspace.load(), tmp_path / "expected")
+    assert_same(found, expected)
+    assert difference(workspace.reference(), workspace.outputs(model)) == 0.0

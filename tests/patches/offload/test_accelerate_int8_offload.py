@@ -14,6 +14,7 @@ from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_int8_offload import PATCH
 from tests.conftest import census
 from tests.patches.adapters.test_peft_keep_dispatch import assert_same_everywhere, placement
+from tests.patches.placement.splits import split
 from tests.patches.promise import Promise
 
 NAME = "model.language_model.layers.0.mlp.up_proj"
@@ -262,3 +263,38 @@ def test_training_steps_leave_no_tensor_and_no_byte_behind(workspace: Any) -> No
     for _ in range(5):
         step()
     assert census() == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["ram", "disk"])
+def test_layers_that_pack_their_weight_for_each_forward(workspace: Any, tmp_path: Path, kind: str, dtype: str) -> None:
+    """F101: ``llm_int8_has_fp16_weight=True``. The weight stays as it is, in its dtype; a LoRA on it trains."""
+    import torch
+    from peft import PeftModel
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_8bit=True, llm_int8_has_fp16_weight=True, llm_int8_skip_modules=["lm_head", *tiny.plain_towers()]
+    )
+    batch = workspace.inputs(text_only=True)
+
+    def load() -> Any:
+        options = {"dtype": getattr(torch, dtype), "device_map": {"": workspace.main}, "quantization_config": config}
+        return type(workspace.load()).from_pretrained(workspace.checkpoint, **options).eval()
+
+    def trained(base: Any) -> tuple[float, list[Any]]:
+        model = PeftModel.from_pretrained(base, workspace.adapter("language"), is_trainable=True).train()
+        loss = model(**batch, labels=batch["input_ids"]).loss
+        loss.backward()
+        return loss.item(), [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    def offloaded() -> Any:
+        return split(workspace, kind, ("model.language_model.layers.0", "model.vision_tower"), tmp_path, model=load())
+
+    model = offloaded()
+    assert model.model.language_model.layers[0].mlp.up_proj.weight.dtype is getattr(torch, dtype)
+    assert difference(workspace.outputs(load()), workspace.outputs(model)) == 0.0
+    (loss, gradients), (right, expected) = trained(offloaded()), trained(load())
+    assert loss == right
+    assert len(gradients) == len(expected) > 0
+    assert all(map(torch.equal, gradients, expected))

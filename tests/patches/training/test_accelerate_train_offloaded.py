@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat import Gemma4CompatError
+from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.training.accelerate_train_offloaded import PATCH, _without_offloaded_entries
@@ -100,19 +100,90 @@ def test_with_nothing_on_the_device_accelerate_sees_the_whole_map() -> None:
         assert owner.hf_device_map is placement
 
 
+@pytest.mark.parametrize("order", ["together", "optimizer first", "one by one"])
 @pytest.mark.parametrize("quantization", [None, "4bit"])
 def test_offloaded_weights_that_are_trained_are_refused_before_anything_happens(
-    workspace: Any, accelerator: Any, quantization: str | None
+    workspace: Any, accelerator: Any, quantization: str | None, order: str
 ) -> None:
+    import torch
+
     model = adapted(workspace, workspace.split(quantization))
     name = "base_model.model.model.language_model.layers.2.post_attention_layernorm.weight"
     model.get_parameter(name).requires_grad_(True)
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], 0.1)
+    if order == "one by one":
+        accelerator.prepare(model)
+    before = list(accelerator._models)
+    given = {"together": (model, optimizer), "optimizer first": (optimizer, model), "one by one": (optimizer,)}
     with pytest.raises(Gemma4CompatError, match=rf"1 weights are to be trained and are offloaded, '{name}'"):
-        accelerator.prepare_model(model)
-    assert accelerator._models == []
+        accelerator.prepare(*given[order])
+    assert (accelerator._models, accelerator._optimizers) == (before, [])
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit", "8bit"])
+def test_a_model_for_inference_is_prepared(
+    workspace: Any, one_device: Callable[..., Any], accelerator: Any, quantization: str | None
+) -> None:
+    """Its weights require gradients as they were loaded, and nothing trains them."""
+    from torch.utils.data import DataLoader
+
+    model = workspace.split(quantization)
+    assert any(weight.requires_grad and weight.is_meta for weight in model.parameters())
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accelerator.prepare_model(model, evaluation_mode=True)  # which trains nothing
+        warnings.simplefilter("error", Gemma4CompatWarning)
+        prepared = [accelerator.prepare(model), accelerator.prepare(model, DataLoader([1]))[0]]
+        prepared += [accelerator.prepare_model(model), accelerator.prepare_model(model, evaluation_mode=True)]
+        assert all(each is model for each in prepared)
+        assert difference(one_device(quantization, None), workspace.outputs(model)) == 0.0
+
+
+def test_a_teacher_beside_the_model_that_trains(workspace: Any, accelerator: Any) -> None:
+    import torch
+
+    student, teacher = torch.nn.Linear(2, 2), workspace.split()
+    optimizer = torch.optim.SGD(student.parameters(), 0.1)
+    assert accelerator.prepare(student, teacher, optimizer)[1] is teacher
+
+
+def test_an_optimizer_with_frozen_offloaded_weights(workspace: Any, accelerator: Any) -> None:
+    import torch
+
+    model = adapted(workspace, workspace.split())
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert accelerator._models == [model]
+
+
+def test_an_optimizer_that_was_not_prepared_is_one_warning(workspace: Any, accelerator: Any) -> None:
+    model = accelerator.prepare(workspace.split())
+    batch = workspace.inputs(text_only=True)
+
+    def backward() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", Gemma4CompatWarning)
+            accelerator.backward(model(**batch, labels=batch["input_ids"]).loss)
+        return [str(each.message) for each in caught if each.category is Gemma4CompatWarning]
+
+    assert backward() == []  # in eval mode: gradients of the inputs, for example
+    model.train()
+    (message,) = backward()
+    assert "offloaded weights require gradients" in message
+    assert "requires_grad_(False)" in message
+    assert backward() == []
+
+
+def test_an_optimizer_that_was_prepared_on_its_own_is_refused_at_the_backward_pass(
+    workspace: Any, accelerator: Any
+) -> None:
+    import torch
+
+    model = workspace.split().train()
+    accelerator.prepare_model(model)
+    accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), 0.1))
+    batch = workspace.inputs(text_only=True)
+    loss = model(**batch, labels=batch["input_ids"]).loss
+    with pytest.raises(Gemma4CompatError, match="weights are to be trained and are offloaded"):
+        accelerator.backward(loss)
+    assert all(weight.grad is None for weight in model.parameters())
 
 
 def test_other_models_are_refused_as_before(workspace: Any, accelerator: Any) -> None:

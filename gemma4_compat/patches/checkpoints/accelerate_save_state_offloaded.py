@@ -1,0 +1,144 @@
+"""``Accelerator.save_state`` saves a split model, and ``load_state`` resumes it.
+
+Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``Accelerator.save_state`` of a split
+model, after ``Removed shared tensor`` with the name of each offloaded weight, and no file. With
+``safe_serialization=False`` offloaded weights are in the file without their values, and so they are in what
+``Accelerator.get_state_dict`` returns. ``load_state`` of a 4-bit model, split or not, raises ``Unexpected key(s) in
+state_dict`` with the names of its scales.
+
+Cause: ``get_state_dict`` is ``model.state_dict()``, where offloaded weights are on meta. safetensors takes those for
+one shared tensor, and reads them. When it loads, it looks in the model's state dict for tied weights, which on meta
+are not seen. bitsandbytes' layers save the scales of a 4-bit weight, and do not know them when they are loaded.
+
+Fix: ``get_state_dict`` has the values that are stored: tensors over host memory or over the files, not copies. The
+files are those of the same model on one device, and either resumes from the other's. While ``load_state`` runs, scales
+that are those of their layer are not unexpected; others still are.
+
+Remove when: ``Accelerator.get_state_dict`` reads offloaded weights through accelerate's hooks, and bitsandbytes loads
+the scales that it saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import FORWARDS, Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+from gemma4_compat._offload import stored_state, stored_weights
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def get_state_dict(original: Callable[..., Any], self: Any, model: Any, unwrap: bool = True) -> Any:
+    found = original(self, model, unwrap)
+    if found and family.is_gemma4(model):
+        stored_state.fill(self.unwrap_model(model) if unwrap else model, found)
+    return found
+
+
+def load_accelerator_state(
+    original: Callable[..., Any], input_dir: Any, models: list[Any], *args: Any, **kwargs: Any
+) -> Any:
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            if family.is_gemma4(model):
+                stack.enter_context(_loadable(model))
+        return original(input_dir, models, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _loadable(model: Any) -> Iterator[None]:
+    """Inside, the model's state dict has all values, and its 4-bit layers know their scales."""
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        found = type(model).state_dict(model, *args, **kwargs)
+        stored_state.fill(model, found)
+        return found
+
+    handles = [
+        module._register_load_state_dict_pre_hook(_take_scales, with_module=True)
+        for module in model.modules()
+        if getattr(module._parameters.get("weight"), "quant_state", None) is not None
+    ]
+    vars(model)["state_dict"] = state_dict
+    try:
+        yield
+    finally:
+        del vars(model)["state_dict"]
+        for handle in handles:
+            handle.remove()
+
+
+def _take_scales(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+    """Take the scales of the module's weight out of what it loads, where they are the same."""
+    own = module.weight.quant_state.as_dict(packed=True)
+    names = [f"{prefix}weight.{name}" for name in own]
+    if all(
+        name in state_dict and stored_weights.equal(state_dict[name], value)
+        for name, value in zip(names, own.values())
+    ):
+        for name in names:
+            del state_dict[name]
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from peft import LoraConfig, get_peft_model
+
+    from gemma4_compat._reproduction import tiny_adapters
+
+    batch = workspace.inputs(text_only=True)
+
+    def prepared() -> Any:
+        torch.manual_seed(0)
+        model = workspace.load()
+        for parameter in model.parameters():
+            vars(parameter).pop("_is_hf_initialized", None)  # on older releases its crash, F1, would come first
+        model = get_peft_model(workspace.dispatch(model), LoraConfig(target_modules=tiny_adapters.SOME_LINEARS))
+        optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], 0.1)
+        accelerator = Accelerator(cpu=workspace.main == "cpu")
+        return accelerator, *accelerator.prepare(model, optimizer)
+
+    def losses(accelerator: Any, model: Any, optimizer: Any) -> list[float]:
+        found = []
+        for _ in range(FORWARDS):
+            loss = model(**batch, labels=batch["input_ids"]).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    folder = tempfile.mkdtemp(prefix="saved-", dir=workspace.folder)
+    run = prepared()
+    losses(*run)
+    run[0].save_state(folder)
+    right = losses(*run)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run = prepared()
+    run[0].load_state(folder)
+    worst = max(abs(a - b) for a, b in zip(right, losses(*run), strict=True))
+    return Outcome(worst > 0, f"losses of {FORWARDS} steps after load_state differ by {worst:.3g}", worst)
+
+
+PATCH = Patch(
+    id="accelerate-save-state-offloaded",
+    severity=Severity.CRASH,
+    failure_points=("F95",),
+    distribution="accelerate",
+    affected=">=1.12",
+    requires=("peft",),
+    needs=("accelerate-load-offloaded",),
+    targets=(
+        Target(module="accelerate.accelerator", name="Accelerator.get_state_dict", replacement=get_state_dict),
+        Target(module="accelerate.checkpointing", name="load_accelerator_state", replacement=load_accelerator_state),
+    ),
+    reproduce=reproduce,
+)

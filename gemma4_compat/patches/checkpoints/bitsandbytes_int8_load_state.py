@@ -1,0 +1,67 @@
+"""``load_state_dict`` of an 8-bit model also works after its first forward.
+
+Symptom: ``RuntimeError: Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported. Please call
+module.cuda() before module.load_state_dict()`` from ``load_state_dict`` with the model's own state dict, and from
+``Accelerator.load_state``, once the model has computed something.
+
+Cause: The first forward of ``Linear8bitLt`` moves the scales from the parameter to the layer's state. They are saved
+from there. To load them, the layer looks at the parameter only.
+
+Fix: While it loads, the parameter has the scales of the state. They are loaded in place, as before the first forward.
+
+Remove when: ``Linear8bitLt._load_from_state_dict`` looks for the scales in the layer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def load_from_state_dict(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    weight, scales = self.weight, self.state.SCB
+    if scales is None or getattr(weight, "SCB", None) is not None:
+        return original(self, *args, **kwargs)
+    weight.SCB = scales
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        weight.SCB = None
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+
+    from gemma4_compat._reproduction.workspace import difference
+
+    model = workspace.load("8bit")
+    expected = workspace.outputs(model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name.endswith("SCB"):
+                value.mul_(2)
+    model.load_state_dict(state)
+    return Outcome.of_parity(difference(expected, workspace.outputs(model)), "an 8-bit model, its state loaded again")
+
+
+PATCH = Patch(
+    id="bitsandbytes-int8-load-state",
+    severity=Severity.CRASH,
+    failure_points=("F95",),
+    distribution="bitsandbytes",
+    affected=">=0.48.2",
+    targets=(
+        Target(
+            module="bitsandbytes.nn.modules",
+            name="Linear8bitLt._load_from_state_dict",
+            replacement=load_from_state_dict,
+        ),
+    ),
+    reproduce=reproduce,
+)
