@@ -85,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then, with the sequences tried so far")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one sequence")
     parser.add_argument("--attempts", type=int, default=100, help="sequences tried to shrink one failure; 0: none")
     parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/search)")
@@ -109,6 +110,10 @@ def main(argv: list[str] | None = None) -> int:
     started = time.perf_counter()
     for result in search(seeds, jobs=options.jobs, limit=options.limit):
         results.append(result)
+        if result.outcome.failure is not None:
+            print(f"seed {result.seed}: {result.outcome.failure.signature}", flush=True)
+        if time.perf_counter() - started > 60 * options.minutes:
+            break
         if len(results) % 50 == 0:
             bad = sum(result.outcome.failure is not None for result in results)
             print(f"{len(results)} sequences, {bad} failing, {time.perf_counter() - started:.0f} s", flush=True)
