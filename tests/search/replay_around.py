@@ -1,4 +1,4 @@
-"""What happens around a model between two calls of ``generate``: hooks, copies, the shim itself, caches that are held."""
+"""What happens around a model between two calls of ``generate``: hooks, copies, the shim itself, held caches."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ SHOWING: dict[str, Callable[..., tuple[Shown, Shown]]] = {"generate": generate, 
 def _outcome(asked: Callable[[], Shown], name: str = "") -> Shown:
     try:
         return asked()
-    except (Exception, KeyboardInterrupt) as error:  # whatever the libraries raise must be raised both ways
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  (whatever is raised must be, both ways)
         return {f"error{name}": f"{type(error).__name__}: {str(error)[:120]}"}
 
 

@@ -31,7 +31,9 @@ class ReplayWorld(World):
         """The transformers model, also where PEFT has lost the active adapter."""
         found = self.model
         while "peft" in type(found).__module__:
-            found = found.base_model if hasattr(found, "peft_config") and "base_model" in found._modules else found.model
+            found = (
+                found.base_model if hasattr(found, "peft_config") and "base_model" in found._modules else found.model
+            )
         return found
 
     def layer(self, index: int) -> Any:

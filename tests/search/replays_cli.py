@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then, with the sequences tried so far")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop then, with the sequences tried so far"
+    )
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one sequence")
     parser.add_argument("--attempts", type=int, default=100, help="sequences tried to shrink one failure; 0: none")
     parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/search)")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 from gemma4_compat import _decoding
 from gemma4_compat._decoding.bits import same_bits
@@ -60,7 +59,11 @@ def bench(folder: Path | None = None) -> Iterator[SequenceBench]:
     from gemma4_compat._decoding.recording import RECORDERS
     from gemma4_compat._reproduction.tape import standing_in
 
-    with run.quiet(), standing_in(RECORDERS), tempfile.TemporaryDirectory(prefix="gemma4-replays-", dir=folder) as place:
+    with (
+        run.quiet(),
+        standing_in(RECORDERS),
+        tempfile.TemporaryDirectory(prefix="gemma4-replays-", dir=folder) as place,
+    ):
         yield SequenceBench(Path(place))
     gc.collect()
 
