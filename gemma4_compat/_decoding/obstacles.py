@@ -53,7 +53,7 @@ def of_virtual_tokens(model: Any) -> str | None:
     """Why PEFT refuses a static cache in the ``generate`` that it has begun; None where it does not."""
     caller = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)
     config = None if caller is model else getattr(caller, "active_peft_config", None)
-    if not getattr(config, "is_prompt_learning", False):
+    if config is None or not config.is_prompt_learning:
         return None
     return f"PEFT takes no static cache with virtual tokens ({config.peft_type.value})"
 
