@@ -45,7 +45,11 @@ def turns(world: ReplayWorld, seed: int) -> tuple[Shown, Shown]:
 
 
 def threads(world: ReplayWorld, seed: int) -> tuple[Shown, Shown]:
-    """Two threads at once, each with a cache of its own; then one after the other."""
+    """Two threads at once, each with a cache of its own; then one after the other.
+
+    Upstream's threads are inexact where bitsandbytes packs weights in their first forward, or unpacks experts in place,
+    and where PEFT puts methods or hooks on the model for one call. There they come one after the other, too.
+    """
     from tests.offload.threads import run_together
 
     def one(number: int, way: dict[str, Any]) -> Shown:
@@ -57,7 +61,11 @@ def threads(world: ReplayWorld, seed: int) -> tuple[Shown, Shown]:
     def work(number: int) -> None:
         found.update(_outcome(lambda: one(number, {}), f" {number}"))
 
-    raised = run_together([lambda: work(0), lambda: work(1)], limit=60)
+    works = [lambda: work(0), lambda: work(1)]
+    if world.is_peft or world.case.quantization is not None:
+        raised = [error for each in works for error in run_together([each], limit=60)]
+    else:
+        raised = run_together(works, limit=60)
     found |= {f"raised {number}": repr(error) for number, error in enumerate(raised) if error is not None}
     expected = _outcome(lambda: one(0, EAGER), " 0") | _outcome(lambda: one(1, EAGER), " 1")
     return found, expected
@@ -76,7 +84,7 @@ def _outcome(asked: Callable[[], Shown], name: str = "") -> Shown:
 def _shown(world: ReplayWorld, seed: int, way: dict[str, Any], inside: str | None = None, **options: Any) -> Shown:
     import torch
 
-    # Before transformers 5.15 a call that failed may leave a cache over which the next one stumbles, however it is made.
+    # Before transformers 5.15 a call that failed may leave a cache over which the next one stumbles, whichever it is.
     left = vars(world.base).get("_cache")
     if left is not None and not all(layer.is_initialized for layer in left.layers):
         del vars(world.base)["_cache"]
