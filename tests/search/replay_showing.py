@@ -47,7 +47,7 @@ def turns(world: ReplayWorld, seed: int) -> tuple[Shown, Shown]:
 def threads(world: ReplayWorld, seed: int) -> tuple[Shown, Shown]:
     """Two threads at once, each with a cache of its own; then one after the other.
 
-    Upstream's threads are inexact where bitsandbytes packs weights in their first forward, or unpacks experts in place,
+    Upstream's threads are inexact where bitsandbytes packs weights in a first forward, or unpacks experts in place,
     and where PEFT puts methods or hooks on the model for one call. There they come one after the other, too.
     """
     from tests.offload.threads import run_together

@@ -148,11 +148,11 @@ def repeat(sequence: Sequence) -> int:
 
 
 def shrink(failing: list[tuple[int, Failure]], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The shortest sequence for each signature."""
+    """The shortest sequence for each signature and detail."""
     kinds: dict[str, Job] = {}
     for seed, failure in failing:
         if failure.stage != "crash":
-            kinds.setdefault(failure.signature, Job(seed, failure, options.attempts))
+            kinds.setdefault(failure.detail, Job(seed, failure, options.attempts))
     batches = [[job] for job in kinds.values()]
     for job, text in pool.spread(work, batches, jobs=options.jobs, limit=SHRINKING):
         if isinstance(text, pool.Died):

@@ -108,8 +108,7 @@ def _check(sequence: Sequence, world: ReplayWorld, tamper: Tamper | None) -> Rep
         steps += _decoding.statistics(world.base).replayed - before
         wrong = difference(expected, found)
         if wrong is not None:
-            changes = [other.name for other in sequence.operations[:position] if other.name not in SHOWING]
-            signature = f"{step.name} after {changes[-1] if changes else 'nothing'}: {run.general(wrong[0])}"
+            signature = f"{step.name}: {run.general(wrong[0])} differs"
             detail = f"operation {position} of {list(map(str, sequence.operations))}: {wrong[0]}: {wrong[1]}"
             return outcome(Failure("outputs", signature, detail), position)
     return outcome(None, len(sequence.operations))
