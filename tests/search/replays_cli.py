@@ -174,7 +174,7 @@ def summary(
     return {
         "search": "replays",
         "command": f"python -m tests.search.replays --cases {options.cases} --seed {options.seed}"
-        f" --jobs {options.jobs}",
+        f" --jobs {options.jobs}" + (f" --minutes {options.minutes:g}" if options.minutes < float("inf") else ""),
         "gemma4_compat": __version__,
         "date": datetime.date.today().isoformat(),
         "versions": findings.stack(),
