@@ -46,6 +46,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/RELEASES.md": [("matrix", matrix.summary), ("upstream", measurements.upstream_section)],
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
+    "docs/DECODING.md": [("replays", measurements.replays_section)],
     "docs/EVIDENCE.md": [
         ("gpu", gpu.summary),
         ("what it costs", compare_report.summary),

@@ -3,27 +3,34 @@
 A graph reads memory, so a weight that was changed in place is seen. It does not see that a module has another weight
 now, or another hook, or that another adapter is active. :meth:`Dependencies.hold` looks at that before every replay,
 mostly in C: an entry is a dictionary, a key, and the object that was there. What programs do not change between two
-tokens of one ``generate`` (attributes of modules, their children) is looked at once for each ``generate``, by
-:meth:`Dependencies.hold_in_full`.
+tokens of one ``generate`` is looked at once for each ``generate``, by :meth:`Dependencies.hold_in_full`: the tree of
+modules, and whatever their forwards may read: every attribute, those that are added among them, what is in their
+lists and dictionaries, their classes and the functions beside these.
 
 Nothing here keeps a module or a tensor alive. When a module of the model is deleted, everything is let go.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from typing import Any
 
 from gemma4_compat._quantization import quant_states
 
-#: Attributes of PEFT's layers that say which adapters compute, and how strongly.
+#: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers have one only once they
+#: were switched, and their class has it until then.
 _ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _ADAPTER_DICTS = ("scaling",)
 #: Attributes of configurations, which a logits processor may change, too.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+#: Whose objects are values, and whose classes nobody changes.
+_PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
+#: Of the model itself, set by whoever calls it.
+_OF_CALLS = ("generation_config", "training", "forward")
 
 
 class Dependencies:
@@ -49,15 +56,21 @@ class Dependencies:
         self._addresses: list[int] = []
         self._tensors: list[weakref.ref[Any]] = []  # on the device
         self._metas: list[weakref.ref[Any]] = []  # offloaded
+        self._layouts = _Layouts()
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
         self._ignored = {*_of_every_module(), *_ADAPTER}
-        kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
-        self._forwards = [(kind, kind.forward) for kind in kinds]  # somebody may replace those, too
+        self._kinds = list(map(type, modules))
+        self._classes: dict[type, tuple[list[str], list[Any]]] = {}
         self._registries: list[tuple[Any, dict[Any, Any]]] = []
-        for name in dict.fromkeys(kind.__module__ for kind in kinds):
-            self._add_globals(vars(sys.modules[name]))
         self._modules = [weakref.ref(module, lambda _ref: self._release(on_gone)) for module in modules]
+        for kind in dict.fromkeys(self._kinds):
+            self._add_class(kind)
+        for name in dict.fromkeys(kind.__module__ for kind in self._classes):
+            if name in sys.modules:
+                self._add_globals(vars(sys.modules[name]))
+        for hooks in global_hooks():
+            self._add_hooks(hooks)
         for index, module in enumerate(modules):
             self._add(module, first=index == 0)
         for group in groups:
@@ -72,7 +85,7 @@ class Dependencies:
             for key in _IMPLEMENTATIONS:
                 self._configs.add(config, key)
             for key in config.keys() - set(_IMPLEMENTATIONS):
-                self._seldom.add(config, key)
+                self._add_attribute(config, key)
 
     def _release(self, on_gone: Callable[[Dependencies], None]) -> None:
         """A module is deleted, and its weights with it."""
@@ -90,26 +103,59 @@ class Dependencies:
                     self._add_tensor(tensor)
         for name in attributes["_modules"]:
             self._seldom.add(attributes["_modules"], name)
+        for kind in ("_parameters", "_buffers", "_modules"):
+            self._seldom.add_contents(attributes[kind])
         often = self._often if first else self._seldom
         often.add(attributes, "forward")
         often.add(attributes, "training")
         for kind in _HOOKS:
-            (self._hooks if attributes[kind] else self._no_hooks).append(attributes[kind])
-            for key in attributes[kind]:
-                self._seldom.add(attributes[kind], key)
+            self._add_hooks(attributes[kind])
         for key in _ADAPTER:
-            if key in attributes:
-                self._adapters.add(attributes, key)
+            if hasattr(module, key):
+                self._adapters.add(attributes, key, getattr(type(module), key, None))
         for key in _ADAPTER_DICTS:
             if isinstance(attributes.get(key), dict):
                 for name in attributes[key]:
                     self._adapters.add(attributes[key], name)
-        for key, value in () if first else attributes.items():  # generate() keeps things on the model itself
-            if key not in self._ignored:
-                self._seldom.add(attributes, key)
-                if isinstance(value, dict):
-                    for name in value:
-                        self._seldom.add(value, name)
+        if not first:
+            self._seldom.add_contents(attributes)
+        for key, value in attributes.items():
+            # Whoever generates keeps things on the model itself, and methods in place of its own.
+            kept = first and (key.startswith("_") or key in _OF_CALLS or callable(value))
+            if key not in self._ignored and not kept:
+                self._add_attribute(attributes, key)
+
+    def _add_attribute(self, where: dict[Any, Any], key: Any) -> None:
+        """What is under ``key``, and what is in it: containers, and the tensors and classes of objects."""
+        self._seldom.add(where, key)
+        self._add_contents(where[key], {id(where)})
+
+    def _add_contents(self, value: Any, above: set[int]) -> None:
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            self._layouts.add(value)
+        elif not isinstance(value, (dict, list, tuple, set)):
+            if type(value).__module__ not in _PLAIN and not isinstance(value, type):
+                self._add_class(type(value))
+        elif id(value) not in above:
+            self._seldom.add_contents(value)
+            if isinstance(value, dict):
+                for name in value:
+                    self._seldom.add(value, name)
+            for part in value.values() if isinstance(value, dict) else value:
+                self._add_contents(part, {*above, id(value)})
+
+    def _add_hooks(self, hooks: dict[Any, Any]) -> None:
+        (self._hooks if hooks else self._no_hooks).append(hooks)
+        for key in hooks:
+            self._seldom.add(hooks, key)
+
+    def _add_class(self, kind: type) -> None:
+        """Somebody may replace its functions."""
+        for part in kind.__mro__:
+            if part not in self._classes and part.__module__ not in _PLAIN:
+                self._classes[part] = list(vars(part)), list(vars(part).values())
 
     def _add_globals(self, names: dict[str, Any]) -> None:
         """Functions that forwards call by their names, and registries in which they look functions up."""
@@ -127,12 +173,15 @@ class Dependencies:
                 if holder is not None:
                     for key in ("absmax", "code", "offset", "state2"):
                         self._often.add(vars(holder), key)
+                    for key in vars(holder).keys() - {"absmax", "code", "offset", "state2"}:
+                        self._seldom.add(vars(holder), key)
         for part in (tensor, *(() if state is None else quant_states.tensors(state))):
             if part.device.type == "meta":
                 self._metas.append(weakref.ref(part))
             else:
                 self._tensors.append(weakref.ref(part))
                 self._addresses.append(part.data_ptr())
+                self._layouts.add(part)
 
     def hold(self) -> bool:
         """Whether a replay would compute what the model computes now. Made for every token."""
@@ -155,15 +204,26 @@ class Dependencies:
 
     def hold_in_full(self) -> bool:
         """Whether nothing else of the modules has changed either. Made for every ``generate``."""
-        if any(kind.forward is not forward for kind, forward in self._forwards):
+        if self._gone or [type(reference()) for reference in self._modules] != self._kinds:
+            return False
+        if not all(map(_is_as_it_was, self._classes.items())):
             return False
         if any(dict(registry) != functions for registry, functions in self._registries):
             return False
-        return self._seldom.hold() and list(map(_dtype, self._metas)) == self._dtypes
+        if list(map(_dtype, self._metas)) != self._dtypes:
+            return False
+        return self._seldom.hold() and self._layouts.hold()
+
+
+def _is_as_it_was(item: tuple[type, tuple[list[str], list[Any]]]) -> bool:
+    """Whether a class has the attributes that it had. The old ones are kept alive, so that ids tell them apart."""
+    kind, (names, values) = item
+    now = vars(kind)
+    return list(now) == names and all(map(operator.is_, now.values(), values))
 
 
 class _Entries:
-    """Of dictionaries: which object is under a key.
+    """Of dictionaries: which object is under a key. Of containers: what is in them.
 
     Objects are compared by their ids, in two passes over lists. Another object may get the id of one that was deleted,
     so deletions are noticed: by weak references, or there are none, for numbers, names and the like are kept alive.
@@ -178,23 +238,33 @@ class _Entries:
         self._constants: list[Any] = []
         self._references: list[weakref.ref[Any]] = []
         self._gone: list[weakref.ref[Any]] = []  # of those, the ones whose object was deleted
+        self._containers: list[Collection[Any]] = []
+        self._contents: list[list[int]] = []
 
     def add(self, where: dict[Any, Any], key: Any) -> None:
         """Note what is under ``key`` now."""
-        value = where.get(key)
         self._dicts.append(where)
         self._keys.append(key)
-        self._ids.append(id(value))
-        if isinstance(value, (dict, list, tuple, set)):
-            return
-        try:
-            self._references.append(weakref.ref(value, self._gone.append))
-        except TypeError:  # a number, a name, a dtype: nothing that holds a module
-            self._constants.append(value)
+        self._ids.append(self._noted(where.get(key)))
+
+    def add_contents(self, container: Collection[Any]) -> None:
+        """Note the items of a list, a set or a tuple now, or the keys of a dictionary."""
+        self._containers.append(container)
+        self._contents.append(list(map(self._noted, container)))
+
+    def _noted(self, value: Any) -> int:
+        if not isinstance(value, (dict, list, tuple, set)):
+            try:
+                self._references.append(weakref.ref(value, self._gone.append))
+            except TypeError:  # a number, a name, a dtype: nothing that holds a module
+                self._constants.append(value)
+        return id(value)
 
     def hold(self) -> bool:
         """Whether the same objects are there."""
-        return not self._gone and list(map(id, map(dict.get, self._dicts, self._keys))) == self._ids
+        if self._gone or list(map(id, map(dict.get, self._dicts, self._keys))) != self._ids:
+            return False
+        return [list(map(id, container)) for container in self._containers] == self._contents
 
 
 class _Values:
@@ -205,20 +275,60 @@ class _Values:
         self._keys: list[Any] = []
         self._values: list[Any] = []
 
-    def add(self, where: dict[Any, Any], key: Any) -> None:
+        self._defaults: list[Any] = []
+
+    def add(self, where: dict[Any, Any], key: Any, default: Any = None) -> None:
         """Note the value under ``key``: a number, a name, or a list of names, which is copied."""
         self._dicts.append(where)
         self._keys.append(key)
-        value = where.get(key)
+        self._defaults.append(default)
+        value = where.get(key, default)
         self._values.append(list(value) if isinstance(value, list) else value)
 
     def hold(self) -> bool:
         """Whether equal values are there."""
-        return list(map(dict.get, self._dicts, self._keys)) == self._values
+        return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self._values
+
+
+class _Layouts:
+    """Of tensors: where they lie, and how."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[Any]] = []
+        self._layouts: list[Any] = []
+
+    def add(self, tensor: Any) -> None:
+        import torch
+
+        if tensor.layout is torch.strided:
+            self._references.append(weakref.ref(tensor))
+            self._layouts += _layouts([tensor])
+
+    def hold(self) -> bool:
+        """Whether all are there, where and as they were."""
+        found = [reference() for reference in self._references]
+        return not any(tensor is None for tensor in found) and _layouts(found) == self._layouts
+
+
+def _layouts(found: list[Any]) -> list[Any]:
+    import torch
+
+    kind = torch.Tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        places, strides = map(kind.data_ptr, found), map(kind.stride, found)
+        return list(zip(places, strides, map(operator.attrgetter("dtype", "shape"), found)))
 
 
 def _dtype(reference: weakref.ref[Any]) -> Any:
     return getattr(reference(), "dtype", None)
+
+
+def global_hooks() -> Iterator[dict[Any, Any]]:
+    """The hooks of all modules, in the order of :data:`_HOOKS`."""
+    import torch
+
+    for kind in _HOOKS:
+        yield getattr(torch.nn.modules.module, f"_global{kind}")
 
 
 def _of_every_module() -> frozenset[str]:

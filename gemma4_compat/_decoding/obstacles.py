@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gemma4_compat._decoding import dependencies
 from gemma4_compat._models import placement
 from gemma4_compat._offload import host_memory, row_lookup, streaming
 
@@ -48,6 +49,15 @@ def find_before_a_forward(model: Any) -> str | None:
     return next(itertools.chain(_lasting(modules), _on_disk(model, modules)), None)
 
 
+def of_virtual_tokens(model: Any) -> str | None:
+    """Why PEFT refuses a static cache in the ``generate`` that it has begun; None where it does not."""
+    caller = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)
+    config = None if caller is model else getattr(caller, "active_peft_config", None)
+    if config is None or not config.is_prompt_learning:
+        return None
+    return f"PEFT takes no static cache with virtual tokens ({config.peft_type.value})"
+
+
 def _lasting(modules: list[Any]) -> Iterator[str]:
     if any(type(module).__name__ == "Linear8bitLt" or _has_int8(module) for module in modules):
         yield "8-bit layers of bitsandbytes synchronize with the host for every token"
@@ -57,6 +67,9 @@ def _lasting(modules: list[Any]) -> Iterator[str]:
 
 
 def _of_hooks(model: Any, modules: list[Any]) -> Iterator[str]:
+    for hooks in dependencies.global_hooks():
+        for function in itertools.filterfalse(_is_known, hooks.values()):
+            yield f"a hook on every module has to run for every token ({_text(function)})"
     for module in modules:
         for function in _hooks(module):
             if not _is_known(function):

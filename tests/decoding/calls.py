@@ -254,6 +254,52 @@ def _number(model: Any) -> None:
     layers(model)[1].self_attn.scaling *= 0.5
 
 
+def reads_attributes(module: Any) -> None:
+    """A forward of the user's, which reads attributes of all kinds."""
+    import torch
+
+    forward = module.forward
+    module.own_list, module.own_dict, module.own_tensor = [1.0], {"factor": 1.0}, torch.ones(1)
+
+    def own(states: Any) -> Any:
+        factor = module.own_list[0] * module.own_dict.get("further", 1.0) * getattr(module, "own_switch", 1.0)
+        found = forward(states)
+        return torch.cat([found[..., :8] * factor * module.own_tensor.to(found.dtype), found[..., 8:]], dim=-1)
+
+    module.forward = own
+
+
+#: What such a forward reads, changed.
+ATTRIBUTES: dict[str, Change] = {
+    "an item of a list": lambda module: module.own_list.__setitem__(0, -3.0),
+    "a key that a dictionary had not": lambda module: module.own_dict.update(further=-3.0),
+    "an attribute that was not there": lambda module: setattr(module, "own_switch", -3.0),
+    "the data of a tensor": lambda module: setattr(module.own_tensor, "data", module.own_tensor.data * -3),
+}
+
+
+@_change
+def _strides_of_a_weight(model: Any) -> None:
+    weight = layers(model)[1].self_attn.o_proj.weight
+    weight.data = weight.data.as_strided(weight.shape, (1, 1))
+
+
+@_change
+def _class_of_a_module(model: Any) -> None:
+    mlp = layers(model)[1].mlp
+    forward = type(mlp).forward
+    mlp.__class__ = type("Negated", (type(mlp),), {"forward": lambda self, states: -forward(self, states)})
+
+
+@_change
+def _another_configuration(model: Any) -> None:
+    import copy
+
+    config = copy.deepcopy(model.config)
+    config.get_text_config().final_logit_softcapping = 2.0
+    model.config = config
+
+
 @_change
 def _option_of_the_configuration(model: Any) -> None:
     model.config.get_text_config().final_logit_softcapping = 2.0

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 pytest.importorskip("bitsandbytes")
 
-from tests.decoding.calls import Models, ask, base, compared, differ, generate, layers, steps, switched, text
+from tests.decoding.calls import (
+    Models,
+    ask,
+    assert_equal,
+    base,
+    compared,
+    differ,
+    generate,
+    layers,
+    steps,
+    switched,
+    text,
+)
 from tests.helpers import holders
+from tests.search import replay_tuners
 
 pytestmark = pytest.mark.usefixtures("tapes")
 
@@ -39,6 +54,88 @@ def test_switched_disabled_merged_scaled_and_deleted(models: Models, quantizatio
     model.delete_adapter("second")
     compared(model, ask(model))
     assert steps(model).reasons == ()
+
+
+#: What is tried of every tuner, in this order. One that PEFT refuses changes what it has changed before it raised.
+SWITCHES: dict[str, Callable[[Any], Any]] = {
+    "disable_adapter_layers": lambda model: model.base_model.disable_adapter_layers(),
+    "enable_adapter_layers": lambda model: model.base_model.enable_adapter_layers(),
+    "set_adapter": lambda model: model.set_adapter("default"),
+    "merge_adapter": lambda model: model.merge_adapter(),
+    "unmerge_adapter": lambda model: model.unmerge_adapter(),
+    "add_weighted_adapter": lambda model: model.add_weighted_adapter(["default", "second"], [0.7, 0.6], "sum", "cat"),
+    "the sum": lambda model: model.set_adapter("sum"),
+    "default again": lambda model: model.set_adapter("default"),
+    "delete_adapter": lambda model: model.delete_adapter("second"),
+}
+#: Those whose forward is refused: PEFT's own, or a capture's.
+NOT_REPLAYED = ("alora", "frod", "lora-dropout", "poly", "prompt", "p-tuning", "prefix", "cartridge", "cpt", "shira")
+FEW = ("ln", "lora", "lora-norms")
+
+
+@pytest.mark.parametrize(
+    "tuner",
+    [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in replay_tuners.TUNERS],
+)
+def test_every_tuner_and_every_way_to_switch(models: Models, tuner: str) -> None:
+    import peft
+
+    model = models.fresh(None)
+    try:
+        model = peft.get_peft_model(model, replay_tuners.config(tuner))
+    except (AttributeError, ValueError) as error:
+        pytest.skip(f"PEFT {peft.__version__}: {error}")
+    replay_tuners.drawn(model, 1)
+
+    def asked(way: dict[str, Any]) -> Any:
+        try:
+            return generate(model, text(model), way)
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+
+    def held() -> None:
+        found, expected = asked({}), asked({"disable_compile": True})
+        if isinstance(expected, str):
+            assert found == expected
+        else:
+            assert_equal(found, expected)
+
+    held()
+    with model.disable_adapter():
+        held()
+    held()
+    with contextlib.suppress(ValueError):
+        model.add_adapter("second", replay_tuners.config(tuner))
+        model.set_adapter("second")
+        replay_tuners.drawn(model, 2)
+        held()
+    for switch in SWITCHES.values():
+        with contextlib.suppress(AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            switch(model)
+        held()
+    assert steps(model).replayed > 0 or tuner in NOT_REPLAYED
+
+
+def test_ln_tuning_switched_off_between_two_tokens(models: Models) -> None:
+    """Its layers have no flag of their own before they are switched."""
+    import peft
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    model = peft.get_peft_model(models.fresh(None), replay_tuners.config("ln"))
+    replay_tuners.drawn(model, 1)
+
+    class Switches(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            on = input_ids.shape[1] % 5 > 2
+            model.base_model.enable_adapter_layers() if on else model.base_model.disable_adapter_layers()
+            return scores
+
+    def asked(way: dict[str, Any]) -> Any:
+        model.base_model.enable_adapter_layers()
+        return ask(model, new=12, logits_processor=LogitsProcessorList([Switches()]))(way)
+
+    plain = compared(model, ask(model, new=12))
+    assert differ(plain, compared(model, asked))
 
 
 def test_one_that_was_active_before_is_not_captured_again(models: Models) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("bitsandbytes")
 from gemma4_compat._decoding import dependencies
 from gemma4_compat._models import placement
 from tests.decoding.calls import (
+    ATTRIBUTES,
     CHANGES,
     CHANGES_OF_QUANTIZED,
     TABLE,
@@ -23,6 +24,7 @@ from tests.decoding.calls import (
     differ,
     generate,
     layers,
+    reads_attributes,
     static_cache,
     steps,
     text,
@@ -42,6 +44,14 @@ def noticed(model: Any, change: Change) -> None:
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change(models: Models, what: str) -> None:
     noticed(models.fresh(None), CHANGES[what])
+
+
+@pytest.mark.parametrize("what", ATTRIBUTES)
+def test_an_attribute_that_a_forward_reads(models: Models, what: str) -> None:
+    model = models.fresh(None)
+    mlp = layers(model)[1].mlp
+    reads_attributes(mlp)
+    noticed(model, lambda _: ATTRIBUTES[what](mlp))
 
 
 @pytest.mark.full
@@ -156,6 +166,42 @@ def test_a_hook_of_the_user_runs_for_every_token_until_it_is_removed(models: Mod
     assert len(seen) == 2 * len(before.logits)
     assert any("a hook on" in reason for reason in steps(model).reasons)
     handle.remove()
+    compared(model, ask(model))
+
+
+def test_a_hook_on_every_module_runs_for_every_token_until_it_is_removed(models: Models) -> None:
+    import torch
+
+    model = models.fresh(None)
+    norm = layers(model)[1].input_layernorm
+    (before,) = compared(model, ask(model))
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, _given, output: -output if module is norm else None
+    )
+    try:
+        (hooked,) = compared(model, ask(model), replays=False)
+    finally:
+        handle.remove()
+    assert differ([before], [hooked])
+    assert any("a hook on every module" in reason for reason in steps(model).reasons)
+    assert not differ([before], compared(model, ask(model)))
+
+
+def test_a_method_that_a_class_had_not(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.fresh(None)
+    kind = type(layers(model)[0].mlp)
+    call = kind.__call__
+
+    def change(_model: Any) -> None:
+        monkeypatch.setattr(kind, "__call__", lambda self, states: -call(self, states))
+
+    noticed(model, change)
+
+
+def test_a_class_of_no_module_that_can_be_imported(models: Models) -> None:
+    model = models.fresh(None)
+    kind = type(layers(model)[1].mlp)
+    layers(model)[1].mlp.__class__ = type("Elsewhere", (kind,), {"__module__": "not.there"})
     compared(model, ask(model))
 
 

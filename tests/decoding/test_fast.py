@@ -14,6 +14,7 @@ import gemma4_compat
 from gemma4_compat._decoding import recording
 from tests.decoding.calls import PATCH, Models, assert_equal, base, generate, static_cache, steps, text
 from tests.offload import threads
+from tests.search import replay_tuners
 
 EAGER = {"disable_compile": True}
 NO_CACHE_NAMED = {"cache_implementation": None}
@@ -91,6 +92,34 @@ def test_with_a_prompt_to_look_up_it_decodes_as_ever(models: Models, tapes: Any)
     model = gemma4_compat.decode_fast(models.fresh(None))
     model.generate(**text(model), prompt_lookup_num_tokens=3, max_new_tokens=8)
     assert steps(model).replayed == 0
+
+
+@pytest.mark.parametrize("tuner", ["prefix", "cartridge", "cpt"])
+def test_with_virtual_tokens_it_decodes_as_ever(
+    models: Models, tapes: Any, caplog: pytest.LogCaptureFixture, tuner: str
+) -> None:
+    """PEFT refuses static caches for them."""
+    import peft
+
+    if not hasattr(peft, replay_tuners.TUNERS[tuner][0]):
+        pytest.skip(f"PEFT {peft.__version__} has no such tuner")
+    model = models.fresh(None)
+    gemma4_compat.decode_fast(model, enabled=False)
+    model = peft.get_peft_model(model, replay_tuners.config(tuner)).eval()
+    try:
+        expected = answer(model)
+    except RuntimeError as error:  # PEFT 0.19: layers whose heads have other widths
+        pytest.skip(f"PEFT {peft.__version__} cannot do it: {error}")
+    gemma4_compat.decode_fast(model)
+    with caplog.at_level(logging.WARNING, "gemma4_compat"):
+        for _ in range(2):
+            assert_equal(answer(model), expected)
+    (said,) = [record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()]
+    assert "PEFT takes no static cache with virtual tokens" in said
+    assert steps(model).replayed == 0
+    with model.disable_adapter():
+        assert replays(model)
+    assert not replays(model)
 
 
 def test_a_copy_decodes_as_ever(models: Models, tapes: Any) -> None:

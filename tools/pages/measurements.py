@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from tools.pages.markers import ROOT
@@ -16,16 +17,40 @@ def search_section() -> str:
         "sequences": "sequences of operations",
         "one device": "sequences of operations, nothing split, with the shim and without",
     }
-    for file in sorted((ROOT / "docs" / "search").glob("*.json")):
-        run = json.loads(file.read_text(encoding="utf-8"))
-        stack = ", ".join(
-            f"{key} {run['versions'][key]}" for key in ("transformers", "accelerate", "peft", "bitsandbytes")
-        )
+    for name, run in _runs():
+        if run.get("search") == "replays":
+            continue
         rows.append(
-            f"| {stack} ([raw](docs/search/{file.name}), {run['date']}) | {run['main device']} | {run['cases']} "
+            f"| {_stack(name, run)} | {run['main device']} | {run['cases']} "
             f"{tried[run.get('search', 'placements')]}{_package(run)} | {len(run['failing'])} | `{run['command']}` |"
         )
     return "\n".join(rows)
+
+
+def replays_section() -> str:
+    """What the committed runs of the search for what a replay does not notice say."""
+    rows = [
+        "| stack | sequences | calls of `generate` | replayed steps | failing | command |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, run in _runs():
+        if run.get("search") == "replays":
+            rows.append(
+                f"| {_stack(name, run)} | {run['cases']}{_package(run)} | {run['compared']}, {run['raised']} of them "
+                f"raise both ways | {run['steps']} | {len(run['failing'])} | `{run['command']}` |"
+            )
+    return "\n".join(rows)
+
+
+def _runs() -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in sorted((ROOT / "docs" / "search").glob("*.json")):
+        yield file.name, json.loads(file.read_text(encoding="utf-8"))
+
+
+def _stack(name: str, run: dict[str, Any]) -> str:
+    libraries = ("transformers", "accelerate", "peft", "bitsandbytes")
+    versions = ", ".join(f"{library} {run['versions'][library]}" for library in libraries)
+    return f"{versions} ([raw](docs/search/{name}), {run['date']})"
 
 
 def _package(run: dict[str, Any]) -> str:

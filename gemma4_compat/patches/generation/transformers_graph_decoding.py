@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import decoder, deferral, static_caches
+from gemma4_compat._decoding import decoder, deferral, obstacles, static_caches
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
@@ -56,7 +56,11 @@ def prepare_cache(
         and generation_config.use_cache is not False
         and cache_names.cache_in(model_kwargs) is None
     ):
-        generation_config.cache_implementation = "static"  # of this call: it is a copy
+        refused = obstacles.of_virtual_tokens(self)
+        if refused is None:
+            generation_config.cache_implementation = "static"  # of this call: it is a copy
+        else:
+            decoder.of(self).reason(refused)
     return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
 
 
