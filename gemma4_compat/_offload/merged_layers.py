@@ -61,6 +61,28 @@ def onload_layer(layer: Any) -> contextlib.AbstractContextManager[None] | None:
     return onloaded(layer, pairs)
 
 
+@contextlib.contextmanager
+def merged_onloaded(model: Any, pairs: list[Any]) -> Iterator[None]:
+    """Inside, an offloaded layer of ``model`` is onloaded, and its new weight stored, by its own ``merge``."""
+    layers = [
+        module
+        for module in walk.modules(model)
+        if hasattr(module, "merged_adapters") and placement.offload_hook(walk.innermost(module)) is not None
+    ]
+    for layer in layers:
+        vars(layer)["merge"] = functools.partial(_merge, layer, pairs)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["merge"]
+
+
+def _merge(layer: Any, pairs: list[Any], *args: Any, **kwargs: Any) -> None:
+    with onloaded(layer, pairs):
+        type(layer).merge(layer, *args, **kwargs)
+
+
 def _changes_weights(layer: Any) -> bool:
     return hasattr(layer, "merged_adapters") or hasattr(type(layer), "unload_and_optionally_merge_module")
 
