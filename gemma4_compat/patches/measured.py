@@ -60,6 +60,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "peft-quantized-experts": ("peft.tuners.lora.layer", "peft.tuners.tuners_utils"),
     "peft-quantized-merge": ("peft.tuners.tuners_utils",),
     "peft-quantized-tuners": ("peft.tuners.tuners_utils", "peft.tuners.ia3.bnb", "peft.tuners.randlora.bnb", "peft.tuners.road.bnb", "peft.tuners.adalora.bnb", "peft.tuners.pvera.bnb", "peft.tuners.vera.bnb"),
+    "peft-resized-vocabulary": ("peft.utils.save_and_load",),
     "peft-save-offloaded": ("peft.utils.save_and_load",),
     "peft-shared-devices": ("peft.tuners.randlora.layer", "peft.tuners.lily.layer", "peft.tuners.randlora.bnb"),
     "peft-unilora-frod": ("peft.tuners.unilora.layer", "peft.tuners.frod.model"),

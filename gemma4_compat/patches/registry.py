@@ -50,6 +50,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.peft_quantized_merge",
     "adapters.peft_merge_offloaded",
     "adapters.peft_qat_merge",
+    "adapters.peft_resized_vocabulary",
     "checkpoints.peft_save_offloaded",
     "training.peft_kbit_dtypes",
     "adapters.peft_quantized_experts",
