@@ -15,14 +15,73 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement, walk
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import host_memory, stored_weights
 
 _UNMERGE = "unmerge"  # on a merged layer: its own is called with its base weight onloaded
 _HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
 
+#: Pairs of tied weights that a merge takes apart, while it runs.
+_parted: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("parted", default=[])  # noqa: B039  # never changed
 #: Pairs of tied weights of the model whose adapters are being merged; None: unloaded without a merge.
 _merging: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("merging")
+
+
+@contextlib.contextmanager
+def parting(model: Any) -> Iterator[list[Any]]:
+    """Inside, a merge into one of two tied weights changes that one only; yields the pairs that it takes apart.
+
+    Raises:
+        Gemma4CompatError: a pair has trained tokens as well, which PEFT writes over what it merged.
+    """
+    import torch
+
+    layers = [module for module in walk.modules(model) if "merged_adapters" in vars(module)]
+    tokens = [module for module in layers if type(module).__name__ == "TrainableTokensLayer"]
+    around, trained = ({walk.innermost(module) for module in found} for found in (set(layers) - set(tokens), tokens))
+    pairs = [pair for pair in stored_weights.pairs(model) if {pair[0][0], pair[1][0]} & around]
+    pairs = [pair for pair in pairs if stored_weights.is_same(*pair)]
+    if any({pair[0][0], pair[1][0]} & trained for pair in pairs):
+        raise Gemma4CompatError(
+            "the head and the embedding tied to it have both a LoRA (target_modules) and trained tokens "
+            "(trainable_token_indices): PEFT writes one over the other when it merges. Nothing was changed. Keep the "
+            "adapter loaded, or train it with one of the two"
+        )
+    _forget_addresses(model, [place for pair in pairs for place in pair])
+    for (module, name), (owner, owners_name) in pairs:
+        weight = owner._parameters[owners_name]
+        if module._parameters[name] is weight and weight.device.type != "meta":
+            own = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+            module._parameters[name] = own
+    token = _parted.set(pairs)
+    try:
+        yield pairs
+    except BaseException:
+        join(model)
+        raise
+    finally:
+        _parted.reset(token)
+
+
+def _forget_addresses(model: Any, places: list[Any]) -> None:
+    """Have accelerate take no offloaded weight for one of these: it knows tied ones by their addresses."""
+    hooks = [hook for module in walk.modules(model) if (hook := placement.offload_hook(module)) is not None]
+    for module, name in places:
+        tensors, own = [module._parameters[name]], placement.offload_hook(module)
+        if own is not None and not (stored := host_memory.stored(own.weights_map, name)).on_disk:
+            tensors.append(stored.raw)
+        for tensor in tensors:
+            if tensor.device.type != "meta":
+                for hook in hooks:
+                    stored_weights.forget_address(hook, tensor)
+
+
+def join(model: Any) -> None:
+    """Let tied weights on a device that a merge took apart be one parameter again, where they have the same value."""
+    for target, source in stored_weights.pairs(model):
+        if not stored_weights.is_apart(target, source) and stored_weights.is_same(target, source):
+            target[0]._parameters[target[1]] = source[0]._parameters[source[1]]
 
 
 @contextlib.contextmanager
@@ -31,7 +90,7 @@ def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
     if not any(placement.offload_hook(module) for module in walk.modules(model)):
         yield []
         return
-    pairs = stored_weights.tied(model)
+    pairs = [pair for pair in stored_weights.tied(model) if pair not in _parted.get()]
     token = _merging.set(pairs if merge else None)
     try:
         yield pairs
@@ -109,7 +168,8 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
             hook.post_forward(module, None)
         if [list(module.merged_adapters) for module in layers] != before:
             if placement.offload_hook(base) is not None:
-                _store(base, values, in_forward=base not in offloaded)
+                shared = any(base in (pair[0][0], pair[1][0]) for pair in _parted.get())
+                _store(base, values, in_forward=base not in offloaded, in_place=not shared)
             for own, other in tied:
                 stored_weights.tie(other, own)
         for module in layers:
@@ -118,10 +178,10 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
                 vars(module)[_UNMERGE] = functools.partial(_unmerge, module, pairs)
 
 
-def _store(base: Any, values: dict[str, Any], *, in_forward: bool) -> None:
+def _store(base: Any, values: dict[str, Any], *, in_forward: bool, in_place: bool) -> None:
     for name, value in values.items():
         if value is not None:
-            stored_weights.write(base, name, value)
+            stored_weights.write(base, name, value, in_place=in_place)
         if type(value).__name__ == "Int8Params":
             stored_weights.write_scales(base, value.SCB)
     if in_forward:  # which ends with these, and takes them out

@@ -49,6 +49,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.transformers_adapter_keys",
     "adapters.peft_quantized_merge",
     "adapters.peft_merge_offloaded",
+    "adapters.peft_tied_merge",
     "adapters.peft_qat_merge",
     "adapters.peft_resized_vocabulary",
     "checkpoints.peft_save_offloaded",
