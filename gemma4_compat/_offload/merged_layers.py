@@ -35,8 +35,6 @@ def parting(model: Any) -> Iterator[list[Any]]:
     Raises:
         Gemma4CompatError: a pair has trained tokens as well, which PEFT writes over what it merged.
     """
-    import torch
-
     layers = [module for module in walk.modules(model) if "merged_adapters" in vars(module)]
     tokens = [module for module in layers if type(module).__name__ == "TrainableTokensLayer"]
     around, trained = ({walk.innermost(module) for module in found} for found in (set(layers) - set(tokens), tokens))
@@ -49,11 +47,8 @@ def parting(model: Any) -> Iterator[list[Any]]:
             "adapter loaded, or train it with one of the two"
         )
     _forget_addresses(model, [place for pair in pairs for place in pair])
-    for (module, name), (owner, owners_name) in pairs:
-        weight = owner._parameters[owners_name]
-        if module._parameters[name] is weight and weight.device.type != "meta":
-            own = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-            module._parameters[name] = own
+    for target, source in pairs:
+        _take_apart(target, source)
     token = _parted.set(pairs)
     try:
         yield pairs
@@ -67,14 +62,38 @@ def parting(model: Any) -> Iterator[list[Any]]:
 def _forget_addresses(model: Any, places: list[Any]) -> None:
     """Have accelerate take no offloaded weight for one of these: it knows tied ones by their addresses."""
     hooks = [hook for module in walk.modules(model) if (hook := placement.offload_hook(module)) is not None]
-    for module, name in places:
-        tensors, own = [module._parameters[name]], placement.offload_hook(module)
-        if own is not None and not (stored := host_memory.stored(own.weights_map, name)).on_disk:
-            tensors.append(stored.raw)
-        for tensor in tensors:
-            if tensor.device.type != "meta":
-                for hook in hooks:
-                    stored_weights.forget_address(hook, tensor)
+    tensors = [place[0]._parameters[place[1]] for place in places] + [_held(place) for place in places]
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "meta":
+            for hook in hooks:
+                stored_weights.forget_address(hook, tensor)
+
+
+def _held(place: Any) -> Any:
+    """The tensor with the values of a weight; None for one on disk."""
+    module, name = place
+    hook = placement.offload_hook(module)
+    if hook is None:
+        return module._parameters[name]
+    stored = host_memory.stored(hook.weights_map, name)
+    return None if stored.on_disk else stored.raw
+
+
+def _take_apart(target: Any, source: Any) -> None:
+    """Let two tied weights, wherever they are, share neither a parameter nor memory."""
+    import torch
+
+    for module, _ in (target, source):
+        placement.offload_tied(module)
+    held = [_held(place) for place in (target, source)]
+    if any(value is None for value in held) or held[0].data_ptr() != held[1].data_ptr():
+        return
+    module, name = next((place for place in (target, source) if placement.offload_hook(place[0])), target)
+    if placement.offload_hook(module) is not None:
+        stored_weights.write(module, name, stored_weights.read(module, name).clone(), in_place=False)
+    else:
+        weight = module._parameters[name]
+        module._parameters[name] = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
 
 
 def join(model: Any) -> None:
