@@ -252,8 +252,7 @@ def _sort(adapter: Adapter, model: Any) -> None:
         path = key.removeprefix(translations.PREFIX)
         if key.rpartition(".")[2] in projections:  # RandLora saves them once more with every layer
             continue
-        plain = path.replace(".token_adapter.", ".") if path.endswith(".base_layer.weight") else path
-        plain = plain.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
+        plain = path.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
         if plain in own:
             adapter.replaced[plain] = key
             continue

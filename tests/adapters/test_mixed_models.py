@@ -102,7 +102,9 @@ def test_an_adapter_of_another_class_is_translated(workspace: Any) -> None:
 
 def test_an_adapter_that_does_not_fit_leaves_the_model_as_it_was(workspace: Any) -> None:
     base = workspace.load()
-    with pytest.raises(Gemma4CompatError, match="does not fit PeftMixedModel: 2 of its tensors.*the model is as it was"):
+    with pytest.raises(
+        Gemma4CompatError, match=r"does not fit PeftMixedModel: 2 of its tensors.*the model is as it was"
+    ):
         mixed(base, workspace.mismatched_adapter())
     assert difference(workspace.reference(), workspace.outputs(base)) == 0.0
     model = mixed(workspace.load(), workspace.adapter("language"))

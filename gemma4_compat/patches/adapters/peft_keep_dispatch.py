@@ -82,7 +82,7 @@ def _caught_as_upstream() -> type[Gemma4CompatError]:
     """The class of an error that is caught as those which upstream raises there."""
     from huggingface_hub.errors import HFValidationError
 
-    class MissingWeightsError(Gemma4CompatError, HFValidationError, OSError):
+    class MissingWeightsError(Gemma4CompatError, HFValidationError, OSError):  # type: ignore[misc]
         pass
 
     return MissingWeightsError

@@ -53,7 +53,7 @@ def get_peft_model_state_dict(
             added.append(name)
     if added and save_embedding_layers == "auto":
         notice.warn_user(
-            f"the vocabulary was resized, so the adapter is saved with {len(added)} embeddings of the base model "
+            "the vocabulary was resized, so the adapter is saved with embeddings of the base model "
             f"({', '.join(added)}). To load it, give the base model as many tokens before: "
             f"resize_token_embeddings({inner.config.get_text_config().vocab_size}). save_embedding_layers=False saves "
             "none."

@@ -59,7 +59,9 @@ def load_adapter(
         try:
             shapes = fitting.shapes_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
-            return original(*arguments, **kwargs)  # what cannot be read is an error in upstream's words, and of its type
+            return original(
+                *arguments, **kwargs
+            )  # what cannot be read is an error in upstream's words, and of its type
     keys = tuple(shapes)
     brings = any(key.endswith(".weight") and "embed_tokens" in key for key in keys)  # weights of the base
     tied = tied_weights.kept(self) if brings else contextlib.nullcontext()

@@ -14,6 +14,7 @@ from gemma4_compat.patches.adapters.peft_resized_vocabulary import PATCH
 from tests.helpers import without
 from tests.patches.promise import Promise
 
+pytestmark = pytest.mark.filterwarnings("ignore:the vocabulary was resized")
 NEW = 8
 PER_LAYER = "embed_tokens_per_layer.weight"
 #: Settings of LoRA, by what they do with the embeddings.

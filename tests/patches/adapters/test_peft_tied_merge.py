@@ -156,7 +156,7 @@ def test_a_lora_and_trained_tokens_are_refused_before_anything_is_changed(worksp
     model = get_peft_model(base(workspace), config)
     before = logits(workspace, model)
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(Gemma4CompatError, match="both a LoRA .* and trained tokens .* Nothing was changed"):
+        with pytest.raises(Gemma4CompatError, match=r"both a LoRA .* and trained tokens .* Nothing was changed"):
             merge()
         assert distance(before, logits(workspace, model)) == 0.0
 
