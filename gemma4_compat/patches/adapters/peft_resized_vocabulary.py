@@ -44,13 +44,13 @@ def get_peft_model_state_dict(
     if save_embedding_layers == "auto" and not _is_resized(inner, inner.peft_config[adapter_name]):
         return found
     given = {} if state_dict is None else state_dict
-    names = {module: name for name, module in walk.named_modules(inner)}
     added = []
     for module in _embeddings(fitting.base_of(inner)):
-        name = f"{names[module]}.weight"
-        if not any(found.get(key) is not None for key in (name, *_other_names(inner, module))):
-            found[name] = given.get(name, module.weight.detach())
-            added.append(name)
+        names = [f"{name}.weight" for name, other in inner.named_modules(remove_duplicate=False) if other is module]
+        if not any(name in found for name in names):
+            # Below trained tokens it has two names; transformers reads the last one.
+            found[names[-1]] = given.get(names[-1], module.weight.detach())
+            added.append(names[-1])
     if added and save_embedding_layers == "auto":
         notice.warn_user(
             "the vocabulary was resized, so the adapter is saved with embeddings of the base model "
@@ -59,10 +59,6 @@ def get_peft_model_state_dict(
             "none."
         )
     return found
-
-
-def _other_names(model: Any, module: Any) -> list[str]:
-    return [f"{name}.weight" for name, other in model.named_modules(remove_duplicate=False) if other is module]
 
 
 def _is_resized(model: Any, config: Any) -> bool:
