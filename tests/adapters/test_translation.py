@@ -203,5 +203,5 @@ def test_an_empty_file() -> None:
 
 def test_the_embedding_below_trained_tokens_keeps_its_name() -> None:
     key = "base_model.model.model.embed_tokens.token_adapter.base_layer.weight"
-    found = translation.translate([key], ["model", "model.embed_tokens"])
+    found = translate([key], ["model", "model.embed_tokens"])
     assert found.names == {key: key}
