@@ -103,7 +103,11 @@ def reproduce(workspace: Workspace) -> Outcome:
         with torch.no_grad():
             return model.eval()(input_ids=tokens).logits.float()
 
-    model = get_peft_model(resized(0), LoraConfig(target_modules=tiny_adapters.SOME_LINEARS))
+    base = resized(0)
+    per_layer = getattr(base.config.get_text_config(), "hidden_size_per_layer_input", None)
+    if per_layer and not hasattr(base, "get_per_layer_input_embeddings"):
+        return Outcome(False, "this release of transformers does not resize per-layer embeddings", applicable=False)
+    model = get_peft_model(base, LoraConfig(target_modules=tiny_adapters.SOME_LINEARS))
     folder = tempfile.mkdtemp(prefix="resized-", dir=workspace.folder)
     model.save_pretrained(folder)
     loaded = PeftModel.from_pretrained(resized(1), folder)
