@@ -22,7 +22,17 @@ from gemma4_compat._errors import Gemma4CompatError
 
 _SHOWN = 3
 #: Parts after a module's name that a tuner's layer does not have: trained copies, biases, rows of an embedding.
-_NOT_TUNED = ("weight", "bias", "token_adapter", "input_min", "input_max", "output_min", "output_max")
+_NOT_TUNED = (
+    "weight",
+    "bias",
+    "modules_to_save",
+    "original_module",
+    "token_adapter",
+    "input_min",
+    "input_max",
+    "output_min",
+    "output_max",
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +70,10 @@ def being_loaded() -> Loading | None:
 
 
 def base_of(model: Any) -> Any:
-    """The model inside a PEFT model, or ``model``. PEFT's own way needs the active adapter, which may be deleted."""
-    if not hasattr(model, "get_base_model"):
+    """The model inside a PEFT model, or ``model``. PEFT's own way needs the active adapter, which may be deleted, and
+    a mixed model has no such way.
+    """
+    if not any(kind.__module__ in ("peft.peft_model", "peft.mixed_model") for kind in type(model).__mro__):
         return model
     inner = model.base_model
     return inner.model if type(inner).__module__.startswith("peft.") else inner

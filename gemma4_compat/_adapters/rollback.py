@@ -13,6 +13,11 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
 
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?torch\.Size\((\[[^\]]*\])\).*?torch\.Size\((\[[^\]]*\])\)", re.S)
+#: Tables with a row for each token, and their trained copies.
+_VOCABULARY = re.compile(
+    r"(?:^|\.)(?:embed_tokens|embed_tokens_per_layer|lm_head)"
+    r"\.(?:(?:base_layer|original_module|token_adapter|modules_to_save)\.)*(?:\w+\.)?weight$"
+)
 #: The ids of base models and the adapter names of active loads.
 _active: ContextVar[frozenset[tuple[int, str]]] = ContextVar("_active", default=frozenset())
 
@@ -98,8 +103,12 @@ def mismatch(error: RuntimeError, adapter: Any, model: Any) -> Gemma4CompatError
 def describe(adapter: Any, model: Any, found: list[tuple[str, Any, Any]]) -> Gemma4CompatError:
     """The error for an adapter with these (name, saved shape, shape here)."""
     name, saved, here = found[0]
+    made_for = "a base model of another size"
+    tokens = str(saved).strip("[]").partition(",")[0]
+    if _VOCABULARY.search(name) and all(_VOCABULARY.search(other) for other, _, _ in found):
+        made_for = f"a vocabulary of {tokens} tokens: call resize_token_embeddings({tokens}) on the base model before"
     return Gemma4CompatError(
         f"the adapter {str(adapter)!r} does not fit {type(model).__name__}: {len(found)} of its tensors have another "
-        f"shape, the first {name!r} ({saved} saved, {here} here). It was made for a base model of another size. "
+        f"shape, the first {name!r} ({saved} saved, {here} here). It was made for {made_for}. "
         "Nothing of it was kept, and the model is as it was."
     )

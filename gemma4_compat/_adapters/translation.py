@@ -6,6 +6,7 @@ model has, followed by a parameter of the tuner.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -183,7 +184,7 @@ def _without_adapter(rest: tuple[str, ...], adapter: str | None) -> tuple[str, .
         rest = rest[1:]
         known = {adapter, "default"}
         return rest[1:] if len(rest) > 1 and rest[0] in known else rest
-    kept = [part for part in rest if part == "base_layer"]
+    kept = list(itertools.takewhile(lambda part: part == "base_layer", rest))
     own = list(rest[len(kept) :])
     at = 2 if own and own[0] == _TOKENS else 1
     if adapter is not None and len(own) > at and own[at] == adapter:

@@ -87,6 +87,7 @@ class MergedTensors:
             return all(
                 kind_of(adapter.modules.get(path, []), adapter.config, path) == "tokens"
                 or bool(getattr(adapter.config, "ensure_weight_tying", False))
+                or not (path in adapter.modules or _is_copied(path, adapter.config))  # the base's own: new tokens
                 for adapter in self.adapters
                 if path in adapter.modules or source in adapter.replaced
             )
@@ -108,7 +109,9 @@ class MergedTensors:
             if tuple(known.shape) != entry.shape:
                 raise Gemma4CompatError(
                     f"the adapter's {entry.name!r} is {list(entry.shape)}, the base's {name} {list(known.shape)}: the "
-                    "adapter was made for a base of another size (a resized vocabulary?); give that one"
+                    "adapter was made for a base of another size (a resized vocabulary?); give that one. Without it, "
+                    f"merge in memory: load the base, resize_token_embeddings({entry.shape[0]}), "
+                    "PeftModel.from_pretrained, merge_and_unload, save_pretrained"
                 )
         for name in self._owned:
             if self.sources.get(name, name) not in self.base.disk:
@@ -187,6 +190,10 @@ class MergedTensors:
                     f"among them (the largest is {torch.finfo(wanted).max:.6g}); merge to bf16 or fp32"
                 )
             yield cast
+
+
+def _is_copied(path: str, config: Any) -> bool:
+    return any(f".{path}".endswith(f".{name}") for name in getattr(config, "modules_to_save", None) or ())
 
 
 def _bar(total: int, progress: bool | None) -> Any:

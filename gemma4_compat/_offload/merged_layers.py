@@ -15,14 +15,92 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement, walk
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import host_memory, stored_weights
 
 _UNMERGE = "unmerge"  # on a merged layer: its own is called with its base weight onloaded
 _HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
 
+#: Pairs of tied weights that a merge takes apart, while it runs.
+_parted: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("parted", default=[])  # noqa: B039  # never changed
 #: Pairs of tied weights of the model whose adapters are being merged; None: unloaded without a merge.
 _merging: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("merging")
+
+
+@contextlib.contextmanager
+def parting(model: Any) -> Iterator[list[Any]]:
+    """Inside, a merge into one of two tied weights changes that one only; yields the pairs that it takes apart.
+
+    Raises:
+        Gemma4CompatError: a pair has trained tokens as well, which PEFT writes over what it merged.
+    """
+    layers = [module for module in walk.modules(model) if "merged_adapters" in vars(module)]
+    tokens = [module for module in layers if type(module).__name__ == "TrainableTokensLayer"]
+    around, trained = ({walk.innermost(module) for module in found} for found in (set(layers) - set(tokens), tokens))
+    pairs = [pair for pair in stored_weights.pairs(model) if {pair[0][0], pair[1][0]} & around]
+    pairs = [pair for pair in pairs if stored_weights.is_same(*pair)]
+    if any({pair[0][0], pair[1][0]} & trained for pair in pairs):
+        raise Gemma4CompatError(
+            "the head and the embedding tied to it have both a LoRA (target_modules) and trained tokens "
+            "(trainable_token_indices): PEFT writes one over the other when it merges. Nothing was changed. Keep the "
+            "adapter loaded, or train it with one of the two"
+        )
+    _forget_addresses(model, [place for pair in pairs for place in pair])
+    for target, source in pairs:
+        _take_apart(target, source)
+    token = _parted.set(pairs)
+    try:
+        yield pairs
+    except BaseException:
+        join(model)
+        raise
+    finally:
+        _parted.reset(token)
+
+
+def _forget_addresses(model: Any, places: list[Any]) -> None:
+    """Have accelerate take no offloaded weight for one of these: it knows tied ones by their addresses."""
+    hooks = [hook for module in walk.modules(model) if (hook := placement.offload_hook(module)) is not None]
+    tensors = [place[0]._parameters[place[1]] for place in places] + [_held(place) for place in places]
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type != "meta":
+            for hook in hooks:
+                stored_weights.forget_address(hook, tensor)
+
+
+def _held(place: Any) -> Any:
+    """The tensor with the values of a weight; None for one on disk."""
+    module, name = place
+    hook = placement.offload_hook(module)
+    if hook is None:
+        return module._parameters[name]
+    stored = host_memory.stored(hook.weights_map, name)
+    return None if stored.on_disk else stored.raw
+
+
+def _take_apart(target: Any, source: Any) -> None:
+    """Let two tied weights, wherever they are, share neither a parameter nor memory."""
+    import torch
+
+    for module, _ in (target, source):
+        placement.offload_tied(module)
+    held = [_held(place) for place in (target, source)]
+    if any(value is None for value in held) or held[0].data_ptr() != held[1].data_ptr():
+        return
+    module, name = next((place for place in (target, source) if placement.offload_hook(place[0])), target)
+    if placement.offload_hook(module) is not None:
+        stored_weights.write(module, name, stored_weights.read(module, name).clone(), in_place=False)
+    else:
+        weight = module._parameters[name]
+        module._parameters[name] = torch.nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+
+
+def join(model: Any) -> None:
+    """Let tied weights on a device that a merge took apart be one parameter again, where they have the same value."""
+    for target, source in stored_weights.pairs(model):
+        if not stored_weights.is_apart(target, source) and stored_weights.is_same(target, source):
+            target[0]._parameters[target[1]] = source[0]._parameters[source[1]]
 
 
 @contextlib.contextmanager
@@ -31,7 +109,7 @@ def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
     if not any(placement.offload_hook(module) for module in walk.modules(model)):
         yield []
         return
-    pairs = stored_weights.tied(model)
+    pairs = [pair for pair in stored_weights.tied(model) if pair not in _parted.get()]
     token = _merging.set(pairs if merge else None)
     try:
         yield pairs
@@ -61,6 +139,28 @@ def onload_layer(layer: Any) -> contextlib.AbstractContextManager[None] | None:
     return onloaded(layer, pairs)
 
 
+@contextlib.contextmanager
+def merged_onloaded(model: Any, pairs: list[Any]) -> Iterator[None]:
+    """Inside, an offloaded layer of ``model`` is onloaded, and its new weight stored, by its own ``merge``."""
+    layers = [
+        module
+        for module in walk.modules(model)
+        if hasattr(module, "merged_adapters") and placement.offload_hook(walk.innermost(module)) is not None
+    ]
+    for layer in layers:
+        vars(layer)["merge"] = functools.partial(_merge, layer, pairs)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["merge"]
+
+
+def _merge(layer: Any, pairs: list[Any], *args: Any, **kwargs: Any) -> None:
+    with onloaded(layer, pairs):
+        type(layer).merge(layer, *args, **kwargs)
+
+
 def _changes_weights(layer: Any) -> bool:
     return hasattr(layer, "merged_adapters") or hasattr(type(layer), "unload_and_optionally_merge_module")
 
@@ -87,7 +187,8 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
             hook.post_forward(module, None)
         if [list(module.merged_adapters) for module in layers] != before:
             if placement.offload_hook(base) is not None:
-                _store(base, values, in_forward=base not in offloaded)
+                shared = any(base in (pair[0][0], pair[1][0]) for pair in _parted.get())
+                _store(base, values, in_forward=base not in offloaded, in_place=not shared)
             for own, other in tied:
                 stored_weights.tie(other, own)
         for module in layers:
@@ -96,10 +197,10 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
                 vars(module)[_UNMERGE] = functools.partial(_unmerge, module, pairs)
 
 
-def _store(base: Any, values: dict[str, Any], *, in_forward: bool) -> None:
+def _store(base: Any, values: dict[str, Any], *, in_forward: bool, in_place: bool) -> None:
     for name, value in values.items():
         if value is not None:
-            stored_weights.write(base, name, value)
+            stored_weights.write(base, name, value, in_place=in_place)
         if type(value).__name__ == "Int8Params":
             stored_weights.write_scales(base, value.SCB)
     if in_forward:  # which ends with these, and takes them out

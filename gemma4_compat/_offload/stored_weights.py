@@ -303,12 +303,18 @@ def store(hook: Any, name: str, value: Any, *, in_place: bool = False) -> None:
         place.raw.copy_(value)
         place.forget_casts()
     elif place.holder is not None:
-        _forget_address(hook, place.raw)
+        forget_address(hook, place.raw)
         place.replace(value)
     else:
         hook.weights_map = collections.ChainMap({name: value}, hook.weights_map)
     # Another object: those that keep what they have read compare it.
     hook.weights_map = copy.copy(hook.weights_map)
+
+
+def forget_address(hook: Any, tensor: Any) -> None:
+    """Take an address that may soon be another tensor's out of accelerate's map of tied weights."""
+    if hook.tied_params_map:
+        hook.tied_params_map.pop(tensor.data_ptr(), None)
 
 
 def _fits(stored: Any, value: Any) -> bool:
@@ -407,12 +413,6 @@ def _leave_on_meta(module: Any, name: str, value: Any) -> None:
     meta = torch.Tensor._make_subclass(type(parameter), value.to("meta"), parameter.requires_grad)
     vars(meta).update(vars(parameter))  # a quantized one has its state there
     module._parameters[name] = meta
-
-
-def _forget_address(hook: Any, tensor: Any) -> None:
-    """Take an address that may soon be another tensor's out of accelerate's map of tied weights."""
-    if hook.tied_params_map:
-        hook.tied_params_map.pop(tensor.data_ptr(), None)
 
 
 def _serve_from(offloaded: Place, resident: Place) -> None:

@@ -48,6 +48,30 @@ def tied_apart(model: Any) -> Iterator[None]:
                 share(target, copied)
 
 
+@contextlib.contextmanager
+def kept(model: Any) -> Iterator[None]:
+    """Around code that may give one of two tied weights another parameter: afterwards they have the same value again.
+
+    Where both got another one, of different values, they are no longer tied.
+    """
+    pairs = [
+        (pair, [module._parameters[name] for module, name in pair])
+        for pair in stored_weights.pairs(model)
+        if stored_weights.is_same(*pair)
+    ]
+    yield
+    for (target, source), before in pairs:
+        now = [module._parameters[name] for module, name in (target, source)]
+        changed = [new is not old for new, old in zip(now, before)]
+        if not any(changed) or (all(changed) and not stored_weights.is_same(target, source)):
+            continue
+        first, second = (target, source) if changed[1] else (source, target)
+        if stored_weights.is_apart(target, source):
+            stored_weights.tie(first, second)
+        else:
+            first[0]._parameters[first[1]] = second[0]._parameters[second[1]]
+
+
 def share(target: Place, copied: Place) -> None:
     """Let ``target`` share the weight of an adapter's copy, and not be offloaded while it does."""
     (module, name), parameter = target, copied[0]._parameters[copied[1]]

@@ -199,3 +199,9 @@ def test_names_of_modules() -> None:
 
 def test_an_empty_file() -> None:
     assert translate([], CAUSAL) == Translation({}, (), (), {})
+
+
+def test_the_embedding_below_trained_tokens_keeps_its_name() -> None:
+    key = "base_model.model.model.embed_tokens.token_adapter.base_layer.weight"
+    found = translate([key], ["model", "model.embed_tokens"])
+    assert found.names == {key: key}

@@ -164,6 +164,7 @@ PATCH = Patch(
     targets=(
         Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
         Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),
+        Target(module="peft.mixed_model", name="PeftMixedModel.from_pretrained", replacement=from_pretrained),
         Target(
             module="peft.tuners.tuners_utils",
             name="_maybe_include_all_linear_layers",

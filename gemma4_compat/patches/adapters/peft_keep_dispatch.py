@@ -28,6 +28,7 @@ dispatching it again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,10 +71,21 @@ def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None
     if not config.is_file() or any((folder / name).is_file() for name in _WEIGHTS):
         return
     if json_files.settings(config).get("peft_type") != "XLORA":  # it has files of other names
-        raise Gemma4CompatError(
+        raise _caught_as_upstream()(
             f"the adapter folder {str(folder)!r} has an adapter_config.json but no weights ({' or '.join(_WEIGHTS)}). "
             "Was the save interrupted, or the file not downloaded? Copy it there, or give another folder."
         )
+
+
+@functools.cache
+def _caught_as_upstream() -> type[Gemma4CompatError]:
+    """The class of an error that is caught as those which upstream raises there."""
+    from huggingface_hub.errors import HFValidationError
+
+    class MissingWeightsError(Gemma4CompatError, HFValidationError, OSError):  # type: ignore[misc]
+        pass
+
+    return MissingWeightsError
 
 
 def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

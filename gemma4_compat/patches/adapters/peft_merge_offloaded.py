@@ -56,6 +56,12 @@ def unload_and_optionally_merge(
     return unloaded
 
 
+def unload_mixed_and_optionally_merge(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A mixed model has a method of its own, which onloads nothing."""
+    with merged_layers.merging(self.model) as pairs, merged_layers.merged_onloaded(self.model, pairs):
+        return original(self, *args, **kwargs)
+
+
 def onload_layer(original: Callable[..., Any], layer: Any) -> contextlib.AbstractContextManager[None]:
     onloaded = merged_layers.onload_layer(layer)
     found: contextlib.AbstractContextManager[None] = original(layer) if onloaded is None else onloaded
@@ -113,6 +119,11 @@ PATCH = Patch(
             module=_MODULE,
             name="BaseTuner._unload_and_optionally_merge",
             replacement=unload_and_optionally_merge,
+        ),
+        Target(
+            module="peft.tuners.mixed.model",
+            name="MixedModel._unload_and_optionally_merge",
+            replacement=unload_mixed_and_optionally_merge,
         ),
         Target(module=_MODULE, name="onload_layer", replacement=onload_layer),
     ),

@@ -16,6 +16,7 @@ Remove when: ``PeftAdapterMixin.load_adapter`` translates adapter keys between a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._adapters import fitting
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, walk
+from gemma4_compat._offload import tied_weights
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -52,9 +54,18 @@ def load_adapter(
         folder = Path(str(peft_model_id))
         if folder.is_dir() and not (folder / (hub.get("subfolder") or "") / "adapter_config.json").is_file():
             return original(*arguments, **kwargs)  # upstream says so
-        shapes = fitting.shapes_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
+        import pickle
+
+        try:
+            shapes = fitting.shapes_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
+        except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+            return original(
+                *arguments, **kwargs
+            )  # what cannot be read is an error in upstream's words, and of its type
     keys = tuple(shapes)
-    with fitting.loading(source, shapes), walk.quick(self):  # in it what is found once is kept
+    brings = any(key.endswith(".weight") and "embed_tokens" in key for key in keys)  # weights of the base
+    tied = tied_weights.kept(self) if brings else contextlib.nullcontext()
+    with tied, fitting.loading(source, shapes), walk.quick(self):  # in it what is found once is kept
         found = fitting.translate(keys, self)
         if keys and not found.names:
             raise fitting.nothing_matched(source, self, keys)

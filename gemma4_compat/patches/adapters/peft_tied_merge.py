@@ -1,0 +1,118 @@
+"""An adapter on the head or the embedding is merged into that one, not into the other one tied to it.
+
+Symptom: silent: after ``merge_and_unload()`` or ``merge_adapter()`` of a LoRA on ``lm_head`` or ``embed_tokens`` the
+model gives other outputs than with the adapter loaded, and so does the checkpoint that is saved.
+
+Cause: The head and the embedding of Gemma 4 are one parameter, and PEFT adds a layer's change to the parameter in its
+place. With ``ensure_weight_tying`` the same change is added twice.
+
+Fix: Before the merge the head gets a weight of its own. If the two are equal afterwards, they are one parameter again;
+if not, the unloaded model has ``tie_word_embeddings`` off, so that both are saved and loaded. ``unmerge_adapter`` ties
+them again. Trained tokens, which PEFT puts on both, are left to it.
+
+Remove when: PEFT unties two weights before it merges into one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import family
+from gemma4_compat._offload import merged_layers, stored_weights
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_ROUNDING = 0.01
+
+
+def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not family.is_gemma4(self.model):
+        return original(self, *args, **kwargs)
+    with merged_layers.parting(self.model):
+        return original(self, *args, **kwargs)
+
+
+def unload_and_optionally_merge(
+    original: Callable[..., Any], self: Any, merge: bool = True, *args: Any, **kwargs: Any
+) -> Any:
+    if not merge or not family.is_gemma4(self.model):
+        return original(self, merge, *args, **kwargs)
+    config: Any = self.model.config
+    before = getattr(config, "tie_word_embeddings", None)
+    with merged_layers.parting(self.model) as pairs:
+        unloaded = original(self, merge, *args, **kwargs)
+    if pairs:
+        merged_layers.join(self.model)
+        tied = all(stored_weights.is_same(*pair) for pair in pairs)
+        config.tie_word_embeddings = before if tied else False
+    return unloaded
+
+
+def unmerge_adapter(original: Callable[..., Any], self: Any) -> Any:
+    result = original(self)
+    if family.is_gemma4(self.model):
+        merged_layers.join(self.model)
+    return result
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import tempfile
+
+    import torch
+    from peft import PeftModel
+
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._reproduction.workspace import difference
+
+    def head_adapter(folder: Path) -> Path:
+        from gemma4_compat._reproduction import tiny_adapters
+
+        return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
+
+    def loaded() -> Any:  # float32, in which a merge hardly rounds
+        return PeftModel.from_pretrained(workspace.load().float(), workspace.cached(head_adapter)).eval()
+
+    expected, model = workspace.outputs(loaded()), loaded()
+    model.merge_adapter()
+    found = difference(expected, workspace.outputs(model))
+    model = loaded().merge_and_unload()
+    found = max(found, difference(expected, workspace.outputs(model)))
+    folder = Path(tempfile.mkdtemp(prefix="merged-", dir=workspace.folder))
+    model.save_pretrained(folder)
+    saved = tiny.load(folder, device=workspace.main, cls=type(model).__name__, dtype=torch.float32)
+    found = max(found, difference(expected, workspace.outputs(saved)))
+    what = "a LoRA on the head, merged, unloaded and saved"
+    if found < _ROUNDING:
+        return Outcome(False, f"{what}: the outputs of the loaded adapter, rounded by {found:.1g}", found)
+    return Outcome(True, f"{what}: logits differ by {found:.3g} from the loaded adapter", found)
+
+
+_MODULE = "peft.tuners.tuners_utils"
+
+PATCH = Patch(
+    id="peft-tied-merge",
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F91",),
+    distribution="peft",
+    affected=">=0.18.0",
+    requires=("transformers>=5.5",),
+    targets=(
+        Target(module=_MODULE, name="BaseTuner.merge_adapter", replacement=merge_adapter),
+        Target(
+            module=_MODULE,
+            name="BaseTuner._unload_and_optionally_merge",
+            replacement=unload_and_optionally_merge,
+        ),
+        Target(module=_MODULE, name="BaseTuner.unmerge_adapter", replacement=unmerge_adapter),
+        Target(
+            module="peft.tuners.mixed.model",
+            name="MixedModel._unload_and_optionally_merge",
+            replacement=unload_and_optionally_merge,
+        ),
+    ),
+    reproduce=reproduce,
+)
