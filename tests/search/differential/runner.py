@@ -1,0 +1,121 @@
+"""Both sides of the search, and what comes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.search.differential import verdict
+from tests.search.differential.table import Entry
+from tests.search.differential.verdict import Judged, Result
+
+ROOT = Path(__file__).resolve().parents[3]
+#: Seconds for an entry.
+LIMIT = 60.0
+
+
+def with_references(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries and, before those of their kind, their calls on one device."""
+    wanted = {entry.name: entry for entry in entries}
+    for entry in entries:
+        one = Entry(entry.call, "one", entry.kind)
+        wanted.setdefault(one.name, one)
+    return sorted(wanted.values(), key=lambda entry: entry.kind)
+
+
+def side(
+    entries: Sequence[Entry], work: Path, *, on: bool, plant: str | None = None, limit: float = LIMIT
+) -> dict[str, Result]:
+    """What the entries give, by name; ``work`` has the checkpoints, which the first side makes.
+
+    Raises:
+        RuntimeError: the process that runs them ended early.
+    """
+    out = Path(tempfile.mkdtemp(prefix="side-", dir=work))
+    names = [entry.name for entry in entries]
+    order = out / "order.json"
+    order.write_text(
+        json.dumps({"entries": names, "out": str(out), "work": str(work), "limit": limit, "plant": plant}),
+        encoding="utf-8",
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GEMMA4_COMPAT_")}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONHASHSEED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **({} if on else {"GEMMA4_COMPAT_DISABLE": "all"}),
+    }
+    command = [sys.executable, "-m", "tests.search.differential.server", str(order)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the side with{'' if on else 'out'} the package ended early:\n{done.stderr[-4000:]}")
+    return {name: pickle.loads((out / f"{number}.pkl").read_bytes()) for number, name in enumerate(names)}
+
+
+def judged(entries: Sequence[Entry], off: dict[str, Result], on: dict[str, Result]) -> list[Judged]:
+    """The verdict on each entry."""
+    found = []
+    for entry in entries:
+        one = Entry(entry.call, "one", entry.kind).name
+        right = _right(off.get(one)) or _right(on.get(one))
+        found.append(verdict.judge(entry.name, off[entry.name], on[entry.name], right, entry.call.tolerance))
+    return found
+
+
+def _right(result: Result | None) -> dict[str, Any] | None:
+    return None if result is None or result["status"] != "value" else result.get("right", result["value"])
+
+
+def groups(entries: Sequence[Entry], size: int = 150) -> list[list[Entry]]:
+    """What one pair of processes does: entries whose calls and kinds are whole, so references are with them."""
+    by_kind: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_kind.setdefault(entry.kind, []).append(entry)
+    found: list[list[Entry]] = []
+    for several in by_kind.values():
+        by_call: dict[str, list[Entry]] = {}
+        for entry in several:
+            by_call.setdefault(entry.call.name, []).append(entry)
+        for of_call in by_call.values():
+            if found and found[-1][0].kind == of_call[0].kind and len(found[-1]) < size:
+                found[-1] += of_call
+            else:
+                found.append(list(of_call))
+    return found
+
+
+def search(
+    entries: Sequence[Entry],
+    *,
+    jobs: int = 1,
+    limit: float = LIMIT,
+    plant: str | None = None,
+    tell: Callable[[list[Judged], str], Any] = lambda _done, _text: None,
+) -> list[Judged]:
+    """All entries on both sides, ``jobs`` groups at once; ``tell`` hears of each group as it is done."""
+    results: list[Judged] = []
+
+    def one(group: list[Entry]) -> list[Judged]:
+        with tempfile.TemporaryDirectory(prefix="gemma4-differential-", ignore_cleanup_errors=True) as folder:
+            whole = with_references(group)
+            off = side(whole, Path(folder), on=False, limit=limit)
+            on = side(whole, Path(folder), on=True, limit=limit, plant=plant)
+            return judged(group, off, on)
+
+    work = groups(entries)
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in pool.map(one, work):
+            results += done
+            bad = sum(item.verdict in verdict.FAILURES for item in results)
+            tell(done, f"{len(results)} of {len(entries)} entries, {bad} worse")
+    return results
