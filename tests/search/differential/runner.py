@@ -22,13 +22,16 @@ ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 60.0
 
 
-def with_references(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries and, before those of their kind, their calls on one device."""
-    wanted = {entry.name: entry for entry in entries}
-    for entry in entries:
-        one = Entry(entry.call, "one", entry.kind)
-        wanted.setdefault(one.name, one)
-    return sorted(wanted.values(), key=lambda entry: entry.kind)
+def references(entries: Sequence[Entry]) -> list[Entry]:
+    """The calls of the entries on one device, where they are not among them."""
+    names = {entry.name for entry in entries}
+    ones = {one.name: one for one in (Entry(entry.call, "one", entry.kind) for entry in entries)}
+    return [one for name, one in ones.items() if name not in names]
+
+
+def without_value(entries: Sequence[Entry], off: dict[str, Result]) -> list[Entry]:
+    """Those for which one device without the package does not say what is right: it is asked with the package."""
+    return [entry for entry in references(entries) if off[entry.name]["status"] != "value"]
 
 
 def side(
@@ -107,9 +110,9 @@ def search(
 
     def one(group: list[Entry]) -> list[Judged]:
         with tempfile.TemporaryDirectory(prefix="gemma4-differential-", ignore_cleanup_errors=True) as folder:
-            whole = with_references(group)
-            off = side(whole, Path(folder), on=False, limit=limit)
-            on = side(whole, Path(folder), on=True, limit=limit, plant=plant)
+            off = side([*group, *references(group)], Path(folder), on=False, limit=limit)
+            asked = [*group, *without_value(group, off)]
+            on = side(asked, Path(folder), on=True, limit=limit, plant=plant)
             return judged(group, off, on)
 
     work = groups(entries)

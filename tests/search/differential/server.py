@@ -41,12 +41,11 @@ def main(order_file: str) -> int:
     if order["plant"]:
         module, _, function = order["plant"].partition(":")
         getattr(importlib.import_module(module), function)()
-    known = {entry.name: entry for entry in table.entries()}
     out = Path(order["out"])
     kind, workspace, model, failed = "", None, None, None
     with run.quiet():
         for number, name in enumerate(order["entries"]):
-            entry = known[name]
+            entry = table.named(name)
             if entry.kind != kind:
                 kind, model, failed = entry.kind, None, None
                 try:
@@ -81,8 +80,8 @@ def _forked(entry: table.Entry, workspace: Any, model: Any, limit: float) -> dic
     descriptor = os.pidfd_open(process)
     try:
         ready, _, _ = select.select([descriptor], [], [], limit)
-        if not ready:
-            os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGKILL)  # what it started, too
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         if not ready:
             return {"status": "hang", "text": f"no answer in {limit:.0f} s"}

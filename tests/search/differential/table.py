@@ -133,16 +133,24 @@ class Area:
 
 
 def entries() -> list[Entry]:
-    """All of them, those of one kind beside each other: the first kind of a call in all its places, each other kind on
-    one device and in one place more, another for each.
+    """All of them, those of one kind beside each other: the first kind of a call in all its places, each other kind in
+    one of them, another for each.
     """
     from tests.search.differential import calls
 
     calls.load()
     found = []
     for number, call in enumerate(CALLS.values()):
-        split = [place for place in call.places if place != "one"]
-        for index, kind in enumerate(call.kinds):
-            places = split if index == 0 else split[(number + index) % len(split) :][:1] if split else []
-            found += [Entry(call, place, kind) for place in ("one", *places)]
+        places = ("one", *(place for place in call.places if place != "one"))
+        found += [Entry(call, place, call.kinds[0]) for place in places]
+        found += [Entry(call, places[(number + i) % len(places)], kind) for i, kind in enumerate(call.kinds) if i]
     return sorted(found, key=lambda entry: (list(KINDS).index(entry.kind), EVERYWHERE.index(entry.place)))
+
+
+def named(name: str) -> Entry:
+    """The entry of a name, whether :func:`entries` has it or not."""
+    from tests.search.differential import calls
+
+    calls.load()
+    call, place, kind = name.rsplit(" ", 2)
+    return Entry(CALLS[call], place, kind)

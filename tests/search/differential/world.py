@@ -200,7 +200,9 @@ class World:
         optimizer = torch.optim.SGD(trained.values(), lr=learning_rate)
         loss = model(**batch, labels=batch["input_ids"]).loss
         loss.backward()
-        norm = {name: value.grad.float().norm() for name, value in trained.items() if value.grad is not None}
+        # PEFT's AdaLoRA counts its ranks in parameters that no one means to train.
+        with_grad = {n: value for n, value in trained.items() if value.grad is not None and "ranknum" not in n}
+        norm = {name: value.grad.float().norm() for name, value in with_grad.items()}
         optimizer.step()
         optimizer.zero_grad()
         after = model(**batch, labels=batch["input_ids"]).loss

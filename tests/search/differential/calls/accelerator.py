@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._reproduction import tiny_models
 from tests.search.differential.table import CLASSES, EVERYWHERE, LORA, WEIGHTS, Area, Expect
 from tests.search.differential.world import World
 
@@ -249,11 +250,9 @@ def dispatch_options(world: World, **options: Any) -> Any:
 def load_checkpoint_and_dispatch(world: World) -> Any:
     """``init_empty_weights``, ``load_checkpoint_and_dispatch``"""
     import torch
-    from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+    from accelerate import load_checkpoint_and_dispatch
 
-    with init_empty_weights():
-        model = world.cls(world.cls.config_class.from_pretrained(world.checkpoint))
-    model.tie_weights()
+    model = tiny_models.empty_model(world.checkpoint, torch.bfloat16)
     plain = world.fresh()
     right = world.logits(plain)
     model = load_checkpoint_and_dispatch(

@@ -392,7 +392,7 @@ def tuner(world: World, tuner: str) -> Any:
     model = tuned(world, tuner)
     model.train(tuner == "dropout")
     torch.manual_seed(0)
-    shown: list[Any] = [world.train_step(model, media=False, learning_rate=0.5)]
+    shown: list[Any] = [world.train_step(model, media=tuner == "clipped_target", learning_rate=0.5)]
     model.eval()
     with torch.no_grad(), model.disable_adapter():
         shown.append(world.logits(model, media=False))
@@ -444,6 +444,18 @@ def tuner_merged(world: World, tuner: str) -> Any:
 
 @area.call(variants=["prefix", "prompt", "cartridge", "ln", "lora"], kinds=("E2B", "E2B-text"))
 def tuner_generates(world: World, tuner: str) -> Any:
-    """A tuner, ``generate``"""
+    """A tuner, ``generate``: the tokens of whole forwards"""
     model = tuned(world, tuner).eval()
-    return world.tokens(model, media=False)
+    return Expect(world.tokens(model, media=False), greedy(world, model))
+
+
+def greedy(world: World, model: Any) -> Any:
+    """Four tokens, each of a forward of all that is there: no cache."""
+    import torch
+
+    ids = world.inputs(media=False)["input_ids"]
+    with torch.no_grad():
+        for _ in range(4):
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -1:]
+            ids = torch.cat([ids, logits.argmax(-1)], dim=1)
+    return ids

@@ -59,10 +59,11 @@ def decode_fast(world: World, mode: str) -> Any:
     places=("one", "ram"),
 )
 def decode_fast_tuner(world: World, tuner: str) -> Any:
-    """``decode_fast`` of a model with a tuner"""
+    """``decode_fast`` of a model with a tuner: the tokens of whole forwards"""
     model = adapters.tuned(world, tuner).eval()
+    right = adapters.greedy(world, model)
     with _standing_in(world):
-        return world.tokens(_decode_fast(world, model), media=False)
+        return Expect(world.tokens(_decode_fast(world, model), media=False), right)
 
 
 _SWITCHED = [
