@@ -59,9 +59,9 @@ def test_what_is_planted_is_found(work: Path, without: dict[str, verdict.Result]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", range(20))
-def test_a_sample_of_all_entries(number: int) -> None:
-    found = runner.search(entries()[number::20][::4])
+@pytest.mark.parametrize("number", range(8))
+def test_a_fifth_of_all_entries(number: int) -> None:
+    found = runner.search(entries()[number::40])
     assert not failing(found), told(failing(found))
 
 

@@ -80,20 +80,15 @@ def _right(result: Result | None) -> dict[str, Any] | None:
 
 
 def groups(entries: Sequence[Entry], size: int = 150) -> list[list[Entry]]:
-    """What one pair of processes does: entries whose calls and kinds are whole, so references are with them."""
-    by_kind: dict[str, list[Entry]] = {}
+    """What one pair of processes does: calls with all their places, kind after kind."""
+    of_calls: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
-        by_kind.setdefault(entry.kind, []).append(entry)
-    found: list[list[Entry]] = []
-    for several in by_kind.values():
-        by_call: dict[str, list[Entry]] = {}
-        for entry in several:
-            by_call.setdefault(entry.call.name, []).append(entry)
-        for of_call in by_call.values():
-            if found and found[-1][0].kind == of_call[0].kind and len(found[-1]) < size:
-                found[-1] += of_call
-            else:
-                found.append(list(of_call))
+        of_calls.setdefault((entry.kind, entry.call.name), []).append(entry)
+    found: list[list[Entry]] = [[]]
+    for _, several in sorted(of_calls.items(), key=lambda item: item[0][0]):
+        if len(found[-1]) >= size:
+            found.append([])
+        found[-1] += several
     return found
 
 
