@@ -10,9 +10,10 @@ averages the means of the microbatches. From 5.6 on the loss takes it. Before, `
 that ignores it.
 
 Fix: A Trainer (TRL's included) of such a model counts tokens, as it does for ``Gemma4ForCausalLM``. Before 5.6 the
-loss of ``forward`` is weighted by the tokens it is the mean of. Models whose class or instance sets
+loss of ``forward`` is weighted by the tokens it is the mean of. Before 5.10 a Trainer counts the first label of each
+sequence, which nothing is trained on; here it does not. Models whose class or instance sets
 ``accepts_loss_kwargs`` itself, or has another ``forward``, are left alone. So is sequence parallelism, where the
-Trainer counts by itself. Without accumulation, losses stay the same.
+Trainer counts by itself, and label smoothing that does not count. Without accumulation, losses stay the same.
 
 Remove when: transformers drops ``accepts_loss_kwargs = False`` from both classes.
 """
@@ -40,8 +41,31 @@ def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
     original(self, *args, **kwargs)
     model: Any = getattr(self, "model", None)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if _is_stale(model) and not _is_sequence_parallel(self):
-        self.model_accepts_loss_kwargs = True
+    if not _is_stale(model) or _is_sequence_parallel(self) or not _smooths_by_items(self):
+        return
+    self.model_accepts_loss_kwargs = True
+    if not hasattr(self, "_loss_shifts_labels") and self.compute_loss_func is None:
+        _leave_first_labels_out(self)
+
+
+def _smooths_by_items(trainer: Any) -> bool:
+    """Also where it does not smooth. Early releases would neither count tokens nor divide by the microbatches."""
+    smoother = trainer.label_smoother
+    return smoother is None or "num_items_in_batch" in inspect.signature(smoother).parameters
+
+
+def _leave_first_labels_out(trainer: Any) -> None:
+    """Before 5.10 a Trainer counts the first label of a sequence too, which no logits are for."""
+    count = trainer._get_num_items_in_batch
+
+    def counted(batch_samples: list[Any], device: Any) -> Any:
+        shifted = [
+            {**batch, "labels": batch["labels"][..., 1:]} if hasattr(batch, "keys") and "labels" in batch else batch
+            for batch in batch_samples
+        ]
+        return count(shifted, device)
+
+    trainer._get_num_items_in_batch = counted
 
 
 def _is_stale(model: Any) -> bool:

@@ -92,8 +92,8 @@ def replayed_and_switched(world: World, tuner: str) -> Any:
 
     model = adapters.tuned(world, tuner).eval()
     with torch.no_grad():
-        for value in model.parameters():
-            if value.requires_grad:
+        for name, value in model.named_parameters():
+            if value.requires_grad and "ranknum" not in name:
                 value.add_(0.05)
     given = {"output_logits": True, "return_dict_in_generate": True, "cache_implementation": "static", "media": False}
 
@@ -127,7 +127,7 @@ def chunked_loss(world: World, labels: str) -> Any:
     return [len(grads) > 0, any(bool(grad.isnan().any()) for grad in grads)]
 
 
-@area.call(kinds=("E2B-lora", "E2B"), places=("one", "ram"))
+@area.call(kinds=("E2B-lora",), places=("one", "ram"))
 def chunked_trainer(world: World) -> Any:
     """``chunked_loss``, ``Trainer.train()`` and ``evaluate()``: the number of losses"""
     _chunked_loss(world, world.model)

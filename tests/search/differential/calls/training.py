@@ -123,6 +123,8 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "epochs": {"max_steps": -1, "num_train_epochs": 2},
     "average_tokens": {"average_tokens_across_devices": False},
     "columns": {"remove_unused_columns": False},
+    "smoothed_accumulation": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "accumulated_in_batches": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
 }  # fmt: skip
 
 
