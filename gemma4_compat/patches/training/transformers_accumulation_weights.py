@@ -13,7 +13,8 @@ Fix: A Trainer (TRL's included) of such a model counts tokens, as it does for ``
 loss of ``forward`` is weighted by the tokens it is the mean of. Before 5.10 a Trainer counts the first label of each
 sequence, which nothing is trained on; here it does not. Models whose class or instance sets
 ``accepts_loss_kwargs`` itself, or has another ``forward``, are left alone. So is sequence parallelism, where the
-Trainer counts by itself, and label smoothing that does not count. Without accumulation, losses stay the same.
+Trainer counts by itself, and label smoothing, whose loss is not the model's. Without accumulation, losses stay the
+same.
 
 Remove when: transformers drops ``accepts_loss_kwargs = False`` from both classes.
 """
@@ -41,17 +42,11 @@ def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
     original(self, *args, **kwargs)
     model: Any = getattr(self, "model", None)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not _is_stale(model) or _is_sequence_parallel(self) or not _smooths_by_items(self):
+    if not _is_stale(model) or _is_sequence_parallel(self) or self.label_smoother is not None:
         return
     self.model_accepts_loss_kwargs = True
     if not hasattr(self, "_loss_shifts_labels") and self.compute_loss_func is None:
         _leave_first_labels_out(self)
-
-
-def _smooths_by_items(trainer: Any) -> bool:
-    """Also where it does not smooth. Early releases would neither count tokens nor divide by the microbatches."""
-    smoother = trainer.label_smoother
-    return smoother is None or "num_items_in_batch" in inspect.signature(smoother).parameters
 
 
 def _leave_first_labels_out(trainer: Any) -> None:
