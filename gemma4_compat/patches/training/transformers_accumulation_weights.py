@@ -42,11 +42,19 @@ def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
     original(self, *args, **kwargs)
     model: Any = getattr(self, "model", None)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not _is_stale(model) or _is_sequence_parallel(self) or self.label_smoother is not None:
+    if not family.is_gemma4(model) or _is_sequence_parallel(self) or self.label_smoother is not None:
         return
-    self.model_accepts_loss_kwargs = True
+    if _is_stale(model):
+        self.model_accepts_loss_kwargs = True
+    elif not _has_own_loss(type(model).forward):
+        return
     if not hasattr(self, "_loss_shifts_labels") and self.compute_loss_func is None:
         _leave_first_labels_out(self)
+
+
+def _has_own_loss(forward: Callable[..., Any]) -> bool:
+    """Before 5.6: one that ignores ``num_items_in_batch``, and is weighted here."""
+    return "loss_function" not in inspect.unwrap(forward).__code__.co_names
 
 
 def _leave_first_labels_out(trainer: Any) -> None:
@@ -80,7 +88,7 @@ def _is_sequence_parallel(trainer: Any) -> bool:
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Before 5.6: the mean over a microbatch, as its share of all items."""
     items = kwargs.get("num_items_in_batch")
-    if items is None or "loss_function" in inspect.unwrap(original).__code__.co_names:
+    if items is None or not _has_own_loss(original):
         return original(self, *args, **kwargs)
     outputs = original(self, *args, **kwargs)
     given = {**dict(zip(tuple(inspect.signature(original).parameters)[1:], args, strict=False)), **kwargs}
