@@ -41,7 +41,8 @@ def failing(found: list[Judged]) -> list[Judged]:
 
 
 def test_nothing_is_worse_with_the_package(work: Path, without: dict[str, verdict.Result]) -> None:
-    found = runner.judged(PART, without, runner.side(PART, work, on=True))
+    on = runner.side(PART, work, on=True)
+    found = runner.again(PART, runner.judged(PART, without, on), without, on, work)
     assert not failing(found), told(failing(found))
     counts = [item.verdict for item in found]
     assert counts.count(verdict.EQUAL) > len(PART) // 2
@@ -119,6 +120,13 @@ HANG = {"status": "hang", "text": "no answer in 60 s"}
 )
 def test_verdicts(off: dict[str, Any], on: dict[str, Any], expected: str) -> None:
     assert verdict.judge("a call", off, on, {"": 1.0}, 0.0).verdict == expected
+
+
+def test_an_error_is_that_of_one_device_or_of_a_model_that_upstream_has() -> None:
+    off, on = error("RuntimeError"), error("ValueError")
+    assert verdict.judge("a call", off, on, None).verdict == verdict.OTHER_ERROR
+    assert verdict.judge("a call", off, on, None, alone="ValueError").verdict == verdict.EQUAL
+    assert verdict.judge("a call", off | {"ready": False}, on, None).verdict == verdict.EQUAL
 
 
 def test_differences_are_told() -> None:

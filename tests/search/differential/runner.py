@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gemma4_compat
 from tests.search.differential import verdict
 from tests.search.differential.table import Entry
 from tests.search.differential.verdict import Judged, Result
+from tests.search.sequences_run import REPAIRED
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Seconds for an entry.
@@ -35,9 +37,17 @@ def without_value(entries: Sequence[Entry], off: dict[str, Result]) -> list[Entr
 
 
 def side(
-    entries: Sequence[Entry], work: Path, *, on: bool, plant: str | None = None, limit: float = LIMIT
+    entries: Sequence[Entry],
+    work: Path,
+    *,
+    on: bool,
+    repaired: bool = False,
+    plant: str | None = None,
+    limit: float = LIMIT,
 ) -> dict[str, Result]:
     """What the entries give, by name; ``work`` has the checkpoints, which the first side makes.
+
+    ``repaired``: without the package but for the patches of ``sequences_run.REPAIRED``, defects of one device.
 
     Raises:
         RuntimeError: the process that runs them ended early.
@@ -56,7 +66,7 @@ def side(
         "PYTHONHASHSEED": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        **({} if on else {"GEMMA4_COMPAT_DISABLE": "all"}),
+        **({} if on else {"GEMMA4_COMPAT_DISABLE": _all_but_repaired() if repaired else "all"}),
     }
     command = [sys.executable, "-m", "tests.search.differential.server", str(order)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -65,14 +75,33 @@ def side(
     return {name: pickle.loads((out / f"{number}.pkl").read_bytes()) for number, name in enumerate(names)}
 
 
-def judged(entries: Sequence[Entry], off: dict[str, Result], on: dict[str, Result]) -> list[Judged]:
-    """The verdict on each entry."""
+def _all_but_repaired() -> str:
+    return ",".join(sorted({patch.id for patch in gemma4_compat.patches()} - REPAIRED.keys()))
+
+
+def judged(
+    entries: Sequence[Entry], off: dict[str, Result], on: dict[str, Result], better: dict[str, Result] | None = None
+) -> list[Judged]:
+    """The verdict on each entry; ``better`` says what is right where one device without the package does not."""
     found = []
     for entry in entries:
         one = Entry(entry.call, "one", entry.kind).name
-        right = _right(off.get(one)) or _right(on.get(one))
-        found.append(verdict.judge(entry.name, off[entry.name], on[entry.name], right, entry.call.tolerance))
+        right = _right((better or {}).get(one)) or _right(off.get(one)) or _right(on.get(one))
+        alone = off.get(one, {}).get("type")
+        results = off[entry.name], on[entry.name]
+        found.append(verdict.judge(entry.name, *results, right, entry.call.tolerance, alone=alone))
     return found
+
+
+def again(
+    entries: Sequence[Entry], found: list[Judged], off: dict[str, Result], on: dict[str, Result], work: Path
+) -> list[Judged]:
+    """The verdicts once more, where worse entries may have the answer of one device without a known defect of it."""
+    worse = {item.name for item in found if item.verdict == verdict.WORSE}
+    asked = {one.name: one for one in (Entry(e.call, "one", e.kind) for e in entries if e.name in worse)}
+    if not asked:
+        return found
+    return judged(entries, off, on, side(list(asked.values()), work, on=False, repaired=True))
 
 
 def _right(result: Result | None) -> dict[str, Any] | None:
@@ -108,7 +137,7 @@ def search(
             off = side([*group, *references(group)], Path(folder), on=False, limit=limit)
             asked = [*group, *without_value(group, off)]
             on = side(asked, Path(folder), on=True, limit=limit, plant=plant)
-            return judged(group, off, on)
+            return again(group, judged(group, off, on), off, on, Path(folder))
 
     work = groups(entries)
     with ThreadPoolExecutor(jobs) as pool:

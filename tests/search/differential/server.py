@@ -108,6 +108,7 @@ def _child(entry: table.Entry, workspace: Any, model: Any, folder: Path) -> None
     torch.manual_seed(0)
     random.seed(0)
     result: dict[str, Any]
+    here = None
     try:
         here = world.World(workspace, entry.kind, entry.place, model)
         with warnings.catch_warnings():
@@ -125,6 +126,7 @@ def _child(entry: table.Entry, workspace: Any, model: Any, folder: Path) -> None
             "type": _name(type(error)),
             "mro": [_name(kind) for kind in type(error).__mro__],
             "text": _first_line(error),
+            "ready": here is not None and here.ready,
             "trace": "".join(traceback.format_exception(error))[-6000:],
         }
     (folder / "result").write_bytes(pickle.dumps(result))

@@ -49,7 +49,8 @@ class World:
         self.workspace = workspace
         self.kind = kind
         self.place = place
-        self.on = os.environ.get("GEMMA4_COMPAT_DISABLE") != "all"
+        self.on = "GEMMA4_COMPAT_DISABLE" not in os.environ
+        self.ready = False  # whether the model is there: an error before that is not the call's
         _, self.quantization, self.adapter_kind = KINDS[kind]
         self.folder = Path(tempfile.mkdtemp(prefix="call-"))
         self._loaded = loaded
@@ -70,7 +71,9 @@ class World:
     def model(self) -> Any:
         """What the user calls: the model, dispatched to the place, with the kind's adapter."""
         model = self.dispatch(self.fresh())
-        return model if self.adapter_kind is None else self.with_adapter(model)
+        model = model if self.adapter_kind is None else self.with_adapter(model)
+        self.ready = True
+        return model
 
     @property
     def base(self) -> Any:
