@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tests.search.differential.calls import load
+from tests.search.differential.table import CALLS
 from tools.pages.markers import ROOT, shorten
 
 STACKS = ("newest", "middle", "thread")
@@ -62,9 +64,7 @@ def _table(runs: dict[str, Any]) -> str:
 def _rows(runs: dict[str, Any], *, repaired: bool) -> str:
     """A row for each call and outcome: where, in which stacks, and the words."""
     found: dict[tuple[str, str, str], dict[str, set[str]]] = {}
-    about: dict[str, str] = {}
     for stack, run in runs.items():
-        about |= run["about"]
         for call, outcomes in run["found"].items():
             for outcome, names in outcomes.items():
                 if outcome == "absent":
@@ -74,6 +74,7 @@ def _rows(runs: dict[str, Any], *, repaired: bool) -> str:
                     continue
                 places = found.setdefault((call, _kind(off), _kind(on)), {})
                 places.setdefault(stack, set()).update(names.split())
+    load()
     head = ["| call | where | without | with |", "|---|---|---|---|"]
     if repaired:
         head = ["| call | where | without |", "|---|---|---|"]
@@ -83,7 +84,7 @@ def _rows(runs: dict[str, Any], *, repaired: bool) -> str:
         if len(stacks) < len(runs):
             where += f" ({', '.join(stacks)})"
         variant = call.partition("[")[2].rstrip("]")
-        name = about[call] + (f": {variant}" if variant else "")
+        name = CALLS[call].about + (f": {variant}" if variant else "")
         rows.append(f"| {name.replace('|', chr(92) + '|')} | {where} | {off} |" + ("" if repaired else f" {on} |"))
     return "\n".join([*head, *rows]) + "\n"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.search.differential import part, runner, verdict
-from tests.search.differential.table import CALLS, Entry, entries
+from tests.search.differential.table import Entry, entries
 from tests.search.differential.verdict import Judged
 
 
@@ -76,18 +76,25 @@ def report(found: Sequence[Judged], *, everything: bool = False) -> str:
     return "\n".join(lines)
 
 
+def words(outcome: str) -> str:
+    """An outcome, short: of a wrong answer that it is one."""
+    return "wrong" if outcome.startswith("wrong") else outcome if len(outcome) <= 110 else f"{outcome[:107]}..."
+
+
 def summary(found: Sequence[Judged], chosen: Sequence[Entry]) -> dict[str, Any]:
-    """What was found, as JSON-able data: outcomes are numbers, each in words once."""
+    """What was found, as JSON-able data: an outcome is a number, in words once; ``right`` names calls with no other."""
     from gemma4_compat import __version__
     from gemma4_compat._doctor import findings
 
-    words = sorted({item.off for item in found} | {item.on for item in found})
-    number = {text: index for index, text in enumerate(words)}
+    outcomes_in_words = sorted({words(item.off) for item in found} | {words(item.on) for item in found})
+    number = {text: index for index, text in enumerate(outcomes_in_words)}
     calls: dict[str, dict[str, str]] = {}
     for item in found:
         name, place, kind = item.name.rsplit(" ", 2)
-        outcome = "absent" if item.verdict == verdict.ABSENT else f"{number[item.off]} {number[item.on]}"
         outcomes = calls.setdefault(name, {})
+        if item.off == item.on == "right":
+            continue
+        outcome = "absent" if item.verdict == verdict.ABSENT else f"{number[words(item.off)]} {number[words(item.on)]}"
         outcomes[outcome] = " ".join(filter(None, [outcomes.get(outcome), f"{place}/{kind}"]))
     return {
         "search": "differential",
@@ -100,9 +107,9 @@ def summary(found: Sequence[Judged], chosen: Sequence[Entry]) -> dict[str, Any]:
         "entries": len(found),
         "verdicts": dict(collections.Counter(item.verdict for item in found).most_common()),
         "worse": {item.name: [item.off, item.on] for item in found if item.verdict in verdict.FAILURES},
-        "about": {name: CALLS[name].about for name in calls},
-        "outcomes": words,
-        "found": calls,
+        "outcomes": outcomes_in_words,
+        "right": [name for name, outcomes in calls.items() if not outcomes],
+        "found": {name: outcomes for name, outcomes in calls.items() if outcomes},
     }
 
 
