@@ -158,7 +158,7 @@ def test_a_summary_can_be_written_small() -> None:
         else Judged(entry.name, verdict.EQUAL, "right", "right")
         for entry in chosen
     ]
-    data = json.loads(cli.written(cli.summary(found, chosen)))
+    data = json.loads(cli.written(cli.summary(found, "a command")))
     half = " ".join(f"{entry.place}/{entry.kind}" for entry in chosen if "half" in entry.name)
     assert data["found"] == {"moves/cast[half]": {"1 0": half} if data["outcomes"][0] == "right" else {"0 1": half}}
     assert data["right"] == ["moves/cast[float]", "moves/cast[bfloat16]", "moves/cast[double]"]

@@ -24,15 +24,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
-
-
-class CannotMoveError(Gemma4CompatError, NotImplementedError):
-    """Also what torch raises in the middle of such a move, and accelerate before it: two kinds of ``RuntimeError``."""
 
 
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -46,7 +42,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def _guarded_apply(model: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     names = [name for name, module in model.named_modules() if placement.is_offloaded(module)]
     if names and _moves(fn):
-        raise CannotMoveError(
+        raise OffloadedWeightsError(
             f"You can't move a model that has some modules offloaded to cpu or disk ({len(names)} here, {names[0]!r} "
             "the first). Nothing was moved. accelerate.hooks.remove_hook_from_submodules(model) brings them back "
             "first; or load the model with another device_map."

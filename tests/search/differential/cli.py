@@ -56,8 +56,16 @@ def main(argv: list[str] | None = None) -> int:
     print(", ".join(f"{number} {name}" for name, number in counts.most_common()))
     print(f"{counted(chosen)}, {time.perf_counter() - started:.0f} s")
     if options.stack_json is not None:
-        options.stack_json.write_text(written(summary(found, chosen)), encoding="utf-8")
+        options.stack_json.write_text(written(summary(found, command(options))), encoding="utf-8")
     return 1 if any(item.verdict in verdict.FAILURES for item in found) else 0
+
+
+def command(options: argparse.Namespace) -> str:
+    """What repeats the run."""
+    words = ["python -m tests.search.differential"]
+    words += ["--ci"] if options.ci else []
+    words += [f"--only '{options.only}'"] if options.only else []
+    return " ".join(words)
 
 
 def counted(chosen: Sequence[Entry]) -> str:
@@ -81,8 +89,8 @@ def words(outcome: str) -> str:
     return "wrong" if outcome.startswith("wrong") else outcome if len(outcome) <= 110 else f"{outcome[:107]}..."
 
 
-def summary(found: Sequence[Judged], chosen: Sequence[Entry]) -> dict[str, Any]:
-    """What was found, as JSON-able data: an outcome is a number, in words once; ``right`` names calls with no other."""
+def summary(found: Sequence[Judged], command: str) -> dict[str, Any]:
+    """What was found, as JSON-able data. An outcome is a number; ``right`` names calls with no other outcome."""
     from gemma4_compat import __version__
     from gemma4_compat._doctor import findings
 
@@ -98,7 +106,7 @@ def summary(found: Sequence[Judged], chosen: Sequence[Entry]) -> dict[str, Any]:
         outcomes[outcome] = " ".join(filter(None, [outcomes.get(outcome), f"{place}/{kind}"]))
     return {
         "search": "differential",
-        "command": "python -m tests.search.differential",
+        "command": command,
         "gemma4_compat": __version__,
         "date": datetime.date.today().isoformat(),
         "versions": findings.stack(),
