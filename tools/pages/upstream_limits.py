@@ -27,7 +27,8 @@ python -m tests.search.differential --stack-json docs/search/differential-newest
 _BOTH = """\
 ## What does not work with the package either
 
-Mostly errors that are right: a folder that is not there, an option that does not exist.
+Many of these errors are right: a folder that is not there, an option that does not exist. "The same" is the type and the
+text of the error, or another wrong answer.
 """
 _BETTER = """\
 ## What works with the package only
@@ -85,7 +86,10 @@ def _rows(runs: dict[str, Any], *, repaired: bool) -> str:
             where += f" ({', '.join(stacks)})"
         variant = call.partition("[")[2].rstrip("]")
         name = CALLS[call].about + (f": {variant}" if variant else "")
-        rows.append(f"| {name.replace('|', chr(92) + '|')} | {where} | {off} |" + ("" if repaired else f" {on} |"))
+        rows.append(
+            f"| {name.replace('|', chr(92) + '|')} | {where} | {off} |"
+            + ("" if repaired else f" {'the same' if on == off else on} |")
+        )
     return "\n".join([*head, *rows]) + "\n"
 
 
