@@ -27,8 +27,8 @@ python -m tests.search.differential --stack-json docs/search/differential-newest
 _BOTH = """\
 ## What does not work with the package either
 
-Many of these errors are right: a folder that is not there, an option that does not exist. "The same" is the type and the
-text of the error, or another wrong answer.
+Many of these errors are right: a folder that is not there, an option that does not exist. "The same" is the type and
+the text of the error, or another wrong answer.
 """
 _BETTER = """\
 ## What works with the package only
