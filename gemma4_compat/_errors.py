@@ -32,6 +32,10 @@ class Gemma4CompatError(RuntimeError):
         super().__init__(*(_message(item) if isinstance(item, str) else item for item in args))
 
 
+class OffloadedWeightsError(Gemma4CompatError, NotImplementedError):
+    """Something needs the values of offloaded weights: upstream it is torch's ``NotImplementedError`` half-way."""
+
+
 class Gemma4CompatWarning(UserWarning):
     """Something the user should know once: a patch that could not apply, an argument that has no effect."""
 

@@ -35,6 +35,7 @@ from tools.pages import (  # noqa: E402
     quantization,
     raised,
     threads,
+    upstream_limits,
 )
 from tools.pages.markers import filled, from_docs  # noqa: E402
 
@@ -84,6 +85,8 @@ def main() -> int:
     wanted[ROOT / "docs" / "CLIENTS.md"] = clients.page()
     wanted[ROOT / "docs" / "FUZZING.md"] = fuzzing.page()
     wanted[ROOT / "docs" / "THREADS.md"] = threads.page()
+    if upstream_limits.runs():
+        wanted[ROOT / "docs" / "UPSTREAM_LIMITS.md"] = upstream_limits.page()
     if interpreters.FILE.exists():
         wanted[ROOT / "docs" / "INTERPRETERS.md"] = interpreters.page()
     wanted |= small_card_report.pictures() | compare_report.pictures()

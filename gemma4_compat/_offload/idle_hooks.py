@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._models import placement
+from gemma4_compat._offload import torch_internals
 
 # The two hooks of each model and tower.
 _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
@@ -24,8 +25,6 @@ _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDicti
 
 def install(model: Any) -> bool:
     """Bypass the idle hooks of a dispatched model; False, and nothing is done, where several devices compute."""
-    import torch
-
     uninstall(model)
     device = placement.hook_device(model)
     hooked = [module for module in model.modules() if "_hf_hook" in vars(module)]
@@ -41,11 +40,10 @@ def install(model: Any) -> bool:
         own = [part for part in hooked if part is not model and inside.get(id(part), model) is root]
         bypass = Bypass(root, [HookedForward(part) for part in own if _only_moves_inputs(part)])
         if bypass.forwards:
-            # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
-            before, after = torch.compiler.disable(bypass.pre_forward), torch.compiler.disable(bypass.post_forward)
+            before, after = bypass.pre_forward, bypass.post_forward
             _handles[root] = (
-                root.register_forward_pre_hook(before, prepend=True),
-                root.register_forward_hook(after, always_call=True),
+                root.register_forward_pre_hook(torch_internals.uncompiled(before), prepend=True),
+                root.register_forward_hook(torch_internals.uncompiled(after), always_call=True),
             )
             found = True
     return found

@@ -51,8 +51,6 @@ def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> 
         lock: the model's.
         streamed: whether a layer's streaming takes the lock already.
     """
-    import torch
-
     uninstall(model)
     lock.modules.update(model.modules())
     entries: list[Any] = []
@@ -67,8 +65,7 @@ def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> 
         return False
 
     if visit(model):
-        # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
-        before, after = torch.compiler.disable(lock.pre_forward), torch.compiler.disable(lock.post_forward)
+        before, after = torch_internals.uncompiled(lock.pre_forward), torch_internals.uncompiled(lock.post_forward)
         _handles[model] = [
             handle
             for module in entries

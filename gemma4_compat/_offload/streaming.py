@@ -73,9 +73,8 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
             # A tower runs once a prompt; in the language model the first layer follows the last, token after token.
             streamer = LayerStreamer(layers, cyclic="tower" not in name, lock=lock)
             for layer in layers:
-                # Run as they are between the graphs of torch.compile, as accelerate's hooks are.
-                before = torch.compiler.disable(streamer.pre_forward)
-                after = torch.compiler.disable(streamer.post_forward)
+                before = torch_internals.uncompiled(streamer.pre_forward)
+                after = torch_internals.uncompiled(streamer.post_forward)
                 _streamers[layer] = weakref.ref(streamer)
                 _handles[layer] = (
                     layer.register_forward_pre_hook(before, prepend=True),

@@ -29,6 +29,18 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` as a hook that runs as it is between the graphs of torch.compile, as accelerate's hooks do.
+
+    No pickle has a model with hooks of accelerate. Its name makes this one raise the error that those raise.
+    """
+    import torch
+
+    hook: Any = torch.compiler.disable(method)
+    hook.__qualname__ = f"uncompiled.<locals>.{method.__name__}"
+    return hook  # type: ignore[no-any-return]
+
+
 def resize(tensor: Any, size: int) -> None:
     """Give the memory of a tensor of bytes ``size`` bytes. Tensors that are views of it stay views of it."""
     tensor.untyped_storage().resize_(size)

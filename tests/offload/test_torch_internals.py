@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -136,3 +137,12 @@ def test_a_model_on_one_device_hears_nothing(workspace: Any, monkeypatch: pytest
     with warnings.catch_warnings():
         warnings.simplefilter("error", Gemma4CompatWarning)
         workspace.dispatch_map(model, {"": workspace.main})
+
+
+def test_a_split_model_cannot_be_pickled_with_the_error_of_accelerates_hooks(workspace: Any) -> None:
+    model = workspace.split()
+    assert streaming.streamers(model)
+    with pytest.raises(Exception) as upstream:
+        pickle.dumps(model.lm_head.forward)
+    with pytest.raises(type(upstream.value), match="local object"):
+        pickle.dumps(model)

@@ -18,8 +18,8 @@ def search_section() -> str:
         "one device": "sequences of operations, nothing split, with the shim and without",
     }
     for name, run in _runs():
-        if run.get("search") == "replays":
-            continue
+        if run.get("search") == "replays" or name.startswith("differential"):
+            continue  # a section and a page of their own
         rows.append(
             f"| {_stack(name, run)} | {run['main device']} | {run['cases']} "
             f"{tried[run.get('search', 'placements')]}{_package(run)} | {len(run['failing'])} | `{run['command']}` |"

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import placement
 from gemma4_compat._quantization.plain_layers import is_quantized, make_plain
 
@@ -57,7 +57,7 @@ def dequantize_and_replace(original: Callable[..., Any], model: Any, *args: Any,
 def _refuse_offloaded(quantized: dict[str, Any]) -> None:
     offloaded = [name for name, module in quantized.items() if placement.is_offloaded(module)]
     if offloaded:
-        raise Gemma4CompatError(
+        raise OffloadedWeightsError(
             f"dequantize: the weights of {len(offloaded)} quantized layers are offloaded, {offloaded[0]!r} among "
             "them, and would be four times (8-bit: twice) as large in host memory or on disk. Nothing was changed. "
             "Load the model with everything on one device, device_map={'': 0} or {'': 'cpu'}, and dequantize it "

@@ -8,7 +8,8 @@ Cause: ``dispatch_model`` guards ``to`` and ``cuda`` of the model it dispatches,
 walks down the modules through ``nn.Module._apply`` and bypasses the guard.
 
 Fix: A dispatched model with offloaded modules also guards its ``_apply``, which every move uses. Before anything is
-moved, the guard raises accelerate's own message, with the number of offloaded modules and the name of the first one.
+moved, the guard raises accelerate's own message, with the number of offloaded modules and the name of the first one;
+the error is also the ``NotImplementedError`` that upstream raises.
 Changes of dtype pass: they move nothing, and offloaded weights are converted when they are onloaded. The guard
 removes itself once nothing is offloaded. A deep copy of the model has its own guard.
 
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import placement
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 def _guarded_apply(model: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     names = [name for name, module in model.named_modules() if placement.is_offloaded(module)]
     if names and _moves(fn):
-        raise Gemma4CompatError(
+        raise OffloadedWeightsError(
             f"You can't move a model that has some modules offloaded to cpu or disk ({len(names)} here, {names[0]!r} "
             "the first). Nothing was moved. accelerate.hooks.remove_hook_from_submodules(model) brings them back "
             "first; or load the model with another device_map."

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._errors import Gemma4CompatError, OffloadedWeightsError
 from gemma4_compat._models import placement
 from gemma4_compat._quantization import qat
 
@@ -41,7 +41,7 @@ def _refuse(model: Any) -> None:
     layers = qat.packed(model)
     away = [name for name, module in layers.items() if placement.offload_hook(module) is not None]
     if away:
-        raise Gemma4CompatError(
+        raise OffloadedWeightsError(
             f"dequantize: the weights of {len(away)} quantized layers are offloaded, {away[0]!r} among them, and "
             "would be several times as large in host memory or on disk. Nothing was changed. Load the model with "
             "everything on one device, device_map={'': 'cpu'}, and dequantize it there."

@@ -10,9 +10,11 @@ averages the means of the microbatches. From 5.6 on the loss takes it. Before, `
 that ignores it.
 
 Fix: A Trainer (TRL's included) of such a model counts tokens, as it does for ``Gemma4ForCausalLM``. Before 5.6 the
-loss of ``forward`` is weighted by the tokens it is the mean of. Models whose class or instance sets
+loss of ``forward`` is weighted by the tokens it is the mean of. Before 5.10 a Trainer counts the first label of each
+sequence, which nothing is trained on; here it does not. Models whose class or instance sets
 ``accepts_loss_kwargs`` itself, or has another ``forward``, are left alone. So is sequence parallelism, where the
-Trainer counts by itself. Without accumulation, losses stay the same.
+Trainer counts by itself, and label smoothing, whose loss is not the model's. Without accumulation, losses stay the
+same.
 
 Remove when: transformers drops ``accepts_loss_kwargs = False`` from both classes.
 """
@@ -40,8 +42,33 @@ def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
     original(self, *args, **kwargs)
     model: Any = getattr(self, "model", None)
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if _is_stale(model) and not _is_sequence_parallel(self):
+    if not family.is_gemma4(model) or _is_sequence_parallel(self) or self.label_smoother is not None:
+        return
+    if _is_stale(model):
         self.model_accepts_loss_kwargs = True
+    elif not _has_own_loss(type(model).forward):
+        return
+    if not hasattr(self, "_loss_shifts_labels") and self.compute_loss_func is None:
+        _leave_first_labels_out(self)
+
+
+def _has_own_loss(forward: Callable[..., Any]) -> bool:
+    """Before 5.6: one that ignores ``num_items_in_batch``, and is weighted here."""
+    return "loss_function" not in inspect.unwrap(forward).__code__.co_names
+
+
+def _leave_first_labels_out(trainer: Any) -> None:
+    """Before 5.10 a Trainer counts the first label of a sequence too, which no logits are for."""
+    count = trainer._get_num_items_in_batch
+
+    def counted(batch_samples: list[Any], device: Any) -> Any:
+        shifted = [
+            {**batch, "labels": batch["labels"][..., 1:]} if hasattr(batch, "keys") and "labels" in batch else batch
+            for batch in batch_samples
+        ]
+        return count(shifted, device)
+
+    trainer._get_num_items_in_batch = counted
 
 
 def _is_stale(model: Any) -> bool:
@@ -61,7 +88,7 @@ def _is_sequence_parallel(trainer: Any) -> bool:
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Before 5.6: the mean over a microbatch, as its share of all items."""
     items = kwargs.get("num_items_in_batch")
-    if items is None or "loss_function" in inspect.unwrap(original).__code__.co_names:
+    if items is None or not _has_own_loss(original):
         return original(self, *args, **kwargs)
     outputs = original(self, *args, **kwargs)
     given = {**dict(zip(tuple(inspect.signature(original).parameters)[1:], args, strict=False)), **kwargs}

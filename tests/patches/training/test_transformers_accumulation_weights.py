@@ -11,6 +11,7 @@ import gemma4_compat
 from gemma4_compat._reproduction import tiny_models
 from gemma4_compat.patches.training import transformers_accumulation_weights
 from gemma4_compat.patches.training.transformers_accumulation_weights import PATCH
+from tests.helpers import without
 from tests.patches.promise import Promise
 
 #: Trained tokens of four sequences.
@@ -140,3 +141,31 @@ def test_undone_it_is_upstreams_again(workspace: Any, tmp_path: Path) -> None:
     finally:
         gemma4_compat.install()
     assert training(workspace, load(workspace, "gemma4"), tmp_path, 1).model_accepts_loss_kwargs is True
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothed"])
+def test_without_accumulation_and_in_evaluation_losses_are_upstreams(
+    workspace: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def losses(folder: str, steps: int) -> tuple[float, float]:
+        given = {"gradient_accumulation_steps": steps, "per_device_eval_batch_size": 1, **options}
+        trainer = training(workspace, workspace.load(), tmp_path / folder, 1, **given)
+        for row in trainer.train_dataset:
+            row["labels"] = row["input_ids"].clone()  # the first token has a label
+        trainer.eval_dataset = trainer.train_dataset
+        evaluated = trainer.evaluate()["eval_loss"]
+        return evaluated, trainer.train().training_loss
+
+    with without(PATCH.id):
+        upstream = losses("off", 1)
+    assert losses("on", 1) == pytest.approx(upstream, rel=1e-6)
+
+
+def test_smoothed_losses_are_divided_by_the_microbatches(workspace: Any, tmp_path: Path) -> None:
+    def loss() -> float:
+        trainer = training(workspace, workspace.load(), tmp_path, 1, label_smoothing_factor=0.1)
+        return float(trainer.train().training_loss)
+
+    with without(PATCH.id):
+        upstream = loss()
+    assert loss() == pytest.approx(upstream, rel=0.5), "of four microbatches, not their sum"
