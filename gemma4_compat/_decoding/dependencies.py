@@ -12,6 +12,7 @@ Nothing here keeps a module or a tensor alive. When a module of the model is del
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import weakref
@@ -103,8 +104,9 @@ class Dependencies:
                     self._add_tensor(tensor)
         for name in attributes["_modules"]:
             self._seldom.add(attributes["_modules"], name)
-        for kind in ("_parameters", "_buffers", "_modules"):
-            self._seldom.add_contents(attributes[kind])
+        for kind in ("_parameters", "_buffers"):
+            self._seldom.add_size(attributes[kind])
+        self._seldom.add_contents(attributes["_modules"])  # it has an order
         often = self._often if first else self._seldom
         often.add(attributes, "forward")
         often.add(attributes, "training")
@@ -118,7 +120,7 @@ class Dependencies:
                 for name in attributes[key]:
                     self._adapters.add(attributes[key], name)
         if not first:
-            self._seldom.add_contents(attributes)
+            self._seldom.add_size(attributes)
         for key, value in attributes.items():
             # Whoever generates keeps things on the model itself, and methods in place of its own.
             kept = first and (key.startswith("_") or key in _OF_CALLS or callable(value))
@@ -139,10 +141,12 @@ class Dependencies:
             if type(value).__module__ not in _PLAIN and not isinstance(value, type):
                 self._add_class(type(value))
         elif id(value) not in above:
-            self._seldom.add_contents(value)
             if isinstance(value, dict):
+                self._seldom.add_size(value)
                 for name in value:
                     self._seldom.add(value, name)
+            else:
+                self._seldom.add_contents(value)
             for part in value.values() if isinstance(value, dict) else value:
                 self._add_contents(part, {*above, id(value)})
 
@@ -222,6 +226,9 @@ def _is_as_it_was(item: tuple[type, tuple[list[str], list[Any]]]) -> bool:
     return list(now) == names and all(map(operator.is_, now.values(), values))
 
 
+_NOTHING = object()  # what is under a key that is not there
+
+
 class _Entries:
     """Of dictionaries: which object is under a key. Of containers: what is in them.
 
@@ -240,15 +247,22 @@ class _Entries:
         self._gone: list[weakref.ref[Any]] = []  # of those, the ones whose object was deleted
         self._containers: list[Collection[Any]] = []
         self._contents: list[list[int]] = []
+        self._sized: list[dict[Any, Any]] = []
+        self._sizes: list[int] = []
 
     def add(self, where: dict[Any, Any], key: Any) -> None:
         """Note what is under ``key`` now."""
         self._dicts.append(where)
         self._keys.append(key)
-        self._ids.append(self._noted(where.get(key)))
+        self._ids.append(self._noted(where.get(key, _NOTHING)))
+
+    def add_size(self, where: dict[Any, Any]) -> None:
+        """Note how many keys a dictionary has whose keys are all noted, so that another one is noticed."""
+        self._sized.append(where)
+        self._sizes.append(len(where))
 
     def add_contents(self, container: Collection[Any]) -> None:
-        """Note the items of a list, a set or a tuple now, or the keys of a dictionary."""
+        """Note the items of a list, a set or a tuple, or the keys of a dictionary in their order."""
         self._containers.append(container)
         self._contents.append(list(map(self._noted, container)))
 
@@ -262,7 +276,9 @@ class _Entries:
 
     def hold(self) -> bool:
         """Whether the same objects are there."""
-        if self._gone or list(map(id, map(dict.get, self._dicts, self._keys))) != self._ids:
+        if self._gone or list(map(len, self._sized)) != self._sizes:
+            return False
+        if list(map(id, map(dict.get, self._dicts, self._keys, itertools.repeat(_NOTHING)))) != self._ids:
             return False
         return [list(map(id, container)) for container in self._containers] == self._contents
 
