@@ -91,8 +91,8 @@ def make_part(original: Callable[..., None], self: Any, **arguments: Any) -> Non
 
 def _differ(text: Any) -> bool:
     """Whether the keys of layers have several shapes."""
-    if hasattr(text, "per_layer_config"):
-        return len({tuple(getattr(layer, name) for name in _SHAPE) for layer in text.per_layer_config}) > 1
+    if layers := getattr(text, "per_layer_config", None):
+        return len({tuple(getattr(layer, name) for name in _SHAPE) for layer in layers}) > 1
     heads = text.num_global_key_value_heads if text.attention_k_eq_v else None
     return (text.global_head_dim, heads or text.num_key_value_heads) != (text.head_dim, text.num_key_value_heads)
 
