@@ -137,6 +137,7 @@ class Patch:
         fixed: the first release with that change.
         after: ids of patches that must be applied before this one.
         needs: ids of patches without which this one does not make the situation exact.
+        acts_on: the models it is for, where its code does not say so ("QAT checkpoints").
         detect: a cheap, static look at the loaded code that may say ``NOT_AFFECTED`` (or ``UNKNOWN``) although the
             version is in range; the fingerprints of ``targets`` are checked after it.
         summary: one sentence, what is repaired.
@@ -160,6 +161,7 @@ class Patch:
     fixed: str | None = None
     after: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    acts_on: str = ""
     detect: Callable[[], Detection] | None = None
     summary: str = ""
     symptom: str = ""

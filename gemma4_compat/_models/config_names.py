@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-#: Name -> the setting of a layer that it stands for.
+#: Name -> the setting of a full-attention layer that it stands for.
 NAMES = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 
 
@@ -35,3 +35,25 @@ def restored(text: Mapping[str, Any]) -> dict[str, Any]:
         "num_global_key_value_heads": said[0].get("num_key_value_heads"),
     }
     return {name: value for name, value in found.items() if name not in text}
+
+
+def of(config: Any) -> dict[str, Any]:
+    """The old names and their values of a text model's configuration that keeps these by layer; none where it has no
+    settings by layer, or some that the names cannot say.
+    """
+    own = vars(config)
+    by_layer = own.get("_heterogeneity_spec")
+    if by_layer is None:
+        return {}
+    layers = {"per_layer_config": by_layer.per_layer_overrides}
+    return restored(layers | {name: own.get(name) for name in ("layer_types", "head_dim")})
+
+
+def set_on(config: Any, name: str, value: Any) -> None:
+    """Give a setting by its old name to the full-attention layers of a configuration of which :func:`of` says it."""
+    own = vars(config)
+    layers = {index: dict(settings) for index, settings in own["_heterogeneity_spec"].per_layer_overrides.items()}
+    setting = NAMES[name]
+    for index in (index for index, kind in enumerate(own["layer_types"]) if kind == "full_attention"):
+        layers.setdefault(index, {})[setting] = own[setting] if value is None else value
+    config.per_layer_config = layers

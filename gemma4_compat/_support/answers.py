@@ -9,7 +9,7 @@ from gemma4_compat._engine import words
 from gemma4_compat._engine.address import report_request
 from gemma4_compat._engine.patch import PatchState, PatchStatus
 from gemma4_compat._engine.text import table_text, wrapped
-from gemma4_compat._errors import printable
+from gemma4_compat._errors import Gemma4CompatError, printable
 from gemma4_compat._support.messages import Said
 from gemma4_compat._support.search import Answer, Match
 
@@ -36,7 +36,10 @@ def remedy(status: PatchStatus) -> str:
     """What to do about an error that a patch repairs, in the state the patch has here."""
     state, name, word = status.state, status.id, words.state_word(status)
     if word == words.NOT_NEEDED:
-        return "the releases installed here do not have this defect. Run this command where the program runs."
+        return (
+            "if the program runs with the releases that are installed here, this is not its error, for they do not "
+            "have the defect: report it. If it runs elsewhere, run this command there."
+        )
     if state is PatchState.SKIPPED:
         return f"the patch is off here: {status.reason}. Change that, and put `import gemma4_compat` into the program."
     if state is PatchState.FAILED:
@@ -53,7 +56,10 @@ def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus],
     """The error, what repairs it and what to do; or what to report. Lines of ``width`` characters; None: any."""
     if not answer.matches:
         parts = [_cut(str(message)) for message in said.messages[:1]]
-        parts.append("No patch is known to be about this error.")
+        if said.messages[:1] and said.messages[0].kind == Gemma4CompatError.__name__:
+            parts.append("gemma4_compat raises this itself, before anything is changed. The message says what to do.")
+        else:
+            parts.append("No patch is known to be about this error.")
         if answer.nearest:
             parts.append(f"The most similar errors: {', '.join(answer.nearest)} (`gemma4-compat explain ID`).")
         return "\n\n".join(wrapped(part, width) for part in [*parts, f"What to report: {REPORT}"])

@@ -3,7 +3,8 @@
 What is known of errors is what patches say: the messages that the ``Symptom:`` of their files quotes, and those that
 their reproductions raised in the measured releases (:mod:`gemma4_compat.patches.raised`). Numbers, shapes, devices and
 paths in a message are not compared. A text that names nothing of these libraries is raised by other programs, too:
-it is a possible match, unless the traceback goes through what the patch replaces.
+it is a possible match, unless the traceback goes through what the patch replaces. A class that only these libraries
+raise says enough where the message was cut short.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _NAME = re.compile(r"[a-z]_[a-z]|[a-z][A-Z]|\d[a-z]")  # quant_state, PeftModel,
 _LEFT_OUT = frozenset({"cpu", "cuda", "xpu", "mps", "npu", "hpu", "x", "e", "a", "an", "the"})
 #: Names that errors of any program have.
 _ANYBODYS = frozenset(dir(builtins)) | {"NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half"}
+#: Classes of errors that other programs raise, beside Python's own.
+_COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}
 _SAME = frozenset({"RuntimeError", "NotImplementedError"})  # torch raises the one or the other, by release
 
 
@@ -83,12 +86,13 @@ def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[s
         found: dict[str, tuple[tuple[float, ...], Match]] = {}
         words = _words(message.text)
         for pattern in patterns:
-            covered = _covered(pattern, words, weights)
+            own = pattern.kind == message.kind and pattern.kind not in _COMMON | {""}
+            covered = 1.0 if own and _is_cut_short(pattern, words) else _covered(pattern, words, weights)
             near[pattern.patch.id] = max(near[pattern.patch.id], covered * (0.5 + 0.5 * _same(pattern, message)))
             if covered < _ENOUGH or not _same(pattern, message) or not _fits(pattern, words):
                 continue
             seen = _seen(pattern.patch, said.frames)
-            certain = seen > 0 or not pattern.names.isdisjoint(words)
+            certain = own or seen > 0 or not pattern.names.isdisjoint(words)
             match = Match(pattern.patch, message, pattern.text, certain, pattern.quoted)
             rank = (match.certain, pattern.quoted, seen, sum(weights[word] for word in pattern.words))
             if pattern.patch.id not in found or rank > found[pattern.patch.id][0]:
@@ -145,6 +149,10 @@ def _weights(patterns: Sequence[_Pattern]) -> dict[str, float]:
 def _same(pattern: _Pattern, message: Message) -> bool:
     kinds = {pattern.kind, message.kind}
     return "" in kinds or len(kinds) == 1 or kinds <= _SAME
+
+
+def _is_cut_short(pattern: _Pattern, words: Sequence[str]) -> bool:
+    return set(words) <= {*pattern.words, "<nothing>"}
 
 
 def _fits(pattern: _Pattern, words: Sequence[str]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 
 import gemma4_compat
 from tests.helpers import child
+from tools.matrix import stacks
 from tools.pages import gates, patches
 
 PATCHES = {patch.id: patch for patch in gemma4_compat.patches()}
@@ -20,7 +21,12 @@ def test_the_column_tells_both_kinds_apart() -> None:
     assert said["peft-clippable-linear"] == "Gemma 4"  # asks in a function that it calls
     assert said["transformers-audio-mask"] == "Gemma 4"  # replaces code of Gemma 4
     assert said["transformers-quantize-offloaded"] == "Gemma 4"  # finds what one that asks has left
+    assert said["peft-adapter-load"] == "Gemma 4"  # finds it in a context variable
+    assert said["transformers-flash-attention"] == "Gemma 4"  # compares with names in a constant of its module
+    assert said["transformers-deferred-stop"] == "Gemma 4"  # says so: another patch asks
+    assert said["transformers-qat-saving"] == "QAT checkpoints"
     assert said["accelerate-nested-map"] == "every model"
+    assert said["transformers-cudnn-padding"] == "every model"  # was measured
     assert said["accelerate-disk-buffers"] == "every model"  # asks about a detail; it was measured
 
 
@@ -30,6 +36,17 @@ def test_measured_are_patches_that_exist() -> None:
     assert {patch_id: set(names) - targets.get(patch_id, set()) for patch_id, names in measured.items()} == {
         patch_id: set() for patch_id in measured
     }
+
+
+def test_they_were_measured_with_the_newest_stack() -> None:
+    versions = json.loads(gates.MEASURED.read_text(encoding="utf-8"))["versions"]
+    newest = stacks.read()["newest"].pins
+    assert newest.items() <= versions.items(), "run python -m tests.models.others_child"
+
+
+def test_no_patch_is_printed_for_fewer_models_than_it_was_seen_to_act_on() -> None:
+    acted = json.loads(gates.MEASURED.read_text(encoding="utf-8"))["acted"]
+    assert [patch_id for patch_id in acted if patches.acts_on(PATCHES[patch_id]) != "every model"] == []
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +74,4 @@ def test_most_patches_of_shared_code_were_called(found: Any) -> None:
     assert {"accelerate-paged-layers", "accelerate-map-check", "peft-quantized-merge", "peft-adapter-keys"} <= {*gated}
     assert {"transformers-graph-decoding", "transformers-auto-map", "transformers-quantize-offloaded"} <= {*gated}
     assert not found["acted"].keys() & {"accelerate-paged-layers", "transformers-graph-decoding"}
+    assert {"peft-adapter-load", "transformers-deferred-stop", "peft-qat-merge"} <= {*gated}

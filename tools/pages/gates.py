@@ -11,6 +11,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -29,8 +30,10 @@ def for_every_model(patch: gemma4_compat.Patch) -> tuple[str, ...]:
 
     A replacement is for Gemma 4 alone where it replaces Gemma 4's own code, where it asks whether this is a Gemma 4,
     or where it looks for what a replacement of the same patch that asks has left for it; unless it was seen to act on
-    another model all the same (docs/other_models.json).
+    another model all the same (docs/other_models.json). A patch that says itself what it acts on is for no other.
     """
+    if patch.acts_on:
+        return ()
     seen = json.loads(MEASURED.read_text(encoding="utf-8"))["acted"].get(patch.id, [])
     return tuple(str(target) for target in patch.targets if str(target) in {*seen, *_ungated(patch)})
 
@@ -50,16 +53,25 @@ def _is_gemma4s(target: gemma4_compat.Target) -> bool:
 
 def _asks(function: Callable[..., Any]) -> bool:
     """Whether a function, or one of this package that it calls, compares something with a name of the family."""
-    constants = (constant for one in _called(function) for constant in _constants(one.__code__))
-    return any(isinstance(value, str) and _FAMILY.fullmatch(value) for value in constants)
+    return any(
+        isinstance(value, str) and _FAMILY.fullmatch(value) for one in _called(function) for value in _said(one)
+    )
+
+
+def _said(function: FunctionType) -> Iterator[Any]:
+    """The constants in a function's code, and those that it takes from its module."""
+    yield from _constants(function.__code__)
+    for name in _names(function.__code__):
+        found = function.__globals__.get(name)
+        yield from found if isinstance(found, (tuple, frozenset)) else [found]
 
 
 @functools.cache
 def _marks(function: Callable[..., Any]) -> frozenset[Any]:
-    """What a function, or one that it calls, leaves for others or finds of theirs: by attribute, or by thread."""
+    """What a function, or one that it calls, leaves for others or finds of theirs: by attribute, thread or context."""
     found = [one.__globals__.get(name) for one in _called(function) for name in _names(one.__code__)]
     names = {value for value in found if isinstance(value, str) and value.startswith(_MARK)}
-    return frozenset(names | {id(value) for value in found if isinstance(value, threading.local)})
+    return frozenset(names | {id(value) for value in found if isinstance(value, (threading.local, ContextVar))})
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def affected(patch: gemma4_compat.Patch) -> str:
 
 
 def acts_on(patch: gemma4_compat.Patch) -> str:
-    return "every model" if gates.for_every_model(patch) else "Gemma 4"
+    return patch.acts_on or ("every model" if gates.for_every_model(patch) else "Gemma 4")
 
 
 def _functions(patch: gemma4_compat.Patch) -> str:

@@ -104,4 +104,5 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
+    acts_on="QAT checkpoints",
 )

@@ -137,4 +137,5 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
+    acts_on="Gemma 4",  # where transformers-graph-decoding, which asks, says that a step is replayed
 )

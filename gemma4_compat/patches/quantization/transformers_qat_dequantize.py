@@ -78,4 +78,5 @@ PATCH = Patch(
     affected=">=5.11",
     targets=(Target(module="transformers.quantizers.base", name="HfQuantizer._dequantize", replacement=dequantize),),
     reproduce=reproduce,
+    acts_on="QAT checkpoints",
 )

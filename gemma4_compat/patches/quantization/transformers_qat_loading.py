@@ -103,4 +103,5 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
+    acts_on="QAT checkpoints",
 )

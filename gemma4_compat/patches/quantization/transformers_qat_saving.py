@@ -56,4 +56,5 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
+    acts_on="QAT checkpoints",
 )

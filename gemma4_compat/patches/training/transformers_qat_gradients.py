@@ -96,4 +96,5 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
+    acts_on="QAT checkpoints",
 )

@@ -6,10 +6,12 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.scenarios import features
 from gemma4_compat._reproduction.workspace import difference
@@ -135,6 +137,59 @@ def test_every_way_to_ask(workspace: Any) -> None:
         assert runs(auto.from_pretrained(workspace.checkpoint, attn_implementation="sdpa")) == wanted
         plain = AutoConfig.from_pretrained(workspace.checkpoint)
         assert runs(auto.from_config(plain, attn_implementation="sdpa")) == wanted
+
+
+#: The line of the guides, through each entry point: (checkpoint, class of the model) -> model.
+ENTRIES: dict[str, Callable[[Any, Any], Any]] = {
+    "from_pretrained": lambda folder, cls: cls.from_pretrained(folder, attn_implementation="sdpa"),
+    "AutoModelForImageTextToText": lambda folder, cls: _auto("AutoModelForImageTextToText", folder),
+    "AutoModelForCausalLM": lambda folder, cls: _auto("AutoModelForCausalLM", folder),
+    "AutoModel": lambda folder, cls: _auto("AutoModel", folder),
+    "from_config": lambda folder, cls: _from_config(folder, cls),
+    "set_attn_implementation": lambda folder, cls: _set(cls.from_pretrained(folder)),
+}
+
+
+def _auto(name: str, folder: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, name).from_pretrained(folder, attn_implementation="sdpa")
+
+
+def _from_config(folder: Any, cls: Any) -> Any:
+    from transformers import AutoConfig
+
+    return cls._from_config(AutoConfig.from_pretrained(folder), attn_implementation="sdpa")
+
+
+def _set(model: Any) -> Any:
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+@pytest.mark.parametrize("variant", variants.NAMES)
+def test_every_variant_loads_through_every_entry_point(tmp_path: Path, variant: str) -> None:
+    """F102. The answers are those of a load without a request, which runs sdpa by itself."""
+    import torch
+    import transformers
+
+    if variant == variants.UNIFIED and not hasattr(transformers, "Gemma4UnifiedConfig"):
+        pytest.skip("this transformers has no gemma4_unified")
+    tiny_models.build_checkpoint(tmp_path, variant=variant)
+    cls = getattr(transformers, tiny_models.class_name(tmp_path))
+    ids = torch.arange(3, 15)[None]
+    usual = cls.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected = usual(input_ids=ids).logits
+    for name, enter in ENTRIES.items():
+        model = enter(tmp_path, cls).eval()
+        config = model.config
+        assert config.get_text_config()._attn_implementation == "sdpa", name
+        if getattr(config, "audio_config", None) is not None and variant != variants.UNIFIED:
+            assert config.audio_config._attn_implementation == usual.config.audio_config._attn_implementation, name
+        if type(model) is cls and name != "from_config":  # its weights are random
+            with torch.no_grad():
+                assert torch.equal(model(input_ids=ids).logits, expected), name
 
 
 @concerned

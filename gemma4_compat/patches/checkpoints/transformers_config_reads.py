@@ -1,0 +1,116 @@
+"""The old names of a text model's configuration can be read and set: ``head_dim``, ``global_head_dim`` and so on.
+
+Symptom: ``AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute and may vary across layers``, or
+``AmbiguousGlobalPerLayerAttributeError: 'num_key_value_heads' is a per-layer attribute``, from ``config.head_dim``,
+and from ``getattr(config, "head_dim", None)`` and ``hasattr`` as well. ``AttributeError: 'Gemma4TextConfig' object has
+no attribute 'global_head_dim'``.
+
+Cause: transformers 5.15.0 keeps the settings in which layers differ by layer. A read of one without a layer is a
+``RuntimeError``, which neither a default nor ``hasattr`` catches. ``global_head_dim`` and
+``num_global_key_value_heads`` are gone. Other software reads all four, as in every release before.
+
+Fix: The names have the values of ``config.json`` again: ``head_dim`` and ``num_key_value_heads`` are those of sliding
+attention, the other two those of full attention. A value that is set goes to these layers. Where full-attention layers
+differ from each other, or ``allow_global_per_layer_attribute_access`` was set to False, the error is an
+``AttributeError`` as well.
+
+Remove when: ``getattr(config, "head_dim", None)`` and ``global_head_dim`` of a Gemma 4's text model are numbers in all
+supported releases.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import config_names
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def read(original: Callable[..., Any], self: Any, key: str) -> Any:
+    try:
+        return original(self, key)
+    except AttributeError:
+        if key in config_names.NAMES and key in (found := config_names.of(self)):
+            return found[key]
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, _ambiguous()):
+            raise
+        if _is_said(self):
+            return vars(self)[key]
+        raise _missing()(*error.args) from None
+
+
+def write(original: Callable[..., None], self: Any, key: str, value: Any) -> None:
+    if key in config_names.NAMES and key in config_names.of(self):
+        config_names.set_on(self, key, value)
+        return
+    original(self, key, value)
+
+
+def keys(original: Callable[..., Iterator[str]], self: Any) -> Iterator[str]:
+    """``in`` asks this."""
+    found = dict.fromkeys(original(self))
+    if _is_said(self):
+        found |= dict.fromkeys([*self.per_layer_attributes, *config_names.of(self)])
+    yield from found
+
+
+def _is_said(config: Any) -> bool:
+    return vars(config).get("allow_global_per_layer_attribute_access") is not False and bool(config_names.of(config))
+
+
+def _ambiguous() -> Any:
+    from transformers.integrations.heterogeneity import AmbiguousGlobalPerLayerAttributeError
+
+    return AmbiguousGlobalPerLayerAttributeError
+
+
+@functools.cache
+def _missing() -> Any:
+    return type("AmbiguousGlobalPerLayerAttributeError", (_ambiguous(), AttributeError), {"__module__": __name__})
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._models import variants
+    from gemma4_compat._reproduction import tiny_configs
+
+    name = workspace.variant or "31B"
+    config = tiny_configs.config(variant=name).get_text_config()
+    shape = tiny_configs.scaled_text(variants.shape(name), layers=6)
+    names = ("head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads")
+    expected = {key: shape.get(key) for key in names}
+    missing = [key for key in expected if not hasattr(config, key)]
+    if missing:
+        return Outcome(True, f"the configuration of the {name} lacks: {', '.join(missing)}")
+    found = {key: getattr(config, key) for key in expected}
+    return Outcome(found != expected, f"the configuration of the {name}: {found}")
+
+
+def _targets(module: str, kind: str, group: str = "") -> tuple[Target, ...]:
+    replacements: dict[str, Callable[..., Any]] = {"__getattribute__": read, "__setattr__": write, "__iter__": keys}
+    return tuple(
+        Target(module=module, name=f"{kind}.{name}", replacement=replacement, group=group)
+        for name, replacement in replacements.items()
+    )
+
+
+PATCH = Patch(
+    id="transformers-config-reads",
+    severity=Severity.CRASH,
+    failure_points=("F96",),
+    distribution="transformers",
+    affected=">=5.15.0",
+    targets=(
+        *_targets("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig"),
+        *_targets(
+            "transformers.models.gemma4_unified.configuration_gemma4_unified", "Gemma4UnifiedTextConfig", "unified"
+        ),
+    ),
+    reproduce=reproduce,
+)
