@@ -154,7 +154,7 @@ def code_of(quant_type: str, device: Any) -> Any:
 
     ``QuantState.code`` has the same numbers, but not the same bits. FP4 has two zeros: the second is negative on CUDA
     and on CPUs without AVX-512, and positive there and on CPUs with it (bitsandbytes 0.50.2: ``csrc/kernels.cu``,
-    ``csrc/cpu_ops.cpp``). The first call for a device must be outside of a capture.
+    ``csrc/cpu_ops.cpp``). The first call for a device must be outside of a capture: :func:`prepare`.
     """
     if (quant_type, device) not in _codes:
         import torch
@@ -172,6 +172,13 @@ def code_of(quant_type: str, device: Any) -> Any:
         )
         _codes[quant_type, device] = dequantize_4bit(packed, state).reshape(-1)[:16].clone()
     return _codes[quant_type, device]
+
+
+def prepare(device: Any) -> None:
+    """Have what kernels on this device read and a capture cannot make."""
+    if "bitsandbytes" in sys.modules:
+        for quant_type in ("fp4", "nf4"):
+            code_of(quant_type, device)
 
 
 def _layout_of(state: Any) -> _Layout:
@@ -256,9 +263,6 @@ class Rows:
 
     def __init__(self, sink: Any, device: Any) -> None:
         self._sink, self._device = sink, device
-        if "bitsandbytes" in sys.modules:
-            for quant_type in ("fp4", "nf4"):
-                code_of(quant_type, device)  # a capture begins next
         self._orders: dict[int, Any] = {}  # by how many experts a token hits
 
     def dequantized(self, parameter: Any, chosen: Any) -> Any:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gemma4_compat._decoding import static_caches
+from gemma4_compat._decoding import expert_rows, static_caches
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.kernels import COMPILERS, Kernels
 from gemma4_compat._decoding.kernels import of as kernels_of
@@ -83,6 +83,7 @@ def fused(plain: Recording, outputs: Any, cache: Any, device: Any, capture: Capt
         Exception: the fused step could not be captured. The cache is as it was before.
     """
     kernels = kernels_of(device)
+    expert_rows.prepare(device)
     for _ in range(_CAPTURES):
         launches = _Launches(kernels)
         recording, found = capture(lambda: _fusing(device, launches))  # noqa: B023 (it is called here)

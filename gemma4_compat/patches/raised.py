@@ -22,6 +22,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "accelerate-nested-map": (
         "ValueError: position_embedding_table is on the meta device, we need a `value` to put in on cpu.",
     ),
+    "accelerate-save-state-offloaded": (
+        "RuntimeError: Function MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu",
+    ),
     "accelerate-skip-keys": (
         "KeyError: 3",
         "KeyError: 'sliding_attention'",
@@ -34,6 +37,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     ),
     "accelerate-train-offloaded": (
         "NotImplementedError: Cannot copy out of meta tensor; no data!",
+    ),
+    "bitsandbytes-int8-load-state": (
+        "RuntimeError: Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported. Please call module.cuda() before module.load_state_dict()",
     ),
     "bitsandbytes-int8-meta-scales": (
         "AttributeError: `model.vision_tower.patch_embedder.input_proj.SCB` is neither a parameter, buffer, nor extra state.",
@@ -72,6 +78,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "peft-unilora-frod": (
         "NotImplementedError: Cannot copy out of meta tensor; no data!",
     ),
+    "peft-virtual-tokens": (
+        "RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`, and that the `inputs_embeds` you provided do not exactly match the embedding weights. Since Gemma4 needs to reverse the embedding to compute another embedding, make sure you provide exact `inp",
+    ),
     "transformers-assistant-arguments": (
         "TypeError: SinglePositionMultiTokenCandidateGenerator.__init__() missing 2 required positional arguments: 'input_ids' and 'model_kwargs'",
     ),
@@ -94,6 +103,9 @@ RAISED: dict[str, tuple[str, ...]] = {
         "RuntimeError: Tensor on device meta is not on the expected device cpu!",
         "ValueError: You are trying to offload the whole model to the disk. Please use the `disk_offload` function instead.",
     ),
+    "transformers-config-reads": (
+        "AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute and may vary across layers. Access it via the individual layer configs instead (e.g. config.per_layer_config[i].head_dim). To read the global config value from config.head_dim anyway, set `allow_global_per_layer_attribute_acc",
+    ),
     "transformers-dequantized-adapter": (
         "AttributeError: 'Parameter' object has no attribute 'quant_state'",
     ),
@@ -101,8 +113,18 @@ RAISED: dict[str, tuple[str, ...]] = {
         "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.eq.Tensor)",
         "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.where.self)",
     ),
+    "transformers-embedding-search": (
+        "RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`, and that the `inputs_embeds` you provided do not exactly match the embedding weights. Since Gemma4 needs to reverse the embedding to compute another embedding, make sure you provide exact `inp",
+    ),
     "transformers-flash-attention": (
         "RuntimeError: FlashAttention forward only supports head dimension at most 256",
+    ),
+    "transformers-generate-embeddings": (
+        "ValueError: You passed `inputs_embeds` to `.generate()`, but the model class Gemma4ForConditionalGeneration doesn't have its forwarding implemented. See the GPT2 implementation for an example (https://github.com/huggingface/transformers/pull/21405), and feel free to open a PR with it!",
+    ),
+    "transformers-given-per-layer": (
+        "TypeError: Gemma4TextModel( (embed_tokens): Gemma4TextScaledWordEmbedding(256, 64, padding_idx=0) (layers): ModuleList( (0-1): 2 x Gemma4TextDecoderLayer( (self_attn): Gemma4TextAttention( (q_proj): Linear(in_features=64, out_features=64, bias=False) (q_norm): Gemma4RMSNorm() (k_norm): Gemma4RMSNorm",
+        "TypeError: Gemma4TextModel( (embed_tokens): Gemma4TextScaledWordEmbedding(256, 64, padding_idx=0) (layers): ModuleList( (0-1): 2 x Gemma4TextDecoderLayer( (self_attn): Gemma4TextAttention( (q_norm): Gemma4RMSNorm() (k_norm): Gemma4RMSNorm() (v_norm): Gemma4RMSNorm() (k_proj): Linear(in_features=64, ",
     ),
     "transformers-map-boundaries": (
         "ValueError: weight is on the meta device, we need a `value` to put in on cpu.",
@@ -112,6 +134,12 @@ RAISED: dict[str, tuple[str, ...]] = {
     ),
     "transformers-offloaded-embedding": (
         "RuntimeError: Tensor on device meta is not on the expected device cpu!",
+    ),
+    "transformers-paged-cache": (
+        "AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute and may vary across layers. Access it via the individual layer configs instead (e.g. config.per_layer_config[i].head_dim). To read the global config value from config.head_dim anyway, set `allow_global_per_layer_attribute_acc",
+        "AttributeError: 'Gemma4Config' object has no attribute 'num_attention_heads'",
+        "ValueError: num_key_value_heads or num_attention_heads could not be found in the config: Gemma4Config { \"architectures\": [ \"Gemma4ForConditionalGeneration\" ], \"audio_config\": { \"_name_or_path\": \"\", \"architectures\": null, \"attention_chunk_size\": 12, \"attention_context_left\": 13, \"attention_context_ri",
+        "ValueError: num_key_value_heads or num_attention_heads could not be found in the config: Gemma4Config { \"architectures\": [ \"Gemma4ForConditionalGeneration\" ], \"audio_config\": { \"_name_or_path\": \"\", \"architectures\": null, \"attention_chunk_size\": 12, \"attention_context_left\": 13, \"attention_context_ri",
     ),
     "transformers-peft-release": (
         "ValueError: The version of PEFT you are using is not compatible, please use a version >= 0.22.0",
@@ -169,6 +197,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     ),
     "transformers-tied-split": (
         "KeyError: 'lm_head.weight'",
+    ),
+    "transformers-unfed-towers": (
+        "ValueError: Target module Gemma4ClippableLinear( (linear): Linear(in_features=64, out_features=64, bias=False) ) is not supported. Currently, only the following modules are supported: `torch.nn.Linear`, `torch.nn.Embedding`, `torch.nn.Conv1d`, `torch.nn.Conv2d`, `torch.nn.Conv3d`, `transformers.pyto",
     ),
     "transformers-vision-dtype": (
         "RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::BFloat16",
