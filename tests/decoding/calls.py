@@ -280,7 +280,7 @@ ATTRIBUTES: dict[str, Change] = {
 
 @_change
 def _strides_of_a_weight(model: Any) -> None:
-    weight = layers(model)[1].self_attn.o_proj.weight
+    weight = model.get_input_embeddings().weight  # never packed: a packed weight has one column
     weight.data = weight.data.as_strided(weight.shape, (1, 1))
 
 

@@ -26,7 +26,7 @@ from gemma4_compat._offload import merged_layers, stored_weights
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-_ROUNDING = 0.01
+ROUNDING = 0.01
 
 
 def merge_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     saved = tiny.load(folder, device=workspace.main, cls=type(model).__name__, dtype=torch.float32)
     found = max(found, difference(expected, workspace.outputs(saved)))
     what = "a LoRA on the head, merged, unloaded and saved"
-    if found < _ROUNDING:
+    if found < ROUNDING:
         return Outcome(False, f"{what}: the outputs of the loaded adapter, rounded by {found:.1g}", found)
     return Outcome(True, f"{what}: logits differ by {found:.3g} from the loaded adapter", found)
 
