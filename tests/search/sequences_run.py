@@ -93,6 +93,7 @@ REPAIRED: dict[str, str] = {
     "peft-kbit-dtypes": "prepare_model_for_kbit_training makes float32 of embeddings, experts and unquantized layers",
     "transformers-quantized-router": "4- and 8-bit: routers are quantized and send tokens to other experts",
     "transformers-reentrant-checkpointing": "use_reentrant=True: wrong gradients where layers share keys and values",
+    "transformers-rotary-cast": "a cast rounds the float32 frequencies of rotary embeddings",
     "transformers-sliding-cache": "transformers < 5.14: sliding layers of a model without KV-shared layers cache the "
     "whole text; the masked keys change the order of the sums",
 }
