@@ -20,8 +20,6 @@ ONE = ("one",)
     variants=[
         "head_dim",
         "num_key_value_heads",
-        "global_head_dim",
-        "num_global_key_value_heads",
         "hidden_size",
         "vocab_size",
         "sliding_window",
@@ -32,7 +30,7 @@ ONE = ("one",)
     places=ONE,
 )
 def config_name(world: World, name: str) -> Any:
-    """``getattr(config.get_text_config(), name, None)``, ``hasattr``"""
+    """``getattr(config.get_text_config(), name, None)``, ``hasattr``; not of names that upstream has dropped"""
     text = world.model.config.get_text_config()
     return [getattr(text, name, None), hasattr(text, name)]
 
