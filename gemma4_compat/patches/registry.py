@@ -69,6 +69,7 @@ PATCHES: tuple[str, ...] = (
     "adapters.peft_unilora_frod",
     "adapters.peft_shared_devices",
     "adapters.peft_input_devices",
+    "adapters.peft_hotswap_offloaded",
     "adapters.peft_virtual_tokens",
     "adapters.transformers_peft_release",
     "adapters.transformers_adapter_placement",

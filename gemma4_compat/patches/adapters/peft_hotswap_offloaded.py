@@ -1,0 +1,61 @@
+"""A split model is prepared for the hot swap of its adapters.
+
+Symptom: ``RuntimeError: Tensor on device meta is not on the expected device cpu!`` (or the GPU) from the first forward
+after ``prepare_model_for_compiled_hotswap`` of a split model.
+
+Cause: PEFT makes a tensor of each LoRA's scaling, on the device of the layer's weight. That is meta where the layer is
+offloaded, so the number is lost.
+
+Fix: Meanwhile the weights of offloaded layers look as if they were where their layers compute.
+
+Remove when: in all supported releases PEFT puts these tensors on the device of the adapter's own weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._models import placement, walk
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+def convert_scalings(original: Callable[..., bool], model: Any) -> bool:
+    with contextlib.ExitStack() as stack:
+        for module in walk.modules(model):
+            if placement.is_offloaded(module):
+                stack.enter_context(placement.seen_on_execution_device(module))
+        return original(model)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.hotswap import prepare_model_for_compiled_hotswap
+
+    from gemma4_compat._reproduction import tiny_adapters
+    from gemma4_compat._reproduction.workspace import difference
+
+    def prepared(model: Any) -> Any:
+        torch.manual_seed(0)
+        tuned = get_peft_model(model, LoraConfig(target_modules=tiny_adapters.SOME_LINEARS, init_lora_weights=False))
+        prepare_model_for_compiled_hotswap(tuned, target_rank=8)
+        return workspace.outputs(tuned)
+
+    found = difference(prepared(workspace.load()), prepared(workspace.split()))
+    return Outcome.of_parity(found, "a split model prepared for hot swaps")
+
+
+PATCH = Patch(
+    id="peft-hotswap-offloaded",
+    severity=Severity.CRASH,
+    failure_points=("F103",),
+    distribution="peft",
+    affected=">=0.18.0",
+    targets=(Target(module="peft.utils.hotswap", name="_convert_scalings_to_tensor", replacement=convert_scalings),),
+    reproduce=reproduce,
+)
