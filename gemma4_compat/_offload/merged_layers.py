@@ -43,6 +43,20 @@ def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
             _unmerge_before_forwards(model)
 
 
+def dispatched(model: Any) -> None:
+    """Have layers that were merged before this dispatch unmerged as those that were merged after it."""
+    merged = [module for module in walk.modules(model) if getattr(module, "merged_adapters", None)]
+    if not merged:
+        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    pairs = stored_weights.tied(base)
+    for layer in merged:
+        inner = walk.innermost(layer)
+        if placement.offload_hook(inner) is not None or _with(inner, pairs):
+            vars(layer)[_UNMERGE] = functools.partial(_unmerge, layer, pairs)
+            _unmerge_before_forwards(base)
+
+
 def are_tied(model: Any, pairs: list[Any]) -> bool:
     """Whether the input and the output embeddings of a model, as they are in use, are one of the ``pairs``."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())

@@ -157,6 +157,25 @@ def test_one_layer_is_merged_by_itself(workspace: Any, place: str, tuner: str) -
     assert tied_halves.same(one_layer_of(workspace, workspace.load(), tuner), split)
 
 
+def test_a_layer_that_was_merged_before_the_dispatch_is_unmerged(workspace: Any) -> None:
+    import torch
+    from accelerate import dispatch_model
+    from peft import PeftModel
+
+    def merged(*, split: bool) -> list[Any]:
+        model = PeftModel.from_pretrained(workspace.load(), adapter(workspace, "layers"))
+        model.merge_adapter()
+        if split:
+            main = torch.device("cpu")
+            model = dispatch_model(model, {"": main, f"base_model.model.{LAYER}": "cpu"}, main_device=main)
+        found = [tied_halves.logits(workspace, model)]
+        with model.disable_adapter():
+            found += [tied_halves.logits(workspace, model) for _ in range(2)]
+        return [*found, tied_halves.logits(workspace, model)]
+
+    assert tied_halves.same(merged(split=False), merged(split=True))
+
+
 def test_a_merge_that_fails_changes_nothing(workspace: Any) -> None:
     import torch
     from peft import PeftModel
