@@ -12,7 +12,7 @@ from typing import Any
 from gemma4_compat._models import placement
 from gemma4_compat._offload import stored_weights
 
-_MODEL = "_gemma4_compat_tied_in"  # on a module with a tied weight
+_MODEL = "_gemma4_compat_dispatched_in"  # on a module that is offloaded, or tied to one
 
 
 class _Reference:
@@ -29,7 +29,7 @@ class _Reference:
 
 
 def note(model: Any, module: Any) -> None:
-    """Remember in which dispatched model a weight of ``module`` is tied to one elsewhere."""
+    """Remember in which dispatched model ``module`` is, which is offloaded or has a weight tied to one that is."""
     vars(module)[_MODEL] = _Reference(model)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement, walk
-from gemma4_compat._offload import host_memory, stored_weights
+from gemma4_compat._offload import host_memory, joined_weights, stored_weights
 
 _UNMERGE = "unmerge"  # on a merged layer: its own is called with its base weight onloaded
 _HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
@@ -26,6 +26,8 @@ _HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
 _parted: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("parted", default=[])  # noqa: B039  # never changed
 #: Pairs of tied weights of the model whose adapters are being merged; None: unloaded without a merge.
 _merging: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("merging")
+#: The layer that is being merged or unmerged.
+_onloaded: contextvars.ContextVar[Any] = contextvars.ContextVar("onloaded", default=None)
 
 
 @contextlib.contextmanager
@@ -119,6 +121,20 @@ def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
             _unmerge_before_forwards(model)
 
 
+def dispatched(model: Any) -> None:
+    """Have layers that were merged before this dispatch unmerged as those that were merged after it."""
+    merged = [module for module in walk.modules(model) if getattr(module, "merged_adapters", None)]
+    if not merged:
+        return
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    pairs = stored_weights.tied(base)
+    for layer in merged:
+        inner = walk.innermost(layer)
+        if placement.offload_hook(inner) is not None or _with(inner, pairs):
+            vars(layer)[_UNMERGE] = functools.partial(_unmerge, layer, pairs)
+            _unmerge_before_forwards(base)
+
+
 def are_tied(model: Any, pairs: list[Any]) -> bool:
     """Whether the input and the output embeddings of a model, as they are in use, are one of the ``pairs``."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -128,37 +144,46 @@ def are_tied(model: Any, pairs: list[Any]) -> bool:
 
 def onload_layer(layer: Any) -> contextlib.AbstractContextManager[None] | None:
     """For PEFT's function of that name: what is around a merge or an unmerge of ``layer``; None leaves it to PEFT."""
-    if _UNMERGE in vars(layer):  # which onloads it
-        return contextlib.nullcontext()
     try:
         pairs = _merging.get()
     except LookupError:
-        return None
+        return contextlib.nullcontext() if _UNMERGE in vars(layer) else None  # which onloads it
     if pairs is None or not _changes_weights(layer):
         return contextlib.nullcontext()
     return onloaded(layer, pairs)
 
 
-@contextlib.contextmanager
-def merged_onloaded(model: Any, pairs: list[Any]) -> Iterator[None]:
-    """Inside, an offloaded layer of ``model`` is onloaded, and its new weight stored, by its own ``merge``."""
-    layers = [
-        module
-        for module in walk.modules(model)
-        if hasattr(module, "merged_adapters") and placement.offload_hook(walk.innermost(module)) is not None
-    ]
-    for layer in layers:
-        vars(layer)["merge"] = functools.partial(_merge, layer, pairs)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del vars(layer)["merge"]
+def is_merged_alone(layer: Any) -> bool:
+    """Whether a ``merge`` of this layer, as it is now, would miss its weight or one that is tied to it."""
+    if layer is _onloaded.get():
+        return False
+    return any(placement.is_offloaded(module) for module in layer.modules()) or bool(
+        _with(walk.innermost(layer), _pairs(_model_of(layer)))
+    )
 
 
-def _merge(layer: Any, pairs: list[Any], *args: Any, **kwargs: Any) -> None:
-    with onloaded(layer, pairs):
-        type(layer).merge(layer, *args, **kwargs)
+def merge_alone(layer: Any, *, safe_merge: bool, adapter_names: Any) -> None:
+    """What ``layer.merge`` does, where :func:`is_merged_alone`."""
+    model = _model_of(layer)
+    with onloaded(layer, _pairs(model)):
+        layer.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+    if model is not None and _UNMERGE in vars(layer):
+        _unmerge_before_forwards(model)
+
+
+def _model_of(layer: Any) -> Any:
+    """The dispatched model, without PEFT's around it; None for a layer of which nothing is offloaded."""
+    model = joined_weights.model_of(walk.innermost(layer))
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _pairs(model: Any) -> list[Any]:
+    return [] if model is None else stored_weights.tied(model)
+
+
+def _with(base: Any, pairs: list[Any]) -> list[Any]:
+    """Those of the ``pairs`` with a weight of ``base``, which comes first."""
+    return [pair if pair[0][0] is base else pair[::-1] for pair in pairs if base in (pair[0][0], pair[1][0])]
 
 
 def _changes_weights(layer: Any) -> bool:
@@ -169,8 +194,7 @@ def _changes_weights(layer: Any) -> bool:
 def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
     """Inside, ``layer`` can be merged or unmerged; afterwards its base weight is stored, in tied weights as well."""
     base = walk.innermost(layer)
-    tied = [pair if pair[0][0] is base else pair[::-1] for pair in pairs if base in (pair[0][0], pair[1][0])]
-    tied = [(own, other) for own, other in tied if stored_weights.is_same(own, other)]
+    tied = [(own, other) for own, other in _with(base, pairs) if stored_weights.is_same(own, other)]
     layers = [module for module in layer.modules() if hasattr(module, "merged_adapters")]
     before = [list(module.merged_adapters) for module in layers]
     offloaded = {
@@ -178,10 +202,12 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
     }
     for module, hook in offloaded.items():
         hook.pre_forward(module)
+    token = _onloaded.set(layer)
     try:
         with placement.hooks_off(offloaded):
             yield
     finally:
+        _onloaded.reset(token)
         values = dict(base._parameters)
         for module, hook in offloaded.items():
             hook.post_forward(module, None)

@@ -32,7 +32,6 @@ def install(model: Any) -> None:
             # Its public name came with torch 2.5.
             before = module._register_load_state_dict_pre_hook(_before, with_module=True)
             _handles[module] = before, module.register_load_state_dict_post_hook(_after)
-        if module in apart:
             joined_weights.note(model, module)
 
 

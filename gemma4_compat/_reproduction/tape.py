@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import torch
@@ -120,8 +120,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _needs_a_value(op, args, kwargs):
-            self.refused = f"operation not permitted when stream is capturing: {op}"
-            raise RuntimeError(self.refused)
+            self._refuse(f"operation not permitted when stream is capturing: {op}")
+        if _is_unknown(args, kwargs):
+            self._refuse(f"a tape cannot tell whose memory this is: {op}")
         if op is torch.ops.aten.lift_fresh.default:  # a constant
             self._results[args[0].untyped_storage()._cdata] = args[0].untyped_storage()
         written = [] if torch.Tag.inplace_view in op.tags else list(_written(op, args, kwargs))
@@ -129,6 +130,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._save(tensor.untyped_storage())
         inputs = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         output = op(*args, **kwargs)
+        if any(tensor.layout is not torch.strided for tensor in _tensors(output)):
+            self._refuse(f"a tape has no sparse tensors: {op}")
         fresh = []
         for position, tensor in enumerate(_pytree.tree_leaves(output)):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs:
@@ -141,6 +144,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             args, kwargs, fresh = _pytree.tree_map_only(torch.Tensor, self._alias, (args, kwargs, fresh))
             self._operations.append((op, args, kwargs, fresh))
         return output
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.refused = reason
+        raise RuntimeError(reason)
 
     def _save(self, storage: Any) -> None:
         key = storage._cdata
@@ -255,6 +262,17 @@ def _needs_a_value(op: Any, args: Any, kwargs: Any) -> bool:
         return bool(args[0].dim() > 0)
     return op is aten.equal.default or any(
         tag in tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+    )
+
+
+def _is_unknown(args: Any, kwargs: Any) -> bool:
+    """Whether it makes a tensor of a storage, as ``copy.deepcopy`` does: of one from before, or of a new one that no
+    operation gave; or has a sparse tensor.
+    """
+    given = _pytree.tree_leaves((args, kwargs))
+    storages = (torch.UntypedStorage, torch.TypedStorage)
+    return any(isinstance(leaf, storages) for leaf in given) or any(
+        tensor.layout is not torch.strided for tensor in _tensors(given)
     )
 
 

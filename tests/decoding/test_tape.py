@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -193,6 +194,26 @@ def test_what_a_capture_refuses(x: Any, operation: Callable[[Any], Any]) -> None
         assert torch.equal(x, torch.ones(2, 3))
     with pytest.raises(RuntimeError, match="without a capture"):
         tape.replay()
+
+
+@pytest.mark.parametrize(
+    ("operation", "reason"),
+    [
+        (copy.deepcopy, "whose memory"),
+        (lambda x: torch.empty(0).set_(x.untyped_storage()), "whose memory"),
+        (lambda x: x.add_(torch.sparse_coo_tensor([[0], [1]], [2.0], x.shape)), "sparse|copies|capturing"),
+        (lambda x: x.to_sparse_csr(), "sparse"),
+    ],
+)
+def test_what_a_tape_cannot_record_changes_nothing(x: Any, operation: Callable[[Any], Any], reason: str) -> None:
+    def caught() -> None:
+        with pytest.raises(RuntimeError):
+            operation(x)
+
+    for run in (lambda: operation(x), caught):
+        with pytest.raises(RuntimeError, match=reason):
+            Tape().capture(run)
+        assert torch.equal(x, torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(

@@ -171,4 +171,19 @@ REGRESSIONS = [
         ),
         id="attribute-that-was-not-there",
     ),
+    # Seed 230: on the older stack SHiRA copies a base weight; the stand-in took that weight for the graph's.
+    pytest.param(
+        Sequence(
+            case=Case(
+                placement=(("", "main"),),
+            ),
+            operations=(
+                operation("decode_fast", enabled=True),
+                operation("generate", cache="static", mode="greedy", seed=1),
+                operation("new_adapter", adapter="a", seed=30, tuner="shira"),
+                operation("generate", cache="fast", mode="beams", rows=2, seed=11),
+            ),
+        ),
+        id="capture-that-copies-a-weight",
+    ),
 ]

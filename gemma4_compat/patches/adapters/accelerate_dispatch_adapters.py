@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
-from gemma4_compat._offload import dispatched_adapters
+from gemma4_compat._offload import dispatched_adapters, merged_layers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +37,9 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if not family.is_gemma4(given["model"]):
         return original(*args, **kwargs)
     with dispatched_adapters.hidden(given["model"], given["device_map"]):
-        return original(*args, **kwargs)
+        dispatched = original(*args, **kwargs)
+    merged_layers.dispatched(dispatched)
+    return dispatched
 
 
 def reproduce(workspace: Workspace) -> Outcome:

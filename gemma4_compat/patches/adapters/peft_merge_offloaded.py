@@ -3,24 +3,27 @@
 Symptom: silent: after ``merge_adapter()`` with an offloaded layer, ``disable_adapter()``, ``set_adapter`` and
 ``load_adapter`` leave the adapter in the base weights; from then on its change is applied twice. With quantized layers
 an error, raised when some of the layers are unmerged already. A LoRA on ``embed_tokens`` or ``lm_head`` is merged into
-only one of the two tied weights when they are apart.
+only one of the two tied weights when they are apart. A layer's own ``merge()`` changes
+nothing, or fails, and a later ``unmerge`` takes out what never was in.
 
 Cause: ``BaseTuner.merge_adapter`` and ``unmerge_adapter`` onload a layer (``onload_layer``). ``set_adapter``, and the
 forward of a layer with disabled adapters, call its ``unmerge`` with the base weight on meta, or with a copy that the
-next forward reads anew. Weights that are one parameter on one device are two where a device map separates them, and
-``onload_layer`` knows of one. ``merge_and_unload`` also calls it for every module that only contains others: the whole
-model is then on the device at once.
+next forward reads anew. A layer's own ``merge`` gets a weight on meta in the same way. Weights that are one parameter
+on one device are two where a device map separates them, and ``onload_layer`` knows of one. ``merge_and_unload`` also
+calls it for every module that only contains others: the whole model is then on the device at once.
 
 Fix: A layer is onloaded, and its new weight stored, whoever merges or unmerges it; every weight tied to it gets the
 same value. Only adapter layers are onloaded, one at a time. Layers with disabled adapters are unmerged before the
 model's next forward. ``merge_and_unload`` leaves ``tie_word_embeddings`` on where the two weights are still equal.
 
-Remove when: PEFT onloads a layer, and stores its new weight, in ``unmerge`` itself, and changes tied weights together.
+Remove when: PEFT onloads a layer, and stores its new weight, in ``merge`` and ``unmerge`` themselves, and changes tied
+weights together.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -57,8 +60,8 @@ def unload_and_optionally_merge(
 
 
 def unload_mixed_and_optionally_merge(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A mixed model has a method of its own, which onloads nothing."""
-    with merged_layers.merging(self.model) as pairs, merged_layers.merged_onloaded(self.model, pairs):
+    """A mixed model has a method of its own."""
+    with merged_layers.merging(self.model):
         return original(self, *args, **kwargs)
 
 
@@ -66,6 +69,31 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> contextlib.Abstrac
     onloaded = merged_layers.onload_layer(layer)
     found: contextlib.AbstractContextManager[None] = original(layer) if onloaded is None else onloaded
     return found
+
+
+def check_adapters_to_merge(
+    original: Callable[..., Any], module: Any, adapter_names: list[str] | None = None
+) -> list[str]:
+    """The first that a ``merge`` calls; it returns when no adapter is left to merge."""
+    if merged_layers.is_merged_alone(module):
+        frame: Any = sys._getframe(1)
+        while frame and (frame.f_locals.get("self") is not module or "safe_merge" not in frame.f_locals):
+            frame = frame.f_back
+        if frame:  # else it is no merge that asks
+            merged_layers.merge_alone(module, safe_merge=frame.f_locals["safe_merge"], adapter_names=adapter_names)
+            return []
+    found: list[str] = original(module, adapter_names)
+    return found
+
+
+def merge_osf(
+    original: Callable[..., Any], self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None
+) -> None:
+    """It does not call that."""
+    if merged_layers.is_merged_alone(self):
+        merged_layers.merge_alone(self, safe_merge=safe_merge, adapter_names=adapter_names)
+    else:
+        original(self, safe_merge, adapter_names)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -112,7 +140,7 @@ PATCH = Patch(
     distribution="peft",
     affected=">=0.18.0",
     requires=("accelerate",),
-    needs=("accelerate-tied-on-disk",),
+    needs=("accelerate-tied-on-disk", "accelerate-load-offloaded"),
     targets=(
         Target(module=_MODULE, name="BaseTuner.merge_adapter", replacement=merge_adapter),
         Target(
@@ -126,6 +154,8 @@ PATCH = Patch(
             replacement=unload_mixed_and_optionally_merge,
         ),
         Target(module=_MODULE, name="onload_layer", replacement=onload_layer),
+        Target(module=_MODULE, name="check_adapters_to_merge", replacement=check_adapters_to_merge),
+        Target(module="peft.tuners.osf.layer", name="OSFLayer.merge", replacement=merge_osf, group="osf"),
     ),
     reproduce=reproduce,
 )
