@@ -27,6 +27,8 @@ ASKED = {
     "patches/placement/transformers_embedding_devices.py:_called": 2,
     "patches/placement/transformers_per_layer_devices.py:project_per_layer_inputs": 1,  # is there a hook?
     "patches/offload/transformers_model_device.py:device": 2,  # `generate` reads it; is it meta?
+    "patches/checkpoints/transformers_config_reads.py:read": 180,  # each name of the configuration
+    "patches/checkpoints/transformers_config_reads.py:write": 8,
     "patches/placement/transformers_shared_kv.py:decoder_layer": 6,  # each layer, before 5.23: is there a hook?
 }
 #: Once for a `generate`, however long.
@@ -103,12 +105,16 @@ def test_a_token_asks_once(workspace: Any) -> None:
 #: Functions of ``_offload`` that only ask whether something is offloaded.
 ASKING = {
     "host_room.py": {"warn_if_short", "host_bytes", "kept", "available"},
-    "merged_layers.py": {"merging", "onload_layer", "are_tied"},
+    "joined_weights.py": {"model_of"},
+    "merged_layers.py": {
+        "merging", "onload_layer", "are_tied", "is_merged_alone", "_model_of", "_pairs", "_with",
+        "parting", "_forget_addresses", "join",  # is the head tied? these are for one device as well
+    },
     "peft_layers.py": {
         "_base", "_is_additive", "_refuse_offloaded_biases", "inject_adapter", "modules_to_save_update",
         "move_adapter_to_device_of_base_layer", "replace_module", "trainable_tokens_update_layer",
     },
-    "stored_weights.py": {"gathered"},
+    "stored_weights.py": {"gathered", "pairs", "_place", "is_apart", "is_same", "read", "holder", "equal"},
     "tied_weights.py": {"tied_apart"},
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Prompt tuning, P-tuning and CPT work on E2B and E4B, and beside images on the larger models.
 
 Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
-`input_ids` `` from a forward or a ``generate`` with virtual tokens, or ``Tried to allocate 1690.50 GiB``.
+`input_ids` `` from a forward or a ``generate`` with virtual tokens, or no memory: 1,690 GiB are asked for.
 Silent: with images, other tokens than those of the image attend to each other on the 12B, the 26B-A4B and the 31B.
 
 Cause: ``PeftModelForCausalLM`` has the tokens, and gives the model only their embeddings, after those of the virtual
@@ -93,7 +93,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     rows = tuned.prompt_encoder["default"].embedding.weight.data
     # The same as tokens: a model whose embeddings of these are the virtual ones.
     other = workspace.load()
-    text = per_layer.text_model(other)
+    text = other.model.language_model
     text.embed_tokens.weight.data[tokens] = 2 * text.embed_tokens.weight.data[tokens]
     table = text.embed_tokens_per_layer.weight.data
     table[tokens] = table[text.config.pad_token_id].clone()

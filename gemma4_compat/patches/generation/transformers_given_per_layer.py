@@ -44,7 +44,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     others = {name: value for name, value in batch.items() if name != "input_ids"}
     with torch.no_grad():
         expected = model(**batch).logits
-        others["per_layer_inputs"] = per_layer.inputs_of(model, batch["input_ids"])
+        others["per_layer_inputs"] = model.model.language_model.get_per_layer_inputs(batch["input_ids"], None)
         embeds = model.get_input_embeddings()(batch["input_ids"])
         found = (model(inputs_embeds=embeds, **others).logits - expected).abs().max().item()
     if found:
