@@ -57,6 +57,9 @@ RAISED: dict[str, tuple[str, ...]] = {
     "peft-clippable-linear": (
         "ValueError: Target module Gemma4ClippableLinear( (linear): Linear(in_features=64, out_features=64, bias=False) ) is not supported. Currently, only the following modules are supported: `torch.nn.Linear`, `torch.nn.Embedding`, `torch.nn.Conv1d`, `torch.nn.Conv2d`, `torch.nn.Conv3d`, `transformers.pyto",
     ),
+    "peft-hotswap-offloaded": (
+        "RuntimeError: Tensor on device meta is not on the expected device cpu!",
+    ),
     "peft-input-devices": (
         "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.mm.default)",
     ),

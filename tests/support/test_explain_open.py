@@ -37,9 +37,9 @@ ERRORS = [
     ),
     (
         "F93",
-        "RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`, and "
-        "that the `inputs_embeds` you provided do not exactly match the embedding weights. Since Gemma4 needs to reverse "
-        "the embedding to compute another embedding, make sure you provide exact `inputs_embeds`",
+        "RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`, "
+        "and that the `inputs_embeds` you provided do not exactly match the embedding weights. Since Gemma4 needs to "
+        "reverse the embedding to compute another embedding, make sure you provide exact `inputs_embeds`",
     ),
     (
         "",  # any program runs out of memory

@@ -92,10 +92,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(found != expected, f"the configuration of the {name}: {found}")
 
 
-def _targets(module: str, kind: str, group: str = "") -> tuple[Target, ...]:
+def _targets(module: str, kind: str) -> tuple[Target, ...]:
     replacements: dict[str, Callable[..., Any]] = {"__getattribute__": read, "__setattr__": write, "__iter__": keys}
     return tuple(
-        Target(module=module, name=f"{kind}.{name}", replacement=replacement, group=group)
+        Target(module=module, name=f"{kind}.{name}", replacement=replacement)
         for name, replacement in replacements.items()
     )
 
@@ -108,9 +108,7 @@ PATCH = Patch(
     affected=">=5.15.0",
     targets=(
         *_targets("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig"),
-        *_targets(
-            "transformers.models.gemma4_unified.configuration_gemma4_unified", "Gemma4UnifiedTextConfig", "unified"
-        ),
+        *_targets("transformers.models.gemma4_unified.configuration_gemma4_unified", "Gemma4UnifiedTextConfig"),
     ),
     reproduce=reproduce,
 )

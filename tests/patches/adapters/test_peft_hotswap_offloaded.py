@@ -24,7 +24,9 @@ def test_a_swap_after_it(workspace: Any, tmp_path: Path, quantization: str | Non
     from peft import PeftModel
     from peft.utils.hotswap import hotswap_adapter, prepare_model_for_compiled_hotswap
 
-    other = tiny_adapters.write_adapter(workspace.load(), tiny_adapters.SOME_LINEARS, tmp_path / "other", rank=2, seed=9)
+    other = tiny_adapters.write_adapter(
+        workspace.load(), tiny_adapters.SOME_LINEARS, tmp_path / "other", rank=2, seed=9
+    )
     first = tiny_adapters.write_adapter(workspace.load(), tiny_adapters.SOME_LINEARS, tmp_path / "first", rank=4)
 
     def answers(model: Any) -> list[Any]:

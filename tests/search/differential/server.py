@@ -97,6 +97,8 @@ def _forked(entry: table.Entry, workspace: Any, model: Any, limit: float) -> dic
 def _child(entry: table.Entry, workspace: Any, model: Any, folder: Path) -> None:
     import torch
 
+    torch.set_num_threads(torch.get_num_threads())  # a fork's pool is made anew; two threads at once must not do that
+
     with contextlib.suppress(BaseException):
         os.setsid()  # children of a call are no children of the search's
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
