@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+import gemma4_compat
+from gemma4_compat._decoding import dependencies
 from tests.helpers import child
 from tests.search import replays_run, sequences_run
 from tests.search.case import Case, is_complete
@@ -29,6 +31,24 @@ SEEDS = range(2000, 2048)
 ATTEMPTS = 30
 NEEDS = "needs the upstream libraries: pip install 'gemma4-compat[test]'"
 MAIN = (("", "main"),)
+
+
+@pytest.fixture(autouse=True)
+def _as_torch_starts() -> Iterator[None]:
+    """A sequence changes what torch has once for all models; no test begins, or leaves others, with that changed."""
+    import torch
+
+    def reset() -> None:
+        torch.set_float32_matmul_precision("highest")
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        for hooks in dependencies.global_hooks():
+            hooks.clear()
+        gemma4_compat.install()
+
+    reset()
+    yield
+    reset()
 
 
 @pytest.fixture
