@@ -30,7 +30,7 @@ _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_in
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 #: Whose objects are values, and whose classes nobody changes.
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
-#: Of the model itself, set by whoever calls it.
+#: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
 
 
@@ -122,7 +122,7 @@ class Dependencies:
         if not first:
             self._seldom.add_size(attributes)
         for key, value in attributes.items():
-            # Whoever generates keeps things on the model itself, and methods in place of its own.
+            # `generate` keeps things on the model itself, and PEFT puts methods there in place of its own.
             kept = first and (key.startswith("_") or key in _OF_CALLS or callable(value))
             if key not in self._ignored and not kept:
                 self._add_attribute(attributes, key)
@@ -257,7 +257,7 @@ class _Entries:
         self._ids.append(self._noted(where.get(key, _NOTHING)))
 
     def add_size(self, where: dict[Any, Any]) -> None:
-        """Note how many keys a dictionary has whose keys are all noted, so that another one is noticed."""
+        """Note the number of keys of a dictionary whose keys are all noted: a new key changes it."""
         self._sized.append(where)
         self._sizes.append(len(where))
 
@@ -290,7 +290,6 @@ class _Values:
         self._dicts: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
         self._values: list[Any] = []
-
         self._defaults: list[Any] = []
 
     def add(self, where: dict[Any, Any], key: Any, default: Any = None) -> None:

@@ -52,7 +52,7 @@ def tied_apart(model: Any) -> Iterator[None]:
 def kept(model: Any) -> Iterator[None]:
     """Around code that may give one of two tied weights another parameter: afterwards they have the same value again.
 
-    Where both got another one, of different values, they are no longer tied.
+    Where both got a new one, and the values differ, they are no longer tied.
     """
     pairs = [
         (pair, [module._parameters[name] for module, name in pair])

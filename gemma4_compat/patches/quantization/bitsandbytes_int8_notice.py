@@ -6,7 +6,7 @@ layer in each forward: 2,040 lines for 20 tokens of a model of six layers.
 Cause: From 0.50.0 on ``MatMul8bitLt.forward`` logs the sentence, where it warned before, and Python shows the same
 warning once.
 
-Fix: The sentence is logged once for each dtype. Other lines of that logger are left alone.
+Fix: The sentence is logged once for each dtype. That logger's other lines are untouched.
 
 The defect and the fix are the same for every model, so this patch is not restricted to Gemma 4.
 

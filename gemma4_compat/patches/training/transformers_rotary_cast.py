@@ -1,7 +1,7 @@
 """A cast leaves the frequencies of rotary embeddings in float32, as loading does.
 
 Symptom: silent: ``.to(torch.bfloat16)``, ``.bfloat16()``, ``.half()``, ``Trainer(bf16_full_eval=True)`` or
-``.to(device, dtype)`` change the outputs, the more the longer the prompt, of a model that has that dtype already, too.
+``.to(device, dtype)`` change the outputs, even of a model that has that dtype already. Longer prompts are further off.
 Nothing brings the old ones back.
 
 Cause: Loading casts weights and leaves ``inv_freq`` of the rotary embeddings in float32, in which the angles are
