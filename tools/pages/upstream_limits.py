@@ -13,11 +13,12 @@ STACKS = ("newest", "middle", "thread")
 _INTRODUCTION = """\
 # What upstream cannot do
 
-{calls} calls that people make on a model were run in {entries} cases, without the package and with it: on one device,
-with parts in host memory, and with parts on disk, in bf16, 4-bit and 8-bit, with and without adapters. A stack with fewer
-cases in the table was given the part that CI runs. The right outcome is that of one device without the package, or what
-the call itself says. An outcome that is right without the package and not with it, or an error that the same `except` no
-longer catches, is worse: a defect. Those that are open are named in `tests/tools/test_differential_search.py` (`OPEN`).
+{calls} calls that people make on a model were run in {entries} cases, without the package and with it: on one
+device, with parts in host memory, and with parts on disk, in bf16, 4-bit and 8-bit, with and without adapters. A
+stack with fewer cases in the table was given the part that CI runs. The right outcome is that of one device
+without the package, or what the call itself says. An outcome that is right without the package and not with it, or
+an error that the same `except` no longer catches, is worse: a defect. Those that are open are named in
+`tests/tools/test_differential_search.py` (`OPEN`).
 
 ```bash
 python -m tests.search.differential --jobs 2                      # all of it
@@ -57,7 +58,8 @@ def _table(runs: dict[str, Any]) -> str:
         stands = ", ".join(f"{name} {run['versions'][name]}" for name in ("transformers", "accelerate", "peft"))
         found = run["verdicts"]
         rows.append(
-            f"| {stack}: {stands} ([raw](search/differential-{stack}.json), {run['date']}) | {run['entries']} | {found.get('equal', 0)} "
+            f"| {stack}: {stands} ([raw](search/differential-{stack}.json), {run['date']}) "
+            f"| {run['entries']} | {found.get('equal', 0)} "
             f"| {found.get('better', 0)} | {len(run['worse'])} | {found.get('absent', 0)} |"
         )
     return "\n".join(rows) + "\n"
