@@ -111,7 +111,7 @@ def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
     if not any(placement.offload_hook(module) for module in walk.modules(model)):
         yield []
         return
-    pairs = [pair for pair in stored_weights.tied(model) if pair not in _parted.get()]
+    pairs = _pairs(model)
     token = _merging.set(pairs if merge else None)
     try:
         yield pairs
@@ -178,7 +178,8 @@ def _model_of(layer: Any) -> Any:
 
 
 def _pairs(model: Any) -> list[Any]:
-    return [] if model is None else stored_weights.tied(model)
+    """Tied weights of a dispatched model that a merge changes together."""
+    return [] if model is None else [pair for pair in stored_weights.tied(model) if pair not in _parted.get()]
 
 
 def _with(base: Any, pairs: list[Any]) -> list[Any]:
