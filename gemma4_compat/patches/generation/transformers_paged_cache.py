@@ -32,6 +32,10 @@ _LAYERS = "_gemma4_compat_layers"
 _SHAPE = ("num_key_value_heads", "head_dim")
 
 
+class _OneHeadSizeError(Gemma4CompatError, ValueError, AttributeError):
+    """Upstream raises ``ValueError``, or ``AttributeError`` before 5.13."""
+
+
 def start(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if family.is_gemma4(self) and _differ(self.config.get_text_config()):
         from transformers.generation.continuous_batching import cache
@@ -39,7 +43,7 @@ def start(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         if not hasattr(cache, "ATTN_TYPE_TO_ALLOCATOR"):
             import transformers
 
-            raise Gemma4CompatError(
+            raise _OneHeadSizeError(
                 f"continuous batching (generate_batch, cache_implementation='paged') of transformers "
                 f"{transformers.__version__} has one head size for all layers, and Gemma 4 has several. "
                 "Use generate, with a batch of padded prompts, or transformers 5.18.0 or newer."
