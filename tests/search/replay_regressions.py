@@ -186,7 +186,7 @@ REGRESSIONS = [
         ),
         id="capture-that-copies-a-weight",
     ),
-    # Seed 633: on a CPU, DoRA moves its 4-bit weight to where it is; that unpacked it in every forward, and in a capture.
+    # Seed 633: on a CPU, DoRA moves its 4-bit weight to where it is. That unpacked it, also in a capture.
     pytest.param(
         Sequence(
             case=Case(

@@ -90,13 +90,10 @@ def test_the_table_has_calls_of_every_area() -> None:
     assert {entry.place for entry in every} == {"one", "ram", "disk", "embeddings"}
 
 
-#: What is worse and not repaired yet. Without the package a split model is whole again there, or the call raises.
+#: What is worse and not repaired yet.
 OPEN = {
     "accelerate/saved_state_training[pickle]",
-    "moves/to_cpu[cpu]",
     "quantized/model[train]",
-    "training/distributed[plain]",
-    "training/distributed[unused]",
 }
 
 

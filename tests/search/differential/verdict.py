@@ -55,7 +55,7 @@ def _verdict(off: Result, on: Result, before: str, after: str, alone: Result) ->
         unreached = not off.get("ready", True)
         return EQUAL if unreached or {off["type"], alone.get("type")} & set(on["mro"]) else OTHER_ERROR
     if on["status"] == "value" and off["status"] != "value":
-        # An error became a wrong answer: the one that one device gives, by the call's word wrong there too, or another.
+        # An error became a wrong answer. By the call's word it may be wrong on one device as well.
         same = alone.get("status") == "value" and difference(alone["value"], on["value"]) is None
         return EQUAL if same else WORSE
     if off["status"] == "value" and on["status"] == "error":
