@@ -26,6 +26,15 @@ def is_packed(state: Any) -> bool:
     return bool(getattr(state, "packing_format_for_cpu", False))
 
 
+def unpacked_on_meta(state: Any) -> Any:
+    """A meta tensor with the shape and the dtype that the weight of a packed state has when it is unpacked."""
+    import torch
+
+    stored = torch.empty(state.original_qshape, dtype=torch.uint8, device="meta")
+    dtype = vars(state).get("original_storage_type")
+    return stored if dtype is None else stored.view(dtype)
+
+
 def host_copy(state: Any) -> Any:
     """The pristine state for ``state``: the one it was made from, or a copy with all tensors on the host."""
     if is_pristine(state):

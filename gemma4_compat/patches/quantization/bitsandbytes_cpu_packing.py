@@ -10,8 +10,9 @@ and flattens nested ones; the inverse that ``state_dict`` uses quantizes the rou
 
 Fix: Packing keeps the attributes it replaces (a few percent of the weight's bytes), and unpacking restores them. The
 weight's nibbles are only permuted, so their inverse is exact. Code that cannot read the packed layout gets the
-unpacked one. A weight that was packed before the patch was active has lost its exact scales, and unpacking it warns.
-Only hosts with the instruction set pack.
+unpacked one, and an offloaded weight has its unpacked shape between two forwards. A move to the CPU leaves a weight
+packed: PEFT's DoRA makes one in every forward. A weight that was packed before the patch was active has lost its
+exact scales, and unpacking it warns. Only hosts with the instruction set pack.
 
 Remove when: bitsandbytes restores the original scales when it unpacks, exactly and completely; no release since
 0.49.0, which introduced the packing, does.
@@ -57,14 +58,16 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     import torch
 
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
-    # On the way to meta the data is dropped, and the state's pristine copy is not the packed one. A parameter that is
-    # not quantized yet may carry the state of the one it replaces: PEFT merges that way.
-    if (
-        device is not None
-        and device.type != "meta"
-        and self.bnb_quantized
-        and quant_states.is_packed(self.quant_state)
-    ):
+    state = self.quant_state
+    # A parameter that is not quantized yet may carry the state of the one it replaces: PEFT merges that way.
+    if device is None or not self.bnb_quantized or not quant_states.is_packed(state):
+        return original(self, *args, **kwargs)
+    if device.type == "meta" and quant_states.ORIGIN in vars(state):
+        # The data is dropped, and the new parameter gets the state's pristine copy, which is not the packed one.
+        new = original(self, *args, **kwargs)
+        new.data = quant_states.unpacked_on_meta(state)
+        return new
+    if device.type != "cpu":  # PEFT's DoRA moves a weight to where it is in every forward
         _unpack_parameter(self)
     return original(self, *args, **kwargs)
 
