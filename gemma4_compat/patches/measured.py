@@ -17,6 +17,7 @@ RELEASES: dict[str, tuple[str, ...]] = {
 
 MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-cast-offloaded": ("accelerate.big_modeling",),
+    "accelerate-ddp-offloaded": ("torch.nn.parallel.distributed",),
     "accelerate-disk-buffers": ("accelerate.utils.modeling",),
     "accelerate-dispatch-adapters": ("accelerate.big_modeling",),
     "accelerate-embedding-lookup": ("accelerate.hooks",),
