@@ -37,7 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-subclass-offload": ("accelerate.big_modeling",),
     "accelerate-tied-devices": ("accelerate.utils.modeling",),
     "accelerate-tied-on-disk": ("accelerate.hooks",),
-    "accelerate-train-offloaded": ("accelerate.accelerator",),
+    "accelerate-train-offloaded": ("accelerate.big_modeling", "accelerate.accelerator"),
     "bitsandbytes-cpu-packing": ("bitsandbytes.functional", "bitsandbytes.nn.modules"),
     "bitsandbytes-cpu-strides": ("bitsandbytes.functional",),
     "bitsandbytes-fsdp-packed-weights": ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "torch.distributed.fsdp._fully_shard._fsdp_param"),
