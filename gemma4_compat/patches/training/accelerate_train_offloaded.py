@@ -106,17 +106,18 @@ def _watch(model: Any) -> None:
 
 
 def _unwatch() -> None:
-    if not _split:
+    if not any(True for _ in _split):  # its length counts the one that goes
         while _handles:
             _handles.pop().remove()
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Of every optimizer's step: weights of a split model would be left as they are."""
-    asked = {id(weight) for weight in _offloaded([optimizer])}
+    """Of every optimizer's step. A placeholder on meta may be another one since the last forward, of the same shape."""
+    asked = {(weight.shape, weight.dtype) for weight in _offloaded([optimizer]) if weight.grad is None}
     if asked:
-        trained = (pair for model in _split for pair in model.named_parameters())
-        _refuse([name for name, weight in trained if id(weight) in asked])
+        found = ((model, name) for model in _split for name in _trained_and_offloaded(model))
+        weights = ((name, model.get_parameter(name)) for model, name in found)
+        _refuse([name for name, weight in weights if (weight.shape, weight.dtype) in asked])
 
 
 def _refuse_trained_and_offloaded(models: list[Any], optimizers: list[Any]) -> None:
