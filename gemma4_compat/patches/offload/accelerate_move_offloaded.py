@@ -1,4 +1,4 @@
-"""An offloaded model, wrapped or not, comes whole to the CPU, and refuses other moves before anything has been moved.
+"""An offloaded model, wrapped or not, comes whole to the CPU, and refuses other moves before anything is moved.
 
 Symptom: ``NotImplementedError: Cannot copy out of meta tensor`` from ``model.cpu()`` on a partly offloaded model,
 and from ``.to(device)``, ``.cuda()`` or ``.cpu()`` on a wrapper such as ``PeftModel``. The part before the first
@@ -8,7 +8,7 @@ Cause: ``dispatch_model`` guards ``to`` and ``cuda`` of the model it dispatches,
 walks down the modules through ``nn.Module._apply`` and bypasses the guard.
 
 Fix: A dispatched model with offloaded modules also guards its ``_apply``, which every move uses. A move to the CPU
-brings the offloaded weights into host memory first and ends the dispatch: what follows is a model on one device. Before
+brings the offloaded weights into host memory first and ends the dispatch: the model is then on one device. Before
 any other move, the guard raises accelerate's own message, with the number of offloaded modules and the name of the
 first one; the error is also the ``NotImplementedError`` that upstream raises. accelerate's own guard, of ``to`` of the
 dispatched model itself, still refuses every move.
@@ -98,7 +98,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     base = workspace.split()
     base.cpu()  # first: without other patches, PEFT's load undoes the offload
     found = [difference(*(workspace.outputs(model, device="cpu") for model in (workspace.load().cpu(), base)))]
-    pair = [PeftModel.from_pretrained(model, workspace.adapter("language")) for model in (workspace.load(), workspace.split())]
+    pair = [
+        PeftModel.from_pretrained(model, workspace.adapter("language"))
+        for model in (workspace.load(), workspace.split())
+    ]
     found.append(difference(*(workspace.outputs(model.to("cpu"), device="cpu") for model in pair)))
     model = workspace.split()
     before = {name: parameter.device for name, parameter in model.named_parameters()}

@@ -1,14 +1,14 @@
 """``DistributedDataParallel`` takes a model whose frozen weights are offloaded.
 
 Symptom: ``ValueError: DistributedDataParallel's input module must be on the same type of devices, but input module
-parameters locate in {'meta', 'cpu'}`` for a split model with an adapter, with ``find_unused_parameters`` or without it.
+parameters locate in {'meta', 'cpu'}`` for a split model whose offloaded weights are frozen.
 
 Cause: accelerate leaves an offloaded weight on meta between two calls of its module. DDP wants all weights on one type
 of device and sends them from the first rank to the others, frozen ones as well.
 
-Fix: While it wraps the module, DDP is told to ignore offloaded weights that are frozen, and offloaded buffers, in torch's
-own way (``_ddp_params_and_buffers_to_ignore``). Each rank has read them from the checkpoint. All that is trained is
-exchanged as before. An offloaded weight to be trained is one error, which is also the ``ValueError`` that torch raises.
+Fix: While it wraps the module, DDP is told to ignore frozen offloaded weights, and offloaded buffers, in torch's own
+way (``_ddp_params_and_buffers_to_ignore``). Each rank has read them from the checkpoint. All that is trained is
+exchanged as before. An offloaded weight to be trained is one error, also the ``ValueError`` that torch raises.
 
 Remove when: accelerate tells DDP what it has offloaded.
 """
@@ -32,7 +32,7 @@ class _TrainedError(Gemma4CompatError, ValueError):
     """An offloaded weight is to be trained: in torch a ``ValueError``."""
 
 
-def wrap(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+def wrap(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     theirs = set(getattr(module, _IGNORED, ()))
     offloaded = {name: value for name, value in _offloaded(module).items() if name not in theirs}
     if not offloaded:

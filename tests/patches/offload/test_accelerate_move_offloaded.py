@@ -1,4 +1,4 @@
-"""A model with offloaded modules comes whole to the CPU, and refuses every other move, through any module around it."""
+"""A model with offloaded modules comes whole to the CPU, and refuses other moves, through any module around it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,13 @@ def test_whatever_holds_the_model_cannot_move_it(workspace: Any, move: str) -> N
 
 @pytest.mark.parametrize(
     "quantization, adapter, move",
-    [(None, None, "cpu"), (None, "all", "to"), ("4bit", "language", "cpu"), ("8bit", None, "cpu"), (None, None, "held")],
+    [
+        (None, None, "cpu"),
+        (None, "all", "to"),
+        ("4bit", "language", "cpu"),
+        ("8bit", None, "cpu"),
+        (None, None, "held"),
+    ],
 )
 def test_a_move_to_the_cpu_ends_the_dispatch(
     workspace: Any, one_device: Callable[..., Any], quantization: str | None, adapter: str | None, move: str
