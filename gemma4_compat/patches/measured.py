@@ -17,6 +17,7 @@ RELEASES: dict[str, tuple[str, ...]] = {
 
 MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-cast-offloaded": ("accelerate.big_modeling",),
+    "accelerate-ddp-offloaded": ("torch.nn.parallel.distributed",),
     "accelerate-disk-buffers": ("accelerate.utils.modeling",),
     "accelerate-dispatch-adapters": ("accelerate.big_modeling",),
     "accelerate-embedding-lookup": ("accelerate.hooks",),
@@ -36,7 +37,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-subclass-offload": ("accelerate.big_modeling",),
     "accelerate-tied-devices": ("accelerate.utils.modeling",),
     "accelerate-tied-on-disk": ("accelerate.hooks",),
-    "accelerate-train-offloaded": ("accelerate.accelerator",),
+    "accelerate-train-offloaded": ("accelerate.big_modeling", "accelerate.accelerator"),
     "bitsandbytes-cpu-packing": ("bitsandbytes.functional", "bitsandbytes.nn.modules"),
     "bitsandbytes-cpu-strides": ("bitsandbytes.functional",),
     "bitsandbytes-fsdp-packed-weights": ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "torch.distributed.fsdp._fully_shard._fsdp_param"),

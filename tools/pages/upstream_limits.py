@@ -18,7 +18,8 @@ _INTRODUCTION = """\
 device, with parts in host memory, and with parts on disk, in bf16, 4-bit and 8-bit, with and without adapters. A
 stack with fewer cases in the table was given the part that CI runs. The right outcome is that of one device
 without the package, or what the call itself says. An outcome that is right without the package and not with it, or
-an error that the same `except` no longer catches, is worse: a defect. Those that are open are named in
+an error that the same `except` no longer catches, is worse: a defect. Nobody catches what upstream stumbles over
+in its own code (`'NoneType' object has no attribute ...`). Defects that are open are named in
 `tests/tools/test_differential_search.py` (`OPEN`).
 
 Two comparisons need care. `PeftModel.from_pretrained` without the package undoes the placement of its base, so the

@@ -51,8 +51,9 @@ def _verdict(off: Result, on: Result, before: str, after: str, alone: Result) ->
     if on["status"] in ("hang", "crash"):
         return EQUAL if off["status"] == on["status"] else HANG
     if off["status"] == "error" and on["status"] == "error":
-        # Where upstream has no such model, or says something else on one device, that is what a program catches.
-        unreached = not off.get("ready", True)
+        # Where upstream has no such model, or says something else on one device, that is what a program catches. What
+        # it stumbles over in its own code, a None, nobody catches.
+        unreached = not off.get("ready", True) or off["text"].startswith("'NoneType' object has no attribute")
         return EQUAL if unreached or {off["type"], alone.get("type")} & set(on["mro"]) else OTHER_ERROR
     if on["status"] == "value" and off["status"] != "value":
         # An error became a wrong answer. By the call's word it may be wrong on one device as well.
