@@ -135,7 +135,12 @@ def findings(file: Path) -> list[Finding]:
 
 def files() -> list[Path]:
     """What is looked at."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
     return pages + sorted((ROOT / "examples").glob("*.py")) + sorted((ROOT / "gemma4_compat").rglob("*.py"))
 
 
