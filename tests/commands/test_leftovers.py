@@ -83,7 +83,7 @@ def test_the_next_merge_removes_what_a_killed_one_left_and_says_so(tmp_path: Pat
 def test_a_merge_to_another_folder_names_what_a_killed_one_left(tmp_path: Path) -> None:
     ended_by(signal.SIGKILL, MERGE, "out", folder=tmp_path)
     (left,) = tmp_path.iterdir()
-    with pytest.warns(Gemma4CompatWarning, match=f"'{left}' is what a killed merge left"):
+    with pytest.warns(Gemma4CompatWarning, match=f"'{left}' was left by a killed merge"):
         write(tmp_path / "other")
     assert names(tmp_path) == ["other", left.name]
 

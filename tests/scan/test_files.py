@@ -241,7 +241,7 @@ def test_a_folder_that_holds_none_or_several(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
 def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    assert f"there is {name} in {str(tmp_path)!r} and no adapter_config.json" in refusal(tmp_path)
+    assert f"there is {name} in {str(tmp_path)!r} but no adapter_config.json" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
