@@ -9,13 +9,13 @@ Cause: The decoder layers are ``model.layers`` in one class and ``model.language
 ``set_peft_model_state_dict`` loads with ``strict=False``, which drops every key that has no place. Other tools write
 still other prefixes.
 
-Fix: The patch translates the keys of the file to the names of the model at hand; docs/ADAPTERS.md lists the
-supported dialects. It also makes the config target the layers for which the file has weights, so the towers get no
-idle adapter layers and the adapter loads again after it is saved.
+Fix: The patch translates the keys of the file to the names of the model at hand; docs/ADAPTERS.md lists the supported
+dialects. It also makes the config target the layers for which the file has weights, so the towers get no idle adapter
+layers and the adapter loads again after it is saved.
 
 Keys of k/v projections that a KV-shared layer does not have in this model are left out. Other keys without a place
-give one warning. A load in which no key fits is an error, and the rollback of failed loads (a patch of its own)
-leaves the model as it was. An adapter whose keys already fit is loaded by upstream's code alone.
+give one warning. A load in which no key fits is an error, and the rollback of failed loads (a separate patch) leaves
+the model as it was. If the keys of an adapter already fit, only upstream's code loads it.
 
 Remove when: PEFT translates adapter keys between a model's classes and refuses an adapter in which nothing fits.
 """

@@ -1,16 +1,16 @@
-"""Loading an adapter costs what its weights cost, not several times as much.
+"""Loading an adapter takes only the time that its weights need, not several times as much.
 
 Symptom: silent: ``PeftModel.from_pretrained``, ``load_adapter`` and ``model.load_adapter`` take a second and more
 for an adapter on all linears of a Gemma 4.
 
-Cause: PEFT draws random weights for every layer, three times as many numbers as it keeps, casts them, and reads the
-adapter's file over them. It compares every module's name with every name in ``target_modules``. And it walks through
-all modules again and again, with a nested generator for each.
+Cause: PEFT draws random weights for every layer, three times as many numbers as it keeps, casts them, and then
+overwrites them with the adapter's file. It compares every module's name with every name in ``target_modules``. And it
+walks through all modules repeatedly, with a nested generator for each.
 
-Fix: Layers for which the file has both weights get memory without values, and torch's generator is advanced past the
-numbers that would have been drawn (a jump of the Mersenne Twister), so that what is drawn later is the same. Weights
-that the file lacks are drawn as ever. Names are looked up instead of compared, casts and moves that change nothing are
-left out, and the walks are loops. Modules, parameters, dtypes, devices and ``requires_grad`` are those of upstream.
+Fix: Layers for which the file has both weights get uninitialized memory, and torch's generator is advanced past the
+numbers that would have been drawn (a jump of the Mersenne Twister), so that later draws are the same. Weights that the
+file lacks are drawn as usual. Names are looked up instead of compared, casts and moves that change nothing are
+skipped, and the walks are loops. Modules, parameters, dtypes, devices and ``requires_grad`` are upstream's.
 
 Remove when: PEFT neither draws the weights that a load replaces nor compares all names with all targets.
 """

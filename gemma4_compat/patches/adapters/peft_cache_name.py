@@ -1,15 +1,15 @@
-"""Prompt tuning, P-tuning and prefix tuning generate what they were trained for.
+"""Prompt tuning, P-tuning and prefix tuning generate with their virtual tokens.
 
 Symptom: silent: with transformers 5.24.0, ``generate`` of a ``PeftModel`` with prompt tuning or P-tuning inserts the
 virtual tokens anew before every token, and one with prefix tuning generates without its prefix. A forward is right.
 
-Cause: transformers 5.24.0 calls the cache of a generate ``cache``; before, it was ``past_key_values``.
-``PeftModelForCausalLM.prepare_inputs_for_generation`` looks for it by the old name, to tell the first step from the
-others, and puts a prefix under that name.
+Cause: transformers 5.24.0 renamed the cache of ``generate`` from ``past_key_values`` to ``cache``.
+``PeftModelForCausalLM.prepare_inputs_for_generation`` looks for it under the old name, to tell the first step from the
+others, and stores a prefix under that name.
 
-Fix: There it is called by the old name, and what comes of it by the new one.
+Fix: The wrapped call uses the old name; its result uses the new one.
 
-Remove when: transformers 5.24.0 with a PEFT that knows the old name alone is no longer supported.
+Remove when: transformers 5.24.0 with a PEFT that knows only the old name is no longer supported.
 """
 
 from __future__ import annotations

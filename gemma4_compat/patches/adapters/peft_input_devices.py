@@ -4,13 +4,14 @@ Symptom: ``RuntimeError: Expected all tensors to be on the same device`` from a 
 with LoRA or another tuner on ``lm_head``, ``embed_tokens`` or ``embed_tokens_per_layer``, with
 ``trainable_token_indices``, or with ``modules_to_save`` and ``ensure_weight_tying``.
 
-Cause: accelerate's hook that brings inputs to the device of a module is on the module. What PEFT puts around it, or in
-its place, has none, and computes with the input as it comes. Inside a decoder layer that is the right device, for the
-hook of the layer has brought it there. A module with an entry of its own in the device map has no such layer.
+Cause: accelerate's hook brings inputs to the device of the module that it is attached to. PEFT's layer around that
+module, or the copy that replaces it, has no such hook and computes with the input as it arrives. Inside a decoder
+layer that is the right device, because the hook of the layer has brought it there. A module with its own entry in the
+device map has no such layer around it.
 
 Fix: After adapters are created, PEFT's layer around a module that is the first on its device brings its inputs there,
-and a copy in the place of a module gets a hook like that module's. Outputs are where upstream leaves them. A model on
-one device, and a layer whose inputs are brought to its device anyway, stay as they are.
+and a copy that replaces a module gets a hook like that module's. Outputs stay where upstream leaves them. Nothing
+changes for a model on one device, or for a layer whose inputs arrive on its device anyway.
 
 Remove when: PEFT brings inputs to the device of the base layer in all supported releases.
 """

@@ -1,12 +1,12 @@
-"""Prefix tuning computes on a split model.
+"""Prefix tuning works on a model with several devices.
 
 Symptom: ``AttributeError: 'Gemma4Config' object has no attribute 'num_hidden_layers'`` from a forward of a model with
 prefix tuning whose device map has several entries.
 
-Cause: PEFT moves the prefix of each layer to the device of that layer. It asks the configuration how many layers there
-are, which that of a multimodal model does not say, and finds layers in the map by their number, which those of the
-towers have, too. A text model whose layers share keys and values is an ``AttributeError`` or an ``IndexError``, for
-these layers have none in the cache; a map without a GPU is a ``StopIteration``.
+Cause: PEFT moves the prefix of each layer to the device of that layer. It reads ``num_hidden_layers``, which a
+multimodal config lacks, and matches map entries by layer number, which also matches the towers' layers. A text model
+whose layers share keys and values raises ``AttributeError`` or ``IndexError``, because these layers have none in the
+cache; a map without a GPU raises ``StopIteration``.
 
 Fix: The prefix of each layer goes to where that layer's attention computes.
 

@@ -7,11 +7,10 @@ mat_a to be Float32, BFloat16 or Float16 matrix, got Byte``.
 
 Cause: ``ParamWrapper`` reads shape and dtype off the parameter and adds to its stored contents.
 
-Fix: For experts that this package's expert quantization has quantized, PEFT gets the shape and dtype of their
-values. Its own code then adds the LoRA delta to the dequantized values, also where the experts are offloaded; in a
-step of few tokens without gradients, to those of the experts that are hit. A
-merge into such experts is one error, raised before anything is changed, that says how to merge without loss. Other
-parameters are left to PEFT.
+Fix: For experts that this package quantized, PEFT gets the shape and dtype of their values. Its own code then adds the
+LoRA delta to the dequantized values, also if the experts are offloaded; in a step of few tokens without gradients,
+only to those of the experts that are hit. A merge into such experts raises an error, before anything is changed, that
+says how to merge without loss. Other parameters are left to PEFT.
 
 Remove when: PEFT adapts parameters that bitsandbytes has quantized.
 """

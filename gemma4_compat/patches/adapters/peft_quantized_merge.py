@@ -9,9 +9,9 @@ raises ``RuntimeError: The size of tensor a (2048) must match the size of tensor
 Cause: The ``merge`` of PEFT's bitsandbytes layers quantizes the merged weight again, and the change that an adapter
 makes is often smaller than one step of a 4-bit grid.
 
-Fix: On Gemma 4 models the merge produces the same bits as before. While it runs, the patch compares the new weight
-of each layer with the exact sum. One warning says which share of the adapter's change was lost and how to merge
-without loss; it replaces upstream's. A tuner that cannot merge into quantized layers is one error before anything is
+Fix: On Gemma 4 models the merge produces the same bits as before. While it runs, the patch compares the new weight of
+each layer with the exact sum. One warning, which replaces upstream's, says which share of the adapter's change was
+lost and how to merge without loss. A tuner that cannot merge into quantized layers raises one error before anything is
 changed.
 
 Remove when: PEFT measures what a merge into quantized weights loses.

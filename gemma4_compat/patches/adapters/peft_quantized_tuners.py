@@ -17,14 +17,14 @@ DoRA and other tuners on layers of quanto: ``ValueError: The dtype of a weights 
 
 Cause: The bitsandbytes layers of the first group convert their input to float32 and return that dtype, while the
 bitsandbytes layer below returns the dtype of its input. The next unquantized layer has bfloat16 weights, and each
-Gemma 4 block has several of those. The second group uses the base weight as it is stored, as packed bytes.
-Quanto's weights can have no other dtype, which such tuners ask for.
+Gemma 4 block has several of those. The second group uses the base weight as stored, as packed bytes. quanto's weights
+cannot change their dtype, which such tuners request.
 
-Fix: Layers of the first group return the dtype of their input (outside of autocast). For the second group, on Gemma
-4 models, the patch runs one layer of each kind once it is created, and compares it with the same layer over the
-unpacked weight. If the outputs differ, or if the layer cannot be created, one error names the layer and what works
-instead, and the model is as it was. Trained copies of quantized modules are refused the same way, and adapters on
-compressed layers.
+Fix: Layers of the first group return the dtype of their input (outside autocast). For the second group, on Gemma 4
+models, the patch runs one layer of each kind once it is created, and compares it with the same layer over the unpacked
+weight. If the outputs differ, or if the layer cannot be created, one error names the layer and what works instead, and
+the model stays as it was. Trained copies of quantized modules and adapters on compressed layers are refused the same
+way.
 
 Remove when: PEFT's layers for bitsandbytes return the dtype of their input, and the other tuners refuse quantized
 layers.

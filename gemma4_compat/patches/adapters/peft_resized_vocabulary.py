@@ -1,14 +1,14 @@
-"""An adapter of a model with new tokens is saved with their rows.
+"""An adapter of a model with new tokens is saved with the embedding rows of those tokens.
 
-Symptom: silent: after ``resize_token_embeddings`` an adapter that is saved and loaded again gives other outputs, for
-the rows of the new tokens are random ones. With ``save_embedding_layers=True``, through ``Gemma4ForCausalLM`` and with
-``trainable_token_indices`` those of the per-layer embedding still are, in E2B and E4B.
+Symptom: silent: after ``resize_token_embeddings`` an adapter that is saved and loaded again gives different outputs,
+because the rows of the new tokens are random. With ``save_embedding_layers=True``, through ``Gemma4ForCausalLM`` and
+with ``trainable_token_indices``, the rows of the per-layer embedding are still random in E2B and E4B.
 
 Cause: ``save_embedding_layers="auto"`` compares ``model.config.vocab_size`` with that of the base's checkpoint. In
-multimodal classes it is in ``text_config``, so nothing is compared. And PEFT knows an input and an output embedding,
-no third one.
+multimodal classes the setting is in ``text_config``, so nothing is compared. And PEFT knows an input and an output
+embedding, but no third one.
 
-Fix: On Gemma 4 models the sizes in the text configurations are compared. Where they differ, the embeddings are saved,
+Fix: On Gemma 4 models the sizes in the text configurations are compared. If they differ, the embeddings are saved,
 each once: the input's, the per-layer one, and the output's unless it is tied. ``save_embedding_layers=True`` includes
 the per-layer embedding, and ``False`` saves none.
 

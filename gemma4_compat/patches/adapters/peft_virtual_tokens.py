@@ -1,19 +1,19 @@
-"""Prompt tuning, P-tuning and CPT work on E2B and E4B, and beside images on the larger models.
+"""Prompt tuning, P-tuning and CPT work on E2B and E4B, and with images on the larger models.
 
-Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
-`input_ids` `` from a forward or a ``generate`` with virtual tokens, or no memory: 1,690 GiB are asked for.
-Silent: with images, other tokens than those of the image attend to each other on the 12B, the 26B-A4B and the 31B.
+Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`
+`` from a forward or a ``generate`` with virtual tokens, or an out-of-memory error that asks for 1,690 GiB. Silent:
+with images, tokens other than those of the image attend to each other on the 12B, the 26B-A4B and the 31B.
 
-Cause: ``PeftModelForCausalLM`` has the tokens, and gives the model only their embeddings, after those of the virtual
-tokens. E2B and E4B look for the tokens of embeddings, to look up per-layer embeddings; virtual tokens are none.
-``mm_token_type_ids``, which mark the tokens of images, go on as they are: too far to the left.
+Cause: ``PeftModelForCausalLM`` has the tokens, but passes the model only their embeddings, after those of the virtual
+tokens. E2B and E4B search for the tokens of embeddings, to look up per-layer embeddings; a virtual token has no such
+token. ``mm_token_type_ids``, which mark the tokens of images, are passed on unchanged, too far to the left.
 
-Fix: The model gets the per-layer embeddings beside, by the tokens. A virtual token has those of the padding token, as
-an image's have; one of CPT, which starts from a token, has that token's. Types of tokens begin with those of virtual
-ones, which are text.
+Fix: The model also gets the per-layer embeddings, found by token. A virtual token gets those of the padding token, as
+image tokens do; a virtual token of CPT, which starts from a real token, gets that token's. The types of virtual tokens
+(text) are put in front of the others.
 
-Remove when: PEFT gives ``per_layer_inputs``, and types of virtual tokens, beside ``inputs_embeds`` in all supported
-releases.
+Remove when: PEFT passes ``per_layer_inputs``, and types of virtual tokens, together with ``inputs_embeds`` in all
+supported releases.
 """
 
 from __future__ import annotations

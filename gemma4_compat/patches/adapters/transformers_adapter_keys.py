@@ -1,15 +1,15 @@
 """The load_adapter of transformers accepts adapters saved by other Gemma 4 classes and tools.
 
-Symptom: silent: ``model.load_adapter`` of an adapter that another Gemma 4 class created does nothing, such as one of
-``Gemma4ForCausalLM`` on ``Gemma4ForConditionalGeneration``. The load report lists its keys as UNEXPECTED and the new
-layers as MISSING.
+Symptom: silent: ``model.load_adapter`` does nothing for an adapter that another Gemma 4 class created, such as an
+adapter of ``Gemma4ForCausalLM`` on ``Gemma4ForConditionalGeneration``. The load report lists its keys as UNEXPECTED
+and the new layers as MISSING.
 
 Cause: ``PeftAdapterMixin.load_adapter`` strips PEFT's prefix and matches names, and ``model.layers`` is not
 ``model.language_model.layers``. PEFT's own loaders have the same defect.
 
-Fix: Where the keys need translating, the patch reads the weights and hands them over under the names of the model at
-hand. The patch for PEFT's own loaders fits the config while the layers are created. A load in which nothing fits is
-an error before anything is changed; if only some keys do not fit, there is one warning.
+Fix: If the keys need translating, the patch reads the weights and passes them on under the names of the model at hand.
+The patch for PEFT's own loaders fits the config while the layers are created. A load in which nothing fits is an error
+before anything is changed; if only some keys do not fit, there is one warning.
 
 Remove when: ``PeftAdapterMixin.load_adapter`` translates adapter keys between a model's classes.
 """

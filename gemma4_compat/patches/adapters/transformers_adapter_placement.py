@@ -9,10 +9,10 @@ weights under a "disk" entry are treated as offloaded and stay on meta. Those un
 while their layer computes on the GPU.
 
 Fix: While the adapter loads, the map names the device where each module *computes* instead of the one where its
-weights are stored. Where the hooks were removed and the map was left behind, it names the device where the weights
-are. The map is restored afterwards. Base weights that the adapter brings (its embeddings) replace those that
-accelerate's hook reads. The patch that keeps PEFT from dispatching a base model again creates the adapter layers in
-the right place.
+weights are stored. If the hooks were removed but the map was left behind, it names the device where the weights are.
+The map is restored afterwards. Base weights that the adapter brings (its embeddings) replace those that accelerate's
+hook reads. The patch that keeps PEFT from dispatching a base model again creates the adapter layers in the right
+place.
 
 Remove when: ``PeftAdapterMixin.load_adapter`` loads adapter weights onto the execution device of their layer.
 """

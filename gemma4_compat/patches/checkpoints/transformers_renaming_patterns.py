@@ -1,15 +1,15 @@
-"""Loading and saving compile no regular expression for each tensor.
+"""Loading and saving do not compile a regular expression for each tensor.
 
-Symptom: silent: part of the time of every ``from_pretrained``, ``save_pretrained`` and ``model.load_adapter`` goes
-into regular expressions that nobody uses.
+Symptom: silent: every ``from_pretrained``, ``save_pretrained`` and ``model.load_adapter`` spends part of its time on
+regular expressions that nothing uses.
 
 Cause: transformers makes a ``WeightRenaming`` from the name of every tensor, and each compiles a pattern of it, as if
-it were to be looked for in other names. They are all different, so that the cache of ``re`` is of no use, and what
-others have in it is lost.
+it had to be found in other names. All these patterns differ, so the cache of ``re`` does not help, and other code's
+entries are evicted from it.
 
-Fix: A ``WeightRenaming`` from one plain name to another (letters, digits, ``_`` and dots) compiles its pattern when
-that is first used. Its attributes are those of upstream, the pattern included, which upstream's code makes. Other
-patterns and other classes are left as they are.
+Fix: A ``WeightRenaming`` from one plain name to another (letters, digits, ``_`` and dots) compiles its pattern on
+first use. Its attributes are upstream's, including the pattern, which upstream's code makes. Other patterns and other
+classes are unchanged.
 
 Remove when: transformers makes none of these objects for single tensors, or compiles a pattern when it is used.
 """

@@ -1,21 +1,21 @@
 """The text-only classes load the language model of a multimodal checkpoint.
 
-Symptom: silent: ``Gemma4ForCausalLM.from_pretrained`` of a multimodal checkpoint has random weights. A load report
-lists every weight of the language model as MISSING and every weight of the file as UNEXPECTED, and the model
-produces noise. The same happens with ``Gemma4TextModel`` and the unified (12B) classes, and before 5.6 with
+Symptom: silent: ``Gemma4ForCausalLM.from_pretrained`` of a multimodal checkpoint has random weights and generates
+gibberish. The load report lists every weight of the language model as MISSING and every weight of the file as
+UNEXPECTED. The same happens with ``Gemma4TextModel`` and the unified (12B) classes, and before 5.6 with
 ``Gemma4Model``.
 
 Cause: The checkpoint calls the language model ``model.language_model``, and the text-only classes call it ``model``.
-Gemma 4 has no entry in transformers' conversion mapping. Models that have one, such as Qwen 3.5, load.
+transformers' conversion mapping has no entry for Gemma 4. Models that have one, such as Qwen 3.5, load.
 
-Fix: ``PreTrainedModel._load_pretrained_model`` gets such a rename, added to the conversions of that load. So it
-works with shards, device maps, disk offload and quantization like any other conversion. Weights of the file that are
-not part of the language model are left out of the load report. The rename is not kept for saving:
-``save_pretrained`` writes the names of the class that is saved.
+Fix: ``PreTrainedModel._load_pretrained_model`` gets such a rename, added to the conversions of that load. So it works
+with shards, device maps, disk offload and quantization like any other conversion. Weights of the file that are not
+part of the language model are left out of the load report. The rename is not kept for saving: ``save_pretrained``
+writes the names of the class that is saved.
 
-A checkpoint that was *saved* quantized says so in a part of its config that the text-only class does not read. That
-is refused with a ``Gemma4CompatError``. Checkpoints that are not in safetensors format, and the loading of adapters,
-are left alone.
+A checkpoint that was *saved* quantized says so in a part of its config that the text-only class does not read. That is
+refused with a ``Gemma4CompatError``. Checkpoints that are not in safetensors format, and the loading of adapters, are
+left to upstream.
 
 Remove when: transformers has conversions for ``gemma4_text`` and ``gemma4_unified_text``.
 """

@@ -7,7 +7,7 @@ Cause: ``GenerationMixin._prefill`` prepares each chunk of the prompt as if it w
 longer needs any media.
 
 Fix: For Gemma 4, a prompt with media that fits into one chunk is not cut. One that would have to be cut is refused
-with one clear error. From 5.23.0 on, transformers itself reads images in chunks and refuses a prompt with audio that
+with a clear error. From 5.23.0 on, transformers itself reads images in chunks and refuses a prompt with audio that
 would have to be cut. Text-only prompts are still read in chunks.
 
 Remove when: transformers below 5.23.0 is no longer supported.

@@ -1,16 +1,16 @@
 """Each beam, and each returned sequence, gets the media of its own prompt.
 
-Symptom: silent: with ``num_beams`` or ``num_return_sequences``, a prompt with several sounds is answered as if it had
-one of them several times, or as if it had those of another prompt. Before 5.19.0 images, and several videos in a
-prompt, are mixed up the same way.
+Symptom: silent: with ``num_beams`` or ``num_return_sequences``, a prompt with several audio clips is answered as if it
+had one of them several times, or those of another prompt. Before 5.19.0, images and several videos in a prompt are
+mixed up the same way.
 
-Cause: ``GenerationMixin._expand_inputs_for_generation`` repeats each row of a tensor where it is: [a, b] becomes
-[a, a, b, b]. Rows of media are not rows of the batch. A prompt has any number of them, and its copies need all of them
-one after another: [a, b, a, b]. From 5.19.0 on that is so for images and videos, which are encoded before.
+Cause: ``GenerationMixin._expand_inputs_for_generation`` repeats each row of a tensor in place: [a, b] becomes [a, a,
+b, b]. Rows of media are not rows of the batch. A prompt has any number of them, and its copies need all of them one
+after another: [a, b, a, b]. From 5.19.0 on this is right for images and videos, which are encoded before.
 
-Fix: The media of each prompt, whose placeholders say how many they are, are repeated together.
+Fix: The media of each prompt are repeated together; its placeholders say how many there are.
 
-Remove when: transformers repeats the sounds of each prompt together in all supported releases.
+Remove when: transformers repeats the audio clips of each prompt together in all supported releases.
 """
 
 from __future__ import annotations

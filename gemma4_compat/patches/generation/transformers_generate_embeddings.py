@@ -1,15 +1,15 @@
-"""``generate`` takes ``inputs_embeds``.
+"""``generate`` accepts ``inputs_embeds``.
 
 Symptom: ``ValueError: You passed `inputs_embeds` to `.generate()`, but the model class Gemma4ForConditionalGeneration
 doesn't have its forwarding implemented`` (or ``Gemma4UnifiedForConditionalGeneration``), from transformers 5.15.0 on.
 
 Cause: ``GenerationMixin._prepare_model_inputs`` looks for an argument of that name in the signature of
-``prepare_inputs_for_generation``. Since 5.15.0 that of the multimodal models hands it on among its other keyword
+``prepare_inputs_for_generation``. Since 5.15.0 the multimodal models' method passes it on among its other keyword
 arguments.
 
-Fix: It looks at a signature that names the argument.
+Fix: The check gets a signature that names the argument.
 
-Remove when: transformers looks at what the method hands on, or the method names the argument, in all supported
+Remove when: transformers looks at what the method passes on, or the method names the argument, in all supported
 releases.
 """
 

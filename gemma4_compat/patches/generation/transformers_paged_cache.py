@@ -1,19 +1,18 @@
-"""Continuous batching gives the tokens of ``generate``, or one error before it starts.
+"""Continuous batching gives the tokens of ``generate``, or raises an error before it starts.
 
 Symptom: ``AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute`` from ``generate_batch`` and
 ``cache_implementation="paged"``. Before 5.15 ``ValueError: num_key_value_heads or num_attention_heads could not be
-found in the config`` or ``AttributeError: 'Gemma4Config' object has no attribute 'num_attention_heads'``; a
-text model logs ``RuntimeError: index_copy_(): Source/destination tensor must have same slice shapes`` and answers
-``{}``.
+found in the config`` or ``AttributeError: 'Gemma4Config' object has no attribute 'num_attention_heads'``; a text model
+logs ``RuntimeError: index_copy_(): Source/destination tensor must have same slice shapes`` and answers ``{}``.
 
-Cause: The paged cache has one head size and one number of key-value heads for all layers. In Gemma 4 those of full
-attention are others than those of sliding attention.
+Cause: The paged cache has one head size and one number of key-value heads for all layers. In Gemma 4, full attention
+and sliding attention have different ones.
 
-Fix: From 5.18.0 on each kind of attention has a part of the cache to itself, and that gets the shape of its layers.
-Flash kernels take no heads as wide as these, so the attention stays what it was, and where that is flash an error says
-what to set. Before 5.18.0 all layers share one tensor: that is one clear error.
+Fix: From 5.18.0 on each kind of attention has its own part of the cache, which gets the shape of its layers. Flash
+kernels do not support heads this wide, so the attention implementation stays as it was; if that is flash, an error
+says what to set. Before 5.18.0 all layers share one tensor, and a clear error says so.
 
-Remove when: the paged cache of all supported releases has a head size for each kind of attention.
+Remove when: the paged cache of all supported releases has a separate head size for each kind of attention.
 """
 
 from __future__ import annotations

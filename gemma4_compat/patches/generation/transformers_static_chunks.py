@@ -8,8 +8,8 @@ Cause: For a chunked prefill, ``generate`` allocates the static cache in advance
 ``GenerationMixin._get_static_cache_init_shape`` returns one head width for all layers, but Gemma 4's full attention
 layers have wider heads than its sliding layers.
 
-Fix: For Gemma 4, that function returns no shape. The layers are allocated when they get their first keys, as they
-are without chunks and in every other release. Other models are left alone.
+Fix: For Gemma 4, that function returns no shape. The layers are allocated when they get their first keys, as they are
+without chunks and in every other release. Other models keep upstream's behaviour.
 
 Remove when: transformers 5.13 to 5.17 are no longer supported.
 """

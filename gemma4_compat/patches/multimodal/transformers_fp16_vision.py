@@ -3,12 +3,12 @@
 Symptom: silent: in float16 the features of an image, and with them all logits of the prompt, are NaN in the 26B-A4B
 and the 31B.
 
-Cause: ``Gemma4VisionPooler`` multiplies by the square root of the hidden size in the dtype of the model. Where the
-features are standardized afterwards (``vision_config.standardize``), they are in the thousands before, and the
-product exceeds 65504, the largest float16. The standardized features are small again.
+Cause: ``Gemma4VisionPooler`` multiplies by the square root of the hidden size in the dtype of the model. If the
+features are standardized afterwards (``vision_config.standardize``), they are in the thousands before, and the product
+exceeds 65504, the largest float16. The standardized features are small again.
 
 Fix: A pooler that gets float16 works in float32. The features are standardized in float32 and become float16 again
-when they leave the tower. Other dtypes are left alone.
+when they leave the tower. Other dtypes are not affected.
 
 Remove when: transformers below 5.10.1 is no longer supported.
 """

@@ -7,7 +7,7 @@ Cause: ``Gemma4VisionPatchEmbedder.forward`` casts the pixels to ``input_proj.we
 that is ``uint8`` or ``int8``, and little is left of values between -1 and 1.
 
 Fix: Upstream's function runs with linears that report the dtype of the unquantized parameters beside them, to which
-the unquantized model casts. With this the tower need not be excluded from quantization.
+the unquantized model casts. So the tower need not be excluded from quantization.
 
 Remove when: transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
 """

@@ -1,18 +1,18 @@
-"""A model with offloaded modules changes its dtype as one without does, step by step.
+"""A model with offloaded modules changes its dtype like a model without, one cast after another.
 
-Symptom: silent: after ``.half()`` and then ``.float()``, a bfloat16 model with offloaded modules gives other outputs
-than on one device. ``.to(torch.float32)``, which moves nothing, raises ``RuntimeError: You can't move a model that
-has some modules offloaded to cpu or disk.``
+Symptom: silent: after ``.half()`` and then ``.float()``, a bfloat16 model with offloaded modules gives different
+outputs than on one device. ``.to(torch.float32)``, which moves nothing, raises ``RuntimeError: You can't move a model
+that has some modules offloaded to cpu or disk.``
 
-Cause: A cast changes the dtype of an offloaded weight's placeholder on meta. The stored weight is not touched;
-``AlignDevicesHook.pre_forward`` converts it directly to the dtype that the placeholder has by then. So what a cast
-in between takes away on one device (float16 has no values as small as bfloat16 has) is still there. And the guard of
+Cause: A cast changes only the dtype of an offloaded weight's placeholder on meta, not the stored weight.
+``AlignDevicesHook.pre_forward`` converts that directly to the placeholder's current dtype. So precision that a cast in
+between removes on one device (float16 has no values as small as bfloat16 has) is still there. And the guard of
 ``dispatch_model`` refuses every ``to``, whatever its arguments.
 
-Fix: A cast to a dtype that cannot hold a stored weight's values is noted at its hook, and repeated whenever the
-weight is read. Nothing is written and no memory is taken. A cast of one of two tied weights casts the other, too:
-the halves are one parameter until one of them is onloaded. ``to`` with nothing but a dtype is let through. Of two
-assignments to ``parameter.data`` without another cast between them, only the second is noted.
+Fix: A cast to a dtype that cannot hold a stored weight's values is recorded at its hook and repeated whenever the
+weight is read. Nothing is written and no memory is taken. A cast of one of two tied weights also casts the other: the
+halves are one parameter until one of them is onloaded. ``to`` with only a dtype is let through. If ``parameter.data``
+is assigned twice without another cast in between, only the second assignment is recorded.
 
 The defect and the fix are the same for every model, so this patch is not restricted to Gemma 4.
 

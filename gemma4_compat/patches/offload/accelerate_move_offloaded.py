@@ -9,9 +9,9 @@ walks down the modules through ``nn.Module._apply`` and bypasses the guard.
 
 Fix: A dispatched model with offloaded modules also guards its ``_apply``, which every move uses. Before anything is
 moved, the guard raises accelerate's own message, with the number of offloaded modules and the name of the first one;
-the error is also the ``NotImplementedError`` that upstream raises.
-Changes of dtype pass: they move nothing, and offloaded weights are converted when they are onloaded. The guard
-removes itself once nothing is offloaded. A deep copy of the model has its own guard.
+the error is also the ``NotImplementedError`` that upstream raises. Changes of dtype pass: they move nothing, and
+offloaded weights are converted when they are onloaded. The guard removes itself once nothing is offloaded. A deep copy
+of the model has its own guard.
 
 Remove when: accelerate refuses every move of a model with offloaded modules, by guarding ``_apply`` or every method
 that uses it.

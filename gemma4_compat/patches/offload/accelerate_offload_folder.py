@@ -8,12 +8,12 @@ Cause: ``dispatch_model`` writes nothing into a folder that has an ``index.json`
 prepared. It does not check whether it was prepared from *these* weights. ``OffloadedWeightsLoader.__getitem__``
 fails deep inside a forward and does not say what the file is for.
 
-Fix: Where the model still has the weights that belong on disk, they are first compared with the folder, byte by
-byte. Equal weights are used and missing ones are added. A different weight raises one error, and nothing is moved.
+Fix: If the model still has the weights that belong on disk, they are first compared with the folder, byte by byte.
+Equal weights are used and missing ones are added. A different weight raises one error, and nothing is moved.
 
-An error about a folder that cannot be written names the folder; one about a weight that cannot be read names the
-folder and the weight. The model is usable again as soon as the folder is. A folder for which the map selects no
-weight gets an empty index.
+An error about a folder that cannot be written names the folder; an error about a weight that cannot be read names the
+folder and the weight. The model is usable again as soon as the folder is. A folder for which the map selects no weight
+gets an empty index.
 
 Remove when: ``dispatch_model`` compares or refuses an ``offload_dir`` that was written from other weights, and its
 errors name the folder and the weight.

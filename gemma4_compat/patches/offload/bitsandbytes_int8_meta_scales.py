@@ -6,12 +6,11 @@ parameter, buffer, nor extra state``) from ``save_pretrained`` on an 8-bit model
 attribute 'unsqueeze'``.
 
 Cause: ``Int8Params.to("meta")`` moves the scales (``SCB``, one for each output row) to meta with the weight, and
-nothing else keeps them on the layer. Forwards read them from accelerate's weights map, where they are until
-something rebuilds the map, as PEFT's merge does. accelerate before 1.14 does not read them from there when it
-removes its hooks.
+nothing else keeps them on the layer. Forwards read them from accelerate's weights map, where they are until something
+rebuilds the map, as PEFT's merge does. accelerate before 1.14 does not read them from there when it removes its hooks.
 
-A parameter whose scales the layer took over in its first forward becomes, when it is moved to the device where it
-already is, one that claims to have the weight but has no scales. This is the DoRA case.
+In its first forward the layer takes the scales over from the parameter. Moving such a parameter to the device where it
+already is gives one that claims to have the weight but has no scales. This is the DoRA case.
 
 Fix: On a move to meta the scales of the new parameter stay on the host, as the *pristine copy*. A move back to a
 real device makes a fresh copy that remembers it. When that copy moves to meta again, the pristine copy itself is

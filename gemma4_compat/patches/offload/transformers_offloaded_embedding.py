@@ -9,9 +9,9 @@ accelerate's hook has not onloaded it. ``Gemma4Model.forward`` reads the row of 
 out which tokens they were.
 
 Fix: While such a model runs, an offloaded embedding has a stand-in weight between its own forwards, with the padding
-row in every place: one row, expanded without taking memory. The stand-in is removed for the forward of the
-embedding, including that of an adapter layer around it, which may need the real weight (DoRA). For the search
-through the whole weight, the embedding is onloaded as for a forward.
+row in every place: one row, expanded without taking memory. The stand-in is removed for the forward of the embedding,
+including that of an adapter layer around it, which may need the real weight (DoRA). To search the whole weight, the
+embedding is onloaded as for a forward.
 
 Remove when: transformers calls the embedding instead of reading ``embed_tokens.weight`` outside the embedding's
 forward.

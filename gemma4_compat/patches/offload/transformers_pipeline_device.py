@@ -1,16 +1,16 @@
-"""A pipeline takes a split model whose device map begins with an offloaded module.
+"""A pipeline accepts a model whose device map begins with an offloaded module.
 
 Symptom: ``RuntimeError: Expected one of cpu, cuda, ... device type at start of device string: disk`` from
 ``pipeline(...)``. With the vision tower in host memory the pipeline works, but keeps its tensors on the CPU and
 samples there.
 
-Cause: ``Pipeline.__init__`` takes the first entry of ``hf_device_map`` for the device of its tensors. In the map of a
-multimodal model that is the vision tower's, and ``"disk"`` is no device.
+Cause: ``Pipeline.__init__`` uses the first entry of ``hf_device_map`` as the device of its tensors. In the map of a
+multimodal model that is the vision tower's, and ``"disk"`` is not a device.
 
 Fix: If that entry is ``"disk"``, or ``"cpu"`` for a Gemma 4 that computes elsewhere, the pipeline's tensors go to
 ``model.device``, which is where the model takes its inputs. Any other pipeline is built as before.
 
-Remove when: ``Pipeline.__init__`` of transformers takes the execution device of an offloaded module.
+Remove when: ``Pipeline.__init__`` of transformers uses the execution device of an offloaded module.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """With little memory, device_map="auto" offloads the per-layer embeddings first and keeps decoder layers.
 
-Symptom: ``RuntimeError: Tensor on device meta is not on the expected device``, or a similar error, from a model
-loaded with ``device_map="auto"`` and less memory than it needs. If the model is quantized, ``ValueError: Some
-modules are dispatched on the CPU or the disk``. Or nothing is raised, and the whole model is on the CPU.
+Symptom: ``RuntimeError: Tensor on device meta is not on the expected device``, or a similar error, from a model loaded
+with ``device_map="auto"`` and less memory than it needs. If the model is quantized, ``ValueError: Some modules are
+dispatched on the CPU or the disk``. Or nothing is raised, and the whole model is on the CPU.
 
 Cause: The map from ``_get_device_map`` assumes that every offloaded module fits on the accelerator beside the rest,
 because accelerate copies it there for each forward. The largest leaf therefore sets the smallest budget. In Gemma 4
@@ -11,16 +11,16 @@ rows. When it does not fit, layers that would have fitted are placed on the CPU.
 values or for activations.
 
 Fix: For Gemma 4 models on ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``, the patch uses
-upstream's map when it offloads nothing. Otherwise the per-layer embeddings leave the accelerator first, then the
-towers, then the experts of as few decoder layers as needed, then decoder layers, as few as needed. Offloaded layers
-are quantized like the others, as upstream does for these maps. A tower loaded alone and a model with a quantizer
+upstream's map if it offloads nothing. Otherwise the per-layer embeddings leave the accelerator first, then the towers,
+then the experts of as few decoder layers as needed, then as few decoder layers as needed. Offloaded layers are
+quantized like the others, as upstream does for these maps. A tower loaded on its own and a model with a quantizer
 other than bitsandbytes always get upstream's map.
 
-``max_memory`` is then the peak while loading and running, for the context length that one warning line names. A
-budget too small for that is filled with weights alone, as upstream does, and the line says so. On the CPU, all free
-memory may be used unless ``max_memory`` limits it; what does not fit there is placed on disk. A budget that holds no
-plan gets upstream's map and one line with the smallest budget that does; where upstream refuses its map, too, that
-line is the error.
+``max_memory`` is then the peak while loading and running, for the context length that one warning line names. If the
+budget is too small for that, it is filled with only weights, as upstream does, and the line says so. On the CPU, all
+free memory may be used unless ``max_memory`` limits it; the rest goes to disk. A budget for which there is no plan
+gets upstream's map and one line with the smallest budget that works; if upstream also refuses its map, that line is
+the error.
 
 Remove when: transformers plans for what a model needs to run, leaves room for it, and does not copy a whole
 embedding weight to the accelerator.

@@ -4,11 +4,11 @@ Symptom: ``RuntimeError: aten.where.self got mixed torch.Tensor and DTensor, nee
 DTensor before calling distributed operators!`` from the first forward of an E2B or E4B whose token embedding is split
 between processes, as by ``tp_plan="auto"`` or torch's ``parallelize_module``.
 
-Cause: ``Gemma4Model.forward`` reads the row of the padding token from the embedding's weight, which is a ``DTensor``
-then, and puts it between embeddings, which are plain tensors.
+Cause: ``Gemma4Model.forward`` reads the row of the padding token from the embedding's weight, which is then a
+``DTensor``, and puts it between embeddings, which are plain tensors.
 
-Fix: While the model runs, the weight outside the embedding's own forward is that row as a plain tensor, gathered from
-the processes. Outputs are those of one process up to the rounding of sums that are split.
+Fix: While the model runs, the embedding's weight appears, outside the embedding's own forward, as that row: a plain
+tensor, gathered from the processes. Outputs are those of one process up to the rounding of sums that are split.
 
 Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
 """

@@ -8,16 +8,16 @@ Cause: A checkpoint holds a tied weight once, under the name of the embedding. `
 index of offloaded weights from the names in the checkpoint, so an offloaded head has no entry under its own name. A
 head that stays in memory is tied to an embedding that is on meta.
 
-Fix: The index gets an entry for every name of a tied weight that is on disk. A name that is not on disk gets its
-value before ``accelerate_dispatch`` runs. The head then has a copy of its own, as large as the embedding: the cost
-of a map that keeps one of them in memory and not the other.
+Fix: The index gets an entry for every name of a tied weight that is on disk. A name that is not on disk gets its value
+before ``accelerate_dispatch`` runs. The head then has its own copy, as large as the embedding: the price of a map that
+keeps one of them in memory and not the other.
 
-A checkpoint in torch's own format holds both names. ``PreTrainedModel.tie_weights`` compares their values there,
-which a tensor on meta does not have. With this patch, it skips such pairs.
+A checkpoint in torch's own format holds both names. ``PreTrainedModel.tie_weights`` compares their values there, which
+a tensor on meta does not have. With this patch, it skips such pairs.
 
-``tie_weights`` of a dispatched model, which ``resize_token_embeddings`` calls, too, would give both modules one
-parameter, be it on meta: NaN, or the old weight. Each keeps its place, and gets the value that is tied. Where an
-adapter's trainable copy stands in for the embedding (``modules_to_save``), upstream ties the head to the copy: the
+``tie_weights`` of a dispatched model, which ``resize_token_embeddings`` also calls, would give both modules one
+parameter, even one on meta: NaN, or the old weight. With this patch each keeps its place, and gets the tied value. If
+an adapter's trainable copy stands in for the embedding (``modules_to_save``), upstream ties the head to the copy: the
 head shares it on the device, learns with it, and is offloaded again when it is tied to the embedding. Outputs are
 bit-exact.
 

@@ -1,4 +1,4 @@
-"""Weights of torchao, quanto and compressed-tensors that cannot be offloaded are one error before anything is changed.
+"""Offloading weights of torchao, quanto or compressed-tensors that cannot be offloaded is refused early.
 
 Symptom: ``NotImplementedError: Int8Tensor dispatch: attempting to run unimplemented operator/function`` (torchao, a
 map with ``"disk"``), or ``TypeError: WeightQBytesTensor.__new__() missing 6 required positional arguments`` (quanto,
@@ -7,10 +7,10 @@ first forward, ``AttributeError: ... object has no attribute '_hf_hook'`` or an 
 
 Cause: The weights are tensor subclasses around several tensors. ``offload_weight`` writes the bytes of one tensor, and
 ``set_module_tensor_to_device`` builds a parameter by calling the class of the old one. compressed-tensors decompresses
-all layers in the first forward, and replaces accelerate's offloading by its own for that.
+all layers in the first forward, and for that replaces accelerate's offloading by its own.
 
-Fix: On Gemma 4 models such a map is refused, with the module, what it holds and what can be done instead. torchao's
-weights are offloaded to host memory as before, with the same outputs.
+Fix: On Gemma 4 models such a map is refused before anything is changed. The error names the module, what it holds, and
+what to do instead. torchao's weights are offloaded to host memory as before, with the same outputs.
 
 Remove when: accelerate offloads tensor subclasses.
 """

@@ -4,9 +4,9 @@ Symptom: silent: on a CPU with AVX512-BF16, a 4-bit weight has different scales 
 ``state_dict()``, ``save_pretrained``, ``dequantize()``, a move to a GPU and a training step after that forward use
 the wrong scales. Such a training step also loses the gradient through the base layer.
 
-Cause: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. This rounds the scales to bf16
-and flattens nested ones; the inverse that ``state_dict`` uses quantizes the rounded scales again.
-``dequantize_4bit`` and ``Params4bit.to`` do not know the packed layout at all, and the fast kernel has no gradient.
+Cause: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. This rounds the scales to bf16 and
+flattens nested ones; the inverse that ``state_dict`` uses quantizes the rounded scales again. ``dequantize_4bit`` and
+``Params4bit.to`` cannot read the packed layout, and the fast kernel has no gradient.
 
 Fix: Packing keeps the attributes it replaces (a few percent of the weight's bytes), and unpacking restores them. The
 weight's nibbles are only permuted, so their inverse is exact. Code that cannot read the packed layout gets the

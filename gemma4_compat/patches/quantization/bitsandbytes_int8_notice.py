@@ -1,10 +1,10 @@
-"""8-bit layers say once that they cast their inputs.
+"""8-bit layers log only once that they cast their inputs.
 
 Symptom: silent: no error, but the log has ``MatMul8bitLt: inputs will be cast from torch.bfloat16`` from each 8-bit
 layer in each forward: 2,040 lines for 20 tokens of a model of six layers.
 
-Cause: From 0.50.0 on ``MatMul8bitLt.forward`` logs the sentence, where it warned before, and Python shows the same
-warning once.
+Cause: From 0.50.0 on ``MatMul8bitLt.forward`` logs the sentence instead of warning; Python shows the same warning only
+once.
 
 Fix: The sentence is logged once for each dtype. That logger's other lines are untouched.
 

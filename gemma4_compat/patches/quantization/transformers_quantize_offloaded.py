@@ -9,19 +9,18 @@ Cause: ``_process_model_before_weight_loading`` of the bitsandbytes quantizers a
 of modules to skip. Upstream documents this, and it is the reason for ``llm_int8_enable_fp32_cpu_offload``: when that
 flag was introduced, a quantized weight could not be offloaded.
 
-Fix: The default stays, with what upstream's rule (a skip list) catches besides: a catch-all ``""`` on the CPU keeps
-everything unquantized, and before 5.21 ``...layers.1`` on the CPU keeps layers 10 to 19 unquantized too. Inside
+Fix: The default stays, including the side effects of upstream's rule (a skip list): a catch-all ``""`` on the CPU
+keeps everything unquantized, and before 5.21 ``...layers.1`` on the CPU also keeps layers 10 to 19 unquantized. Inside
 ``gemma4_compat.quantize_offloaded()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded``, modules of
-Gemma 4 models are quantized wherever the map puts them, except skipped ones (``llm_int8_skip_modules``,
-``lm_head``). The flag is not needed then.
+Gemma 4 models are quantized wherever the map puts them, except skipped ones (``llm_int8_skip_modules``, ``lm_head``).
+The flag is not needed then.
 
-Whichever way offloaded weights come to be quantized, this happens on the accelerator, one weight at a time, so that
-they have the bits they would have there. Weights on disk are written as they are, quantized; a load without a folder
-for them is refused. Every load of a quantized Gemma 4 model with offloaded modules says in one line which of them
-are quantized.
+Offloaded weights are always quantized on the accelerator, one weight at a time, so that they have the bits they would
+have there. Weights on disk are written quantized; a load without a folder for them is refused. Every load of a
+quantized Gemma 4 model with offloaded modules logs one line that says which of them are quantized.
 
-The patch is always applied, like any other, and quantizes what upstream skips only when requested. A patch that
-waits for its name in the environment could not serve a context manager, nor one thread without the others.
+The patch is always applied, like any other, and quantizes what upstream skips only on request. A patch that waited for
+its name in the environment could not serve a context manager, or a single thread.
 
 Remove when: transformers can quantize what it offloads.
 """

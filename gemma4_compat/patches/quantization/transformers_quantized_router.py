@@ -6,8 +6,8 @@ Cause: ``_process_model_before_weight_loading`` of the bitsandbytes quantizers p
 quantization, including ``router.proj``. That is the smallest linear of a decoder layer (26B-A4B: 0.7 MB of 1.6 GB)
 and the one whose small differences decide. A router chooses the 8 highest of 128 scores, and many of them are close.
 
-Fix: The routers of Gemma 4 models that bitsandbytes quantizes while loading stay as they are. The patch adds them to
-``llm_int8_skip_modules`` of the model's configuration, so a saved model names them too and loads anywhere. The
+Fix: The routers of Gemma 4 models that bitsandbytes quantizes while loading stay in bf16. The patch adds them to
+``llm_int8_skip_modules`` of the model's configuration, so a saved model also names them and loads anywhere. The
 configuration passed by the caller is not changed. A checkpoint whose routers are quantized is loaded as it is.
 
 Remove when: transformers leaves routers unquantized.

@@ -5,17 +5,17 @@ offload`` from ``Trainer.train`` (of any trainer, through ``Accelerator.prepare`
 offloaded layer, and from the trainer's ``evaluate``.
 
 Cause: ``Accelerator.prepare_model`` looks at ``hf_device_map`` and assumes that a model in training must fit on the
-device. A frozen base does not have to: each layer's weights are onloaded for its backward pass as for its forward,
-and the trained part (the adapter) is where its layer computes.
+device. A frozen base does not have to: each layer's weights are onloaded for its backward pass as for its forward, and
+the trained part (the adapter) is where its layer computes.
 
 Fix: A Gemma 4 model whose offloaded weights are all frozen is prepared as if the map named only what is on the
-training device; nothing is moved. accelerate's other refusals (distributed training, another device than the one
-that trains) remain.
+training device; nothing is moved. accelerate's other refusals (distributed training, another device than the training
+device) remain.
 
 Offloaded weights that an optimizer would train raise one error before anything is prepared, with or without
 quantization. Their gradients belong to a copy that is gone after the layer's backward pass, so the weights would
-silently never change. A model that is prepared for inference, whose weights require gradients as ``from_pretrained``
-leaves them, is prepared; a backward pass in training mode without a prepared optimizer is one warning.
+silently never change. Preparing a model for inference works even though ``from_pretrained`` leaves ``requires_grad``
+on; a backward pass in training mode without a prepared optimizer gives one warning.
 
 Remove when: accelerate prepares a quantized model with frozen offloaded layers.
 """

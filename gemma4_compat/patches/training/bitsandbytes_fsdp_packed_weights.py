@@ -1,16 +1,16 @@
-"""4-bit weights that FSDP2 shards are gathered bit for bit.
+"""FSDP2 gathers sharded 4-bit weights bit for bit.
 
-Symptom: silent: under FSDP2 on GPUs a 4-bit model with ``bnb_4bit_quant_storage`` of bfloat16 or float16 has the
-outputs, the loss and the gradients of other weights. A linear layer is off by 5 %.
+Symptom: silent: under FSDP2 on GPUs a 4-bit model with ``bnb_4bit_quant_storage`` of bfloat16 or float16 computes
+outputs, loss and gradients from corrupted weights. A linear layer is off by 5 %.
 
 Cause: FSDP2 gathers tensors of one dtype as that dtype, and copies them with ``torch._foreach_copy_``. On a GPU that
 copies bfloat16 and float16 by way of float32, and every NaN becomes the same NaN. Packed 4-bit weights are not
-numbers: one in a thousand pairs of their bytes reads as a NaN and is overwritten. In mixed precision of another dtype
-than the storage's, FSDP2 casts the bytes as if they were numbers, on CPUs as well. Groups of several dtypes are
-gathered as bytes, which is right: with bfloat16 storage and a float32 adapter that is so without mixed precision.
+numbers: one in a thousand pairs of their bytes reads as a NaN and is overwritten. In mixed precision with another
+dtype than the storage's, FSDP2 casts the bytes as if they were numbers, even on CPUs. Groups of several dtypes are
+gathered as bytes, which is right: bfloat16 storage with a float32 adapter works without mixed precision.
 
-Fix: A group that has a packed weight is gathered as bytes, too, by FSDP2's own code for several dtypes, and packed
-weights are not cast. Other groups are gathered as ever.
+Fix: A group that has a packed weight is also gathered as bytes, by FSDP2's own code for several dtypes, and packed
+weights are not cast. Other groups are gathered as before.
 
 Remove when: torch copies all bits of a NaN in ``_foreach_copy_``, or FSDP2 no longer gathers with it, in all supported
 releases.

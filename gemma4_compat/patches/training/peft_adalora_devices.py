@@ -1,14 +1,14 @@
-"""AdaLoRA has a loss on a model whose layers are on several GPUs.
+"""AdaLoRA computes its loss on a model whose layers are on several GPUs.
 
 Symptom: ``RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and
 cuda:1`` from a forward with labels, once layers with AdaLoRA are on two GPUs.
 
-Cause: ``AdaLoraModel.forward`` adds to the loss how far the adapter's matrices are from orthogonal. It sums that up
-where each of them is.
+Cause: ``AdaLoraModel.forward`` adds to the loss how far the adapter's matrices are from orthogonal. It computes each
+term on the device of its matrix and adds them.
 
-Fix: On a model on several devices that sum is taken where the loss is. Gradients go back to each matrix.
+Fix: On a model on several devices the sum is computed on the device of the loss. Gradients go back to each matrix.
 
-Remove when: ``AdaLoraModel.forward`` takes all of it to one device in all supported releases of PEFT.
+Remove when: ``AdaLoraModel.forward`` brings all terms to one device in all supported releases of PEFT.
 """
 
 from __future__ import annotations

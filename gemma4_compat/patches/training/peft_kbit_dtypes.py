@@ -6,17 +6,16 @@ unquantized.
 
 Cause: ``prepare_model_for_kbit_training`` casts every bfloat16 or float16 parameter that is not a ``Params4bit`` to
 float32. These casts only work all together: a float32 embedding makes every activation float32, and then every
-unquantized layer must be float32, too. For an offloaded weight it casts the placeholder on meta, whose dtype from
-then on differs from that of the stored weight.
+unquantized layer must also be float32. For an offloaded weight it casts the placeholder on meta, whose dtype from then
+on differs from that of the stored weight.
 
-Fix: In a quantized bfloat16 Gemma 4 model the patch casts the norms, as documented, and nothing else. The
-embeddings, the head (tied to the embedding, or computing on bfloat16 states), the experts and unquantized layers
-keep their dtype: the model computes in bfloat16 as it does without the preparation, bit for bit. This is safe
-because Gemma 4's norms compute in float32 whatever their dtype. For an offloaded norm, the stored weight is cast,
-too.
+Fix: In a quantized bfloat16 Gemma 4 model the patch casts only the norms, as documented. The embeddings, the head
+(tied to the embedding, or computing on bfloat16 states), the experts and unquantized layers keep their dtype: the
+model computes in bfloat16 as it does without the preparation, bit for bit. This is safe because Gemma 4's norms
+compute in float32 whatever their dtype. For an offloaded norm, the stored weight is also cast.
 
-A float16 model needs float32 between its layers and gets it; only its per-layer embedding keeps float16. Freezing
-and gradient checkpointing stay upstream's, and so does the preparation of models of other architectures or not
+A float16 model needs float32 between its layers and gets it; only its per-layer embedding keeps float16. Freezing and
+gradient checkpointing stay upstream's, and so does the preparation of models that have another architecture or are not
 quantized with bitsandbytes.
 
 Remove when: PEFT casts norms only.

@@ -1,4 +1,4 @@
-"""Gradient accumulation weights tokens, not microbatches.
+"""Gradient accumulation weights all tokens equally, not all microbatches.
 
 Symptom: silent: with ``gradient_accumulation_steps`` above 1, loss and gradients of a multimodal Gemma 4 depend on how
 a batch is cut into microbatches. A token in a short microbatch counts more than one in a long microbatch; with one of
@@ -6,15 +6,15 @@ a batch is cut into microbatches. A token in a short microbatch counts more than
 
 Cause: ``Gemma4ForConditionalGeneration`` and ``Gemma4UnifiedForConditionalGeneration`` have ``accepts_loss_kwargs =
 False``, from the time when their loss did not take ``num_items_in_batch``. So the Trainer does not count tokens, and
-averages the means of the microbatches. From 5.6 on the loss takes it. Before, ``forward`` computes a loss of its own
-that ignores it.
+averages the means of the microbatches. From 5.6 on the loss takes that argument. Before, ``forward`` computes its own
+loss, which ignores it.
 
 Fix: A Trainer (TRL's included) of such a model counts tokens, as it does for ``Gemma4ForCausalLM``. Before 5.6 the
-loss of ``forward`` is weighted by the tokens it is the mean of. Before 5.10 a Trainer counts the first label of each
-sequence, which nothing is trained on; here it does not. Models whose class or instance sets
-``accepts_loss_kwargs`` itself, or has another ``forward``, are left alone. So is sequence parallelism, where the
-Trainer counts by itself, and label smoothing, whose loss is not the model's. Without accumulation, losses stay the
-same.
+loss of ``forward`` is multiplied by the number of tokens in its mean. Before 5.10 a Trainer also counts the first
+label of each sequence, which is never trained on; with this patch it does not. Models whose class or instance sets
+``accepts_loss_kwargs`` itself, or that have another ``forward``, are not changed. Neither is sequence parallelism,
+where the Trainer counts by itself, or label smoothing, whose loss is not the model's. Without accumulation, losses
+stay the same.
 
 Remove when: transformers drops ``accepts_loss_kwargs = False`` from both classes.
 """

@@ -1,16 +1,16 @@
-"""Flash attention runs, in the layers whose heads are not too wide for it.
+"""Flash attention runs in the layers whose heads are not too wide for it.
 
 Symptom: ``RuntimeError: FlashAttention forward only supports head dimension at most 256`` from the first forward with
-``attn_implementation="flash_attention_2"``. The same with ``"flash_attention_3"`` and with flash kernels of a hub.
+``attn_implementation="flash_attention_2"``. The same with ``"flash_attention_3"`` and with flash kernels from the hub.
 
-Cause: The heads of full-attention layers are 512 wide, and upstream declares that Gemma 4 supports flash attention.
-Masks are made for one attention implementation, too: a flash kernel's mask tells padding alone, so the tokens of an
+Cause: The heads of full-attention layers are 512 wide, but upstream declares that Gemma 4 supports flash attention.
+Masks are also made for one attention implementation: a flash kernel's mask only marks padding, so the tokens of an
 image would not attend to each other in the 12B, the 26B-A4B and the 31B.
 
-Fix: Full-attention layers run ``sdpa`` with the mask that upstream makes for ``sdpa``; sliding layers run flash. Where
-a flash kernel cannot express the mask (an image of a model whose image tokens attend to each other, several rows of
-packed sequences, a mask of four dimensions that was passed), sliding layers run ``sdpa``, too. ``cu_seq_lens_q`` and
-positions that start anew separate sequences in every layer. Outputs are those of ``sdpa`` up to a flash kernel's
+Fix: Full-attention layers run ``sdpa`` with the mask that upstream makes for ``sdpa``; sliding layers run flash. If a
+flash kernel cannot express the mask (an image of a model whose image tokens attend to each other, several rows of
+packed sequences, a four-dimensional mask from the caller), sliding layers also run ``sdpa``. ``cu_seq_lens_q`` and
+positions that restart separate sequences in every layer. Outputs are those of ``sdpa`` up to a flash kernel's
 rounding.
 
 Remove when: transformers runs Gemma 4 with flash attention, or no longer declares that it does.

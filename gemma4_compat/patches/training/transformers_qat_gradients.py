@@ -1,11 +1,11 @@
-"""Adapters on a QAT checkpoint get gradients, and the Trainer takes such a model.
+"""Adapters on a QAT checkpoint get gradients, and the Trainer accepts such a model.
 
 Symptom: silent: an adapter on a model of Google's QAT checkpoints does not learn. The gradients of all its weights are
 zero, except for those on the head. The Trainer refuses the model: ``the quantization method gemma does not support
 training``.
 
-Cause: Calibrated layers round their inputs and outputs to 256 steps (``apply_srq``). The derivative of
-``torch.round`` is zero everywhere, so nothing passes the first such layer on the way back, and that is the head.
+Cause: Calibrated layers round their inputs and outputs to 256 steps (``apply_srq``). The derivative of ``torch.round``
+is zero everywhere, so no gradient passes the first such layer on the way back: the head.
 
 Fix: The rounding has the derivative that quantization-aware training gives it, the straight-through estimator
 (Bengio, Leonard and Courville 2013, arXiv:1308.3432; ``torch.fake_quantize_per_tensor_affine`` has the same): 1

@@ -11,14 +11,13 @@ KV-shared layers read the keys and values of an earlier layer from a container, 
 gradients, left them. The first layer of the tower gets pixels, which require no gradient.
 
 Fix: ``PreTrainedModel._set_gradient_checkpointing`` enables non-reentrant checkpointing for a Gemma 4 model with
-KV-shared layers, whether the model, PEFT or the Trainer requests it. This saves the same memory. If the caller
-passed ``use_reentrant=True`` explicitly, a ``Gemma4CompatWarning`` says so. Other arguments of the checkpoint
-function are kept.
+KV-shared layers, whether the model, PEFT or the Trainer requests it. This saves the same memory. If the caller passed
+``use_reentrant=True`` explicitly, a ``Gemma4CompatWarning`` says so. Other arguments of the checkpoint function are
+kept.
 
-Models without KV-shared layers, towers that are enabled on their own, and custom checkpoint functions are left
-alone.
+Models without KV-shared layers, towers that are enabled on their own, and custom checkpoint functions are not changed.
 
-Remove when: transformers refuses or repairs reentrant checkpointing of KV-shared layers.
+Remove when: transformers refuses or fixes reentrant checkpointing of KV-shared layers.
 """
 
 from __future__ import annotations
