@@ -53,7 +53,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     def _embedding_adapter(folder: Path) -> Path:
         from gemma4_compat._reproduction import tiny_adapters
 
-        # Not the linears of the towers, which are another patch's business.
+        # Not the linears of the towers, which another patch covers.
         return tiny_adapters.write_adapter(workspace.load(), r".*language_model\.(embed_tokens|.*\.up_proj)", folder)
 
     reference = workspace.outputs(with_adapter().eval(), text_only=True)

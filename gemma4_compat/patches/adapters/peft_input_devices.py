@@ -42,9 +42,10 @@ def inject_adapter(original: Callable[..., Any], self: Any, model: Any, *args: A
 
 
 def _entrances(module: Any) -> tuple[set[Any], list[Any]]:
-    """The devices that ``module`` and all in it compute on, and PEFT's layers whose inputs no hook above brings there.
+    """The devices on which ``module`` and everything in it compute, and the PEFT layers whose inputs no outer hook
+    brings there.
 
-    A hook above does where all below it is on its device.
+    An outer hook does so if everything below it is on its device.
     """
     devices: set[Any] = set()
     found: list[Any] = []
@@ -53,7 +54,7 @@ def _entrances(module: Any) -> tuple[set[Any], list[Any]]:
             below, layers = _entrances(child)
             devices |= below
             found += layers
-    # Not of a wrapper that only shows the hook of what is in it.
+    # Not if a wrapper only exposes the hook of the module inside it.
     own = placement.hook_device(module) if "_hf_hook" in vars(module) else None
     if own is not None:
         devices.add(own)
@@ -74,7 +75,7 @@ def _bring_inputs(layer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _hook_copies(wrapper: Any) -> None:
-    """A copy has the hook of the module it was copied from; one that was made for a tied weight has none."""
+    """A copy has the hook of the module it was copied from; a copy made for a tied weight has no hook."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     device = placement.hook_device(wrapper.original_module)

@@ -74,12 +74,12 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> contextlib.Abstrac
 def check_adapters_to_merge(
     original: Callable[..., Any], module: Any, adapter_names: list[str] | None = None
 ) -> list[str]:
-    """The first that a ``merge`` calls; it returns when no adapter is left to merge."""
+    """The first function that ``merge`` calls; it returns when no adapter is left to merge."""
     if merged_layers.is_merged_alone(module):
         frame: Any = sys._getframe(1)
         while frame and (frame.f_locals.get("self") is not module or "safe_merge" not in frame.f_locals):
             frame = frame.f_back
-        if frame:  # else it is no merge that asks
+        if frame:  # otherwise the caller is not a merge
             merged_layers.merge_alone(module, safe_merge=frame.f_locals["safe_merge"], adapter_names=adapter_names)
             return []
     found: list[str] = original(module, adapter_names)
@@ -89,7 +89,7 @@ def check_adapters_to_merge(
 def merge_osf(
     original: Callable[..., Any], self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None
 ) -> None:
-    """It does not call that."""
+    """Merge here, because this tuner does not call that function."""
     if merged_layers.is_merged_alone(self):
         merged_layers.merge_alone(self, safe_merge=safe_merge, adapter_names=adapter_names)
     else:

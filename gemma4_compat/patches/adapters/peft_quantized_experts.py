@@ -43,7 +43,7 @@ def activate_lora(original: Callable[..., Any], self: Any, active_adapters: list
 
 @contextlib.contextmanager
 def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
-    """PEFT activates its adapters on a stand-in for the experts; what it adds there is then added to their values."""
+    """PEFT activates its adapters on a stand-in for the experts; what they add there is then added to the values."""
     import torch
 
     module, name = wrapper.get_base_layer(), wrapper.parameter_name
@@ -54,7 +54,7 @@ def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(original(wrapper, active_adapters))
-            if torch.nn.utils.parametrize.is_parametrized(holder, name):  # else no adapter is active
+            if torch.nn.utils.parametrize.is_parametrized(holder, name):  # otherwise no adapter is active
                 for add in holder.parametrizations[name]:
                     stack.enter_context(expert_forward.adding(module, name, add))
             yield

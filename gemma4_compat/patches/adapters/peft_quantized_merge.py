@@ -58,7 +58,7 @@ def unload_and_optionally_merge(
 
 @contextlib.contextmanager
 def _measured(tuner: Any) -> Iterator[None]:
-    """Inside, adapter layers over quantized weights measure what their merges lose; afterwards it is said."""
+    """Inside, adapter layers over quantized weights measure what their merges lose; afterwards it is reported."""
     layers = _quantized_layers(tuner.model) if family.is_gemma4(tuner.model) else {}
     if not layers:
         yield
@@ -105,7 +105,7 @@ def _merge(layer: Any, name: str, losses: dict[str, tuple[float, float]], *args:
         wanted = copied.get_base_layer().weight.detach()
         lost, change = dequantized(base.weight, scales(base)).sub_(wanted), wanted.sub_(old)
         losses[name] = (float(lost.square().sum()), float(change.square().sum()))
-    except torch.OutOfMemoryError:  # the merge is done, only its error is not measured
+    except torch.OutOfMemoryError:  # the merge is done; only its error is not measured
         losses[name] = (float("nan"), float("nan"))
 
 

@@ -33,7 +33,7 @@ def lily_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **
 
 
 class _LilyOn:
-    """A Lily layer as its forward sees it: with the shared linears of its active adapters on one device."""
+    """Stands in for a Lily layer in its forward, with the shared linears of its active adapters on one device."""
 
     def __init__(self, layer: Any, device: Any) -> None:
         self._layer = layer
@@ -46,7 +46,7 @@ class _LilyOn:
 
 
 class _LinearOn:
-    """A linear without a bias, its weight on one device; gradients reach the weight itself."""
+    """A linear without a bias and with its weight on one device; gradients reach the original weight."""
 
     def __init__(self, linear: Any, device: Any) -> None:
         self.weight = linear.weight.to(device)
@@ -58,7 +58,7 @@ class _LinearOn:
 
 
 def randlora_bases(original: Callable[..., Any], self: Any, adapter: str, device: Any = None) -> Any:
-    """``device`` is None where an adapter is merged."""
+    """``device`` is None while an adapter is merged."""
     if device is None:
         base = self.get_base_layer()
         device = placement.execution_device(base) or base.weight.device

@@ -73,7 +73,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
         return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
 
-    def loaded() -> Any:  # float32, in which a merge hardly rounds
+    def loaded() -> Any:  # in float32 a merge hardly rounds
         return PeftModel.from_pretrained(workspace.load().float(), workspace.cached(head_adapter)).eval()
 
     expected, model = workspace.outputs(loaded()), loaded()

@@ -53,7 +53,7 @@ def init_projections(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 @contextlib.contextmanager
 def _stored_weights(modules: list[Any]) -> Iterator[None]:
-    """Inside, offloaded linears have their weights, on the host and not loaded."""
+    """Inside, offloaded linears have their weights on the host, without loading them to the device."""
     import torch
 
     before = []

@@ -40,7 +40,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 def prepare_inputs_for_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = original(self, *args, **kwargs)
     if _inserts_tokens(self) and inputs.get("inputs_embeds") is not None:
-        # Of what the base model prepared, PEFT has put embeddings in the place of the tokens.
+        # PEFT has replaced the tokens that the base model prepared by embeddings.
         embeds = inputs["inputs_embeds"][:, self.active_peft_config.num_virtual_tokens :]
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         inputs |= _beside(self, inputs, tokens[:, -embeds.shape[1] :], None)
@@ -54,7 +54,9 @@ def _inserts_tokens(model: Any) -> bool:
 
 
 def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict[str, Any]:
-    """What the base model gets beside the embeddings of virtual tokens and ``tokens``, or ``embeds``."""
+    """The arguments that the base model gets beside the embeddings of virtual tokens and ``tokens`` (or
+    ``embeds``).
+    """
     import torch
 
     config, base = model.active_peft_config, model.get_base_model()
@@ -64,7 +66,7 @@ def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict
     text = per_layer.text_model(base)
     if text is None:
         return found
-    inputs = given.get("per_layer_inputs")  # the caller's, without those of virtual tokens
+    inputs = given.get("per_layer_inputs")  # the caller's, without virtual tokens
     if inputs is None:
         inputs = per_layer.inputs_of(base, tokens) if embeds is None else text.get_per_layer_inputs(None, embeds)
     virtual = getattr(config, "cpt_token_ids", None) or [text.config.pad_token_id] * config.num_virtual_tokens
@@ -91,7 +93,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     tuned = get_peft_model(workspace.load(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
     rows = tuned.prompt_encoder["default"].embedding.weight.data
-    # The same as tokens: a model whose embeddings of these are the virtual ones.
+    # The same with real tokens: a model in which their embeddings are the virtual ones.
     other = workspace.load()
     text = other.model.language_model
     text.embed_tokens.weight.data[tokens] = 2 * text.embed_tokens.weight.data[tokens]

@@ -59,13 +59,11 @@ def load_adapter(
         try:
             shapes = fitting.shapes_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
-            return original(
-                *arguments, **kwargs
-            )  # what cannot be read is an error in upstream's words, and of its type
+            return original(*arguments, **kwargs)  # unreadable files raise upstream's own error
     keys = tuple(shapes)
     brings = any(key.endswith(".weight") and "embed_tokens" in key for key in keys)  # weights of the base
     tied = tied_weights.kept(self) if brings else contextlib.nullcontext()
-    with tied, fitting.loading(source, shapes), walk.quick(self):  # in it what is found once is kept
+    with tied, fitting.loading(source, shapes), walk.quick(self):  # caches lookups inside
         found = fitting.translate(keys, self)
         if keys and not found.names:
             raise fitting.nothing_matched(source, self, keys)
@@ -91,7 +89,7 @@ def _reader(source: Any, given: Any, kwargs: dict[str, Any]) -> Callable[[], dic
 
 
 def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Which file it is, where it is on the hub."""
+    """The file's location on the hub."""
     named = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
     return {name: named[name] for name in _HUB if named.get(name) is not None}
 
@@ -103,7 +101,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     text = workspace.load_text()
     try:
         text.load_adapter(adapter)
-    except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
+    except (ImportError, ValueError) as error:  # incompatible releases of transformers and PEFT
         return Outcome(False, f"load_adapter does not run here: {error}", applicable=False)
     reference = workspace.outputs(text, text_only=True)
     model = workspace.load()

@@ -22,7 +22,7 @@ from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: What transformers asks for, and what the same code asked for in the release before.
+#: The release that transformers requires, and the one that the same code required before.
 _ASKED, _BEFORE = "0.22.0", "0.20.0"
 
 

@@ -51,7 +51,7 @@ def load_accelerator_state(
 
 @contextlib.contextmanager
 def _loadable(model: Any) -> Iterator[None]:
-    """Inside, the model's state dict has all values, and its 4-bit layers know their scales."""
+    """Inside, the model's state dict has all values, and its 4-bit layers accept their scales."""
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         found = type(model).state_dict(model, *args, **kwargs)
@@ -73,7 +73,7 @@ def _loadable(model: Any) -> Iterator[None]:
 
 
 def _take_scales(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Take the scales of the module's weight out of what it loads, where they are the same."""
+    """Remove the scales of the module's weight from the loaded state if they are equal."""
     own = module.weight.quant_state.as_dict(packed=True)
     names = [f"{prefix}weight.{name}" for name in own]
     if all(

@@ -54,7 +54,7 @@ def write(original: Callable[..., None], self: Any, key: str, value: Any) -> Non
 
 
 def keys(original: Callable[..., Iterator[str]], self: Any) -> Iterator[str]:
-    """``in`` asks this."""
+    """Used by ``in``."""
     found = dict.fromkeys(original(self))
     if _is_said(self):
         found |= dict.fromkeys([*self.per_layer_attributes, *config_names.of(self)])

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _MODULE, _CLASS = "transformers.core_model_loading", "WeightRenaming"
 _LISTS = ("source_patterns", "target_patterns", "_original_source_patterns", "_original_target_patterns")
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-#: What upstream compiles in place of a name: the same text each time, so ``re`` has it in its cache.
+#: What upstream compiles instead of a name: always the same text, so ``re`` has it in its cache.
 _STAND_IN = "weight"
 
 
 class Later:
     """The pattern of a ``WeightRenaming``, compiled when it is first used.
 
-    Two threads that come first at once both compile it, and have equal patterns.
+    Two threads that use it first at the same time both compile it, with equal results.
     """
 
     __slots__ = ("_found", "_kind", "_names", "_original")
@@ -68,7 +68,7 @@ class Later:
     def __hash__(self) -> int:
         return hash(self._pattern())
 
-    # Copies of a pattern are the pattern.
+    # A copy of a pattern is the pattern itself.
 
     def __copy__(self) -> Later:
         return self
@@ -116,7 +116,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def compiled(names: Collection[str], action: Callable[[], Any]) -> int:
-    """How many regular expressions with one of the names in them are compiled in ``action``, by this thread."""
+    """How many regular expressions that contain one of the names ``action`` compiles in this thread."""
     texts: list[str] = []
 
     def watch(frame: Any, event: str, _argument: Any) -> None:

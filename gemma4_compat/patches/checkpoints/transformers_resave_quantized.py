@@ -53,7 +53,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = []
     for quantization in ("4bit", "8bit"):
         model = workspace.load(quantization)
-        for _ in range(2):  # the second time it comes from a quantized checkpoint
+        for _ in range(2):  # the second time from a quantized checkpoint
             folder = Path(tempfile.mkdtemp(prefix="saved-", dir=workspace.folder))
             model.save_pretrained(folder)
             model = tiny.load(folder, device=workspace.main)

@@ -50,7 +50,7 @@ def keep_everything(cache: Any) -> None:
     """Replace the dynamic sliding layers of ``cache`` by layers of full attention that hold the same tokens.
 
     Raises:
-        Gemma4CompatError: one of them has forgotten tokens; nothing has been changed.
+        Gemma4CompatError: a layer has already dropped tokens; nothing has been changed.
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 

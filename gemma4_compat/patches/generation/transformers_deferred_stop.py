@@ -58,7 +58,7 @@ def check(original: Callable[..., bool], self: Any, unfinished: Any, tokens: Any
     if running.defers():
         running.note_random_state(tokens.device)
         return original(self, unfinished, tokens, length)
-    found: bool = type(self).__mro__[1].__call__(self, unfinished, tokens, length)  # which waits
+    found: bool = type(self).__mro__[1].__call__(self, unfinished, tokens, length)  # this waits
     return found
 
 
@@ -75,7 +75,7 @@ def finish(original: Callable[..., int], self: Any) -> int:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How often the host waits for a token. Without a GPU a stand-in captures."""
+    """How often the host waits for a token. Without a GPU, a stand-in captures."""
     import sys
     from unittest import mock
 

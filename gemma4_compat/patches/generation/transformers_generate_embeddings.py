@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Named:
-    """A model whose ``prepare_inputs_for_generation`` names the argument. Everything else is the model's."""
+    """A view of a model whose ``prepare_inputs_for_generation`` names the argument."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -36,12 +36,12 @@ class _Named:
         return getattr(self._model, name)
 
     def prepare_inputs_for_generation(self, *, inputs_embeds: Any = None) -> None:
-        """Only looked at."""
+        """Only its signature is read."""
 
 
 def prepare_model_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     model = self
-    # Not that of a PEFT model with virtual tokens, which takes its place and hands nothing on.
+    # Not for a PEFT model with virtual tokens, whose method replaces it and passes nothing on.
     if is_gemma4_config(self.config) and "prepare_inputs_for_generation" not in vars(self):
         named = inspect.signature(self.prepare_inputs_for_generation).parameters
         model = self if "inputs_embeds" in named else _Named(self)

@@ -32,9 +32,9 @@ from gemma4_compat._models import cache_names
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# The decoder that `_sample` asks for next, of each thread: it asks for the criteria and the call in one expression.
+# Per thread, the decoder that `_sample` asks for next: it asks for the criteria and the call in one expression.
 _next = threading.local()
-#: Of ``transformers.generation.GenerationMode``: those that read one token at a time.
+#: The modes of ``transformers.generation.GenerationMode`` that read one token at a time.
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _TOKENS = 8
 
@@ -58,7 +58,7 @@ def prepare_cache(
     ):
         refused = obstacles.of_virtual_tokens(self)
         if refused is None:
-            generation_config.cache_implementation = "static"  # of this call: it is a copy
+            generation_config.cache_implementation = "static"  # only for this call: it is a copy
         else:
             decoder.of(self).reason(refused)
     return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
@@ -95,7 +95,7 @@ def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
 
 
 class _Called:
-    """A model whose call is a decoder's. Everything else is the model's."""
+    """A view of a model that calls a decoder. Everything else is the model's."""
 
     def __init__(self, model: Any, given: decoder.Decoder) -> None:
         self._model, self._given = model, given
@@ -108,7 +108,7 @@ class _Called:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How often the Python of a layer runs while tokens are decoded. Without a GPU a stand-in captures."""
+    """How often the Python of a layer runs while tokens are decoded. Without a GPU, a stand-in captures."""
     import torch
 
     from gemma4_compat._reproduction import tape, tiny

@@ -54,7 +54,7 @@ def create_causal_mask_mapping(  # before 5.9.0
 
 
 def get_block_sequence_ids_for_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # For a prompt without images the model makes its own, of int64. To look at their values would cost a sync.
+    # For a prompt without images the model makes its own int64 types. Reading their values would cost a sync.
     import torch
 
     return original(*args, **kwargs).to(torch.int32)

@@ -24,7 +24,7 @@ from gemma4_compat._models.host import has_cuda
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Cycles that a copy to the host takes longer in the reproduction; on current GPUs 25 to 50 ms.
+#: Cycles by which the reproduction delays a copy to the host; 25 to 50 ms on current GPUs.
 DELAY = 50_000_000
 
 

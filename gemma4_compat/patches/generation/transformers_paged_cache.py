@@ -57,7 +57,7 @@ def choose_attention(original: Callable[..., Any], self: Any, model: Any, *args:
         )
     from unittest import mock
 
-    with mock.patch.object(model, "_supports_flash_attn", False):  # else it changes to flash where that is installed
+    with mock.patch.object(model, "_supports_flash_attn", False):  # otherwise it changes to flash if that is installed
         return original(self, model, *args, **kwargs)
 
 
@@ -89,7 +89,7 @@ def make_part(original: Callable[..., None], self: Any, **arguments: Any) -> Non
 
 
 def _differ(text: Any) -> bool:
-    """Whether the keys of layers have several shapes."""
+    """Whether the keys of layers differ in shape."""
     if layers := getattr(text, "per_layer_config", None):
         return len({tuple(getattr(layer, name) for name in _SHAPE) for layer in layers}) > 1
     heads = text.num_global_key_value_heads if text.attention_k_eq_v else None

@@ -38,7 +38,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     model = workspace.load().float()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**options)
-    options["disable_compile"] = True  # on a GPU upstream compiles with a static cache: another thing
+    options["disable_compile"] = True  # on a GPU upstream compiles with a static cache, which is not tested here
     found = model.generate(**options, cache_implementation="static", prefill_chunk_size=5)
     same = torch.equal(expected, found)
     return Outcome(not same, f"a static cache filled in chunks gives {'the same' if same else 'other'} tokens")

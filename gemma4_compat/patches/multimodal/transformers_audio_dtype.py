@@ -48,7 +48,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = []
     for way in (autocast, contextlib.nullcontext()):
         with way:
-            # What a user would do about it: cast what goes into the prompt.
+            # What a user would do: cast what goes into the prompt.
             hook = bridge.register_forward_hook(lambda _module, _args, features: features.float())
             reference = workspace.outputs(model)
             hook.remove()

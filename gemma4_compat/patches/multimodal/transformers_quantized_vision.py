@@ -23,8 +23,9 @@ from gemma4_compat._quantization import compute_dtype
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: How far the features of the tiny random tower may be from those of the same weights, dequantized. It magnifies the
-#: rounding of the kernels: 0.07 in 4-bit and 0.06 in 8-bit on transformers 5.23, 1.2 to 1.3 without the patch.
+#: How far the features of the tiny random tower may be from those of the same weights, dequantized. The tower
+#: magnifies the rounding of the kernels: 0.07 in 4-bit and 0.06 in 8-bit on transformers 5.23, 1.2 to 1.3 without the
+#: patch.
 BOUND = 0.15
 
 

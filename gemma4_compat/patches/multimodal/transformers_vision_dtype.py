@@ -45,7 +45,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     skipped = ["lm_head", "model.embed_vision", "model.embed_audio"]
     model = tiny.load(workspace.checkpoint, "4bit", device=workspace.main, towers=True, skip_modules=skipped)
     batch = workspace.inputs()
-    # What a user would do about it: cast what comes out of the tower.
+    # What a user would do: cast what comes out of the tower.
     hook = model.model.embed_vision.embedding_projection.register_forward_pre_hook(
         lambda module, inputs: tuple(value.to(module.weight.dtype) for value in inputs)
     )

@@ -58,7 +58,7 @@ def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _dtypes(model: Any) -> dict[str, Any]:
-    """Of the parameters that are not quantized. On meta it is what a forward reads the stored weight to."""
+    """The dtypes of parameters that are not quantized. For those on meta, a forward casts the stored weight to it."""
     import torch
 
     return {
@@ -69,7 +69,7 @@ def _dtypes(model: Any) -> dict[str, Any]:
 
 
 def scaled_checkpoint(workspace: Workspace) -> Path:
-    """The checkpoint of the workspace with a ``layer_scalar`` that is not 1: published ones have such layers."""
+    """The workspace's checkpoint with a ``layer_scalar`` that is not 1, as in published checkpoints."""
 
     def scaled_layers(folder: Path) -> None:
         from safetensors.torch import load_file, save_file

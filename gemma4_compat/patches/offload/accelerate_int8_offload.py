@@ -69,14 +69,14 @@ def set_module_tensor_to_device(
             return
         onloading = weight.dtype == torch.int8 and value is not None and value.dtype == torch.int8
         if weight.dtype == torch.int8 and (to_meta or (onloading and hooked)):
-            # On an onload as well: checkpointing leaves a recomputed forward early, before its weights are offloaded.
+            # Also on an onload: checkpointing leaves a recomputed forward before its weights are offloaded.
             _take_back(owner, weight)
         if onloading:
             if hooked:
                 fp16_statistics = _scales(weight, fp16_statistics)
             if device == "cpu":
-                # Upstream takes the string, and only the string, for a request to quantize on GPU 0. Its caches know
-                # the string too: there is nothing in them for a weight that is not shared.
+                # Upstream takes only the string as a request to quantize on GPU 0. Its caches also use the string as a
+                # key, but hold nothing for a weight that is not shared.
                 device, tied_params_map, clear_cache = torch.device("cpu"), None, False
     original(
         module,
@@ -92,7 +92,7 @@ def set_module_tensor_to_device(
 
 
 def _take_back(layer: Any, weight: Any) -> None:
-    """Give the parameter back what the layer's forward took from it; leave that forward's state to its graph."""
+    """Return to the parameter what the layer's forward took from it; leave that forward's state to its graph."""
     state = vars(layer).get("state")
     if state is None or (state.CB is None and state.SCB is None):
         return
@@ -102,7 +102,7 @@ def _take_back(layer: Any, weight: Any) -> None:
 
 
 def _scales(weight: Any, mapped: Any) -> Any:
-    """The scales for upstream to set on a weight that is onloaded; None: its parameter has them."""
+    """The scales for upstream to set on a weight being onloaded; None if its parameter has them."""
     own = vars(weight).get("SCB")
     if own is not None and own.device.type != "meta":
         return None

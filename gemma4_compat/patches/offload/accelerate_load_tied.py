@@ -40,7 +40,7 @@ def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs:
     model, placement, folder = given["model"], given.get("device_map"), given.get("offload_folder")
     if not isinstance(placement, Mapping):
         return original(*args, **kwargs)
-    groups = find_tied_parameters(model)  # the load ends what ties them
+    groups = find_tied_parameters(model)  # the load unties them
     before = [_empty(model, names) for names in groups]
     try:
         result = original(*args, **kwargs)
@@ -56,7 +56,7 @@ def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _empty(model: Any, names: list[str]) -> Any:
-    """Put a tied weight on meta; what it was."""
+    """Put a tied weight on meta; returns its old value."""
     import torch
 
     weight = model.get_parameter(names[0])
@@ -78,7 +78,7 @@ def _tie(model: Any, names: list[str], weight: Any) -> None:
 
 
 def _complete(model: Any, names: list[str], placement: Mapping[str, Any], folder: Path) -> bool:
-    """Give every name of one tied weight a file if it is on disk, and else a value; False if none was put on disk."""
+    """Give every name of one tied weight a file if it is on disk, else a value; False if no name is on disk."""
     import json
 
     from accelerate.utils import load_offloaded_weight, set_module_tensor_to_device

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
     if _has_offload_hooks(model):
-        # A partial and not a closure: a deep copy of the model gets a guard of its own.
+        # A partial, not a closure, so that a deep copy of the model gets its own guard.
         vars(model)["_apply"] = functools.partial(_guarded_apply, model)
     return model
 
@@ -53,12 +53,14 @@ def _guarded_apply(model: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: A
 
 
 def _has_offload_hooks(model: Any) -> bool:
-    """Also where nothing is on meta: accelerate ties an offloaded head to its embedding until its first forward."""
+    """Also if nothing is on meta: accelerate ties an offloaded head to its embedding until its first forward."""
     return any(placement.offload_hook(module) is not None for module in model.modules())
 
 
 def _moves(fn: Callable[[Any], Any]) -> bool:
-    """Whether ``fn`` gives tensors on meta another device (which torch refuses, or makes up values for)."""
+    """Whether ``fn`` moves tensors on meta to another device (which torch refuses, or for which it makes up
+    values).
+    """
     import torch
 
     try:
@@ -68,11 +70,11 @@ def _moves(fn: Callable[[Any], Any]) -> bool:
 
 
 def _refusal(model: Any, move: Callable[[], Any]) -> Outcome | None:
-    """The defect, when ``move`` raises something else than accelerate's guard."""
+    """The defect, if ``move`` raises anything other than accelerate's guard."""
     before = {name: parameter.device for name, parameter in model.named_parameters()}
     try:
         move()
-    except RuntimeError as error:  # NotImplementedError is one
+    except RuntimeError as error:  # includes NotImplementedError
         if "You can't move a model" in str(error):
             return None
         moved = sum(parameter.device != before[name] for name, parameter in model.named_parameters())
@@ -86,7 +88,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
     base = workspace.split()
-    found = _refusal(base, base.cpu)  # first alone: without other patches, PEFT's load undoes the offload
+    found = _refusal(base, base.cpu)  # first without PEFT, whose load undoes the offload unless it is patched
     if found is not None:
         return found
     model = PeftModel.from_pretrained(base, workspace.adapter("language"))

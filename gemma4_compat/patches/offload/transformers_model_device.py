@@ -43,7 +43,7 @@ def valid_auto_compile_criteria(
     compilation = generation_config.compile_config
     if not found or (compilation is not None and compilation._compile_all_devices):
         return found
-    # Hooks crash in a compiled forward. Without a device map (`accelerate.cpu_offload`) meta was what kept it away.
+    # Hooks crash in a compiled forward. Without a device map (`accelerate.cpu_offload`), meta prevented compiling.
     return bool(next(self.parameters()).device.type != "meta")
 
 
@@ -55,7 +55,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     model = workspace.load()
     placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
-    # Which of them comes first differs between releases.
+    # Their order differs between releases.
     placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
     model = workspace.dispatch_map(model, placement)
     batch = {name: value.to(model.device) for name, value in workspace.inputs().items()}

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = walk.in_use(self.language_model.embed_tokens)
     config = self.config.text_config
-    # One of a QAT checkpoint has no weight of its own, and is for another patch.
+    # A QAT checkpoint's embedding has no weight of its own; another patch covers it.
     if offload_hook(embedding) is None or "weight" not in embedding._parameters:
         return original(self, *args, **kwargs)
     if not config.hidden_size_per_layer_input:
@@ -54,8 +54,10 @@ def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any
 
 
 def _padding_row(embedding: Any, token: int) -> Any:
-    """The row of ``token``, from where it is stored, on the device that computes."""
-    stored = host_memory.stored(offload_hook(embedding).weights_map, "weight")  # the map itself would read all of it
+    """The row of ``token``, read from where it is stored, on the compute device."""
+    stored = host_memory.stored(
+        offload_hook(embedding).weights_map, "weight"
+    )  # the map itself would read the whole weight
     return host_memory.cast(stored.raw[token], (*stored.casts, embedding.weight.dtype)).to(execution_device(embedding))
 
 

@@ -34,7 +34,7 @@ def init(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwa
     offloaded = first == "disk" or (first == "cpu" and family.is_gemma4(model))
     if not offloaded or model.device.type in (first, "meta"):
         return original(self, model, *args, **kwargs)
-    # It is read for its first entry alone; a `device` beside a map is refused.
+    # Only its first entry is read; a `device` beside a map is refused.
     owner.hf_device_map = {"": model.device}
     try:
         return original(self, model, *args, **kwargs)

@@ -47,7 +47,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _folder(offload_folder: Any, offload_dir: Any) -> Any:
-    """What is meant by the name that transformers uses, next to accelerate's own.
+    """The folder, given under transformers' name, accelerate's name, or both.
 
     Raises:
         Gemma4CompatError: the two name different folders.

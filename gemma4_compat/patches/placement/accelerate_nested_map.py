@@ -31,7 +31,7 @@ from gemma4_compat._models import device_maps
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# The map of the dispatch that runs in this thread, for the function that collects the weights to offload.
+# The map of the dispatch running in this thread, for the function that collects the weights to offload.
 _dispatched: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("dispatched", default=None)
 
 
@@ -95,10 +95,10 @@ def attach_align_device_hook_on_blocks(
 
 
 def _most_specific(model: Any, placement: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """A nested map as entries none of which lies inside another.
+    """A nested map as entries that do not contain each other.
 
-    Returns two mappings of module names to keys of ``placement``: the entries, and the modules that had to be opened
-    into parts, whose own tensors still belong to the key. The second is empty for a map that is not nested.
+    Returns two mappings of module names to keys of ``placement``: the entries, and the modules that had to be split
+    into parts, whose own tensors still belong to the key. The second is empty if the map is not nested.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     keys = [key for key in placement if key in modules]
@@ -129,7 +129,7 @@ def _hook_own_tensors(
 
     own = any(True for _ in named_module_tensors(module))
     if not name and not own:
-        return  # accelerate gives the model itself a hook, and it has no tensors to place
+        return  # accelerate gives the model itself a hook; it has no tensors to place
     prefix = f"{name}." if name else ""
     hook = AlignDevicesHook(
         execution_device=device,

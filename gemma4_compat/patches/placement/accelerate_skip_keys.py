@@ -37,7 +37,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _own_skip_keys(model: Any) -> list[str]:
-    """The list of the outermost module that has one: the model's, inside whatever wraps it. Only a Gemma 4's."""
+    """The list of the outermost module that has one: the model's, inside any wrappers. Only for a Gemma 4."""
     for module in model.modules():
         keys = getattr(type(module), "_skip_keys_device_placement", None)
         if keys:

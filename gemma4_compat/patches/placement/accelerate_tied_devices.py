@@ -30,7 +30,7 @@ def retie_parameters(original: Callable[..., None], model: Any, tied_params: Any
     if main is None:
         original(model, tied_params)
         return
-    # Upstream takes the first that is not offloaded.
+    # Upstream takes the first entry that is not offloaded.
     original(model, [sorted(group, key=lambda name: _weight(model, name).device != main) for group in tied_params])
     for group in tied_params:
         for name in group:

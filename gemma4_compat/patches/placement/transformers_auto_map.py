@@ -50,10 +50,10 @@ _LOGGER = logging.getLogger("gemma4_compat")
 _OFFLOADED = offloaded.OFFLOADED
 _CONTEXTS = (4096, 2048, 1024, 512, 256)  # the longest that fits is planned for
 _MODALITIES = {"images": "vision", "sound": "audio"}
-#: Of free memory nobody has set a limit for. Upstream leaves as much, for the same reason: fragments.
+#: Share of free memory without a user's limit that is used. Upstream leaves as much, for fragmentation.
 _SHARE = 0.9
 _MIB = 1 << 20
-#: For the reproduction: its model has per-layer embeddings of 24 MiB, and runs in this without them.
+#: For the reproduction, whose model has per-layer embeddings of 24 MiB and fits into this without them.
 _BUDGET = 22 << 20
 
 
@@ -91,7 +91,7 @@ def _offloaded(placement: dict[str, Any]) -> set[str]:
 
 
 def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
-    """Whether the layout knows the model and its quantization; a tower alone is not planned for."""
+    """Whether the layout supports the model and its quantization; there is no plan for a tower on its own."""
     return not str(model.config.model_type).endswith(("_vision", "_audio")) and (
         hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
     )
@@ -101,7 +101,7 @@ def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
 def _maps_not_refused(hf_quantizer: Any) -> Iterator[None]:
     """Inside, the quantizer of this load does not refuse a map with offloaded modules.
 
-    Such a map only says that not everything fits on the accelerator; it is not used.
+    Such a map only shows that not everything fits on the accelerator; it is not used.
     """
     if hf_quantizer is None:
         yield
@@ -114,7 +114,7 @@ def _maps_not_refused(hf_quantizer: Any) -> Iterator[None]:
 
 
 def _check_not_refused(hf_quantizer: Any, placement: dict[str, Any], problem: str) -> None:
-    """Raise ``problem`` where upstream refuses this map, or loads it and cannot run it."""
+    """Raise ``problem`` if upstream refuses this map, or loads it but cannot run it."""
     if set(placement.values()) == {"disk"} and versions.admits("<5.13", versions.current("transformers") or ""):
         raise Gemma4CompatError(problem)
     if hf_quantizer is None:
@@ -126,9 +126,9 @@ def _check_not_refused(hf_quantizer: Any, placement: dict[str, Any], problem: st
 
 
 def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
-    """Bytes for each accelerator, for the CPU and for the disk (None: as much as it takes).
+    """Bytes for each accelerator, for the CPU and for the disk (None: unlimited).
 
-    Without an accelerator the CPU takes its place, and offloads to disk, as in upstream's maps.
+    Without an accelerator the CPU takes its place and offloads to disk, as in upstream's maps.
     """
     from transformers.integrations.accelerate import get_max_memory
 
@@ -145,7 +145,7 @@ def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
 def _plan(
     model: Any, budgets: dict[Any, int], host: int, disk: int | None, *, balanced: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """A map, and the line that says what it is; or None, and why there is none."""
+    """A map and the line that describes it; or None and the reason why there is none."""
     given = " and ".join(f"{_size(size)} on {device}" for device, size in budgets.items())
     try:
         blueprint = describe(model)
@@ -189,7 +189,7 @@ def _left(placement: Mapping[str, Any], accelerators: Collection[Any]) -> list[s
 
 
 def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
-    """What to plan for, the most first: the longest context, with every modality; the weights alone come last."""
+    """What to plan for, from most to least: the longest context with every modality first, only the weights last."""
     attention = "eager" if getattr(model.config, "_attn_implementation", None) == "eager" else "sdpa"
     modalities = {name: getattr(blueprint, name) is not None for name in _MODALITIES.values()}
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXTS[0]

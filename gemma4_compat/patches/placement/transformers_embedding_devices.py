@@ -62,7 +62,7 @@ def candidate_generator(original: Callable[..., None], self: Any, *args: Any, **
 
 
 class _OfTokens:
-    """An embedding as an assistant calls it: what it returns is where the tokens were."""
+    """Stands in for an embedding that an assistant calls; its output is on the device of the tokens."""
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def get_device_map(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
-    # Upstream checks a map's completeness only when it has several devices; the model then stays where it was loaded.
+    # Upstream checks a map's completeness only if it has several devices; otherwise the model stays where it was
+    # loaded.
     ours = family.is_gemma4(model)
     if isinstance(device_map, dict) and ours:
         device_maps.check(model, device_map)

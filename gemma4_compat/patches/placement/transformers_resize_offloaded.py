@@ -43,7 +43,7 @@ def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any,
 
 
 def resize_per_layer_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not self.config.get_text_config().hidden_size_per_layer_input:  # it has none
+    if not self.config.get_text_config().hidden_size_per_layer_input:  # there are none
         return original(self, *args, **kwargs)
     return _gathered(self, [self.get_per_layer_input_embeddings], original, *args, **kwargs)
 

@@ -52,7 +52,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     with _one_process():
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda" if workspace.main != "cpu" else "cpu", (1,))
         model = tiny.load(workspace.checkpoint, device=workspace.main)
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # it stays a plain tensor
+        model.lm_head.weight = torch.nn.Parameter(
+            model.lm_head.weight.detach().clone()
+        )  # so that it stays a plain tensor
         split = {"model.language_model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
         parallelize_module(model, mesh, split)
         return Outcome.of_parity(difference(reference, workspace.outputs(model)), "a split embedding")
@@ -60,7 +62,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    """A group of one process, where there is none."""
+    """A group of one process, if there is no group."""
     import torch
 
     if torch.distributed.is_initialized():

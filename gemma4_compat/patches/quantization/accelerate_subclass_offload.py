@@ -29,7 +29,7 @@ from gemma4_compat._quantization import compressed
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Where the classes are from -> the library, and where their weights cannot be offloaded to.
+#: Module of the classes -> the library, and the places to which their weights cannot be offloaded.
 _LIBRARIES = {"torchao": ("torchao", ("disk",)), "optimum": ("quanto", ("disk", "cpu"))}
 
 
@@ -48,7 +48,7 @@ def _refuse(model: Any, device_map: Any, main: Any) -> None:
     if not offloaded:
         return
     for entry, device in device_map.items():
-        # A device object that says "cpu" is where a module stays.
+        # A module stays on a device given as an object, even torch.device("cpu").
         if not isinstance(device, str) or device not in offloaded:
             continue
         _refuse_compressed(model, entry, device)
@@ -76,7 +76,7 @@ def _refuse_compressed(model: Any, entry: str, device: str) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """A quantization of each of these libraries that is installed, as ``from_pretrained`` takes it."""
+    """A quantization config of each of these libraries that is installed, as ``from_pretrained`` takes it."""
     import transformers
 
     found: dict[str, Any] = {}

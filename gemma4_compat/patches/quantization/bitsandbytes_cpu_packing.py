@@ -57,8 +57,8 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     import torch
 
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
-    # On the way to meta the data is dropped, and the state's pristine copy is not the packed one. A parameter that is
-    # not quantized yet may carry the state of the one it replaces: PEFT merges that way.
+    # A move to meta drops the data, and the state's pristine copy is not packed. A parameter that is not quantized yet
+    # may carry the state of the one it replaces, as in PEFT's merge.
     if (
         device is not None
         and device.type != "meta"
@@ -71,7 +71,7 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 def linear4bit_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training or x.requires_grad:
-        # FSDP2 hands the layer a plain parameter; the original then makes it a Params4bit again.
+        # FSDP2 gives the layer a plain parameter; the original function makes it a Params4bit again.
         weight = self.weight
         if quant_states.is_packed(getattr(weight, "quant_state", None)):
             _unpack_parameter(weight)

@@ -29,7 +29,7 @@ _SENTENCE = "MatMul8bitLt: inputs will be cast"
 
 
 class _Once(logging.Filter):
-    """Leaves out the sentence where it was said of that dtype."""
+    """Drops the sentence if it was already logged for that dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ _once = _Once()
 def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch
 
-    if torch.compiler.is_compiling():  # where it says nothing
+    if torch.compiler.is_compiling():  # nothing is logged then
         return original(*args, **kwargs)
     logger = logging.getLogger(_MODULE)
     logger.addFilter(_once)
@@ -60,7 +60,7 @@ def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How often one forward says it."""
+    """How often one forward logs it."""
     import torch
 
     lines: list[str] = []

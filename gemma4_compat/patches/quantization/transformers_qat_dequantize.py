@@ -63,7 +63,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    # These load on every release, and round no activations, which dequantizing would leave out.
+    # These load on every release and do not round activations, which dequantizing would drop.
     model = tiny.load(workspace.qat(grouped=False, calibrated=False), device=workspace.main)
     expected = workspace.outputs(model)
     model.dequantize()

@@ -56,7 +56,7 @@ def process_model_before_weight_loading(
 def _shape_scales(embeddings: dict[str, Any], files: Iterable[str]) -> None:
     """Give the scales of embeddings the shapes that they have in the files.
 
-    A text model that is loaded from a multimodal checkpoint has other names in front: the last ones are compared.
+    In a text model loaded from a multimodal checkpoint the names have other prefixes, so only their ends are compared.
     """
     import torch
 

@@ -98,7 +98,7 @@ def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> lis
         if any(tail.endswith(f".{name}") for tail in stored):
             target = f"experts.{name}"
             beside = [f"{target}.{key}" for key in (*expert_storage.STORED, *expert_storage.STORED_STATES)]
-            # The longest first: older releases take the first that matches the beginning of a key.
+            # The longest first, because older releases take the first that matches the beginning of a key.
             sources = [*sorted(beside, key=len, reverse=True), target]
             conversions.append(WeightConverter(sources, target, operations=[Bnb4bitDeserialize(self)]))
     return conversions
@@ -140,7 +140,7 @@ def experts_forward(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 def by_hand(model: Any, quantization: str) -> Any:
-    """``model``, in whose unquantized experts each matrix was quantized by itself and dequantized again."""
+    """``model``, after each matrix of its unquantized experts was quantized separately and dequantized again."""
     import torch
     from bitsandbytes import functional
 

@@ -36,7 +36,7 @@ def process_model_before_weight_loading(
         routers = [name for name, _ in model.named_modules() if name.endswith(f".{_ROUTER}")]
         skip = self.quantization_config.llm_int8_skip_modules
         if any(map(config.converts(skip or ()), routers)):
-            if skip is None:  # then upstream has a list of its own, which an explicit one takes the place of
+            if skip is None:  # then upstream has its own list, which an explicit one replaces
                 skip = self.get_modules_to_not_convert(model)
             self.quantization_config = copy.copy(self.quantization_config)
             self.quantization_config.llm_int8_skip_modules = [*skip, _ROUTER]
@@ -44,7 +44,7 @@ def process_model_before_weight_loading(
 
 
 def routes(model: Any, batch: dict[str, Any]) -> Any:
-    """Which experts each token of a batch is sent to in each decoder layer, ascending: (layers, tokens, experts)."""
+    """The experts to which each decoder layer routes each token of a batch, ascending: (layers, tokens, experts)."""
     import torch
 
     found: list[Any] = []

@@ -49,7 +49,7 @@ def process_model_before_weight_loading(
 
 
 def _is_stored(head: str, keys: set[str], *, quantized: bool) -> bool:
-    """Whether a checkpoint has a weight for a head that can be loaded into a quantized layer.
+    """Whether a checkpoint has a weight for the head that can be loaded into a quantized layer.
 
     transformers unties such a head, because a quantized weight differs from the embedding's. In a ``quantized``
     checkpoint the weight needs its scales.

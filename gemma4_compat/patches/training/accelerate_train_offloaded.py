@@ -60,7 +60,7 @@ def prepare_model(
 
 
 def backward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Say once what :func:`prepare` could not see: an optimizer that was not prepared, or prepared on its own."""
+    """Warn once about what :func:`prepare` cannot see: an optimizer not prepared, or prepared separately."""
     training = [model for model in self._models if model.training and model not in _asked]
     if training:
         _asked.update(training)
@@ -78,7 +78,7 @@ _REMEDY = (
     "Freeze them (model.requires_grad_(False)) and train an adapter (get_peft_model), or load the model with a "
     "device_map that keeps their modules on the accelerator."
 )
-#: Models whose first backward pass in training mode has been.
+#: Models that have already had a backward pass in training mode.
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -106,7 +106,9 @@ def _trained_and_offloaded(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _without_offloaded_entries(owner: Any, accelerator: Any) -> Iterator[None]:
-    """Inside, the model's map names only what is on a device; not where it is distributed, or where nothing is."""
+    """Inside, the model's map names only modules on a device; unchanged if it is distributed, or if nothing is
+    there.
+    """
     whole = owner.hf_device_map
     offloaded = {"disk"} if accelerator.device.type == "cpu" else {"disk", "cpu"}
     resident = {name: device for name, device in whole.items() if str(device) not in offloaded}

@@ -30,11 +30,13 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 
 
 class _AsBytes(list[Any]):
-    """What FSDP2 gathers of a group with a packed weight. It is passed on as it is to what finds the dtype."""
+    """The parameters that FSDP2 gathers in a group with a packed weight, passed on to the function that finds the
+    dtype.
+    """
 
 
 def _is_packed(parameter: Any) -> bool:
-    """Whether one of FSDP2's parameters is the weight of a layer of bitsandbytes in 4 bits."""
+    """Whether one of FSDP2's parameters is the 4-bit weight of a bitsandbytes layer."""
     info = parameter._module_info
     return info.param_name == "weight" and any("4bit" in kind.__name__ for kind in type(info.module).__mro__)
 
@@ -48,7 +50,7 @@ def all_gather_inputs(original: Callable[..., Any], fsdp_params: Any) -> Any:
 
 
 def _is_two_bytes(dtype: Any) -> bool:
-    """Whether a GPU copies it by way of another dtype."""
+    """Whether a GPU copies this dtype by way of another."""
     return bool(dtype.is_floating_point and dtype.itemsize == 2)
 
 
@@ -62,7 +64,7 @@ def all_gather_metadata(original: Callable[..., Any], param_all_gather_inputs: A
 def dtype_attributes(original: Callable[..., Any], self: Any, mp_policy: Any) -> None:
     original(self, mp_policy)
     if _is_packed(self):
-        self.param_dtype = None  # as for integers: it is not cast
+        self.param_dtype = None  # so that it is not cast, like integers
 
 
 def reproduce(workspace: Workspace) -> Outcome:

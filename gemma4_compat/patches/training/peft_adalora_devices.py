@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def adalora_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Without labels there is no loss, and the weights are not looked at."""
+    """Without labels there is no loss, and the weights are not used."""
     if kwargs.get("labels") is None:
         return original(self, *args, **kwargs)
     devices = {value.device for value in self.model.parameters() if value.device.type != "meta"}
@@ -31,7 +31,7 @@ def adalora_forward(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 class _AdaLora:
-    """An AdaLoRA model as its forward sees it: with :class:`_Together` in it."""
+    """Stands in for an AdaLoRA model in its forward, with :class:`_Together` in it."""
 
     def __init__(self, adapted: Any) -> None:
         self._adapted = adapted
@@ -42,7 +42,7 @@ class _AdaLora:
 
 
 class _Together:
-    """A model whose matrices of AdaLoRA are on the device of the loss, once there is one."""
+    """A model whose AdaLoRA matrices are on the device of the loss, once there is a loss."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -68,7 +68,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     batch = workspace.inputs(text_only=True, device="cpu")
 
     def trained(*, split: bool) -> tuple[Any, list[Any]]:
-        """Outputs; the loss, and the gradients of the adapter."""
+        """The outputs, and the loss with the gradients of the adapter."""
         model = tiny.load(workspace.checkpoint)
         if split:
             model = tiny.dispatch_to_two(model, second_device.DEVICE)

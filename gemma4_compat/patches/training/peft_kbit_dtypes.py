@@ -51,7 +51,7 @@ def _is_quantized(model: Any) -> bool:
 
 @contextlib.contextmanager
 def _uncast_hidden(model: Any) -> Iterator[None]:
-    """Inside, the model does not show the parameters that keep their dtype, which are frozen."""
+    """Inside, the model hides the parameters that keep their dtype; they are frozen."""
     import torch
 
     def is_kept(name: str, module: Any, weight: Any) -> bool:
@@ -66,7 +66,7 @@ def _uncast_hidden(model: Any) -> Iterator[None]:
                 weight.requires_grad = False
                 hidden.append((module, own, weight))
     for module, own, _ in hidden:
-        module._parameters[own] = None  # the name stays, and with it the order
+        module._parameters[own] = None  # the name stays, so the order does too
     try:
         yield
     finally:
@@ -84,7 +84,7 @@ def _cast_offloaded_norms(model: Any) -> None:
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether this is one of Gemma 4's norms, which give back the dtype they got."""
+    """Whether this is one of Gemma 4's norms, which return the dtype of their input."""
     name = type(module).__name__
     return name.startswith("Gemma4") and name.endswith("RMSNorm")
 
@@ -98,7 +98,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = []
     for model in (workspace.load("4bit"), workspace.split("4bit")):
         inner = model.model.language_model
-        per_layer = getattr(inner, _PER_LAYER, None)  # None: of a variant without one
+        per_layer = getattr(inner, _PER_LAYER, None)  # None for a variant without one
         kind, embedding = (
             ("embedding", inner.embed_tokens) if per_layer is None else ("per-layer embedding", per_layer)
         )

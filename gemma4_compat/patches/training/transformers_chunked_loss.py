@@ -35,7 +35,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How much the backward pass keeps of the logits, where the loss was asked for in chunks."""
+    """How much of the logits the backward pass keeps if a loss in chunks was requested."""
     import torch
 
     model = workspace.load().train().requires_grad_(False)
@@ -60,7 +60,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _with_states(outputs: Any, states: Any) -> Any:
-    outputs.last_hidden_state = states.requires_grad_()  # the head's is the first gradient
+    outputs.last_hidden_state = states.requires_grad_()  # the first gradient comes from the head
     return outputs
 
 

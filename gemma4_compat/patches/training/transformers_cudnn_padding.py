@@ -38,7 +38,7 @@ def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any
         return found
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    # One function, not one for each call; what another library has registered as sdpa stays.
+    # One function for all calls; what another library has registered as sdpa stays.
     return unseen_keys.attention if found is sdpa_attention_forward else found
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MASKS = "transformers.masking_utils"
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
-#: Of the largest logit. A package's kernel takes no float32; the stand-in does.
+#: Bound relative to the largest logit. The package's kernel does not accept float32; the stand-in does.
 BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 
 
@@ -56,7 +56,7 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
     known = {*_NAMES, "or_mask_function", "and_mask_function", "block_sequence_ids"}
     given = {name: value for name, value in arguments.items() if name in known and value is not None}
     given = cache_names.renamed(dict.fromkeys(_NAMES) | given, cache_names.of(masking_utils.create_causal_mask))
-    # Not through upstream's table of mask functions: it holds what they were before a patch.
+    # Not through upstream's table of mask functions, which holds the unpatched ones.
     return {
         "full_attention": masking_utils.create_causal_mask(**given),
         "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
@@ -65,7 +65,7 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
 
 def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any:
     found = original(self, key)
-    if key in flash.PLAIN or not flash.is_flash(key):  # most layers ask for a plain one: no call
+    if key in flash.PLAIN or not flash.is_flash(key):  # most layers use a plain one: no call
         return found
     return flash.by_layer(found, original(self, "sdpa"))
 

@@ -32,7 +32,7 @@ def apply_srq(original: Callable[..., Any], x: Any, scale: Any, bits: int = 8) -
 
     if not (x.requires_grad and torch.is_grad_enabled()):
         return original(x, scale, bits)
-    # Gradients of the scale, where it is trained, stay upstream's.
+    # If the scale is trained, its gradients stay upstream's.
     return _straight_through().apply(original(x.detach(), scale, bits), x, scale.detach(), bits)
 
 
@@ -41,7 +41,7 @@ def _straight_through() -> Any:
     import torch
 
     class StraightThrough(torch.autograd.Function):  # type: ignore[misc]
-        """``rounded`` forwards; backwards, its gradient also goes to ``x`` where that is in range."""
+        """``rounded`` in the forward; in the backward its gradient also goes to ``x`` where that is in range."""
 
         @staticmethod
         def forward(ctx: Any, rounded: Any, x: Any, scale: Any, bits: int) -> Any:

@@ -61,10 +61,10 @@ def set_gradient_checkpointing(
 
 
 def _is_reentrant(function: Any) -> bool:
-    """Whether this is PyTorch's checkpoint, or transformers' around it, as its reentrant kind (its default)."""
+    """Whether this is PyTorch's reentrant checkpoint (its default), or transformers' wrapper around it."""
     inner = function.func if isinstance(function, functools.partial) else function
     if getattr(inner, "__module__", None) not in ("torch.utils.checkpoint", "transformers.modeling_utils"):
-        return False  # somebody's own, with arguments of its own
+        return False  # a custom function with its own arguments
     requested = getattr(function, "keywords", {}).get(_KEYWORD)
     return requested is None or bool(requested)
 

@@ -37,7 +37,7 @@ def create_causal_mask_mapping(
     **kwargs: Any,
 ) -> Any:
     if mm_token_type_ids is None and pixel_values is None:
-        is_training = False  # which it asks for that error alone
+        is_training = False  # upstream reads it only for that error
     given = (config, inputs_embeds, attention_mask, past_key_values, position_ids, mm_token_type_ids, pixel_values)
     return original(*given, is_training, *args, **kwargs)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 _ID = "transformers-unfed-towers"
-#: A tower, what joins it to the language model, and the inputs of which one feeds it.
+#: A tower, the module that joins it to the language model, and the inputs that feed it.
 _TOWERS = (
     ("vision_tower", "embed_vision", ("pixel_values", "pixel_values_videos")),
     ("audio_tower", "embed_audio", ("input_features",)),

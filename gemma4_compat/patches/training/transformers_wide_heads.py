@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def use_gqa_in_sdpa(original: Callable[..., Any], attention_mask: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(attention_mask, key, *args, **kwargs)
-    return found and (key.shape[-1] <= WIDEST or key.device.type == "xpu")  # Intel's kernels take both
+    return found and (key.shape[-1] <= WIDEST or key.device.type == "xpu")  # Intel's kernels support both
 
 
 def reproduce(workspace: Workspace) -> Outcome:

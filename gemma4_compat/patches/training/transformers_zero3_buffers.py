@@ -41,7 +41,7 @@ def load_state_dict(
 
 
 def _load_buffers(model: Any, state_dict: Any, mapping: Any) -> list[str]:
-    """Copy the values of buffers from a checkpoint's tensors, as upstream names them; returns the buffers' names."""
+    """Copy the values of buffers from a checkpoint's tensors, with upstream's names; returns the buffers' names."""
     import torch
     from transformers.integrations import deepspeed
 
@@ -71,7 +71,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     right = workspace.load()
     kind = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
-    with zero3.standing_in():  # which takes no device map
+    with zero3.standing_in():  # it accepts no device map
         found = kind.from_pretrained(workspace.checkpoint, dtype=torch.bfloat16).to(workspace.main).eval()
     pairs = [
         (name, one, other.to(one.device))
