@@ -26,9 +26,9 @@ _START = rf"(?:^|[.!?:;|{GAP}]\s*|\n\s*\n\s*|^\s*[-*]\s+)"
 
 #: Turn -> its pattern, and what to write instead.
 TURNS = {
-    "is none": (r"(?<!there )\b(?:is|was) none\b", "is not, has no"),
+    "is none": (r"(?<!there\s)\b(?:is|was)\s+none\b", "is not, has no"),
     ", too": (rf",\s+too\b{_END}", "also"),
-    "as ever": (r"\bas ever\b", "as before, as usual"),
+    "as ever": (r"\bas\s+ever\b", "as before, as usual"),
     "but for": (r"\bbut\s+for\b(?!\s+(?:example|instance|now|the moment|all)\b)", "except for, apart from"),
     "whoever": (r"(?i:\bwhoever\b)", "anyone who, or the thing itself"),
     "is of": (
@@ -37,20 +37,19 @@ TURNS = {
         "belongs to, covers, has",
     ),
     "alone for only": (
-        rf"(?<!leave)(?<!leaves)(?<!leaving)(?<!left)(?<!let)(?<!stand)(?<!stands)\s+alone\b"
-        rf"(?=\s*(?:[.,;:!?)|{GAP}]|\n\s*\n|$)|\s+(?:and|or|that|which|where|there|here|when|for|as|in|on|to|of)\b)",
+        rf"\w\W{{0,3}}\s+alone\b(?:{_END}|(?=\s+(?:and|or|that|which|where|there|here|when|for|as|in|on|to|of)\b))",
         "only",
     ),
     "another one": (r"\b(?i:another)\s+one\b", "another, or the noun"),
-    "one error that": (r"\bone error that\b", "an error that"),
-    "sentence opening with Of": (rf"{_START}Of\b(?!\s+course)", "start with the subject"),
+    "one error that": (r"\bone\s+error\s+that\b", "an error that"),
+    "sentence opening with Of": (r"\bOf\b(?!\s+course)", "start with the subject"),
     "sentence opening with Who": (rf"{_START}Who\b(?![^.?!|{GAP}]*\?)", "anyone who, or the thing itself"),
-    "be it": (r"\bbe it\b", "even, whether"),
+    "be it": (r"(?:,|\band)\s+be\s+it\b", "even, whether"),
 }
 _TURNS = {turn: re.compile(pattern, re.MULTILINE) for turn, (pattern, _) in TURNS.items()}
 #: Ends in words that may be far away: whether somebody leaves, or lets, something alone; what is not X but for Y.
-_LET_ALONE = re.compile(r"\b(?:leav(?:e|es|ing)|left|let|lets|letting|stand|stands)\b[^.;:]*$")
-_NOT = re.compile(r"\bnot\b[^.;:]*$")
+_LET_ALONE = re.compile(r"\b(?:leav(?:e|es|ing)|left|let|lets|letting|stand|stands)\b[^.;:]*$", re.IGNORECASE)
+_NOT = re.compile(r"\bnot\b[^.;:]*$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def findings(file: Path) -> list[Finding]:
     for turn, pattern in _TURNS.items():
         for match in pattern.finditer(text):
             at = match.end() - 1
-            before = text[max(0, match.start() - 120) : match.start()].rpartition(GAP)[2]
+            before = text[max(0, match.start() - 120) : match.end()].rstrip(GAP).rpartition(GAP)[2]
             if turn == "alone for only" and _LET_ALONE.search(before):
                 continue
             if turn == "but for" and _NOT.search(before):

@@ -5,7 +5,7 @@ attention of full-attention layers with torch's math kernel, which holds all sco
 batch 1 and 8,192 tokens: 2 GiB for 8 heads).
 
 Cause: Without a mask, ``sdpa_attention_forward`` leaves the repetition of key-value heads to torch (``enable_gqa``).
-Of torch's CUDA kernels only flash and math support that, and flash supports no heads wider than 256; those of
+Among torch's CUDA kernels only flash and math support that, and flash supports no heads wider than 256; those of
 full-attention layers are 512 wide.
 
 Fix: Key-value heads wider than 256 are repeated before the call, as upstream does from 5.13.0 on; torch then uses its
