@@ -35,7 +35,7 @@ from tests.merge.adapters import assert_same, broken, digests, reheadered, tenso
         ("overlap", r"is damaged: .* shares \d+ bytes with"),
         ("gap", r"is damaged: .* begins 8 bytes after the end of"),
         ("gap at the start", r"is damaged: .* begins 8 bytes after the end of 'the header'"),
-        ("unknown dtype", r"is damaged: .* is of the type 'I3', which safetensors does not have"),
+        ("unknown dtype", r"is damaged: .* has the dtype 'I3', which safetensors does not have"),
         ("no config", r"there is no adapter_config.json"),
         ("no JSON", r"adapter_config.json' is not JSON"),
         ("empty", r"has no weights"),
