@@ -157,9 +157,7 @@ def test_outputs_that_would_touch_inputs_or_links_are_refused(
     monkeypatch.chdir(tmp_path / "empty")
     before = names(tmp_path)
     target = Path() if where == "." else tmp_path / where
-    with pytest.raises(
-        Gemma4CompatError, match=r"is a link|is inside|exists; nothing|cannot be (written|replaced)"
-    ):
+    with pytest.raises(Gemma4CompatError, match=r"is a link|is inside|exists; nothing|cannot be (written|replaced)"):
         write(folders.output(target, tmp_path / "base", tmp_path / "adapter"))
     assert names(tmp_path) == before
 

@@ -183,7 +183,10 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         lambda settings: settings.update(quantization_config={"quant_method": "bitsandbytes"}),
         "is quantized: readers would mistake plain weights",
     ),
-    "another family": (lambda settings: settings.update(model_type="llama"), "is not a Gemma 4 model: .* model_type 'llama'"),
+    "another family": (
+        lambda settings: settings.update(model_type="llama"),
+        "is not a Gemma 4 model: .* model_type 'llama'",
+    ),
     "no number": (
         lambda settings: settings["text_config"].update(num_hidden_layers="many"),
         "a setting in .* cannot be right: text_config.num_hidden_layers",

@@ -84,10 +84,7 @@ def test_the_same_merge_goes_on_and_trusts_nothing_else(workspace: Any, base: Pa
     report = again("same")
     assert report.resumed == tuple(names[:2])
     assert weights(tmp_path / "same" / "out") == weights(tmp_path / "whole")
-    assert (
-        "2 files were kept from a killed merge"
-        in (tmp_path / "same" / "out" / "merge_report.txt").read_text()
-    )
+    assert "2 files were kept from a killed merge" in (tmp_path / "same" / "out" / "merge_report.txt").read_text()
 
     def spoil(folder: Path) -> None:
         file = folder / names[0]
