@@ -103,7 +103,7 @@ class Plain:
         return tuple(module for module in self.modules if module.rank != self.rank)
 
     def shapes(self, module: Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of :meth:`read_a` and :meth:`read_b`."""
+        """The shapes of :meth:`read_a` and :meth:`read_b`."""
         experts = (module.experts,) if module.kind == "experts" else ()
         return (*experts, self.rank, module.wide), (*experts, module.tall, self.rank)
 

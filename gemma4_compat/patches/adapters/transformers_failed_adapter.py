@@ -6,8 +6,8 @@ the model gives different outputs. The layers of the adapter that failed to load
 Cause: ``PeftAdapterMixin.load_adapter`` injects the adapter's layers first and reads its weights afterwards. When
 reading fails, it removes nothing.
 
-Fix: A load that raises, for any reason, leaves the model as it was. An adapter of the wrong shape raises one error
-that names the first module with a mismatch.
+Fix: A load that raises, for any reason, leaves the model as it was. An adapter of the wrong shape raises an error that
+names the first module with a mismatch.
 
 Remove when: ``PeftAdapterMixin.load_adapter`` removes what it injected when a load fails.
 """

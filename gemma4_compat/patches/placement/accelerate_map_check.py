@@ -56,7 +56,7 @@ def _folder(offload_folder: Any, offload_dir: Any) -> Any:
         raise Gemma4CompatError(
             f"dispatch_model was given offload_dir={os.fspath(offload_dir)!r} and "
             f"offload_folder={os.fspath(offload_folder)!r}: two folders for the same weights. Nothing was moved. Give "
-            "offload_dir alone."
+            "only offload_dir."
         )
     notice.warn_user(
         "dispatch_model calls it offload_dir: without gemma4_compat, the argument offload_folder is a TypeError. "

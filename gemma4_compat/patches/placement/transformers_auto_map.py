@@ -170,7 +170,7 @@ def _plan(
     room = f"room for {load.context} tokens of context ({kinds})"
     if load.weights_only:
         least = layout.smallest_budget(blueprint, replace(load, weights_only=False))
-        room = f"room for the weights alone; {room} would need {_size(least, up=True)} on one accelerator"
+        room = f"room for only the weights; {room} would need {_size(least, up=True)} on one accelerator"
     left = ", ".join(_left(placed.device_map, placed.use))
     over = (
         "" if disk is None or placed.disk <= disk else f"; {_size(placed.disk)} are on disk, more than {_size(disk)}"
