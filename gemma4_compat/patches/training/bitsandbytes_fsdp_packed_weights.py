@@ -4,7 +4,7 @@ Symptom: silent: under FSDP2 on GPUs a 4-bit model with ``bnb_4bit_quant_storage
 outputs, loss and gradients from corrupted weights. A linear layer is off by 5 %.
 
 Cause: FSDP2 gathers tensors of one dtype as that dtype, and copies them with ``torch._foreach_copy_``. On a GPU that
-copies bfloat16 and float16 by way of float32, and every NaN becomes the same NaN. Packed 4-bit weights are not
+copies bfloat16 and float16 via float32, and every NaN becomes the same NaN. Packed 4-bit weights are not
 numbers: one in a thousand pairs of their bytes reads as a NaN and is overwritten. In mixed precision with another
 dtype than the storage's, FSDP2 casts the bytes as if they were numbers, even on CPUs. Groups of several dtypes are
 gathered as bytes, which is right: bfloat16 storage with a float32 adapter works without mixed precision.
@@ -50,7 +50,7 @@ def all_gather_inputs(original: Callable[..., Any], fsdp_params: Any) -> Any:
 
 
 def _is_two_bytes(dtype: Any) -> bool:
-    """Whether a GPU copies this dtype by way of another."""
+    """Whether a GPU copies this dtype via another."""
     return bool(dtype.is_floating_point and dtype.itemsize == 2)
 
 
