@@ -138,6 +138,7 @@ def files() -> list[Path]:
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "SECURITY.md",
+        ROOT / "benchmarks" / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     ]
     return pages + sorted((ROOT / "examples").glob("*.py")) + sorted((ROOT / "gemma4_compat").rglob("*.py"))

@@ -91,8 +91,9 @@ def test_a_file_that_may_have_none_fails_and_one_on_the_list_may_not_get_worse(
 ) -> None:
     monkeypatch.setattr(english, "ROOT", tmp_path)
     monkeypatch.setattr(english, "PENDING", tmp_path / "pending.txt")
-    (tmp_path / "docs").mkdir()
-    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"):
+    for folder in ("docs", "benchmarks"):
+        (tmp_path / folder).mkdir()
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md"):
         (tmp_path / name).write_text("Fine.\n", encoding="utf-8")
     page = tmp_path / "docs" / "A.md"
     page.write_text("It runs as ever.\n", encoding="utf-8")
