@@ -138,7 +138,7 @@ def page() -> str:
             "## Failure points",
             "",
             "[What each is](FAILURE_POINTS.md). Repaired where one of its patches repairs it on one of the stacks.",
-            "F30, that patches of one module's classes miss another's, is what these tables are about; its row is of",
+            "These tables are about F30 (patches of one module's classes miss another's); its row shows",
             "the patches written for it.",
             "",
             *head,

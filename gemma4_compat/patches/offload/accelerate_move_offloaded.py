@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
     if _has_offload_hooks(model):
-        # A partial and not a closure: a deep copy of the model gets a guard of its own.
+        # A partial, not a closure, so that a deep copy of the model gets its own guard.
         vars(model)["_apply"] = functools.partial(_guarded_apply, model)
     return model
 
@@ -65,12 +65,14 @@ def _end_dispatch(model: Any) -> None:
 
 
 def _has_offload_hooks(model: Any) -> bool:
-    """Also where nothing is on meta: accelerate ties an offloaded head to its embedding until its first forward."""
+    """Also if nothing is on meta: accelerate ties an offloaded head to its embedding until its first forward."""
     return any(placement.offload_hook(module) is not None for module in model.modules())
 
 
 def _moves(fn: Callable[[Any], Any]) -> bool:
-    """Whether ``fn`` gives tensors on meta another device (which torch refuses, or makes up values for)."""
+    """Whether ``fn`` moves tensors on meta to another device (which torch refuses, or for which it makes up
+    values).
+    """
     import torch
 
     try:

@@ -4,9 +4,9 @@ Symptom: silent: on a CPU with AVX512-BF16, a 4-bit weight has different scales 
 ``state_dict()``, ``save_pretrained``, ``dequantize()``, a move to a GPU and a training step after that forward use
 the wrong scales. Such a training step also loses the gradient through the base layer.
 
-Cause: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. This rounds the scales to bf16
-and flattens nested ones; the inverse that ``state_dict`` uses quantizes the rounded scales again.
-``dequantize_4bit`` and ``Params4bit.to`` do not know the packed layout at all, and the fast kernel has no gradient.
+Cause: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. This rounds the scales to bf16 and
+flattens nested ones; the inverse that ``state_dict`` uses quantizes the rounded scales again. ``dequantize_4bit`` and
+``Params4bit.to`` cannot read the packed layout, and the fast kernel has no gradient.
 
 Fix: Packing keeps the attributes it replaces (a few percent of the weight's bytes), and unpacking restores them. The
 weight's nibbles are only permuted, so their inverse is exact. Code that cannot read the packed layout gets the
@@ -74,7 +74,7 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 def linear4bit_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training or x.requires_grad:
-        # FSDP2 hands the layer a plain parameter; the original then makes it a Params4bit again.
+        # FSDP2 gives the layer a plain parameter; the original function makes it a Params4bit again.
         weight = self.weight
         if quant_states.is_packed(getattr(weight, "quant_state", None)):
             _unpack_parameter(weight)

@@ -5,12 +5,12 @@ offload`` from ``Trainer.train`` (of any trainer, through ``Accelerator.prepare`
 offloaded layer, and from the trainer's ``evaluate``.
 
 Cause: ``Accelerator.prepare_model`` looks at ``hf_device_map`` and assumes that a model in training must fit on the
-device. A frozen base does not have to: each layer's weights are onloaded for its backward pass as for its forward,
-and the trained part (the adapter) is where its layer computes.
+device. A frozen base does not have to: each layer's weights are onloaded for its backward pass as for its forward, and
+the trained part (the adapter) is where its layer computes.
 
 Fix: A Gemma 4 model whose offloaded weights are all frozen is prepared as if the map named only what is on the
-training device; nothing is moved. accelerate's other refusals (distributed training, another device than the one
-that trains) remain.
+training device; nothing is moved. accelerate's other refusals (distributed training, another device than the training
+device) remain.
 
 Offloaded weights that an optimizer would train raise one error before anything is prepared, with or without
 quantization. Their gradients belong to a copy that is gone after the layer's backward pass, so the weights would
@@ -68,7 +68,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def backward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Say once what :func:`prepare` could not see: an optimizer that was not prepared, or prepared on its own."""
+    """Warn once about what :func:`prepare` cannot see: an optimizer not prepared, or prepared separately."""
     training = [model for model in self._models if model.training and model not in _asked]
     if training:
         _asked.update(training)
@@ -86,7 +86,7 @@ _REMEDY = (
     "Freeze them (model.requires_grad_(False)) and train an adapter (get_peft_model), or load the model with a "
     "device_map that keeps their modules on the accelerator."
 )
-#: Models whose first backward pass in training mode has been.
+#: Models that have already had a backward pass in training mode.
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -148,7 +148,9 @@ def _trained_and_offloaded(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _without_offloaded_entries(owner: Any, accelerator: Any) -> Iterator[None]:
-    """Inside, the model's map names only what is on a device; not where it is distributed, or where nothing is."""
+    """Inside, the model's map names only modules on a device; unchanged if it is distributed, or if nothing is
+    there.
+    """
     whole = owner.hf_device_map
     offloaded = {"disk"} if accelerator.device.type == "cpu" else {"disk", "cpu"}
     resident = {name: device for name, device in whole.items() if str(device) not in offloaded}
