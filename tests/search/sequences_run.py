@@ -98,7 +98,7 @@ REPAIRED: dict[str, str] = {
     "transformers-sliding-cache": "transformers < 5.14: sliding layers of a model without KV-shared layers cache the "
     "whole text; the masked keys change the order of the sums",
     "transformers-static-images": "12B, 26B-A4B, 31B: with a static cache image tokens do not attend to each other",
-    "transformers-vision-masks": "26B-A4B, 31B in transformers 5.13 to 5.16: masks of images have another layer's size",
+    "transformers-vision-masks": "26B-A4B, 31B in 5.13 to 5.16: masks of images have another layer's size",
 }
 
 
