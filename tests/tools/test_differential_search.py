@@ -191,3 +191,23 @@ def test_a_summary_can_be_written_small() -> None:
     assert data["right"] == ["moves/cast[float]", "moves/cast[bfloat16]", "moves/cast[double]"]
     assert set(data["outcomes"]) == {"right", "TypeError: no"}
     assert data["worse"] == {}
+
+
+def test_a_result_is_mended_by_running_what_failed_again() -> None:
+    first = [
+        Judged("a/call one E2B", verdict.EQUAL, "right", "right"),
+        Judged("a/call disk E2B", verdict.WORSE, "right", "ValueError: no"),
+        Judged("a/other ram E2B", verdict.ABSENT, "absent", "absent"),
+        Judged("a/third ram E2B", verdict.BETTER, "KeyError: 'x'", "right"),
+    ]
+    before = cli.summary(first, "all")
+    again = [Judged("a/call disk E2B", verdict.BETTER, "wrong: 1", "right")]
+    whole = cli.summary([first[0], *again, *first[2:]], "all")
+    found = cli.mended(before, again, "again")
+    assert {key: found[key] for key in ("verdicts", "worse", "right", "entries", "calls")} == {
+        key: whole[key] for key in ("verdicts", "worse", "right", "entries", "calls")
+    }
+    assert found["found"].keys() == whole["found"].keys()
+    assert found["again"][0]["command"] == "again"
+    with pytest.raises(ValueError, match="0 entries ran again, 1 had failed"):
+        cli.mended(before, [], "again")
