@@ -10,7 +10,7 @@ import weakref
 from typing import Any
 
 from gemma4_compat._models import placement
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import stored_weights, tied_pairs
 
 _MODEL = "_gemma4_compat_dispatched_in"  # on a module that is offloaded, or tied to one
 
@@ -51,7 +51,7 @@ def join(model: Any, module: Any) -> None:
     """
     import torch
 
-    for pair in stored_weights.pairs(model):
+    for pair in tied_pairs.pairs(model):
         target, source = (owner._parameters[name] for owner, name in pair)
         others = [owner for owner, _ in pair if owner is not module]
         if target is source or len(others) != 1 or placement.offload_hook(others[0]) is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement, walk
-from gemma4_compat._offload import host_memory, joined_weights, stored_weights
+from gemma4_compat._offload import host_memory, joined_weights, stored_weights, tied_pairs
 
 _UNMERGE = "unmerge"  # on a merged layer: its own is called with its base weight onloaded
 _HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
@@ -40,7 +40,7 @@ def parting(model: Any) -> Iterator[list[Any]]:
     layers = [module for module in walk.modules(model) if "merged_adapters" in vars(module)]
     tokens = [module for module in layers if type(module).__name__ == "TrainableTokensLayer"]
     around, trained = ({walk.innermost(module) for module in found} for found in (set(layers) - set(tokens), tokens))
-    pairs = [pair for pair in stored_weights.pairs(model) if {pair[0][0], pair[1][0]} & around]
+    pairs = [pair for pair in tied_pairs.pairs(model) if {pair[0][0], pair[1][0]} & around]
     pairs = [pair for pair in pairs if stored_weights.is_same(*pair)]
     if any({pair[0][0], pair[1][0]} & trained for pair in pairs):
         raise Gemma4CompatError(
@@ -100,8 +100,8 @@ def _take_apart(target: Any, source: Any) -> None:
 
 def join(model: Any) -> None:
     """Let tied weights on a device that a merge took apart be one parameter again, where they have the same value."""
-    for target, source in stored_weights.pairs(model):
-        if not stored_weights.is_apart(target, source) and stored_weights.is_same(target, source):
+    for target, source in tied_pairs.pairs(model):
+        if not tied_pairs.is_apart(target, source) and stored_weights.is_same(target, source):
             target[0]._parameters[target[1]] = source[0]._parameters[source[1]]
 
 
@@ -127,7 +127,7 @@ def dispatched(model: Any) -> None:
     if not merged:
         return
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    pairs = stored_weights.tied(base)
+    pairs = tied_pairs.tied(base)
     for layer in merged:
         inner = walk.innermost(layer)
         if placement.offload_hook(inner) is not None or _with(inner, pairs):
@@ -179,7 +179,7 @@ def _model_of(layer: Any) -> Any:
 
 def _pairs(model: Any) -> list[Any]:
     """Tied weights of a dispatched model that a merge changes together."""
-    return [] if model is None else [pair for pair in stored_weights.tied(model) if pair not in _parted.get()]
+    return [] if model is None else [pair for pair in tied_pairs.tied(model) if pair not in _parted.get()]
 
 
 def _with(base: Any, pairs: list[Any]) -> list[Any]:
@@ -217,7 +217,7 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
                 shared = any(base in (pair[0][0], pair[1][0]) for pair in _parted.get())
                 _store(base, values, in_forward=base not in offloaded, in_place=not shared)
             for own, other in tied:
-                stored_weights.tie(other, own)
+                tied_pairs.tie(other, own)
         for module in layers:
             vars(module).pop(_UNMERGE, None)
             if module.merged_adapters and (tied or placement.offload_hook(base) is not None):

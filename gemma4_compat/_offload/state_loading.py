@@ -15,7 +15,7 @@ import weakref
 from typing import Any
 
 from gemma4_compat._models import placement
-from gemma4_compat._offload import joined_weights, stored_weights
+from gemma4_compat._offload import joined_weights, stored_weights, tied_pairs
 
 _LOADING = "_gemma4_compat_loading"  # on a module, during its turn
 
@@ -25,7 +25,7 @@ _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDicti
 
 def install(model: Any) -> None:
     """Let a dispatched model load its offloaded weights."""
-    apart = {module for pair in stored_weights.tied(model) for module, _ in pair}
+    apart = {module for pair in tied_pairs.tied(model) for module, _ in pair}
     for module in model.modules():
         forget(module)
         if placement.offload_hook(module) is not None or module in apart:
@@ -81,15 +81,15 @@ def _after(module: Any, _incompatible: Any) -> None:
 
 
 def _pass_on(model: Any, loaded: stored_weights.Place) -> None:
-    for target, source in () if model is None else stored_weights.tied(model):
+    for target, source in () if model is None else tied_pairs.tied(model):
         if source == loaded:
-            stored_weights.tie(target, source)
+            tied_pairs.tie(target, source)
         elif target == loaded:
-            stored_weights.tie(source, target)
+            tied_pairs.tie(source, target)
             # the other targets of the same source
-            for other, owner in stored_weights.tied(model):
+            for other, owner in tied_pairs.tied(model):
                 if owner == source and other != loaded:
-                    stored_weights.tie(other, source)
+                    tied_pairs.tie(other, source)
 
 
 def _is_meta(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gemma4_compat._models import placement
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import stored_weights, tied_pairs
 
 
 def fill(model: Any, state: dict[str, Any]) -> None:
@@ -27,7 +27,7 @@ def fill(model: Any, state: dict[str, Any]) -> None:
         if stored_weights.holder(module, attribute).get(attribute) is not None:
             state[name] = stored_weights.read(module, attribute)
     owner = placement.map_owner(model)
-    for pair in () if owner is None else stored_weights.tied(owner):
+    for pair in () if owner is None else tied_pairs.tied(owner):
         target, source = (f"{names[module]}.{name}" for module, name in pair)
         if {target, source} <= state.keys() and stored_weights.is_same(*pair):
             state[target] = state[source]

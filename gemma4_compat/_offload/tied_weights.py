@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._models import placement, walk
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import stored_weights, tied_pairs
 from gemma4_compat._offload.stored_weights import Place
 
 
@@ -28,7 +28,7 @@ def tied_apart(model: Any) -> Iterator[None]:
     ):
         yield
         return
-    pairs = stored_weights.tied(model, declared=True)
+    pairs = tied_pairs.tied(model, declared=True)
     before = {place: place[0]._parameters[place[1]] for pair in pairs for place in pair}
     yield
     for target, source in pairs:
@@ -36,11 +36,11 @@ def tied_apart(model: Any) -> Iterator[None]:
         shared = module._parameters[name]
         if shared is source[0]._parameters[source[1]]:
             _offload_again(target, shared is not before[target])
-            if shared is not before[target] and stored_weights.is_apart(target, source):
+            if shared is not before[target] and tied_pairs.is_apart(target, source):
                 module._parameters[name] = before[target]
                 if was_copys:  # which keeps its value
                     module._parameters[name] = _like(target, shared)
-                stored_weights.tie(target, source)
+                tied_pairs.tie(target, source)
         elif shared is not before[target]:
             copied = next((place for place in _copies(model) if place[0]._parameters[place[1]] is shared), None)
             if copied is not None:
@@ -56,7 +56,7 @@ def kept(model: Any) -> Iterator[None]:
     """
     pairs = [
         (pair, [module._parameters[name] for module, name in pair])
-        for pair in stored_weights.pairs(model)
+        for pair in tied_pairs.pairs(model)
         if stored_weights.is_same(*pair)
     ]
     yield
@@ -66,8 +66,8 @@ def kept(model: Any) -> Iterator[None]:
         if not any(changed) or (all(changed) and not stored_weights.is_same(target, source)):
             continue
         first, second = (target, source) if changed[1] else (source, target)
-        if stored_weights.is_apart(target, source):
-            stored_weights.tie(first, second)
+        if tied_pairs.is_apart(target, source):
+            tied_pairs.tie(first, second)
         else:
             first[0]._parameters[first[1]] = second[0]._parameters[second[1]]
 
@@ -78,7 +78,7 @@ def share(target: Place, copied: Place) -> None:
     own: dict[str, Any] = module.__dict__
     hook = placement.offload_hook(module)
     if placement.offload_hook(copied[0]) is not None or not _computes_on(module, parameter.device):
-        stored_weights.tie(target, copied)
+        tied_pairs.tie(target, copied)
         own[placement.COPYS_WEIGHT] = None
         return
     module._parameters[name] = parameter
@@ -95,7 +95,7 @@ def _computes_on(module: Any, device: Any) -> bool:
 def shared_with_copies(model: Any) -> list[tuple[Place, Place]]:
     """Before a dispatch: the parameters that are those of adapters' copies as well, each with the copy's."""
     if any(placement.COPYS_WEIGHT in vars(module) for module in walk.modules(model)):
-        for target, source in stored_weights.tied(model, declared=True):
+        for target, source in tied_pairs.tied(model, declared=True):
             if target[0]._parameters[target[1]] is source[0]._parameters[source[1]]:  # the copy is the embedding now
                 target[0].__dict__.pop(placement.COPYS_WEIGHT, None)
     copies = {id(module._parameters[name]): (module, name) for module, name in _copies(model)}

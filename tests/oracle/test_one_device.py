@@ -114,7 +114,9 @@ ASKING = {
         "_base", "_is_additive", "_refuse_offloaded_biases", "inject_adapter", "modules_to_save_update",
         "move_adapter_to_device_of_base_layer", "replace_module", "trainable_tokens_update_layer",
     },
-    "stored_weights.py": {"gathered", "pairs", "_place", "is_apart", "is_same", "read", "holder", "equal"},
+    "gathered_weights.py": {"gathered"},
+    "stored_weights.py": {"is_same", "read", "holder", "equal"},
+    "tied_pairs.py": {"pairs", "_place", "is_apart"},
     "tied_weights.py": {"tied_apart"},
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._offload import host_memory, stored_weights
+from gemma4_compat._offload import host_memory, stored_weights, tied_pairs
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -41,7 +41,7 @@ def remove_tied_weights_from_state_dict(
         for name, owner in pairs.items()
         if {name, owner} <= state_dict.keys()
         and "meta" in (state_dict[name].device.type, state_dict[owner].device.type)
-        and stored_weights.is_shared(model, name, owner)
+        and tied_pairs.is_shared(model, name, owner)
     ]
     kept = {name: tensor for name, tensor in state_dict.items() if name not in twice}
     buffers = {name for name, buffer in model.named_buffers() if buffer.is_meta}

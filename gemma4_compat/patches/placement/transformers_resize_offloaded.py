@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
-from gemma4_compat._offload import idle_hooks, stored_weights
+from gemma4_compat._offload import gathered_weights, idle_hooks
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -54,11 +54,11 @@ def _gathered(
     import torch
 
     try:
-        with stored_weights.gathered(model, getters):
+        with gathered_weights.gathered(model, getters):
             return original(model, *args, **kwargs)
     except torch.OutOfMemoryError as error:
         _log.warning("gemma4_compat: the embeddings are resized on the CPU: %s", " ".join(str(error).split())[:120])
-    with stored_weights.gathered(model, getters, device="cpu"):
+    with gathered_weights.gathered(model, getters, device="cpu"):
         return original(model, *args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._offload import stored_weights
+from gemma4_compat._offload import stored_weights, tied_pairs
 from gemma4_compat._reproduction.workspace import Workspace, difference
 from gemma4_compat.patches.placement.transformers_resize_offloaded import PATCH
 from tests.helpers import pairwise
@@ -153,4 +153,4 @@ def test_an_untied_head_has_its_hook_afterwards(workspace: Any, tmp_path: Path) 
     model = resize(split(workspace, "disk", OFFLOADED["all"], tmp_path, model=untied()), 300)
     assert difference(workspace.outputs(reference), workspace.outputs(model)) == 0.0
     assert model.lm_head.weight.device.type == "meta"
-    assert not stored_weights.tied(model)
+    assert not tied_pairs.tied(model)
