@@ -17,9 +17,10 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
 from gemma4_compat._planner import blueprint, code, layout, speed
 from gemma4_compat._planner.blueprint import Blueprint
-from gemma4_compat._planner.cost import Load
 from gemma4_compat._planner.layout import Layout
-from gemma4_compat._planner.result import Plan
+from gemma4_compat._planner.memory import Load
+from gemma4_compat._planner.result import Plan, Rate, Source
+from gemma4_compat._planner.use import Use
 from gemma4_compat._quantization import config, expert_storage, qat
 
 
@@ -98,6 +99,16 @@ def plan_device_map(
     quantization = _quantization(built, quantize, quantize_experts)
     stored = _stored_experts(built, name)
     cut = _blueprint(built, quantization, adapter, experts=quantize_experts or stored)
+    source = Source(
+        model=name,
+        model_class=cut.model_class,
+        quantization=quantization,
+        skip=tuple(config.default_skip_modules(built)),
+        adapter=None if adapter is None else str(adapter),
+        experts=quantization if any(block.experts for block in cut.blocks) else None,
+        stored_experts=stored,
+        assumed=assumed,
+    )
     load = Load(
         context=context,
         batch=batch,
@@ -110,37 +121,26 @@ def plan_device_map(
     options: dict[str, Any] = {
         "cpu": None if cpu is None else parse_size(cpu),
         "disk": None if disk is None else parse_size(disk),
-        "quantize_offloaded": quantization is not None,
         "balanced": balanced,
     }
     placed, load, slow_because = _placed(cut, given, load, options, fast=fast)
     limit = int(built.config.get_text_config().max_position_embeddings)
-    found = replace(
-        _plan(name, cut, quantization, placed, load),
-        slow_because=slow_because,
-        bus=0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus),
-    )
-    return replace(
-        found,
-        longest_context=layout.longest_context(
-            cut, given, load, limit=limit, placed=placed, quantize_offloaded=quantization is not None
-        ),
-        chunked_prefill=_chunked_prefill(cut, placed, load, quantize_offloaded=quantization is not None),
-        **_modelled(cut, placed, found, cards),
-        assumed=assumed,
-        code=code.loading_code(
-            found,
-            skip=config.default_skip_modules(built),
-            adapter=adapter,
-            quantize_experts=found.experts is not None and not stored,
-            attention=attention,
-        ),
+    found_bus = 0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus)
+    modelled, why_not = _modelled(cut, placed, load, found_bus, cards)
+    return Plan(
+        source=source,
+        layout=placed,
+        load=load,
+        rate=Rate(slow_because=slow_because, bus=found_bus, modelled=modelled, not_modelled=why_not),
+        longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
+        chunked_prefill=_chunked_prefill(cut, placed, load),
+        code=code.loading_code(source, placed, load),
     )
 
 
 def _placed(
     cut: Blueprint, given: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
-) -> tuple[Layout, Load, str]:
+) -> tuple[Layout[Use], Load, str]:
     """The layout, the load it was made for, and why that is without fast decoding; empty where it is with it.
 
     Fast decoding is worth more than what leaves the accelerator for its cache and graphs.
@@ -159,27 +159,29 @@ def _placed(
     return layout.layout(cut, given, load, **options), load, slow_because
 
 
-def _modelled(cut: Blueprint, placed: Layout, plan: Plan, cards: Mapping[str, speed.Card]) -> dict[str, Any]:
-    """Tokens a second by card, or why there are none."""
-    if why := "no step is replayed" if not plan.fast else speed.unknown(cut, batch=plan.batch):
-        return {"not_modelled": why}
-    done = speed.work(cut, placed.device_map, context=plan.context)
+def _modelled(
+    cut: Blueprint, placed: Layout[Use], load: Load, given_bus: int, cards: Mapping[str, speed.Card]
+) -> tuple[dict[str, float], str]:
+    """Tokens a second by card, and why there are none; empty where there are."""
+    if why := "no step is replayed" if not load.fast else speed.unknown(cut, batch=load.batch):
+        return {}, why
+    done = speed.work(cut, placed.device_map, context=load.context)
     found = {}
     for name, card in cards.items():
-        bus = plan.bus or card.bus
+        bus = given_bus or card.bus
         if placed.brought and not bus:
-            return {"not_modelled": f"each token brings {size_text(placed.brought)}, and nothing says over which bus"}
+            return {}, f"each token brings {size_text(placed.brought)}, and nothing says over which bus"
         streamed = placed.brought - placed.awaited
         found[name] = 1 / speed.with_bus(speed.seconds(done, card), streamed, placed.awaited, bus)
-    return {"modelled": found}
+    return found, ""
 
 
-def _chunked_prefill(cut: Blueprint, placed: Layout, load: Load, *, quantize_offloaded: bool) -> int:
+def _chunked_prefill(cut: Blueprint, placed: Layout[Use], load: Load) -> int:
     """The peak of the prefill if the prompt came in chunks, where that is less and text alone is given; else 0."""
     chunked = replace(load, prefill_chunk=layout.PREFILL_CHUNK)
     if load.vision or load.audio or load.weights_only or chunked.prefill >= load.prefill:
         return 0
-    peaks = (use.prefill for use in layout.placed_use(cut, placed, chunked, quantize_offloaded).values())
+    peaks = (use.prefill for use in layout.placed_use(cut, placed, chunked).values())
     found, now = max(peaks), max(use.prefill for use in placed.use.values())
     return found if found < now else 0
 
@@ -192,7 +194,7 @@ def _slow_anywhere(cut: Blueprint, given: Mapping[int | str, int]) -> str:
     return ""
 
 
-def _slow_here(cut: Blueprint, placed: Layout) -> str:
+def _slow_here(cut: Blueprint, placed: Layout[Use]) -> str:
     # A tower runs once a prompt, which is not replayed.
     towers = {block.name for block in cut.blocks if block.kind == "tower"}
     if any(device == "disk" for name, device in placed.device_map.items() if name not in towers):
@@ -200,35 +202,6 @@ def _slow_here(cut: Blueprint, placed: Layout) -> str:
     if len(placed.use) > 1:
         return "a graph is of one accelerator"
     return ""
-
-
-def _plan(name: str, cut: Blueprint, quantization: str | None, placed: Layout, load: Load) -> Plan:
-    """What the layout of a model says; the caller adds the longest context and the code."""
-    return Plan(
-        model=name,
-        model_class=cut.model_class,
-        device_map=placed.device_map,
-        quantization=quantization,
-        quantize_offloaded=quantization is not None and placed.offloads,
-        experts=quantization if any(block.experts for block in cut.blocks) else None,
-        use=placed.use,
-        cpu=placed.cpu,
-        disk=placed.disk,
-        paged=placed.paged,
-        looked_up=placed.looked_up,
-        brought=placed.brought,
-        bus=0,
-        fast=load.fast,
-        slow_because="",
-        context=load.context,
-        batch=load.batch,
-        vision=load.vision,
-        audio=load.audio,
-        longest_context=0,
-        prefill_chunk=load.prefill_chunk,
-        assumed="",
-        code="",
-    )
 
 
 def _quantization(model: Any, quantize: str | None, quantize_experts: bool) -> str | None:

@@ -14,7 +14,6 @@ from typing import Any
 from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._planner.blueprint import Block, Blueprint
-from gemma4_compat._planner.cost import COSTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +62,10 @@ class Card:
     bus: int = 0
 
 
+#: The share of the bus's speed that replay reached with all layers streamed: where the host waits for each token, with
+#: a slow CPU, and where it does not (E2B, E4B, double quantization, H200: benchmarks/graph_decoding.py, 2026-11-23 and
+#: 2026-11-24).
+BUS_SHARE = (0.76, 0.97)
 #: Bytes a second that a pinned copy gets out of common buses, about. Half of the lanes are half of that.
 PCIE_3_X16, PCIE_4_X16, PCIE_5_X16 = 12 << 30, 24 << 30, 49 << 30
 
@@ -207,4 +210,4 @@ def with_bus(computed: float, streamed: int, awaited: int, bus: int) -> float:
     """
     if not streamed and not awaited:
         return computed
-    return max(computed, streamed / (COSTS.bus[1] * bus)) + awaited / bus
+    return max(computed, streamed / (BUS_SHARE[1] * bus)) + awaited / bus

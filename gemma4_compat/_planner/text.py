@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from gemma4_compat._engine.text import runs_text, size_text
 from gemma4_compat._planner import speed
 from gemma4_compat._planner.code import FAST, grouped
-from gemma4_compat._planner.cost import COSTS
 from gemma4_compat._planner.layout import PREFILL_CHUNK
 from gemma4_compat._planner.use import Use
 
@@ -143,7 +142,7 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
     if plan.brought:
         text += f" The bus bounds its speed: each token brings {size_text(plan.brought)} over it."
         if plan.paged:
-            least, most = (round(100 * share) for share in COSTS.bus)
+            least, most = (round(100 * share) for share in speed.BUS_SHARE)
             text += f" Replay of streamed layers reached {least} to {most} % of the bus where it was measured."
         buses = {f"{size_text(plan.bus)}/s": plan.bus} if plan.bus else BUSES
         allowed = ", ".join(f"{bus / plan.brought:.1f} at {name}" for name, bus in buses.items())

@@ -12,11 +12,12 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
 from gemma4_compat._planner import blueprint, layout, training_code, training_step
 from gemma4_compat._planner.blueprint import Blueprint
-from gemma4_compat._planner.cost import Load
 from gemma4_compat._planner.layout import Layout
+from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.plan import budgets
-from gemma4_compat._planner.result import TrainingPlan
+from gemma4_compat._planner.result import Source, TrainingPlan
 from gemma4_compat._planner.training_step import Step, StepMemory
+from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
 
 
@@ -69,15 +70,14 @@ def plan_training(
         optimizer=optimizer,
         chunked_loss=chunked_loss,
     )
-    cut, name, assumed, skip = _described(model, quantization)
+    cut, source = _described(model, quantization)
     memory = _measure(model, quantization, step)
-    options = {"cpu": None if cpu is None else parse_size(cpu), "quantize_offloaded": quantization is not None}
     changes = _changes(model, quantization, step, memory)
-    placed = _placed(cut, {device: budget}, memory, options, changes)
+    placed = _placed(cut, {device: budget}, memory, changes, cpu=None if cpu is None else parse_size(cpu))
     use = placed.use[device]
-    found = TrainingPlan(
-        model=name,
-        model_class=cut.model_class,
+    return TrainingPlan(
+        model=source.model,
+        model_class=source.model_class,
         device_map=placed.device_map,
         quantization=quantization,
         sequence=sequence,
@@ -92,16 +92,15 @@ def plan_training(
         adapter=memory.adapter,
         optimizer_states=memory.optimizer,
         activations=max(memory.forward, memory.backward),
-        peak=use.prefill,
+        peak=use.step,
         loading=use.loading,
         budget=budget,
         cpu=placed.cpu,
         streamed=placed.paged,
         changes=changes,
-        assumed=assumed,
-        code="",
+        assumed=source.assumed,
+        code=training_code.training_code(source, placed, step),
     )
-    return replace(found, code=training_code.training_code(found, skip=skip, offloads=placed.offloads))
 
 
 def _budget(vram: Any) -> tuple[int | str, int]:
@@ -111,7 +110,7 @@ def _budget(vram: Any) -> tuple[int | str, int]:
     return next(iter(found.items()))
 
 
-def _described(model: Any, quantization: str | None) -> tuple[Blueprint, str, str, list[str]]:
+def _described(model: Any, quantization: str | None) -> tuple[Blueprint, Source]:
     built, name, assumed = build.on_meta(model)
     skip = config.default_skip_modules(built)
     settings = config.stored_settings(built.config)
@@ -121,7 +120,11 @@ def _described(model: Any, quantization: str | None) -> tuple[Blueprint, str, st
             "the checkpoint is quantized already; give the checkpoint it was made from, or its variant, and quantize"
         )
     names = config.linear_names(built, skip) if quantization else None
-    return blueprint.describe(built, quantization, names), name, assumed, skip
+    cut = blueprint.describe(built, quantization, names)
+    source = Source(
+        model=name, model_class=cut.model_class, quantization=quantization, skip=tuple(skip), assumed=assumed
+    )
+    return cut, source
 
 
 def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
@@ -146,12 +149,12 @@ def _placed(
     cut: Blueprint,
     given: Mapping[int | str, int],
     memory: StepMemory,
-    options: Mapping[str, Any],
     changes: Mapping[str, int],
-) -> Layout:
-    load = Load(training=memory.peak)
-    needed = layout.smallest_budget(cut, load, quantize_offloaded=options["quantize_offloaded"])
-    budget = min(given.values())
+    *,
+    cpu: int | None,
+) -> Layout[TrainingUse]:
+    load = TrainingLoad(step=memory.peak)
+    needed, budget = layout.smallest_budget(cut, load), min(given.values())
     if needed > budget:
         remedies = [f"{option} saves {size_text(-more)}" for option, more in changes.items() if more < 0]
         said = f" {'; '.join(remedies)}." if remedies else ""
@@ -160,4 +163,4 @@ def _placed(
             f"{size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} A shorter "
             "sequence or a smaller batch takes less"
         )
-    return layout.layout(cut, given, load, **options)
+    return layout.layout(cut, given, load, cpu=cpu)

@@ -10,9 +10,9 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import cost, layout
+from gemma4_compat._planner import layout, memory
 from gemma4_compat._planner.blueprint import Blueprint, describe
-from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.memory import Load
 from gemma4_compat._quantization import expert_storage
 from gemma4_compat._quantization.bytes import expert_tensors
 from gemma4_compat._quantization.config import default_skip_modules, linear_names
@@ -74,7 +74,7 @@ def test_a_prompt_dequantizes_all_experts_of_a_layer_and_a_token_those_it_hits()
     load = Load(context=64)
     prefill, decode = (
         [
-            cost.activations(blueprint, layer, load, prefill=phase, head=False)
+            memory.activations(blueprint, layer, load, prefill=phase, head=False)
             for blueprint, layer in zip((before, after), layers)
         ]
         for phase in (True, False)

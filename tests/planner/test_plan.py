@@ -14,7 +14,7 @@ from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._models import build
 from gemma4_compat._planner import layout
 from gemma4_compat._planner.blueprint import describe
-from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.memory import Load
 from gemma4_compat._quantization.bytes import linear_tensors
 from gemma4_compat._quantization.config import default_skip_modules
 from gemma4_compat._reproduction import tiny, tiny_configs
