@@ -225,9 +225,8 @@ def planned_peak(model: Any, away: int, length: int, chunk: int | None) -> float
         plain = type(model)._from_config(model.config, dtype=torch.bfloat16)
     names = config.linear_names(plain, config.default_skip_modules(plain))
     blueprint = blueprints.describe(plain, "4bit-double", names, experts=True)
-    load = memory.Load(
-        context=length + (chunk is not None), prompt=length, prefill_chunk=chunk, fast=chunk is not None
-    )
+    chunked = chunk is not None
+    load = memory.Load(context=length + chunked, prompt=length, prefill_chunk=chunk, fast=chunked)
     looked_up = blueprint.layers[len(blueprint.layers) - away :]
     found = use.use_of(blueprint, use.Share(resident=blueprint.blocks, looked_up=looked_up), load, budget=1 << 62)
     return (found.prefill - found.weights) / GIB

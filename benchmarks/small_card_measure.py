@@ -114,10 +114,12 @@ def planned_use(
     adapter: bool,
     quantize_offloaded: bool,
     experts: bool = False,
+    training: int | None = None,
     **load: Any,
 ) -> Callable[[int, int], Any]:
     """The planner's model of memory for a placement of the checkpoint in ``folder``: what the main device uses for a
-    context and a prompt of so many tokens. ``load``: further fields of the planner's ``Load``.
+    context and a prompt of so many tokens. ``load``: further fields of the planner's ``Load``; ``training``: bytes of
+    a training step instead.
     """
     import torch
     import transformers
@@ -125,7 +127,7 @@ def planned_use(
 
     from gemma4_compat._planner import blueprint as blueprints
     from gemma4_compat._planner import use as uses
-    from gemma4_compat._planner.memory import Load
+    from gemma4_compat._planner.memory import Load, TrainingLoad
     from gemma4_compat._quantization import config
     from gemma4_compat._reproduction import tiny_models
 
@@ -155,7 +157,9 @@ def planned_use(
         evicted=[block for block in away if block.kind != "layer"],
     )
 
-    def use(context: int, tokens: int) -> uses.Use:
+    def use(context: int, tokens: int) -> uses.Use | uses.TrainingUse:
+        if training is not None:
+            return uses.use_of(blueprint, share, TrainingLoad(step=training), budget=0)
         return uses.use_of(blueprint, share, Load(context=context, prompt=tokens, **load), budget=0)
 
     return use

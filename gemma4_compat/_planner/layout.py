@@ -3,7 +3,7 @@
 Eviction is an ordered list of choices, each needing less of the accelerator than the one before: everything on it; the
 per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers as well, unused ones
 first; then the experts of as few decoder layers as needed (each token fetches only the experts it is routed to); then
-as few streamed decoder layers as needed. The first choice that fits is taken, so more memory never streams more layers.
+as few streamed decoder layers as needed. The first choice that fits is taken: more memory never streams more layers.
 Plans call streamed layers ``paged``: they are copied to the accelerator while the ones before them compute.
 """
 

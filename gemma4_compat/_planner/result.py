@@ -215,21 +215,25 @@ class TrainingPlan:
         model: what was asked for, as ``from_pretrained`` takes it.
         model_class: the class in ``transformers`` whose modules the map names.
         device_map: for ``from_pretrained``.
-        quantization: of the base: "4bit", "4bit-double", or None.
-        sequence: tokens of a sequence; ``batch``, ``rank``, ``checkpointing``, ``optimizer`` and ``chunked_loss``
-            likewise.
+        quantization: how the base is stored: "4bit", "4bit-double", or None.
+        max_length: tokens per sequence.
+        batch: sequences per micro-batch.
+        r: LoRA rank.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+        optim: the optimizer, as ``TrainingArguments.optim`` names it.
+        chunked_loss: whether the loss is that of ``gemma4_compat.chunked_loss``.
         trained: weights of the adapter.
-        weights: of the base that stay on the accelerator.
+        weights: of the base, what stays on the accelerator.
         buffers: for streamed layers.
         adapter: LoRA's weights, in float32.
-        optimizer_states: of the optimizer that stay on the accelerator.
+        optimizer_states: the optimizer's states that stay on the accelerator.
         activations: what the step has in use at its peak beside these, gradients included.
         peak: expected, of a step.
         loading: expected, while loading.
         budget: what it may use.
         cpu: bytes in host memory.
         streamed: names of the decoder layers that are streamed.
-        changes: by option of the command line: what it would add to the step, negative where it saves.
+        changes: by option of the command line, what it would add to the step; negative if it saves memory.
         assumed: what was taken for granted; empty for a checkpoint.
         code: Python that loads the model and trains it.
     """
@@ -238,11 +242,11 @@ class TrainingPlan:
     model_class: str
     device_map: dict[str, int | str]
     quantization: str | None
-    sequence: int
+    max_length: int
     batch: int
-    rank: int
-    checkpointing: bool
-    optimizer: str
+    r: int
+    gradient_checkpointing: bool
+    optim: str
     chunked_loss: bool
     trained: int
     weights: int
@@ -261,5 +265,31 @@ class TrainingPlan:
 
     def as_data(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data = {_TRAINING_DATA.get(name, name): getattr(self, name) for name in self.__dataclass_fields__}
         return data | {"streamed": list(self.streamed)}
+
+    @property
+    def sequence(self) -> int:
+        """``max_length``, by its old name, as ``rank``, ``checkpointing`` and ``optimizer`` are those of others."""
+        return self.max_length
+
+    @property
+    def rank(self) -> int:
+        return self.r
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.gradient_checkpointing
+
+    @property
+    def optimizer(self) -> str:
+        return self.optim
+
+
+#: Attributes of a training plan whose keys in JSON are their old names.
+_TRAINING_DATA = {
+    "max_length": "sequence",
+    "r": "rank",
+    "gradient_checkpointing": "checkpointing",
+    "optim": "optimizer",
+}

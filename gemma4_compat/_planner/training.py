@@ -15,40 +15,43 @@ from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.plan import budgets
+from gemma4_compat._planner.renamed import renamed
 from gemma4_compat._planner.result import Source, TrainingPlan
 from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
 
 
+@renamed(sequence="max_length", rank="r", checkpointing="gradient_checkpointing", optimizer="optim")
 def plan_training(
     model: Any,
     vram: float | str | Mapping[int | str, float | str],
     *,
-    sequence: int = 2048,
+    max_length: int = 2048,
     batch: int = 1,
-    rank: int = 16,
-    checkpointing: bool = True,
-    optimizer: str = "adamw_torch",
+    r: int = 16,
+    gradient_checkpointing: bool = True,
+    optim: str = "adamw_torch",
     chunked_loss: bool = False,
     quantize: str | None = "4bit",
     cpu: float | str | None = None,
 ) -> TrainingPlan:
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
-    The step is run on tensors without memory (``FakeTensorMode``), by the installed releases' own code, and every
-    storage it makes is counted: seconds, no weights, no accelerator. What kernels use inside is not seen.
+    The step runs on tensors without memory (``FakeTensorMode``), by the installed releases' own code, and every
+    storage it makes is counted. That takes a minute, no weights and no accelerator. It does not see what kernels use.
+    Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the names before them
+    (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
 
     Args:
         model: as for :func:`gemma4_compat.plan_device_map`; not one whose weights are quantized already.
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("12GiB"), or a mapping of the map's
             value for it to one.
-        sequence: tokens of a sequence.
-        batch: sequences of a micro-batch; gradient accumulation takes nothing more.
-        rank: of LoRA on all linear layers of the decoder.
-        checkpointing: compute activations of a layer again in the backward pass.
-        optimizer: as ``TrainingArguments.optim`` names it: adamw_torch, adamw_torch_fused, adamw_8bit,
-            paged_adamw_32bit, paged_adamw_8bit or sgd.
+        max_length: tokens per sequence.
+        batch: sequences per micro-batch (``per_device_train_batch_size``); gradient accumulation takes nothing more.
+        r: LoRA rank, on all linear layers of the decoder.
+        gradient_checkpointing: compute the activations of a layer again in the backward pass.
+        optim: the optimizer: adamw_torch, adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit or sgd.
         chunked_loss: the loss is that of :func:`gemma4_compat.chunked_loss`.
         quantize: how the base is stored: "4bit", "4bit-double" or None.
         cpu: host memory for what is offloaded; default: as much as it takes.
@@ -63,11 +66,11 @@ def plan_training(
     if quantization not in (None, "4bit", "4bit-double"):
         raise Gemma4CompatError(f"quantize is {quantize!r}; training plans know 4bit, 4bit-double and none")
     step = Step(
-        sequence=sequence,
+        max_length=max_length,
         batch=batch,
-        rank=rank,
-        checkpointing=checkpointing,
-        optimizer=optimizer,
+        r=r,
+        gradient_checkpointing=gradient_checkpointing,
+        optim=optim,
         chunked_loss=chunked_loss,
     )
     cut, source = _described(model, quantization)
@@ -80,11 +83,11 @@ def plan_training(
         model_class=source.model_class,
         device_map=placed.device_map,
         quantization=quantization,
-        sequence=sequence,
+        max_length=max_length,
         batch=batch,
-        rank=rank,
-        checkpointing=checkpointing,
-        optimizer=optimizer,
+        r=r,
+        gradient_checkpointing=gradient_checkpointing,
+        optim=optim,
         chunked_loss=chunked_loss,
         trained=sum(memory.sizes),
         weights=use.weights,
@@ -106,7 +109,7 @@ def plan_training(
 def _budget(vram: Any) -> tuple[int | str, int]:
     found = budgets(vram)
     if len(found) != 1:
-        raise Gemma4CompatError(f"vram is {vram!r}; a training plan is of one accelerator")
+        raise Gemma4CompatError(f"vram is {vram!r}; a training plan covers one accelerator")
     return next(iter(found.items()))
 
 
@@ -134,14 +137,15 @@ def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
 
 
 def _changes(model: Any, quantization: str | None, step: Step, memory: StepMemory) -> dict[str, int]:
-    """What the step would take more, by option that makes it another one."""
-    other = _measure(model, quantization, replace(step, checkpointing=not step.checkpointing))
-    found = {"--no-checkpointing" if step.checkpointing else "--checkpointing": other.peak - memory.peak}
+    """How much more memory the step would take, by the option that changes it."""
+    checkpointing = step.gradient_checkpointing
+    other = _measure(model, quantization, replace(step, gradient_checkpointing=not checkpointing))
+    found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": other.peak - memory.peak}
     other = _measure(model, quantization, replace(step, chunked_loss=not step.chunked_loss))
     found["--no-chunked-loss" if step.chunked_loss else "--chunked-loss"] = other.peak - memory.peak
-    for optimizer in ("adamw_8bit", "paged_adamw_8bit"):
-        if optimizer != step.optimizer:
-            found[f"--optimizer {optimizer}"] = memory.with_optimizer(optimizer).peak - memory.peak
+    for optim in ("adamw_8bit", "paged_adamw_8bit"):
+        if optim != step.optim:
+            found[f"--optim {optim}"] = memory.with_optimizer(optim).peak - memory.peak
     return found
 
 

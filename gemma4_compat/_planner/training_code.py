@@ -12,7 +12,7 @@ from gemma4_compat._planner.training_step import TARGETS, Step
 _TRAINING = """\
 model = get_peft_model(
     model,
-    LoraConfig(r={rank}, lora_alpha={rank}, target_modules=r"{targets}"),
+    LoraConfig(r={r}, lora_alpha={r}, target_modules=r"{targets}"),
 )
 {chunked}arguments = TrainingArguments(
     "adapter",
@@ -20,9 +20,9 @@ model = get_peft_model(
     per_device_train_batch_size={batch},
     gradient_checkpointing={checkpointing},
     gradient_checkpointing_kwargs={{"use_reentrant": False}},
-    optim="{optimizer}",
+    optim="{optim}",
 )
-# DATASET yields dicts with input_ids, attention_mask and labels, of at most {sequence} tokens.
+# DATASET yields dicts with input_ids, attention_mask and labels, of at most {max_length} tokens.
 trainer = Trainer(model, arguments, train_dataset=DATASET)
 trainer.train()
 model.save_pretrained("adapter")"""
@@ -32,12 +32,12 @@ def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
     """Python that loads a model where a layout puts it, and trains an adapter on it."""
     imports = ("from peft import LoraConfig, get_peft_model", ("Trainer", "TrainingArguments"))
     training = _TRAINING.format(
-        rank=step.rank,
+        r=step.r,
         chunked="model = gemma4_compat.chunked_loss(model)\n" if step.chunked_loss else "",
         targets=TARGETS,
         batch=step.batch,
-        checkpointing=step.checkpointing,
-        optimizer=step.optimizer,
-        sequence=step.sequence,
+        checkpointing=step.gradient_checkpointing,
+        optim=step.optim,
+        max_length=step.max_length,
     )
     return "\n".join([*code.loading_lines(source, placed, imports=imports), training])

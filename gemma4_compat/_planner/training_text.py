@@ -24,10 +24,10 @@ def training_text(plan: TrainingPlan, *, width: int | None = None, blocks: bool 
 
 def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
     stored = {None: "bf16", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}[plan.quantization]
-    checkpointing = "with" if plan.checkpointing else "without"
+    checkpointing = "with" if plan.gradient_checkpointing else "without"
     yield from textwrap.wrap(
-        f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.sequence} tokens, batch "
-        f"{plan.batch}, LoRA of rank {plan.rank} on {plan.trained:,} weights, {plan.optimizer}, {checkpointing} "
+        f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.max_length} tokens, batch "
+        f"{plan.batch}, LoRA of rank {plan.r} on {plan.trained:,} weights, {plan.optim}, {checkpointing} "
         f"checkpointing{', the loss in chunks' if plan.chunked_loss else ''}",
         width,
     )
@@ -49,7 +49,7 @@ def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
         ("base weights", plan.weights),
         ("streaming buffers", plan.buffers),
         ("adapter", plan.adapter),
-        (f"states of {plan.optimizer}", plan.optimizer_states),
+        (f"states of {plan.optim}", plan.optimizer_states),
         ("activations, loss and gradients", plan.activations),
     ):
         yield f"  {name:<33}{size_text(nbytes):>11}"

@@ -77,7 +77,7 @@ def plan() -> dict[str, int | str]:
 
 
 def training_plan() -> int:
-    made = gemma4_compat.plan_training("E4B", "12GiB", sequence=2048, rank=16, optimizer="adamw_8bit")
+    made = gemma4_compat.plan_training("E4B", "12GiB", max_length=2048, r=16, optim="adamw_8bit")
     shown: gemma4_compat.TrainingPlan = made
     return shown.peak
 
