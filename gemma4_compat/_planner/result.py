@@ -23,6 +23,7 @@ class Source:
         adapter: folder of a PEFT adapter to load onto it, or None.
         experts: how the experts are stored, as ``quantization`` says; None: in bf16, or there are none.
         stored_experts: the checkpoint has its experts in 4 bits already.
+        chosen_experts: nobody asked for experts in 4 bits; in bf16 they would not all stay on the accelerator.
         assumed: what was taken for granted; empty for a checkpoint.
     """
 
@@ -33,6 +34,7 @@ class Source:
     adapter: str | None = None
     experts: str | None = None
     stored_experts: bool = False
+    chosen_experts: bool = False
     assumed: str = ""
 
 

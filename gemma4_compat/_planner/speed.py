@@ -53,13 +53,16 @@ class Card:
         multiprocessors: how many it has (SMs).
         ghz: their highest clock.
         gb_s: bandwidth of its memory, in GB/s (1e9 bytes).
-        bus: bytes a second that a copy from pinned host memory reaches, about; 0: not said.
+        bus: bytes a second that a copy from pinned host memory reaches, about; 0: not stated.
+        gib: its memory, in GiB; 0: not stated. For a card that is sold with several sizes, the one that ``gb_s`` is
+            for, or else the smallest.
     """
 
     multiprocessors: int
     ghz: float
     gb_s: float
     bus: int = 0
+    gib: int = 0
 
 
 #: The share of the bus's speed that replay reached with all layers streamed: where the host waits for each token, with
@@ -71,22 +74,22 @@ PCIE_3_X16, PCIE_4_X16, PCIE_5_X16 = 12 << 30, 24 << 30, 49 << 30
 
 #: Cards by name, from their vendor's data sheets; boost clocks.
 CARDS = {
-    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=PCIE_4_X16),
-    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=PCIE_4_X16),
-    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=PCIE_4_X16),
-    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=PCIE_4_X16 // 2),
-    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2),
-    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=PCIE_4_X16),
-    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=PCIE_4_X16),
-    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=PCIE_4_X16),
-    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2),
-    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=PCIE_5_X16),
-    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=PCIE_5_X16),
-    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=PCIE_4_X16),
-    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=PCIE_4_X16),
-    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=PCIE_4_X16),
-    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=PCIE_5_X16),
-    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=PCIE_5_X16),
+    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=PCIE_4_X16, gib=12),
+    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=PCIE_4_X16, gib=10),
+    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=PCIE_4_X16, gib=24),
+    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=PCIE_4_X16 // 2, gib=8),
+    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2, gib=8),
+    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=PCIE_4_X16, gib=12),
+    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=PCIE_4_X16, gib=16),
+    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=PCIE_4_X16, gib=24),
+    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2, gib=8),
+    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=PCIE_5_X16, gib=12),
+    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=PCIE_5_X16, gib=32),
+    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=PCIE_4_X16, gib=24),
+    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=PCIE_4_X16, gib=24),
+    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=PCIE_4_X16, gib=40),
+    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=PCIE_5_X16, gib=80),
+    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=PCIE_5_X16, gib=141),
 }
 #: Those that a plan names where none is given.
 COMMON = ("RTX 3060", "RTX 4060 Ti", "RTX 4090")

@@ -66,6 +66,10 @@ def _heading(plan: Plan, width: int) -> Iterator[str]:
     title += f", prompt in chunks of {plan.prefill_chunk}" if plan.prefill_chunk is not None else ""
     title += f", batch {plan.batch}" + "".join(f", {name}" for name in given)
     yield from textwrap.wrap(title, width)
+    if plan.source.chosen_experts:
+        chosen = "The experts are quantized as well, because in bf16 they would not all stay on the accelerator. "
+        chosen += "--no-quantize-experts keeps them in bf16."
+        yield from textwrap.wrap(chosen, width, break_on_hyphens=False)
     if plan.assumed:
         yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
 

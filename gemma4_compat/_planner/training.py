@@ -10,22 +10,24 @@ from gemma4_compat._engine import shadowed
 from gemma4_compat._engine.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, layout, training_code, training_step
+from gemma4_compat._planner import blueprint, budgets, layout, training_code, training_step
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import TrainingLoad
-from gemma4_compat._planner.plan import budgets
 from gemma4_compat._planner.renamed import renamed
 from gemma4_compat._planner.result import Source, TrainingPlan
 from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
 
+#: Bytes that a step leaves free of what it may use: what kernels use inside is not counted, nor is fragmentation.
+_FREE = 1 << 29
+
 
 @renamed(sequence="max_length", rank="r", checkpointing="gradient_checkpointing", optimizer="optim")
 def plan_training(
     model: Any,
-    vram: float | str | Mapping[int | str, float | str],
+    vram: float | str | Mapping[int | str, float | str] | None = None,
     *,
     max_length: int = 2048,
     batch: int = 1,
@@ -35,6 +37,7 @@ def plan_training(
     chunked_loss: bool = False,
     quantize: str | None = "4bit",
     cpu: float | str | None = None,
+    card: str | None = None,
 ) -> TrainingPlan:
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
@@ -46,7 +49,8 @@ def plan_training(
     Args:
         model: as for :func:`gemma4_compat.plan_device_map`; not one whose weights are quantized already.
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("12GiB"), or a mapping of the map's
-            value for it to one.
+            value for it to one. Default: the memory of ``card`` less 1 GiB, or else what is free on this machine's GPU
+            less 0.5 GiB. The step leaves 0.5 GiB of it free, or an eighth if that is less, for what is not counted.
         max_length: tokens per sequence.
         batch: sequences per micro-batch (``per_device_train_batch_size``); gradient accumulation takes nothing more.
         r: LoRA rank, on all linear layers of the decoder.
@@ -55,13 +59,14 @@ def plan_training(
         chunked_loss: the loss is that of :func:`gemma4_compat.chunked_loss`.
         quantize: how the base is stored: "4bit", "4bit-double" or None.
         cpu: host memory for what is offloaded; default: as much as it takes.
+        card: a card by its name, such as "RTX 3060", whose memory counts without ``vram``.
 
     Raises:
         Gemma4CompatError: it cannot fit (the message says what each option would save), or an argument cannot be
             understood.
     """
     shadowed.refuse("torch", "transformers", "peft")
-    device, budget = _budget(vram)
+    device, budget = _budget(vram, card)
     quantization = None if quantize == "none" else quantize
     if quantization not in (None, "4bit", "4bit-double"):
         raise Gemma4CompatError(f"quantize is {quantize!r}; training plans know 4bit, 4bit-double and none")
@@ -76,7 +81,7 @@ def plan_training(
     cut, source = _described(model, quantization)
     memory = _measure(model, quantization, step)
     changes = _changes(model, quantization, step, memory)
-    placed = _placed(cut, {device: budget}, memory, changes, cpu=None if cpu is None else parse_size(cpu))
+    placed = _placed(cut, device, budget, memory, changes, cpu=None if cpu is None else parse_size(cpu))
     use = placed.use[device]
     return TrainingPlan(
         model=source.model,
@@ -106,11 +111,11 @@ def plan_training(
     )
 
 
-def _budget(vram: Any) -> tuple[int | str, int]:
-    found = budgets(vram)
-    if len(found) != 1:
+def _budget(vram: Any, card: str | None) -> tuple[int | str, int]:
+    found = budgets.of(vram, card)
+    if vram is not None and len(found) != 1:
         raise Gemma4CompatError(f"vram is {vram!r}; a training plan covers one accelerator")
-    return next(iter(found.items()))
+    return max(found.items(), key=lambda item: item[1])
 
 
 def _described(model: Any, quantization: str | None) -> tuple[Blueprint, Source]:
@@ -150,21 +155,18 @@ def _changes(model: Any, quantization: str | None, step: Step, memory: StepMemor
 
 
 def _placed(
-    cut: Blueprint,
-    given: Mapping[int | str, int],
-    memory: StepMemory,
-    changes: Mapping[str, int],
-    *,
-    cpu: int | None,
+    cut: Blueprint, device: int | str, budget: int, memory: StepMemory, changes: Mapping[str, int], *, cpu: int | None
 ) -> Layout[TrainingUse]:
     load = TrainingLoad(step=memory.peak)
-    needed, budget = layout.smallest_budget(cut, load), min(given.values())
-    if needed > budget:
+    free = min(_FREE, budget // 8)
+    needed = layout.smallest_budget(cut, load)
+    if needed > budget - free:
         remedies = [f"{option} saves {size_text(-more)}" for option, more in changes.items() if more < 0]
         said = f" {'; '.join(remedies)}." if remedies else ""
         raise Gemma4CompatError(
             f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed, "
-            f"{size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} A shorter "
-            "sequence or a smaller batch takes less"
+            f"{size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}, of which "
+            f"{size_text(free)} stay free.{said} A shorter sequence or a smaller batch takes less"
         )
-    return layout.layout(cut, given, load, cpu=cpu)
+    found = layout.layout(cut, {device: budget - free}, load, cpu=cpu)
+    return replace(found, use={device: replace(use, budget=budget) for device, use in found.use.items()})

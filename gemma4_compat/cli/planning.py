@@ -25,8 +25,13 @@ _HostMemory = Annotated[
 def plan(
     model: _Model,
     vram: Annotated[
-        list[str], typer.Option("--vram", help="What PyTorch may allocate, such as 8GiB; repeat it for each GPU.")
-    ],
+        list[str] | None,
+        typer.Option(
+            "--vram",
+            help="What PyTorch may allocate, such as 8GiB; repeat it for each GPU. Default: what --card has, or what "
+            "is free on this machine's GPUs.",
+        ),
+    ] = None,
     context: Annotated[
         int, typer.Option("--context", help="Tokens per sequence, prompt and answer together.", show_default=True)
     ] = 8192,
@@ -40,8 +45,12 @@ def plan(
     ] = None,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
     quantize_experts: Annotated[
-        bool, typer.Option("--quantize-experts", help="Quantize the experts to 4 bits; default: they stay in bf16.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--quantize-experts/--no-quantize-experts",
+            help="Quantize the experts to 4 bits, or keep them in bf16; default: quantize them if they do not fit.",
+        ),
+    ] = None,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of a PEFT adapter to load.")] = None,
     vision: Annotated[bool, typer.Option("--vision", help="Inputs contain images.")] = False,
     audio: Annotated[bool, typer.Option("--audio", help="Inputs contain audio.")] = False,
@@ -55,7 +64,10 @@ def plan(
     bus: Annotated[str | None, typer.Option("--bus", help="Host-to-GPU bandwidth, such as 12GiB/s.")] = None,
     card: Annotated[
         str | None,
-        typer.Option("--card", help="Estimate tokens/s on this card: 'RTX 3060', or '28 SMs, 1.78 GHz, 360 GB/s'."),
+        typer.Option(
+            "--card",
+            help="Fit this card and estimate its tokens/s: 'RTX 3060', or '28 SMs, 1.78 GHz, 360 GB/s' with --vram.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -69,7 +81,7 @@ def plan(
     working(f"planning {model}: importing torch and transformers first")
     planned = gemma4_compat.plan_device_map(
         model,
-        vram,
+        vram or None,
         context=context,
         batch=batch,
         prompt=prompt,
@@ -104,7 +116,14 @@ def plan(
 @command("a training plan")
 def plan_training(
     model: _Model,
-    vram: Annotated[list[str], typer.Option("--vram", help="What PyTorch may allocate on the GPU, such as 12GiB.")],
+    vram: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vram",
+            help="What PyTorch may allocate on the GPU, such as 12GiB. Default: what --card has, or what is free on "
+            "this machine's GPU.",
+        ),
+    ] = None,
     max_length: Annotated[int, typer.Option("--max-length", help="Tokens per sequence.")] = 2048,
     batch: Annotated[int, typer.Option("--batch", help="Sequences per micro-batch.")] = 1,
     r: Annotated[int, typer.Option("--r", help="LoRA rank.")] = 16,
@@ -119,6 +138,7 @@ def plan_training(
     ] = False,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double or none.")] = "4bit",
     cpu: _HostMemory = None,
+    card: Annotated[str | None, typer.Option("--card", help="Fit this card, such as 'RTX 3060'.")] = None,
     as_json: Json = False,
 ) -> None:
     """Fit a QLoRA training into a VRAM budget: what a step takes, what each option would change, and the code.
@@ -128,12 +148,12 @@ def plan_training(
     """
     from gemma4_compat._planner import training_text
 
-    if len(vram) > 1:
+    if vram and len(vram) > 1:
         fail("a training plan covers one accelerator; give --vram once")
     working(f"planning a training of {model}: its step runs three times on tensors without memory, about a minute")
     planned = gemma4_compat.plan_training(
         model,
-        vram[0],
+        vram[0] if vram else None,
         max_length=max_length,
         batch=batch,
         r=r,
@@ -142,6 +162,7 @@ def plan_training(
         chunked_loss=chunked_loss,
         quantize=quantize,
         cpu=cpu,
+        card=card,
     )
     if as_json:
         print_json(planned.as_data())

@@ -14,6 +14,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._models import build
 from gemma4_compat._planner import training, training_step
+from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.training_step import Step
 from gemma4_compat._training import chunks
 from tests.planner.models import VARIANTS
@@ -161,6 +162,21 @@ def test_more_memory_never_offloads_more(workspace: Any) -> None:
         assert plan.peak <= budget
         away.append({name for name, device in plan.device_map.items() if device == "cpu"})
     assert set() < away[0] <= away[1]
+
+
+def test_a_step_leaves_memory_free() -> None:
+    """Half a GiB, or an eighth of the budget; what would fit without it is refused with the figure."""
+    step = {"adapter": 0, "optimizer": 0, "forward": 0, "sizes": ()}
+    cut = training._described("E2B", "4bit")[0]
+    for budget, free in ((12 << 30, 512 * MIB), (2 << 30, 256 * MIB)):
+        least = training.layout.smallest_budget(cut, TrainingLoad(step=0))
+        fits = training_step.StepMemory(backward=int((budget - free - least) / 1.02), **step)
+        use = training._placed(cut, 0, budget, fits, {}, cpu=None).use[0]
+        assert use.budget == budget
+        assert use.peak <= budget - free
+        much = training_step.StepMemory(backward=int((budget - free // 2 - least) / 1.01), **step)
+        with pytest.raises(Gemma4CompatError, match=f"of which {free // MIB} MiB stay free"):
+            training._placed(cut, 0, budget, much, {}, cpu=None)
 
 
 @pytest.mark.full

@@ -83,9 +83,8 @@ def training_plan() -> int:
 
 
 def bad_plans() -> None:
-    gemma4_compat.plan_device_map("E2B")  # type: ignore[call-arg]
     gemma4_compat.plan_training("E2B", "8GiB", context=2048)  # type: ignore[call-arg]
-    gemma4_compat.plan_device_map("E2B", None)  # type: ignore[arg-type]
+    gemma4_compat.plan_device_map("E2B", object())  # type: ignore[arg-type]
     gemma4_compat.plan_device_map("E2B", "8GiB", 2048)  # type: ignore[call-arg]
     gemma4_compat.plan_device_map("E2B", "8GiB", contxt=2048)  # type: ignore[call-arg]
     gemma4_compat.plan_device_map("E2B", "8GiB", context="2048")  # type: ignore[arg-type]
