@@ -71,7 +71,7 @@ class Assessment:
 
 
 def assess(path: Path | None, patches: tuple[Patch, ...]) -> Assessment:
-    """Which of ``patches`` the stack in ``path`` needs, or the running environment when there is none.
+    """Which of ``patches`` the stack in ``path`` needs; without a path, the running environment.
 
     Raises:
         Gemma4CompatError: the file cannot be understood. The message names file, line and remedy.

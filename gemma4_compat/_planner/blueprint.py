@@ -1,4 +1,4 @@
-"""What a model consists of, for a planner: its blocks and what they store, read from a model on the meta device.
+"""What a model consists of: its blocks and what they store, read from a model on the meta device.
 
 :func:`describe` cuts a model into :class:`Block` pieces that a device map can place one by one; no weights and no
 accelerator are needed. :mod:`gemma4_compat._planner.memory` says what computing them takes,
@@ -152,8 +152,8 @@ class Blueprint:
         one_query: whether this transformers takes only the last position through the KV-shared layers of a prefill.
         one_query_packed: whether this transformers computes one query with a mask without repeating keys and values
             for every head.
-        static_masks: whether this transformers masks what of a static cache the prompt does not fill, by a mask of all
-            of it; decided by its own function.
+        static_masks: whether this transformers makes a mask of all of a static cache that the prompt does not fill;
+            decided by its own function.
     """
 
     blocks: tuple[Block, ...]
@@ -201,10 +201,10 @@ def describe(
     Args:
         model: a Gemma 4 of any of its classes, on meta as well as loaded; bitsandbytes modules are seen.
         quantization: how modules that are to be quantized will be stored; None: as the model has them now.
-        quantized: which ``nn.Linear`` modules will be, by path: a predicate, or the paths. Modules that are
-            bitsandbytes' already count as quantized whatever it says. None: no others.
+        quantized: which ``nn.Linear`` modules will be, by path: a predicate, or the paths. Modules that already are
+            bitsandbytes' always count as quantized. None: no others.
         adapter: bytes of an adapter by path of the module they sit on (:func:`adapter_sizes`).
-        experts: experts will be quantized, too (``gemma4_compat.quantize_experts``); those that are count as such.
+        experts: experts will be quantized as well (``gemma4_compat.quantize_experts``); quantized ones always count.
 
     Raises:
         Gemma4CompatError: the model is not a Gemma 4 language model, or the quantization is unknown.

@@ -10,7 +10,7 @@ from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
 from gemma4_compat._planner.result import Source
 
-#: What fast decoding is.
+#: What fast decoding does.
 FAST = "Static cache; the decoding step is replayed as one CUDA graph: same tokens as with disable_compile=True"
 
 
@@ -83,7 +83,7 @@ def _quoted(text: str) -> str:
 
 
 def _entries(device_map: Mapping[str, int | str]) -> list[str]:
-    """The map's items as Python, one line for all numbered modules that go to one device."""
+    """The map's items as Python, with one line for all numbered modules on a device."""
     lines: list[str] = []
     for (prefix, after), numbers, device in grouped(device_map):
         place = _quoted(device) if isinstance(device, str) else str(device)

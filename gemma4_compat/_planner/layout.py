@@ -43,7 +43,7 @@ class Layout(Generic[Uses]):
         paged: names of the decoder layers that are streamed.
         looked_up: names of the decoder layers that stay without their experts.
         brought: bytes that each step brings over the bus: of streamed layers, and of the experts that it hits.
-        awaited: those of them that nothing computes beside: of the experts of layers that stay.
+        awaited: those that a layer waits for: the experts of layers that stay.
     """
 
     device_map: dict[str, int | str]
@@ -63,9 +63,7 @@ class Layout(Generic[Uses]):
 
 @dataclass(frozen=True)
 class _Choice:
-    """Blocks that leave the accelerator as a whole, of how many decoder layers the experts do, and how many layers are
-    streamed.
-    """
+    """The blocks that leave the accelerator, the number of decoder layers whose experts do, and of streamed layers."""
 
     evicted: frozenset[str]
     paged: int

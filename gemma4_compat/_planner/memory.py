@@ -14,22 +14,22 @@ from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, rounde
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Numbers of the model of :func:`activations` that come from measurements, in one place.
+    """The measured numbers that :func:`activations` uses, in one place.
 
     Attributes:
         blas_workspace: what cuBLAS keeps (32 MiB on Hopper, 8 MiB before it).
-        slots: buffers that streamed layers have on the accelerator in a forward.
-        norm: bytes an element while an RMSNorm runs: its fp32 copy and one more.
-        per_layer_inputs: bytes an element of the per-layer inputs while they are projected, normalized and added:
+        slots: buffers on the accelerator for streamed layers in a forward.
+        norm: bytes per element while an RMSNorm runs: its fp32 copy and one more.
+        per_layer_inputs: bytes per element of the per-layer inputs while they are projected, normalized and added:
             the looked-up rows and the projection in bf16, two fp32 copies.
-        eager_scores: bytes an element of attention scores with eager attention: bf16, masked, fp32, bf16 again.
-        logits: bytes an element of the last position's logits: bf16, its soft-capped copies, ``generate``'s fp32 one.
+        eager_scores: bytes per element of attention scores with eager attention: bf16, masked, fp32, bf16 again.
+        logits: bytes per element of the last position's logits: bf16, its soft-capped copies, ``generate``'s fp32 one.
         image_tokens: soft tokens of one image.
         audio_frames: mel frames of one audio input (30 s).
-        slack: share of everything else that fragmentation and small temporaries take.
+        slack: what fragmentation and small temporaries take, as a share of everything else.
         graph_pool: bytes that the memory pool of a graph keeps, for each byte of temporaries that a step has in use at
             its peak. 1 is what an allocator without fragmentation keeps; not measured yet.
-        graph_slots: buffers that streamed layers have in that pool, beside the ``slots`` of eager forwards.
+        graph_slots: buffers for streamed layers in that pool, in addition to the ``slots`` of eager forwards.
         graphs: graphs that a generation needs at most, one pool for all of them: one while the sliding windows fill
             up, one when they are full. Each keeps its logits.
     """
@@ -56,14 +56,14 @@ class Load:
     """What the model has to generate.
 
     Attributes:
-        context: tokens of a sequence, prompt and answer together.
+        context: tokens per sequence, prompt and answer together.
         batch: sequences at a time.
         prompt: tokens of the prompt; None is the worst case, all of the context.
-        prefill_chunk: of these, how many one forward takes in (``prefill_chunk_size`` of ``generate``); None: all.
-        vision: whether images are given (one a sequence).
-        audio: whether audio is given (30 s a sequence).
+        prefill_chunk: tokens of the prompt in one forward (``prefill_chunk_size`` of ``generate``); None: all.
+        vision: whether inputs have images (one per sequence).
+        audio: whether inputs have audio (30 s per sequence).
         attention: "sdpa" or "eager".
-        fast: decoding is that of ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
+        fast: decode with ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
         weights_only: keep no room for the KV cache and the temporaries, as upstream's maps keep none.
     """
 
@@ -79,7 +79,7 @@ class Load:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of a sequence."""
+        """Tokens in the prompt of a sequence."""
         return self.context if self.prompt is None else min(self.prompt, self.context)
 
     @property
@@ -132,7 +132,7 @@ def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
 def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool, head: bool) -> int:
     """The largest sum of KV cache and temporaries while ``layers`` run on one accelerator, beside the weights.
 
-    With T tokens in the forward (batch x prompt, or batch while decoding), e bytes an element, W the width of the
+    With T tokens in the forward (batch x prompt, or batch while decoding), e bytes per element, W the width of the
     per-layer inputs of all layers together:
 
     - always alive: the embedded inputs and the residual stream (2 T hidden e), the per-layer inputs as looked up and
@@ -174,7 +174,7 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
     first = 0
     if head:
         stages.append(MEASURED.logits * load.batch * blueprint.vocabulary)
-        # Before a prefill there is no cache, but a static one may be that of the generation before.
+        # Before a prefill the cache is empty, but a static one may be left from the previous generation.
         first = (MEASURED.per_layer_inputs - 2 * item) * tokens * wide + (0 if prefill and not load.fast else cache)
     return alive + max(first, cache + max(stages))
 
@@ -195,8 +195,8 @@ def graph(
 
     Args:
         blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
-        layers: that are computed there.
-        streamed: bytes of each streamed one of them.
+        layers: those computed there.
+        streamed: bytes of each of them that is streamed.
         load: what the model has to compute.
         head: whether the logits are computed there.
     """
@@ -224,12 +224,12 @@ def _is_masked(blueprint: Blueprint, attention: Attention, load: Load, *, prefil
         return True
     if not load.fast:
         return prefill and (load.chunked or (attention.window is not None and load.prefill > attention.window))
-    # For one query of a static cache there is one always; for a prompt, that of a window that such a cache can fill.
+    # One query of a static cache always has a mask; a prompt has one for windows that such a cache can fill.
     return not prefill or blueprint.static_masks or (attention.window is not None and load.context >= attention.window)
 
 
 def _seen(attention: Attention, load: Load, *, prefill: bool) -> int:
-    """Tokens whose keys a layer's kernel gets."""
+    """Tokens whose keys the kernel of a layer gets."""
     window = load.context if attention.window is None else attention.window
     if prefill and (not load.fast or load.prompt_tokens > window):
         return load.keys(attention.window)
@@ -249,7 +249,7 @@ def _prompt_in_static_cache(layers: Collection[Block], load: Load, item: int) ->
 def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> int:
     attention = block.attention
     assert attention is not None  # a decoder layer
-    # SDPA takes no single position of a prompt without a mask, which a static cache needs not have.
+    # With SDPA a single position of a prompt needs a mask, which a static cache may lack.
     one_query = blueprint.one_query and (load.attention == "eager" or not load.fast)
     rows = load.prefill if prefill and not (attention.shared and one_query) else 1
     tokens = load.batch * rows
@@ -271,7 +271,7 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
     if blueprint.experts is not None:
         number, used, inner = blueprint.experts
         pairs = tokens * used
-        looped = pairs * (8 * (number + 1) + item * (2 * inner + hidden))  # an expert after the other
+        looped = pairs * (8 * (number + 1) + item * (2 * inner + hidden))  # one expert at a time
         experts = max(looped, grouped_experts(pairs, hidden, item)) + 2 * residual
         if block.experts and tokens * used < number:  # those that are hit, and their packed bytes
             experts += block.experts * tokens * used // number * 5 // 4
@@ -282,14 +282,14 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
 
 
 def grouped_experts(pairs: int, hidden: int, item: int) -> int:
-    """Temporaries of experts that are computed all at once (``grouped_mm``), for so many pairs of token and expert:
+    """Temporaries of experts that are computed at once (``grouped_mm``), for so many pairs of token and expert:
     their inputs and outputs, and the outputs in fp32, weighted and in the order of the tokens.
     """
     return pairs * hidden * (2 * item + 2 * 4)
 
 
 def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *, prefill: bool) -> int:
-    """Queries, output and whatever else a layer's attention has of its own, for ``rows`` queries a sequence."""
+    """Queries, output and the other temporaries of a layer's attention, for ``rows`` queries per sequence."""
     item = blueprint.item
     width = attention.heads * attention.head_dim
     queries = load.batch * rows * width

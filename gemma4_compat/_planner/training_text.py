@@ -17,7 +17,7 @@ _PARTS = ("weights", "streaming buffers", "adapter and optimizer", "activations 
 
 
 def training_text(plan: TrainingPlan, *, width: int | None = None, blocks: bool = True) -> str:
-    """Everything a plan says; lines of the report are at most ``width`` columns, by default the terminal's."""
+    """The whole plan; lines of the report are at most ``width`` columns, by default the terminal's."""
     width = max(50, min(width or shutil.get_terminal_size().columns, 100))
     return "\n".join([*_report(plan, width, BLOCKS if blocks else ASCII), "", plan.code])
 

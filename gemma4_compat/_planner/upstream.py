@@ -1,6 +1,6 @@
 """What the installed transformers does where that decides how many bytes a forward takes.
 
-Each is decided by upstream's own function where there is one to ask.
+Where upstream has a function that decides, that function is asked.
 """
 
 from __future__ import annotations

@@ -120,4 +120,4 @@ def _configured(saved: SavedAdapter) -> tuple[int, dict[re.Pattern[str], int]]:
     try:
         return rank, {re.compile(rf"(.*\.)?({pattern})$"): value for pattern, value in patterns.items()}
     except re.error as error:
-        raise Gemma4CompatError(f"a rank_pattern in {file!r} is no regular expression: {error}") from error
+        raise Gemma4CompatError(f"a rank_pattern in {file!r} is not a regular expression: {error}") from error

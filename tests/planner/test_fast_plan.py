@@ -310,9 +310,9 @@ def test_the_report_says_what_it_is_and_what_bounds_it() -> None:
     assert f"Its graphs keep {layout.size_text(plan.use[0].graph)}." in text
     assert f"each token brings {layout.size_text(plan.brought)} over it" in text
     least, most = (round(100 * share) for share in speed.BUS_SHARE)
-    assert f"reached {least} to {most} % of the bus" in text
+    assert f"replay of streamed layers reached {least} to {most} % of the bus." in text
     whole = says("E2B", "--vram", "80GiB", "--context", "1024")
-    assert "The card bounds its speed." in whole
+    assert "The card limits its speed." in whole
     assert " bus" not in whole
     assert "gemma4_compat.decode_fast(model)" in whole
 

@@ -114,7 +114,7 @@ def test_a_plan_says_what_a_model_says_of_some_cards() -> None:
     assert list(plan.modelled) == list(speed.COMMON)
     assert plan.modelled["RTX 3060"] < plan.modelled["RTX 4090"]
     said = " ".join(plan_text(plan, width=100).split())
-    assert "by a model of the card, not measured on it: " in said
+    assert "Tokens a second, modelled and not measured: " in said
     assert f"{plan.modelled['RTX 3060']:.0f} on RTX 3060" in said
     assert plan.as_data()["modelled"] == plan.modelled
 
@@ -188,4 +188,4 @@ def test_a_plan_without_a_model_says_why(options: dict[str, Any], why: str) -> N
     assert not plan.modelled
     assert why in plan.not_modelled
     said = " ".join(plan_text(plan, width=100).split())
-    assert (f"No model of its tokens a second: {plan.not_modelled}." in said) == plan.fast
+    assert (f"Its tokens a second cannot be modelled: {plan.not_modelled}." in said) == plan.fast

@@ -166,7 +166,7 @@ def test_ranks_and_their_patterns(tmp_path: Path) -> None:
     assert gemma4_compat.scan_adapter(tmp_path).ranks == {4: 2, 16: 2}
     problem = problems(tmp_path, shapes)["rank"]
     assert len(problem.keys) == 2
-    assert "2 LoRA weights have another rank than adapter_config.json says" in problem.message
+    assert "2 LoRA weights have a rank that differs from adapter_config.json" in problem.message
     assert "[16, 64]" in problem.message
 
 
@@ -249,11 +249,11 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
     [
         ("{", "is not JSON"),
         ("[]", "it is a JSON list"),
-        ("{}", "names no peft_type"),
+        ("{}", "has no peft_type"),
         ('{"lora_parameters": {}, "fine_tune_type": "lora"}', "looks like one of mlx-lm"),
         ('{"peft_type": "TELEPATHY"}', "the peft_type 'TELEPATHY'"),
         ('{"peft_type": ["LORA"]}', r"the peft_type ['LORA']"),
-        ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is no regular expression"),
+        ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is not a regular expression"),
         ('{"peft_type": "LORA", "r": 4, "rank_pattern": [1]}', "rank_pattern: expected object | null, got array"),
         ('{"peft_type": "LORA", "r": "4"}', "r: expected int | null, got str"),
         ('{"peft_type": "LORA", "r": 0}', "they must be a positive number"),
