@@ -253,7 +253,7 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
         ('{"lora_parameters": {}, "fine_tune_type": "lora"}', "looks like one of mlx-lm"),
         ('{"peft_type": "TELEPATHY"}', "the peft_type 'TELEPATHY'"),
         ('{"peft_type": ["LORA"]}', r"the peft_type ['LORA']"),
-        ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is not a regular expression"),
+        ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is no regular expression"),
         ('{"peft_type": "LORA", "r": 4, "rank_pattern": [1]}', "rank_pattern: expected object | null, got array"),
         ('{"peft_type": "LORA", "r": "4"}', "r: expected int | null, got str"),
         ('{"peft_type": "LORA", "r": 0}', "they must be a positive number"),
@@ -333,7 +333,7 @@ def test_quantize_without_a_base_is_refused(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, lora(TEXT.format(0)))
     result = CliRunner().invoke(cli.app, ["scan", str(folder), "--quantize", "4bit"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "give the base too" in result.stderr
+    assert "give the base as well" in result.stderr
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
@@ -355,7 +355,7 @@ def test_the_command_says_problems_first_and_exits_1(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["scan", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stdout.splitlines()[0] == "1 problem:"
-    assert result.stdout.splitlines()[1].startswith("  - rank: 1 LoRA weights have another rank")
+    assert result.stdout.splitlines()[1].startswith("  - rank: 1 LoRA weights have a rank that differs")
 
 
 def test_the_json_has_every_attribute_by_its_name(tmp_path: Path) -> None:
