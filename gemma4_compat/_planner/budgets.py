@@ -1,4 +1,4 @@
-"""How much of an accelerator's memory PyTorch may allocate: as given, of a card by its name, or of this machine."""
+"""How much accelerator memory PyTorch may allocate: as given, by the name of a card, or as free on this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._planner import speed
 
-#: Bytes of a card that are not PyTorch's to allocate: the driver's, the CUDA context, a display.
+#: Bytes of a card that PyTorch cannot allocate: the driver, the CUDA context, a display.
 _TAKEN = 1 << 30
-#: Bytes left alone of what is free on a card of this machine, for other programs.
+#: Bytes of the free memory of this machine's cards that a plan leaves to other programs.
 _LEFT = 1 << 29
 
 
@@ -20,8 +20,8 @@ def of(vram: Any, card: str | None) -> dict[int | str, int]:
     """Bytes by accelerator.
 
     Args:
-        vram: what :func:`gemma4_compat.plan_device_map` takes. None: those of ``card``.
-        card: a card by its name. None: the GPUs of this machine.
+        vram: what :func:`gemma4_compat.plan_device_map` takes. None: the memory of ``card``.
+        card: a card by its name. None: the GPUs of this machine, and what is free on them.
 
     Raises:
         Gemma4CompatError: ``vram`` cannot be understood, or is needed.
@@ -37,7 +37,7 @@ def of(vram: Any, card: str | None) -> dict[int | str, int]:
 
 
 def given(vram: Any) -> dict[int | str, int]:
-    """Bytes by accelerator, of whatever :func:`gemma4_compat.plan_device_map` takes as ``vram``."""
+    """Bytes by accelerator, from anything that :func:`gemma4_compat.plan_device_map` takes as ``vram``."""
     if isinstance(vram, Mapping):
         return {device: parse_size(size) for device, size in vram.items()}
     try:

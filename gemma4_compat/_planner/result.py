@@ -21,7 +21,7 @@ class Source:
         quantization: "4bit", "4bit-double", "8bit", or None.
         skip: ``llm_int8_skip_modules``.
         adapter: folder of a PEFT adapter to load onto it, or None.
-        experts: how the experts are stored, as ``quantization`` says; None: in bf16, or there are none.
+        experts: how the experts are stored, as ``quantization`` says; None: in bf16, or the model has no experts.
         stored_experts: the checkpoint has its experts in 4 bits already.
         chosen_experts: nobody asked for experts in 4 bits; in bf16 they would not all stay on the accelerator.
         assumed: what was taken for granted; empty for a checkpoint.
@@ -104,7 +104,7 @@ class Plan:
 
     @property
     def experts(self) -> str | None:
-        """How the experts are stored, as ``quantization`` says; None: in bf16, or there are none."""
+        """How the experts are stored, as ``quantization`` says; None: in bf16, or the model has no experts."""
         return self.source.experts
 
     @property

@@ -57,7 +57,7 @@ class Scan:
         notes: other things to know.
         peft_type: such as "LORA".
         settings: what ``adapter_config.json`` says, as far as it is not PEFT's default.
-        saved_from: the model class that the keys are of, as far as they tell.
+        saved_from: the model class that the keys belong to, as far as they tell.
         saved_by: tool and version, as far as the configuration tells.
         keys: how many by tower; with a base, by its towers.
         dtypes: how many keys by type, as safetensors names it.
