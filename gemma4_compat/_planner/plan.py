@@ -101,9 +101,6 @@ def plan_device_map(
             f"prefill_chunk is {prefill_chunk!r} for inputs with images or audio: releases of transformers differ in "
             "whether they split such a prompt. Leave prefill_chunk out"
         )
-    built, name, assumed = build.on_meta(model)
-    quantization = _quantization(built, quantize, quantize_experts)
-    stored = _stored_experts(built, name)
     load = Load(
         context=context,
         batch=batch,
@@ -118,6 +115,29 @@ def plan_device_map(
         "disk": None if disk is None else parse_size(disk),
         "balanced": balanced,
     }
+    found_bus = 0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus)
+    return _plan(
+        model, given, load, options, quantize, quantize_experts, adapter, fast=fast, bus=found_bus, cards=cards
+    )
+
+
+def _plan(
+    model: Any,
+    given: Mapping[int | str, int],
+    load: Load,
+    options: Mapping[str, Any],
+    quantize: str | None,
+    quantize_experts: bool | None,
+    adapter: str | Path | None,
+    *,
+    fast: bool,
+    bus: int,
+    cards: Mapping[str, speed.Card],
+) -> Plan:
+    """The plan for arguments that were checked; ``options`` are those of ``layout.layout``."""
+    built, name, assumed = build.on_meta(model)
+    quantization = _quantization(built, quantize, quantize_experts)
+    stored = _stored_experts(built, name)
 
     def planned(experts: bool) -> _Planned:
         cut = _blueprint(built, quantization, adapter, experts=experts)
@@ -138,13 +158,12 @@ def plan_device_map(
         assumed=assumed,
     )
     limit = int(built.config.get_text_config().max_position_embeddings)
-    found_bus = 0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus)
-    modelled, why_not = _modelled(cut, placed, load, found_bus, cards)
+    modelled, why_not = _modelled(cut, placed, load, bus, cards)
     return Plan(
         source=source,
         layout=placed,
         load=load,
-        rate=Rate(slow_because=slow_because, bus=found_bus, modelled=modelled, not_modelled=why_not),
+        rate=Rate(slow_because=slow_because, bus=bus, modelled=modelled, not_modelled=why_not),
         longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
         chunked_prefill=_chunked_prefill(cut, placed, load),
         code=code.loading_code(source, placed, load),
