@@ -218,25 +218,17 @@ def planned_peak(model: Any, away: int, length: int, chunk: int | None) -> float
     import torch
 
     from gemma4_compat._planner import blueprint as blueprints
-    from gemma4_compat._planner import cost, use
+    from gemma4_compat._planner import memory, use
     from gemma4_compat._quantization import config
 
     with torch.device("meta"):
         plain = type(model)._from_config(model.config, dtype=torch.bfloat16)
     names = config.linear_names(plain, config.default_skip_modules(plain))
     blueprint = blueprints.describe(plain, "4bit-double", names, experts=True)
-    load = cost.Load(context=length + (chunk is not None), prompt=length, prefill_chunk=chunk, fast=chunk is not None)
-    found = use.use_of(
-        blueprint,
-        blueprint.blocks,
-        (),
-        (),
-        load,
-        budget=1 << 62,
-        main=True,
-        quantize_offloaded=True,
-        apart={layer.name for layer in blueprint.layers[len(blueprint.layers) - away :]},
-    )
+    chunked = chunk is not None
+    load = memory.Load(context=length + chunked, prompt=length, prefill_chunk=chunk, fast=chunked)
+    looked_up = blueprint.layers[len(blueprint.layers) - away :]
+    found = use.use_of(blueprint, use.Share(resident=blueprint.blocks, looked_up=looked_up), load, budget=1 << 62)
     return (found.prefill - found.weights) / GIB
 
 

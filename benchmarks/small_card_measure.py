@@ -114,17 +114,20 @@ def planned_use(
     adapter: bool,
     quantize_offloaded: bool,
     experts: bool = False,
+    training: int | None = None,
     **load: Any,
 ) -> Callable[[int, int], Any]:
     """The planner's model of memory for a placement of the checkpoint in ``folder``: what the main device uses for a
-    context and a prompt of so many tokens. ``load``: further fields of the planner's ``Load``.
+    context and a prompt of so many tokens. ``load``: further fields of the planner's ``Load``; ``training``: bytes of
+    a training step instead.
     """
     import torch
     import transformers
     from transformers import AutoConfig
 
     from gemma4_compat._planner import blueprint as blueprints
-    from gemma4_compat._planner import cost, layout
+    from gemma4_compat._planner import use as uses
+    from gemma4_compat._planner.memory import Load, TrainingLoad
     from gemma4_compat._quantization import config
     from gemma4_compat._reproduction import tiny_models
 
@@ -138,7 +141,7 @@ def planned_use(
         config.linear_names(model, skip),
         adapter=blueprints.adapter_sizes(folder / "adapter") if adapter else None,
         experts=experts,
-    )
+    ).offloading(quantized=quantize_offloaded)
 
     def place(name: str) -> str:
         """Of the longest entry at or above ``name``."""
@@ -148,19 +151,16 @@ def planned_use(
 
     away = [block for block in blueprint.blocks if place(block.name) in _away()]
     resident = [block for block in blueprint.blocks if block not in away]
-    paged = [block for block in away if block.kind == "layer"]
+    share = uses.Share(
+        resident=resident,
+        paged=[block for block in away if block.kind == "layer"],
+        evicted=[block for block in away if block.kind != "layer"],
+    )
 
-    def use(context: int, tokens: int) -> layout.Use:
-        return layout.use_of(
-            blueprint,
-            resident,
-            paged,
-            [block for block in away if block.kind != "layer"],
-            cost.Load(context=context, prompt=tokens, **load),
-            budget=0,
-            main=True,
-            quantize_offloaded=quantize_offloaded,
-        )
+    def use(context: int, tokens: int) -> uses.Use | uses.TrainingUse:
+        if training is not None:
+            return uses.use_of(blueprint, share, TrainingLoad(step=training), budget=0)
+        return uses.use_of(blueprint, share, Load(context=context, prompt=tokens, **load), budget=0)
 
     return use
 

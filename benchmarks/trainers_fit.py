@@ -60,7 +60,7 @@ def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, *, rank:
 
     model = built.on_meta(str(folder / "checkpoint"))[0]
     names = config.linear_names(model, models.skipped(folder))
-    step = training_step.Step(sequence=sequence, rank=rank, chunked_loss=chunked)
+    step = training_step.Step(max_length=sequence, r=rank, chunked_loss=chunked)
     use = planned_use(
         folder,
         models.device_map(where, folder),
@@ -70,4 +70,4 @@ def planned_gib(folder: Path, where: str, sequence: int, chunked: bool, *, rank:
         quantize_offloaded=True,
         training=training_step.measure(model, names, step).peak,
     )(sequence, sequence)
-    return float(use.prefill) / GIB
+    return float(use.step) / GIB

@@ -191,7 +191,7 @@ def plan(order: Order) -> Data:
     folder = Path(order["folder"])
     model = built.on_meta(str(folder / "checkpoint"))[0]
     names = config.linear_names(model, models.skipped(folder))
-    step = training_step.Step(sequence=order["sequence"], rank=min(RANK, order["rank"]), chunked_loss=order["chunked"])
+    step = training_step.Step(max_length=order["sequence"], r=min(RANK, order["rank"]), chunked_loss=order["chunked"])
     memory = training_step.measure(model, names, step)
     peaks: Data = {}
     for optimizer in OPTIMIZERS:
@@ -207,7 +207,7 @@ def plan(order: Order) -> Data:
                 quantize_offloaded=True,
                 training=wanted.peak,
             )(order["sequence"], order["sequence"])
-            peaks[optimizer][where] = use.prefill / device.GIB
+            peaks[optimizer][where] = use.step / device.GIB
     return {"peaks": peaks}
 
 

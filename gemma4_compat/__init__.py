@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from gemma4_compat._planner.plan import plan_device_map as plan_device_map
     from gemma4_compat._planner.result import Plan as Plan
     from gemma4_compat._planner.result import TrainingPlan as TrainingPlan
-    from gemma4_compat._planner.skip_modules import SkipModule as SkipModule
     from gemma4_compat._planner.training import plan_training as plan_training
+    from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
     from gemma4_compat._training.loss import chunked_loss as chunked_loss
@@ -102,7 +102,7 @@ _LAZY = {
     "Problem": "gemma4_compat._scan.result",
     "RepairReport": "gemma4_compat._merge.repair",
     "Scan": "gemma4_compat._scan.result",
-    "SkipModule": "gemma4_compat._planner.skip_modules",
+    "SkipModule": "gemma4_compat._quantization.skip_modules",
     "chunked_loss": "gemma4_compat._training.loss",
     "decode_fast": "gemma4_compat._decoding.fast",
     "find_meta_tensors": "gemma4_compat._models.inspection",
@@ -182,7 +182,7 @@ def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str
     Raises:
         Gemma4CompatError: it is not a Gemma 4 model, or the quantization is unknown.
     """
-    from gemma4_compat._planner import skip_modules
+    from gemma4_compat._quantization import skip_modules
 
     return skip_modules.quantization_skip_modules(model, quantize=quantize)
 

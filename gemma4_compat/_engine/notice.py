@@ -28,18 +28,17 @@ _MACHINERY = {
 LIBRARIES = frozenset({"torch", "transformers", "accelerate", "peft", "bitsandbytes", "trl", "functools", "threading"})
 
 
-def warn_user(message: str) -> None:
+def warn_user(message: str, category: type[Warning] = Gemma4CompatWarning) -> None:
     """Warn about the user's line that led here through this package and the libraries that it patches.
 
     Raises:
-        Gemma4CompatWarning: a filter turns warnings into errors.
+        Gemma4CompatWarning: (or ``category``) a filter turns warnings into errors.
     """
     frame = _caller(_MACHINERY | LIBRARIES)
     names = frame.f_globals
     registry = names.setdefault("__warningregistry__", {})
-    warnings.warn_explicit(
-        message, Gemma4CompatWarning, frame.f_code.co_filename, frame.f_lineno, names.get("__name__"), registry
-    )
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(message, category, file, line, names.get("__name__"), registry)
 
 
 def warn(message: str, libraries: Collection[str] = ()) -> None:

@@ -56,7 +56,7 @@ class Startup:
 
 
 def state() -> Startup:
-    """What there is now. Reads, and changes nothing."""
+    """The current state. Changes nothing."""
     for file in _files():
         found = _LINE.search(file.read_text(encoding="utf-8", errors="replace"))
         return Startup(file, Path(literal_eval(found[1])) if found else None)
@@ -67,7 +67,7 @@ def enable() -> tuple[Startup, bool]:
     """Have every Python of this environment arm the shim. The state, and whether it was changed.
 
     Raises:
-        Gemma4CompatError: the file cannot be written, or Python does not read it; then there is none.
+        Gemma4CompatError: the file cannot be written, or Python does not read it; nothing is left behind.
     """
     before = state()
     folder = _folder() if before.file is None else before.file.parent

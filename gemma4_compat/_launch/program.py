@@ -30,7 +30,7 @@ _DEAF = {"I": "-I", "E": "-E", "S": "-S"}
 
 
 class CannotStartError(Gemma4CompatError):
-    """The program is not there, or is none; ``code`` is the exit code that a shell would give."""
+    """The program does not exist or cannot be executed; ``code`` is the exit code that a shell would give."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ def command_line(words: Sequence[str]) -> list[str]:
     """What to start for the words after ``run``: a program, or this Python with a script, a module or its options.
 
     Raises:
-        CannotStartError: there is no such program.
+        CannotStartError: the program does not exist.
     """
     first = words[0]
     if first.startswith("-") or _is_script(first):
@@ -78,7 +78,7 @@ def execute(words: Sequence[str]) -> int:
     """Become the program; on Windows, which cannot, its exit code.
 
     Raises:
-        CannotStartError: there is no such program.
+        CannotStartError: the program does not exist.
         Gemma4CompatError: it is a Python that would not read what arms the shim.
     """
     command = command_line(words)
@@ -117,12 +117,12 @@ def _this_python() -> str:
 def _is_script(word: str) -> bool:
     """Whether Python runs it: a file by its name, or a folder or archive with ``__main__.py``."""
     if word.endswith((".py", ".pyw", ".pyz")):
-        return Path(word).exists() or shutil.which(word) is None  # Python says that there is none
+        return Path(word).exists() or shutil.which(word) is None  # Python reports that it does not exist
     return Path(word, "__main__.py").is_file()
 
 
 def _own_options(typed: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """``-u -X dev`` of ``python -u -X dev -m gemma4_compat run ...``: options meant for the program, too."""
+    """``-u -X dev`` of ``python -u -X dev -m gemma4_compat run ...``: options meant for the program as well."""
     options = list(typed[1 : len(typed) - len(arguments) + 1])
     if options and options[-1] == "gemma4_compat":
         options.pop()

@@ -229,7 +229,7 @@ def _opened(
 
 def _refuse_bad_options(start: str, dtype: str | None, check: int, tolerance: float | None) -> None:
     if start not in starts.BASES:
-        raise Gemma4CompatError(f"base {start!r} is unknown; it is one of {', '.join(starts.BASES)}")
+        raise Gemma4CompatError(f"start {start!r} is unknown; use one of {', '.join(starts.BASES)}")
     if dtype is not None and (not isinstance(dtype, str) or dtype not in starts.DTYPES):
         known = ", ".join(f"{short} ({name})" for short, name in starts.DTYPES.items())
         raise Gemma4CompatError(f"dtype {dtype!r} is unknown; it is one of {known}")

@@ -66,16 +66,16 @@ def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | N
         if stored is not None:
             raise Gemma4CompatError(
                 "the base is quantized on disk: there are no high-precision weights in it. Give the checkpoint it was "
-                "made from, or take what the adapter was trained on: --base dequantized (start='dequantized')"
+                "made from, or take what the adapter was trained on: --start dequantized (start='dequantized')"
             )
         if given is not None or skip_modules is not None:
             raise Gemma4CompatError(
-                "quantize and skip_modules are for --base dequantized (start='dequantized'): they say how the base "
+                "quantize and skip_modules are for --start dequantized (start='dequantized'): they say how the base "
                 "was quantized. For a quantized result: --quantize-result 4bit (quantize_result='4bit')"
             )
         return Start(name)
     if not versions.installed("bitsandbytes"):
-        raise Gemma4CompatError("--base dequantized needs bitsandbytes: pip install 'gemma4-compat[stack]'")
+        raise Gemma4CompatError("--start dequantized needs bitsandbytes: pip install 'gemma4-compat[stack]'")
     if stored is not None:
         settings = stored if isinstance(stored, dict) else stored.to_dict()
         quantization = _quantization_of(settings)
@@ -98,7 +98,7 @@ def _quantization_of(settings: Mapping[str, Any]) -> str:
         return name
     raise Gemma4CompatError(
         f"the quantization {settings.get('quant_method')!r} is not bitsandbytes' 4-bit or 8-bit; give the checkpoint "
-        "the base was made from, with --base original"
+        "the base was made from, with --start original"
     )
 
 

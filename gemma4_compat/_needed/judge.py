@@ -52,7 +52,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """Everything the command says: about the libraries, and about each patch in the registry's order."""
+    """The whole answer: about the libraries, and about each patch in the registry's order."""
 
     source: str
     distributions: tuple[DistributionState, ...]
@@ -61,7 +61,7 @@ class Assessment:
 
     @property
     def judged(self) -> bool:
-        """Whether any of the libraries is there. If not, this is probably not the file that was meant."""
+        """Whether any of the libraries is named. If not, this is probably not the file that was meant."""
         return any(item.named for item in self.distributions)
 
     @property
@@ -71,7 +71,7 @@ class Assessment:
 
 
 def assess(path: Path | None, patches: tuple[Patch, ...]) -> Assessment:
-    """Which of ``patches`` the stack in ``path`` needs, or the running environment when there is none.
+    """Which of ``patches`` the stack in ``path`` needs; without a path, the running environment.
 
     Raises:
         Gemma4CompatError: the file cannot be understood. The message names file, line and remedy.

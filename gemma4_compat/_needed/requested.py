@@ -56,7 +56,7 @@ class Requests:
     def state(self, name: str, source: str) -> DistributionState:
         """What all of it together states about one distribution."""
         always = about(name, self.always)
-        # Without its extras a project is installed, too: what it always requires includes all that they can require.
+        # Extras only narrow what the project always requires: where it requires something, that decides.
         ways = {"": always} if always else {label: about(name, items) for label, items in self.optional.items()}
         ways = {label: items for label, items in ways.items() if items}
         limits = list({(item.specifier, item.installed_from): item for item in about(name, self.constraints)}.values())
@@ -119,7 +119,7 @@ class Requests:
             return [_from_location(name, requirement.url, where)]
         for clause in requirement.specifier:
             if len(clause.version) > ranges.LONGEST:
-                raise Gemma4CompatError(f"{where}: a version of {len(clause.version)} characters is none; correct it")
+                raise Gemma4CompatError(f"{where}: a version has {len(clause.version)} characters; correct it")
             if clause.operator == "===" and not ranges.is_version(clause.version):
                 return [Request(name, "", where, text)]
         return [Request(name, str(requirement.specifier), where)]
@@ -137,7 +137,7 @@ class Requests:
             if name is None and not remote:
                 path = re.sub(r"\[.*\]$", "", location)
                 shown = location if os.path.exists(path) else "this path"  # noqa: PTH110 - Path raises for odd names
-                self.notes.append(f"{where}: what {shown} requires is not looked into; ask about its own file, too")
+                self.notes.append(f"{where}: what {shown} requires is not looked into; check its own file as well")
         if name not in self.names or not self._holds(marker, name, where, extra):
             return []
         return [_from_location(name, location, where)]

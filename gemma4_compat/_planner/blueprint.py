@@ -1,21 +1,20 @@
-"""What a model consists of, for a planner: its blocks and what they store, read from a model on the meta device.
+"""What a model consists of: its blocks and what they store, read from a model on the meta device.
 
 :func:`describe` cuts a model into :class:`Block` pieces that a device map can place one by one; no weights and no
-accelerator are needed. :mod:`gemma4_compat._planner.cost` says what computing them takes,
+accelerator are needed. :mod:`gemma4_compat._planner.memory` says what computing them takes,
 :mod:`gemma4_compat._planner.layout` places them. Bytes are counted as PyTorch's allocator counts them
 (``torch.cuda.memory_allocated``: each tensor rounded up to 512 bytes).
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._planner import upstream
 from gemma4_compat._quantization import bytes as quantized_bytes
 from gemma4_compat._quantization import config, experts
 
@@ -65,7 +64,9 @@ class Block:
         name: its path in the model, a key for ``device_map``.
         kind: see :data:`Kind`.
         stored: as it is once quantized; :attr:`plain` where nothing in it is.
-        plain: as it is where offloaded modules are not quantized, which is transformers' default for a dict map.
+        plain: as it is before it is quantized.
+        quantized_away: whether it stays quantized when it leaves the accelerator. Transformers' default for a dict map
+            is that it does not.
         workspace: bytes of the largest dequantized weight: bitsandbytes makes one for more than one token.
         loading: bytes of the largest single weight before it is quantized.
         adapter: bytes of the adapter on it; they stay on the accelerator that computes the block.
@@ -92,6 +93,18 @@ class Block:
     experts_stored: Size | None = None
     experts_plain: Size | None = None
     tied: str | None = None
+    quantized_away: bool = True
+
+    @property
+    def away(self) -> Size:
+        """As it is where it has left the accelerator."""
+        return self.stored if self.quantized_away else self.plain
+
+    @property
+    def experts_away(self) -> Size:
+        """The same of its experts; nothing for a block without any."""
+        size = self.experts_stored if self.quantized_away else self.experts_plain
+        return Size(nbytes=0, allocated=0, leaf=0) if size is None else size
 
     @property
     def experts_name(self) -> str:
@@ -102,8 +115,19 @@ class Block:
         """The block where its experts are elsewhere; they are computed with it."""
         if self.experts_stored is None or self.experts_plain is None:
             return self
-        stored, plain = self.stored.less(self.experts_stored), self.plain.less(self.experts_plain)
-        return replace(self, stored=stored, plain=plain, experts_stored=None, experts_plain=None, loading=0)
+        return replace(
+            self,
+            stored=self.stored.less(self.experts_stored),
+            plain=self.plain.less(self.experts_plain),
+            experts=self.experts if self.quantized_away else 0,
+            experts_stored=None,
+            experts_plain=None,
+            loading=0,
+        )
+
+    def brought_in(self) -> Block:
+        """The block as it is computed after it was away: what is not quantized there needs no dequantized copy."""
+        return self if self.quantized_away else replace(self, workspace=0, experts=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,8 +152,8 @@ class Blueprint:
         one_query: whether this transformers takes only the last position through the KV-shared layers of a prefill.
         one_query_packed: whether this transformers computes one query with a mask without repeating keys and values
             for every head.
-        static_masks: whether this transformers masks what of a static cache the prompt does not fill, by a mask of all
-            of it; decided by its own function.
+        static_masks: whether this transformers makes a mask of all of a static cache that the prompt does not fill;
+            decided by its own function.
     """
 
     blocks: tuple[Block, ...]
@@ -154,6 +178,10 @@ class Blueprint:
         """The decoder layers, in order."""
         return tuple(block for block in self.blocks if block.kind == "layer")
 
+    def offloading(self, *, quantized: bool) -> Blueprint:
+        """The model where what leaves the accelerator stays quantized, or does not."""
+        return replace(self, blocks=tuple(replace(block, quantized_away=quantized) for block in self.blocks))
+
 
 def rounded(nbytes: int) -> int:
     """``nbytes`` as an allocator and a page hand them out."""
@@ -173,10 +201,10 @@ def describe(
     Args:
         model: a Gemma 4 of any of its classes, on meta as well as loaded; bitsandbytes modules are seen.
         quantization: how modules that are to be quantized will be stored; None: as the model has them now.
-        quantized: which ``nn.Linear`` modules will be, by path: a predicate, or the paths. Modules that are
-            bitsandbytes' already count as quantized whatever it says. None: no others.
+        quantized: which ``nn.Linear`` modules will be, by path: a predicate, or the paths. Modules that already are
+            bitsandbytes' always count as quantized. None: no others.
         adapter: bytes of an adapter by path of the module they sit on (:func:`adapter_sizes`).
-        experts: experts will be quantized, too (``gemma4_compat.quantize_experts``); those that are count as such.
+        experts: experts will be quantized as well (``gemma4_compat.quantize_experts``); quantized ones always count.
 
     Raises:
         Gemma4CompatError: the model is not a Gemma 4 language model, or the quantization is unknown.
@@ -381,11 +409,11 @@ def _shapes(model: Any, text: Any) -> dict[str, Any]:
         "hidden": text.embed_tokens.embedding_dim,
         "vocabulary": text.embed_tokens.num_embeddings,
         "per_layer_width": 0 if per_layer is None else per_layer.embedding_dim,
-        "math_attention": _math_attention(),
-        "one_hot_positions": _one_hot_positions(),
-        "one_query": hasattr(type(text), "_maybe_slice_kv_shared_inputs"),
-        "one_query_packed": _one_query_packed(),
-        "static_masks": _static_masks(),
+        "math_attention": upstream.math_attention(),
+        "one_hot_positions": upstream.one_hot_positions(),
+        "one_query": upstream.one_query(text),
+        "one_query_packed": upstream.one_query_packed(),
+        "static_masks": upstream.static_masks(),
     }
     if getattr(text_config, "enable_moe_block", False):
         shapes["experts"] = (text_config.num_experts, text_config.top_k_experts, text_config.moe_intermediate_size)
@@ -396,36 +424,6 @@ def _shapes(model: Any, text: Any) -> dict[str, Any]:
     if has_audio and audio is not None:
         shapes["audio"] = (audio.hidden_size, audio.subsampling_conv_channels[0])
     return shapes
-
-
-def _math_attention() -> bool:
-    import torch
-    from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
-
-    key = torch.empty(1, 1, 1, 512, device="meta")
-    given = {"attention_mask": None, "key": key, "value": key}
-    return bool(use_gqa_in_sdpa(**{name: given[name] for name in inspect.signature(use_gqa_in_sdpa).parameters}))
-
-
-def _one_query_packed() -> bool:
-    from transformers.integrations import sdpa_attention
-
-    return hasattr(sdpa_attention, "pack_gqa")
-
-
-def _static_masks() -> bool:
-    from transformers.masking_utils import _ignore_causal_mask_sdpa
-
-    given = dict.fromkeys(("padding_mask", "local_attention_size")) | {"q_offset": 0, "kv_offset": 0}
-    given |= {"q_length": 2, "query_length": 2, "kv_length": 4}  # a prompt of two in a cache of four
-    names = inspect.signature(_ignore_causal_mask_sdpa).parameters
-    return not _ignore_causal_mask_sdpa(**{name: given[name] for name in names})
-
-
-def _one_hot_positions() -> bool:
-    import transformers
-
-    return versions.admits("<5.10", transformers.__version__)
 
 
 def adapter_sizes(folder: Any) -> dict[str, int]:

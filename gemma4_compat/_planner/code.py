@@ -3,95 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gemma4_compat._engine.text import runs
+from gemma4_compat._planner.layout import Layout
+from gemma4_compat._planner.memory import Load
+from gemma4_compat._planner.result import Source
 
-if TYPE_CHECKING:
-    from gemma4_compat._planner.result import Plan
-
-
-#: What fast decoding is.
+#: What fast decoding does.
 FAST = "Static cache; the decoding step is replayed as one CUDA graph: same tokens as with disable_compile=True"
 
 
-def loading_code(
-    plan: Plan, *, skip: Sequence[str], adapter: str | Path | None, quantize_experts: bool, attention: str
-) -> str:
-    """Python that loads the model of ``plan`` where it says.
+def loading_code(source: Source, placed: Layout[Any], load: Load) -> str:
+    """Python that loads a model where a layout puts it, ready for a load.
 
     Args:
-        plan: all of it but its ``code``.
-        skip: ``llm_int8_skip_modules``.
-        adapter: folder of a PEFT adapter to load onto it.
-        quantize_experts: the experts are quantized while loading; not those that the checkpoint has in 4 bits.
-        attention: "sdpa" or "eager".
+        source: what is loaded.
+        placed: where.
+        load: what it is for: attention, chunks of the prompt, fast decoding.
     """
-    lines = loading_lines(
-        plan.model,
-        plan.model_class,
-        plan.device_map,
-        plan.quantization,
-        skip=skip,
-        quantize_offloaded=plan.quantize_offloaded,
-        quantize_experts=quantize_experts,
-        attention=attention,
-        disk=bool(plan.disk),
-        imports=("from peft import PeftModel" if adapter is not None else "", ()),
-    )
-    lines += [f"model = PeftModel.from_pretrained(model, {_quoted(str(adapter))})"] if adapter is not None else []
+    adapter = source.adapter
+    imports = "from peft import PeftModel" if adapter is not None else ""
+    lines = loading_lines(source, placed, attention=load.attention, imports=(imports, ()))
+    lines += [f"model = PeftModel.from_pretrained(model, {_quoted(adapter)})"] if adapter is not None else []
     lines += ["model.eval()"]
-    chunk = plan.prefill_chunk
+    chunk = load.prefill_chunk
     lines += [f"model.generation_config.prefill_chunk_size = {chunk}  # long prompts in parts"] if chunk else []
-    lines += [f"# {FAST}.", "gemma4_compat.decode_fast(model)"] if plan.fast else []
+    lines += [f"# {FAST}.", "gemma4_compat.decode_fast(model)"] if load.fast else []
     return "\n".join(lines)
 
 
 def loading_lines(
-    model: str,
-    model_class: str,
-    device_map: Mapping[str, int | str],
-    quantization: str | None,
-    *,
-    skip: Sequence[str],
-    quantize_offloaded: bool,
-    quantize_experts: bool = False,
-    attention: str = "sdpa",
-    disk: bool = False,
-    imports: tuple[str, Sequence[str]] = ("", ()),
+    source: Source, placed: Layout[Any], *, attention: str = "sdpa", imports: tuple[str, Sequence[str]] = ("", ())
 ) -> list[str]:
     """Lines of Python that import what is needed and load the model, as the variable ``model``.
 
     Args:
-        model: what ``from_pretrained`` takes.
-        model_class: the class in ``transformers``.
-        device_map: of the plan.
-        quantization: of :data:`~gemma4_compat._quantization.config.QUANTIZATIONS`, or None.
-        skip: ``llm_int8_skip_modules``.
-        quantize_offloaded: offloaded modules are quantized, too.
-        quantize_experts: the experts are quantized while loading.
+        source: what is loaded.
+        placed: where.
         attention: "sdpa" or "eager".
-        disk: whether the map offloads to the disk.
         imports: a line that imports from PEFT, and further names from transformers.
     """
-    names = sorted(["BitsAndBytesConfig"] * bool(quantization) + [model_class, *imports[1]])
+    quantization, offloads = source.quantization, bool(source.quantization) and placed.offloads
+    names = sorted(["BitsAndBytesConfig"] * bool(quantization) + [source.model_class, *imports[1]])
     lines = ["import gemma4_compat  # before the others", "", "import torch"]
     lines += [imports[0]] if imports[0] else []
     lines += [f"from transformers import {', '.join(names)}", "", "device_map = {"]
-    lines += [f"    {entry}," for entry in _entries(device_map)]
+    lines += [f"    {entry}," for entry in _entries(placed.device_map)]
     lines += ["}"]
-    lines += _quantization_config(quantization, skip, offloads=quantize_offloaded) if quantization else []
+    lines += _quantization_config(quantization, source.skip, offloads=offloads) if quantization else []
     arguments = ["dtype=torch.bfloat16", "device_map=device_map"]
     arguments += ["quantization_config=quantization_config"] if quantization else []
     arguments += ['attn_implementation="eager"'] if attention == "eager" else []
-    arguments += ['offload_folder="offload"'] if disk else []
-    call = [f"model = {model_class}.from_pretrained(", f"    {_quoted(model)},"]
+    arguments += ['offload_folder="offload"'] if placed.disk else []
+    call = [f"model = {source.model_class}.from_pretrained(", f"    {_quoted(source.model)},"]
     call += [f"    {argument}," for argument in arguments] + [")"]
-    contexts = ["gemma4_compat.quantize_experts()"] if quantize_experts else []
-    contexts += ["gemma4_compat.quantize_offloaded()"] if quantize_offloaded else []
+    contexts = ["quantize_experts"] if source.experts is not None and not source.stored_experts else []
+    contexts += ["quantize_offloaded"] if offloads else []
     if contexts:
-        return [*lines, f"with {', '.join(contexts)}:", *(f"    {line}" for line in call)]
+        opened = ", ".join(f"gemma4_compat.{name}()" for name in contexts)
+        return [*lines, f"with {opened}:", *(f"    {line}" for line in call)]
     return lines + call
 
 
@@ -112,7 +83,7 @@ def _quoted(text: str) -> str:
 
 
 def _entries(device_map: Mapping[str, int | str]) -> list[str]:
-    """The map's items as Python, one line for all numbered modules that go to one device."""
+    """The map's items as Python, with one line for all numbered modules on a device."""
     lines: list[str] = []
     for (prefix, after), numbers, device in grouped(device_map):
         place = _quoted(device) if isinstance(device, str) else str(device)

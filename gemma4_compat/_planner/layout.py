@@ -1,49 +1,53 @@
 """Which block of a Gemma 4 goes where, so that everything a load needs stays inside the memory there is.
 
 Eviction is an ordered list of choices, each needing less of the accelerator than the one before: everything on it; the
-per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers too, unused ones first;
-then the experts of as few decoder layers as needed (a token looks up those that it hits); then as few streamed decoder
-layers as needed. The first choice that fits is taken, so more memory never streams more
-layers. Streamed layers are called ``paged`` in plans: copied to the accelerator while the ones before them compute.
+per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers as well, unused ones
+first; then the experts of as few decoder layers as needed (each token fetches only the experts it is routed to); then
+as few streamed decoder layers as needed. The first choice that fits is taken: more memory never streams more layers.
+Plans call streamed layers ``paged``: they are copied to the accelerator while the ones before them compute.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._planner.blueprint import Block, Blueprint
-from gemma4_compat._planner.cost import COSTS, Load
-from gemma4_compat._planner.use import Use, experts_of, size_of, use_of
+from gemma4_compat._planner.memory import MEASURED, Load, TrainingLoad
+from gemma4_compat._planner.use import Share, TrainingUse, Use, use_of
 
-#: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Costs.slots` of them.
-_FEWEST_PAGED = COSTS.slots + 1
+#: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Measured.slots` of them.
+_FEWEST_PAGED = MEASURED.slots + 1
 #: Tokens of a chunk of a prompt, where chunks are suggested. Of the 26B-A4B, chunks of 512 took twice the time and
 #: saved another 0.16 GiB (benchmarks/results/2026-11-24-h200-experts-short).
 PREFILL_CHUNK = 1024
 
 
+#: What an accelerator uses while generating, or while training.
+Uses = TypeVar("Uses", Use, TrainingUse)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A placement and what it costs.
+class Layout(Generic[Uses]):
+    """A placement and the memory it takes.
 
     Attributes:
-        device_map: for ``from_pretrained``; keys cover every tensor once, but for the experts of a layer that stays,
-            which have a key inside that of the layer. The first accelerator in it executes what is offloaded.
+        device_map: for ``from_pretrained``; keys cover every tensor once, except that the experts of a layer that
+            stays may have a key inside that of the layer. The first accelerator in it executes what is offloaded.
         use: by accelerator.
         cpu: bytes in host memory, streamed layers padded.
         disk: bytes on disk.
         paged: names of the decoder layers that are streamed.
-        looked_up: names of the decoder layers that stay, but for their experts.
-        brought: bytes that each token brings over the bus: of streamed layers, and of the experts that it hits.
-        awaited: those of them that nothing computes beside: of the experts of layers that stay.
+        looked_up: names of the decoder layers that stay without their experts.
+        brought: bytes that each step brings over the bus: of streamed layers, and of the experts that it hits.
+        awaited: those that a layer waits for: the experts of layers that stay.
     """
 
     device_map: dict[str, int | str]
-    use: dict[int | str, Use]
+    use: dict[int | str, Uses]
     cpu: int
     disk: int
     paged: tuple[str, ...]
@@ -59,35 +63,53 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Blocks that leave the accelerator as a whole, of how many decoder layers the experts do, and how many layers are
-    streamed.
-    """
+    """The blocks that leave the accelerator, the number of decoder layers whose experts do, and of streamed layers."""
 
     evicted: frozenset[str]
     paged: int
     experts: int = 0
 
 
+_Budgets = Mapping[int | str, int] | Mapping[int, int]
+
+
+@overload
 def layout(
     blueprint: Blueprint,
-    budgets: Mapping[int | str, int] | Mapping[int, int],
+    budgets: _Budgets,
     load: Load | None = None,
     *,
     cpu: int | None = None,
     disk: int | None = None,
-    quantize_offloaded: bool = True,
     balanced: bool = False,
-) -> Layout:
+) -> Layout[Use]: ...
+@overload
+def layout(
+    blueprint: Blueprint,
+    budgets: _Budgets,
+    load: TrainingLoad,
+    *,
+    cpu: int | None = None,
+    disk: int | None = None,
+    balanced: bool = False,
+) -> Layout[TrainingUse]: ...
+def layout(
+    blueprint: Blueprint,
+    budgets: _Budgets,
+    load: Load | TrainingLoad | None = None,
+    *,
+    cpu: int | None = None,
+    disk: int | None = None,
+    balanced: bool = False,
+) -> Layout[Any]:
     """Place a model.
 
     Args:
         blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
         budgets: bytes that may be allocated on each accelerator, by the value the map will have for it (0, "cuda:0").
-        load: context, batch, modalities; default: :class:`Load`'s.
+        load: what has to be computed; default: :class:`Load`'s.
         cpu: bytes of host memory for what leaves the accelerators; None: as much as it takes.
         disk: the same for the disk.
-        quantize_offloaded: offloaded modules are quantized as the others; False is transformers' default for a dict
-            map, where they stay in bf16.
         balanced: over several accelerators, about the same on each; otherwise the first ones are filled.
 
     Raises:
@@ -95,48 +117,39 @@ def layout(
     """
     load = load or Load()
     _check(budgets, load)
-    found = _first_that_fits(blueprint, budgets, load, quantize_offloaded)
+    found = _first_that_fits(blueprint, budgets, load)
     if found is None:
-        raise Gemma4CompatError(_refusal(blueprint, budgets, load, quantize_offloaded))
+        raise Gemma4CompatError(_refusal(blueprint, budgets, load))
     if balanced and len(budgets) > 1 and not (found.choice.paged or found.choice.experts):
-        found = _balance(found, blueprint, budgets, load, quantize_offloaded)
+        found = _balance(found)
     return _stored(found, cpu=cpu, disk=disk)
 
 
-def smallest_budget(blueprint: Blueprint, load: Load | None = None, *, quantize_offloaded: bool = True) -> int:
+def smallest_budget(blueprint: Blueprint, load: Load | TrainingLoad | None = None) -> int:
     """The fewest bytes on one accelerator with which :func:`layout` succeeds."""
     load = load or Load()
-    return min(
-        _Placement(blueprint, choice, {0: 1 << 62}, load, quantize_offloaded).use[0].peak
-        for choice in _choices(blueprint, load, quantize_offloaded)
-    )
+    choices = _choices(blueprint, load)
+    return min(int(_Placement(blueprint, choice, {0: 1 << 62}, load).use[0].peak) for choice in choices)
 
 
 def longest_context(
-    blueprint: Blueprint,
-    budgets: Mapping[int | str, int] | Mapping[int, int],
-    load: Load,
-    *,
-    limit: int,
-    placed: Layout | None = None,
-    quantize_offloaded: bool = True,
+    blueprint: Blueprint, budgets: _Budgets, load: Load, *, limit: int, placed: Layout[Use] | None = None
 ) -> int:
-    """The longest context that fits, up to ``limit``; 0 where none does.
+    """The longest context that fits, up to ``limit``; 0 if none fits.
 
     Args:
         blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
         budgets: as for :func:`layout`.
-        load: everything but its context.
+        load: everything except its context.
         limit: what the model was made for.
         placed: keep this placement; otherwise layouts may change with the context.
-        quantize_offloaded: as for :func:`layout`.
     """
 
     def fits(context: int) -> bool:
         wanted = replace(load, context=context, prompt=None)
         if placed is None:
-            return _first_that_fits(blueprint, budgets, wanted, quantize_offloaded) is not None
-        used = placed_use(blueprint, placed, wanted, quantize_offloaded)
+            return _first_that_fits(blueprint, budgets, wanted) is not None
+        used = placed_use(blueprint, placed, wanted)
         return all(use.peak <= budgets[device] for device, use in used.items())  # type: ignore[index]
 
     low, high = 0, limit
@@ -152,7 +165,7 @@ def longest_context(
 # ------------------------------------------------------------------------------------------------------------ choices
 
 
-def _choices(blueprint: Blueprint, load: Load, quantize_offloaded: bool) -> Iterator[_Choice]:
+def _choices(blueprint: Blueprint, load: Load | TrainingLoad) -> Iterator[_Choice]:
     evicted: list[str] = []
     yield _Choice(frozenset(), 0)
     tied = {block.tied for block in blueprint.blocks}
@@ -161,7 +174,7 @@ def _choices(blueprint: Blueprint, load: Load, quantize_offloaded: bool) -> Iter
         if block.kind == "per_layer_embedding" or (block.kind == "embedding" and block.name not in tied):
             evicted.append(block.name)
             yield _Choice(frozenset(evicted), 0)
-    used = {name for name in ("vision", "audio") if getattr(load, name)}
+    used = {name for name in ("vision", "audio") if getattr(load, name, False)}
     towers = [block for block in blueprint.blocks if block.kind == "tower"]
     for block in sorted(towers, key=lambda block: (block.modality in used, -block.stored.allocated)):
         evicted.append(block.name)
@@ -173,12 +186,12 @@ def _choices(blueprint: Blueprint, load: Load, quantize_offloaded: bool) -> Iter
         yield _Choice(frozenset(evicted), count, apart)
 
 
-def _spread(layers: Sequence[Block], count: int, quantize_offloaded: bool) -> list[Block]:
+def _spread(layers: Sequence[Block], count: int) -> list[Block]:
     """``count`` layers, the largest ones, evenly spaced among equals: a copy hides behind what is between."""
     chosen: list[Block] = []
     by_size: dict[int, list[Block]] = {}
     for layer in layers:
-        by_size.setdefault(size_of(layer, quantize_offloaded).allocated, []).append(layer)
+        by_size.setdefault(layer.away.allocated, []).append(layer)
     for size in sorted(by_size, reverse=True):
         equal = by_size[size]
         wanted = min(count - len(chosen), len(equal))
@@ -198,12 +211,10 @@ class _Placement:
         blueprint: Blueprint,
         choice: _Choice,
         budgets: Mapping[Any, int],
-        load: Load,
-        quantize_offloaded: bool,
+        load: Load | TrainingLoad,
         main: Any = None,
     ) -> None:
         self.blueprint, self.choice, self.budgets, self.load = blueprint, choice, budgets, load
-        self.quantize_offloaded = quantize_offloaded
         self.main = next(iter(budgets)) if main is None else main
         self.paged: list[Block] = []
         self.looked_up: list[Block] = []
@@ -213,7 +224,9 @@ class _Placement:
             block for block in blueprint.blocks if block.name not in choice.evicted and block.kind != "layer"
         ]
         self._place_layers(list(blueprint.layers))
-        self.use = {device: self._use(device, self.on[device]) for device in self.on if self._works(device)}
+        self.use: dict[Any, Any] = {
+            device: self._use(device, self.on[device]) for device in self.on if self._works(device)
+        }
 
     @property
     def fits(self) -> bool:
@@ -235,89 +248,76 @@ class _Placement:
         for device in reversed(others):
             while layers and self._holds(device, [layers[-1], *self.on[device]]):
                 self.on[device].insert(0, layers.pop())
-        self.paged = _spread(layers, min(self.choice.paged, len(layers)), self.quantize_offloaded)
+        self.paged = _spread(layers, min(self.choice.paged, len(layers)))
         names = {layer.name for layer in self.paged}
         stay = [layer for layer in layers if layer.name not in names]
         apart = [layer for layer in stay if layer.experts_stored is not None]
-        self.looked_up = _spread(apart, min(self.choice.experts, len(apart)), self.quantize_offloaded)
+        self.looked_up = _spread(apart, min(self.choice.experts, len(apart)))
         self.on[self.main] += stay
 
     def _holds(self, device: Any, blocks: list[Block]) -> bool:
-        return self._use(device, blocks).peak <= self.budgets[device]
+        return bool(self._use(device, blocks).peak <= self.budgets[device])
 
-    def _use(self, device: Any, resident: list[Block]) -> Use:
-        return use_of(
-            self.blueprint,
-            resident,
-            self.paged if device == self.main else (),
-            self.evicted if device == self.main else (),
-            self.load,
-            budget=self.budgets[device],
-            main=device == self.main,
-            quantize_offloaded=self.quantize_offloaded,
-            apart={block.name for block in self.looked_up} if device == self.main else (),
-        )
+    def _use(self, device: Any, resident: list[Block]) -> Use | TrainingUse:
+        if device == self.main:
+            share = Share(resident=resident, looked_up=self.looked_up, paged=self.paged, evicted=self.evicted)
+        else:
+            share = Share(resident=resident, main=False)
+        return use_of(self.blueprint, share, self.load, budget=self.budgets[device])
 
 
-def placed_use(blueprint: Blueprint, placed: Layout, load: Load, quantize_offloaded: bool) -> dict[int | str, Use]:
+def placed_use(blueprint: Blueprint, placed: Layout[Use], load: Load) -> dict[int | str, Use]:
     """What a layout uses for another load than the one it was made for."""
     main = next(iter(placed.use))
     away = [block for block in blueprint.blocks if placed.device_map[block.name] not in placed.use]
     found = {}
     for device, use in placed.use.items():
-        found[device] = use_of(
-            blueprint,
-            [block for block in blueprint.blocks if placed.device_map[block.name] == device],
-            [block for block in away if block.kind == "layer"] if device == main else (),
-            [block for block in away if block.kind != "layer"] if device == main else (),
-            load,
-            budget=use.budget,
-            main=device == main,
-            quantize_offloaded=quantize_offloaded,
-            apart=placed.looked_up if device == main else (),
-        )
+        resident = [block for block in blueprint.blocks if placed.device_map[block.name] == device]
+        share = Share(resident=resident, main=False)
+        if device == main:
+            share = Share(
+                resident=resident,
+                looked_up=[block for block in resident if block.name in placed.looked_up],
+                paged=[block for block in away if block.kind == "layer"],
+                evicted=[block for block in away if block.kind != "layer"],
+            )
+        found[device] = use_of(blueprint, share, load, budget=use.budget)
     return found
 
 
-def _first_that_fits(
-    blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quantize_offloaded: bool
-) -> _Placement | None:
-    for choice in _choices(blueprint, load, quantize_offloaded):
+def _first_that_fits(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load | TrainingLoad) -> _Placement | None:
+    for choice in _choices(blueprint, load):
         for main in budgets:
-            placement = _Placement(blueprint, choice, budgets, load, quantize_offloaded, main)
+            placement = _Placement(blueprint, choice, budgets, load, main)
             if placement.fits:
                 return placement
     return None
 
 
-def _balance(
-    found: _Placement, blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quantize_offloaded: bool
-) -> _Placement:
+def _balance(found: _Placement) -> _Placement:
     """The placement of the same choice whose fullest accelerator is the emptiest, to 1 %."""
     low, high = 0, max(use.peak for use in found.use.values())
     best = found
     while high - low > max(high // 100, 1):
         cap = (low + high) // 2
-        capped = {device: min(budget, cap) for device, budget in budgets.items()}
-        trial = _Placement(blueprint, found.choice, capped, load, quantize_offloaded, found.main)
+        capped = {device: min(budget, cap) for device, budget in found.budgets.items()}
+        trial = _Placement(found.blueprint, found.choice, capped, found.load, found.main)
         if trial.fits:
             best, high = trial, cap
         else:
             low = cap
-    best.use = {device: replace(use, budget=budgets[device]) for device, use in best.use.items()}
+    best.use = {device: replace(use, budget=found.budgets[device]) for device, use in best.use.items()}
     return best
 
 
-def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
+def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout[Any]:
     """Host memory for what left the accelerators; where that is short, the disk, per-layer embeddings first."""
-    largest = max((size_of(block, found.quantize_offloaded).allocated for block in found.paged), default=0)
+    largest = max((block.away.allocated for block in found.paged), default=0)
     away = sorted(found.evicted, key=lambda block: ("per_layer_embedding", "embedding", "tower").index(block.kind))
-    needs = {block.name: size_of(block, found.quantize_offloaded).nbytes for block in away}
+    needs = {block.name: block.away.nbytes for block in away}
     needs |= {block.name: largest for block in reversed(found.paged)}
     apart = {block.name: block for block in found.looked_up}
-    needs |= {
-        block.experts_name: experts_of(block, found.quantize_offloaded).nbytes for block in reversed(found.looked_up)
-    }
+    needs |= {block.experts_name: block.experts_away.nbytes for block in reversed(found.looked_up)}
     on_disk: list[str] = []
     in_host = dict(needs)
     while cpu is not None and sum(in_host.values()) > cpu:
@@ -357,21 +357,22 @@ def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout:
 
 
 def _brought(found: _Placement, layers: Sequence[Block]) -> int:
-    """Bytes of some layers that a step brings over the bus."""
+    """Bytes of some layers that a step brings over the bus; a training step brings all experts."""
     number, taken, _ = found.blueprint.experts or (1, 1, 0)
-    hit = min(found.load.batch * taken, number)
-    sizes = {block: experts_of(block, found.quantize_offloaded).nbytes for block in layers}
+    hit = number if isinstance(found.load, TrainingLoad) else min(found.load.batch * taken, number)
     whole = (block for block in layers if block in found.paged)
-    rest = sum(size_of(block, found.quantize_offloaded).nbytes - sizes[block] for block in whole)
-    return rest + sum(size * hit // number for size in sizes.values())
+    rest = sum(block.away.nbytes - block.experts_away.nbytes for block in whole)
+    return rest + sum(block.experts_away.nbytes * hit // number for block in layers)
 
 
-def _check(budgets: Mapping[Any, int], load: Load) -> None:
+def _check(budgets: Mapping[Any, int], load: Load | TrainingLoad) -> None:
     if not budgets:
         raise Gemma4CompatError("no accelerator was given: name at least one budget, such as {0: 8 * 2**30}")
     for device, budget in budgets.items():
         if budget <= 0:
             raise Gemma4CompatError(f"the budget of accelerator {device!r} is {budget} bytes; it must be positive")
+    if isinstance(load, TrainingLoad):
+        return
     optional = (name for name in ("prompt", "prefill_chunk") if getattr(load, name) is not None)
     for name in ("context", "batch", *optional):
         if getattr(load, name) < 1:
@@ -380,24 +381,29 @@ def _check(budgets: Mapping[Any, int], load: Load) -> None:
         raise Gemma4CompatError(f"attention {load.attention!r} is unknown; use 'sdpa' or 'eager'")
 
 
-def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load, quantize_offloaded: bool) -> str:
-    needed = smallest_budget(blueprint, load, quantize_offloaded=quantize_offloaded)
+def _refusal(blueprint: Blueprint, budgets: Mapping[Any, int], load: Load | TrainingLoad) -> str:
+    needed = smallest_budget(blueprint, load)
     given = ", ".join(size_text(budget) for budget in budgets.values())
     remedies = [f"{size_text(needed, up=True)} on one accelerator"]
-    context = longest_context(blueprint, budgets, load, limit=load.context, quantize_offloaded=quantize_offloaded)
+    if isinstance(load, TrainingLoad):
+        return f"a training step of {blueprint.model_class} does not fit into {given}: it takes {remedies[0]}"
+
+    def fits(load: Load, blueprint: Blueprint = blueprint) -> bool:
+        return _first_that_fits(blueprint, budgets, load) is not None
+
+    context = longest_context(blueprint, budgets, load, limit=load.context)
     if context:
         remedies.append(f"a context of {context} tokens")
     chunked = replace(load, prefill_chunk=PREFILL_CHUNK)
     splits = chunked.prefill < load.prefill and not (load.vision or load.audio)
-    if splits and _first_that_fits(blueprint, budgets, chunked, quantize_offloaded) is not None:
+    if splits and fits(chunked):
         remedies.append(f"the prompt in chunks (prefill_chunk={PREFILL_CHUNK})")
-    alone = replace(load, batch=1)
-    if load.batch > 1 and _first_that_fits(blueprint, budgets, alone, quantize_offloaded) is not None:
+    if load.batch > 1 and fits(replace(load, batch=1)):
         remedies.append("a batch of 1")
     if blueprint.quantization in (None, "8bit"):
         remedies.append("4-bit weights")
-    elif not quantize_offloaded and _first_that_fits(blueprint, budgets, load, True) is not None:
-        remedies.append("offloaded layers quantized too (gemma4_compat.quantize_offloaded)")
+    elif (quantized := blueprint.offloading(quantized=True)) != blueprint and fits(load, quantized):
+        remedies.append("offloaded layers quantized as well (gemma4_compat.quantize_offloaded)")
     experts = ""
     if blueprint.quantization != "8bit" and blueprint.experts and not any(layer.experts for layer in blueprint.layers):
         experts = " Its experts are in bf16 here; quantize_experts counts, and loads, them in 4 bits."

@@ -1,12 +1,11 @@
-"""Where each part of a Gemma 4 should go in the memory there is: ``gemma4_compat.plan_device_map`` and ``plan``.
+"""Where each part of a Gemma 4 should go: ``gemma4_compat.plan_device_map`` and ``plan``.
 
 Needs a configuration, no weights and no accelerator: the model's own class is built on the meta device.
 """
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,24 +14,29 @@ from gemma4_compat._engine import shadowed
 from gemma4_compat._engine.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, code, layout, speed
+from gemma4_compat._planner import blueprint, budgets, code, layout, speed
 from gemma4_compat._planner.blueprint import Blueprint
-from gemma4_compat._planner.cost import Load
 from gemma4_compat._planner.layout import Layout
-from gemma4_compat._planner.result import Plan
+from gemma4_compat._planner.memory import Load
+from gemma4_compat._planner.result import Plan, Rate, Source
+from gemma4_compat._planner.use import Use
 from gemma4_compat._quantization import config, expert_storage, qat
+
+_FOUR_BIT = ("4bit", "4bit-double")
+#: A model, where it goes, what for, and why that is without fast decoding.
+_Planned = tuple[Blueprint, Layout[Use], Load, str]
 
 
 def plan_device_map(
     model: Any,
-    vram: float | str | Sequence[float | str] | Mapping[int | str, float | str],
+    vram: float | str | Sequence[float | str] | Mapping[int | str, float | str] | None = None,
     *,
     context: int = 8192,
     batch: int = 1,
     prompt: int | None = None,
     prefill_chunk: int | None = None,
     quantize: str | None = "4bit",
-    quantize_experts: bool = False,
+    quantize_experts: bool | None = None,
     adapter: str | Path | None = None,
     vision: bool = False,
     audio: bool = False,
@@ -50,35 +54,38 @@ def plan_device_map(
     >>> plan.device_map["model.language_model.embed_tokens_per_layer"]
     'cpu'
 
-    Needs torch and transformers, no weights and no accelerator. What leaves the accelerator first costs the
-    least: the per-layer embeddings, the towers, the experts of as many decoder layers as must (a token reads those
-    that it hits), then as many whole layers as must, which are streamed.
+    Needs torch and transformers, no weights and no accelerator. What costs the least leaves the accelerator first: the
+    per-layer embeddings, the towers, the experts of as many decoder layers as necessary (each token fetches only those
+    it is routed to), then as many whole layers as necessary, which are streamed.
 
     Args:
         model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
             "31B"), a Gemma 4 configuration, or a model (on meta is enough).
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
-            mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
-        context: tokens of a sequence, prompt and answer together.
+            mapping of the map's values to sizes. Leave out what the CUDA context and the display take. Default: the
+            memory of ``card`` less 1 GiB, or else what is free on the GPUs of this machine less 0.5 GiB.
+        context: tokens per sequence, prompt and answer together.
         batch: sequences at a time.
         prompt: tokens of the prompt; default: all of the context, the worst case.
         prefill_chunk: tokens of the prompt that one forward takes in, for text prompts: long ones need less memory and
             some more time. The code sets ``prefill_chunk_size``. Default: all at once.
         quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
-        quantize_experts: experts are quantized to 4 bits, too; otherwise they stay in bf16, as upstream keeps them.
+        quantize_experts: quantize experts to 4 bits; False: they stay in bf16, as upstream keeps them. Default: they
+            are quantized if the weights are in 4 bits, and experts in bf16 would not fit on the accelerator.
         adapter: the folder of a PEFT adapter that will be loaded onto the model.
-        vision: inputs contain images, one a sequence.
-        audio: inputs contain audio, 30 s a sequence.
+        vision: inputs contain images, one per sequence.
+        audio: inputs contain audio, 30 s per sequence.
         cpu: host memory for what is offloaded; default: as much as it takes.
         disk: disk space for what is offloaded; default: as much as it takes.
         attention: "sdpa" or "eager".
         balanced: over several accelerators, about the same on each; otherwise the first are filled.
         fast: decode with :func:`decode_fast` where it applies, and leave room for its static cache and graphs;
             otherwise ``slow_because`` says why not.
-        bus: what a copy from pinned host memory reaches, in a second: bytes or a size ("12GiB"); the text of the plan
-            says how many tokens a second that allows. Default: it says so for common buses.
-        card: whose tokens a second are modelled: a name ("RTX 3060"; an unknown one is refused with those that are
-            known), or figures ("28 SMs, 1.78 GHz, 360 GB/s", and its bus, ", 24GiB/s"). Default: some common cards.
+        bus: bandwidth of copies from pinned host memory to the accelerator, per second: bytes or a size ("12GiB"); the
+            text of the plan says how many tokens a second it allows. Default: it says so for common buses.
+        card: the card whose tokens a second are modelled, and whose memory counts without ``vram``: a name ("RTX
+            3060"; the error about an unknown one lists the known ones), or figures ("28 SMs, 1.78 GHz, 360 GB/s", and
+            its bus, ", 24GiB/s"). Default: some common cards.
 
     Returns:
         The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
@@ -87,17 +94,13 @@ def plan_device_map(
         Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
     """
     shadowed.refuse("torch", "transformers")
-    given = budgets(vram)
     cards = {name: speed.CARDS[name] for name in speed.COMMON} if card is None else {card: speed.card(card)}
+    given = budgets.of(vram, card)
     if prefill_chunk is not None and (vision or audio):
         raise Gemma4CompatError(
             f"prefill_chunk is {prefill_chunk!r} for inputs with images or audio: releases of transformers differ in "
             "whether they split such a prompt. Leave prefill_chunk out"
         )
-    built, name, assumed = build.on_meta(model)
-    quantization = _quantization(built, quantize, quantize_experts)
-    stored = _stored_experts(built, name)
-    cut = _blueprint(built, quantization, adapter, experts=quantize_experts or stored)
     load = Load(
         context=context,
         batch=batch,
@@ -110,37 +113,80 @@ def plan_device_map(
     options: dict[str, Any] = {
         "cpu": None if cpu is None else parse_size(cpu),
         "disk": None if disk is None else parse_size(disk),
-        "quantize_offloaded": quantization is not None,
         "balanced": balanced,
     }
-    placed, load, slow_because = _placed(cut, given, load, options, fast=fast)
-    limit = int(built.config.get_text_config().max_position_embeddings)
-    found = replace(
-        _plan(name, cut, quantization, placed, load),
-        slow_because=slow_because,
-        bus=0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus),
+    found_bus = 0 if bus is None else parse_size(bus.removesuffix("/s") if isinstance(bus, str) else bus)
+    return _plan(
+        model, given, load, options, quantize, quantize_experts, adapter, fast=fast, bus=found_bus, cards=cards
     )
-    return replace(
-        found,
-        longest_context=layout.longest_context(
-            cut, given, load, limit=limit, placed=placed, quantize_offloaded=quantization is not None
-        ),
-        chunked_prefill=_chunked_prefill(cut, placed, load, quantize_offloaded=quantization is not None),
-        **_modelled(cut, placed, found, cards),
+
+
+def _plan(
+    model: Any,
+    given: Mapping[int | str, int],
+    load: Load,
+    options: Mapping[str, Any],
+    quantize: str | None,
+    quantize_experts: bool | None,
+    adapter: str | Path | None,
+    *,
+    fast: bool,
+    bus: int,
+    cards: Mapping[str, speed.Card],
+) -> Plan:
+    """The plan for arguments that were checked; ``options`` are those of ``layout.layout``."""
+    built, name, assumed = build.on_meta(model)
+    quantization = _quantization(built, quantize, quantize_experts)
+    stored = _stored_experts(built, name)
+
+    def planned(experts: bool) -> _Planned:
+        cut = _blueprint(built, quantization, adapter, experts=experts)
+        return cut, *_placed(cut, given, load, options, fast=fast)
+
+    choose = quantize_experts is None and not stored and quantization in _FOUR_BIT
+    cut, placed, load, slow_because = _with_experts(planned) if choose else planned(stored or bool(quantize_experts))
+    experts = quantization if any(block.experts for block in cut.blocks) else None
+    source = Source(
+        model=name,
+        model_class=cut.model_class,
+        quantization=quantization,
+        skip=tuple(config.default_skip_modules(built)),
+        adapter=None if adapter is None else str(adapter),
+        experts=experts,
+        stored_experts=stored,
+        chosen_experts=choose and experts is not None,
         assumed=assumed,
-        code=code.loading_code(
-            found,
-            skip=config.default_skip_modules(built),
-            adapter=adapter,
-            quantize_experts=found.experts is not None and not stored,
-            attention=attention,
-        ),
     )
+    limit = int(built.config.get_text_config().max_position_embeddings)
+    modelled, why_not = _modelled(cut, placed, load, bus, cards)
+    return Plan(
+        source=source,
+        layout=placed,
+        load=load,
+        rate=Rate(slow_because=slow_because, bus=bus, modelled=modelled, not_modelled=why_not),
+        longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
+        chunked_prefill=_chunked_prefill(cut, placed, load),
+        code=code.loading_code(source, placed, load),
+    )
+
+
+def _with_experts(planned: Callable[[bool], _Planned]) -> _Planned:
+    """The plan with experts in bf16, or in 4 bits where those in bf16 do not all stay on the accelerators."""
+    found: _Planned | None
+    try:
+        found = planned(False)
+    except Gemma4CompatError:  # if experts in 4 bits do not fit either, their error says what would
+        found = None
+    if found is not None:
+        cut, placed, *_ = found
+        if not (placed.paged or placed.looked_up) or all(layer.experts_stored is None for layer in cut.layers):
+            return found
+    return planned(True)
 
 
 def _placed(
     cut: Blueprint, given: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
-) -> tuple[Layout, Load, str]:
+) -> tuple[Layout[Use], Load, str]:
     """The layout, the load it was made for, and why that is without fast decoding; empty where it is with it.
 
     Fast decoding is worth more than what leaves the accelerator for its cache and graphs.
@@ -159,27 +205,29 @@ def _placed(
     return layout.layout(cut, given, load, **options), load, slow_because
 
 
-def _modelled(cut: Blueprint, placed: Layout, plan: Plan, cards: Mapping[str, speed.Card]) -> dict[str, Any]:
-    """Tokens a second by card, or why there are none."""
-    if why := "no step is replayed" if not plan.fast else speed.unknown(cut, batch=plan.batch):
-        return {"not_modelled": why}
-    done = speed.work(cut, placed.device_map, context=plan.context)
+def _modelled(
+    cut: Blueprint, placed: Layout[Use], load: Load, given_bus: int, cards: Mapping[str, speed.Card]
+) -> tuple[dict[str, float], str]:
+    """Tokens a second by card, and why they are not known; empty if they are."""
+    if why := "no step is replayed" if not load.fast else speed.unknown(cut, batch=load.batch):
+        return {}, why
+    done = speed.work(cut, placed.device_map, context=load.context)
     found = {}
     for name, card in cards.items():
-        bus = plan.bus or card.bus
+        bus = given_bus or card.bus
         if placed.brought and not bus:
-            return {"not_modelled": f"each token brings {size_text(placed.brought)}, and nothing says over which bus"}
+            return {}, f"each token brings {size_text(placed.brought)}, and nothing says over which bus"
         streamed = placed.brought - placed.awaited
         found[name] = 1 / speed.with_bus(speed.seconds(done, card), streamed, placed.awaited, bus)
-    return {"modelled": found}
+    return found, ""
 
 
-def _chunked_prefill(cut: Blueprint, placed: Layout, load: Load, *, quantize_offloaded: bool) -> int:
-    """The peak of the prefill if the prompt came in chunks, where that is less and text alone is given; else 0."""
+def _chunked_prefill(cut: Blueprint, placed: Layout[Use], load: Load) -> int:
+    """The peak of the prefill with the prompt in chunks, if that is less and the inputs are text; else 0."""
     chunked = replace(load, prefill_chunk=layout.PREFILL_CHUNK)
     if load.vision or load.audio or load.weights_only or chunked.prefill >= load.prefill:
         return 0
-    peaks = (use.prefill for use in layout.placed_use(cut, placed, chunked, quantize_offloaded).values())
+    peaks = (use.prefill for use in layout.placed_use(cut, placed, chunked).values())
     found, now = max(peaks), max(use.prefill for use in placed.use.values())
     return found if found < now else 0
 
@@ -192,46 +240,17 @@ def _slow_anywhere(cut: Blueprint, given: Mapping[int | str, int]) -> str:
     return ""
 
 
-def _slow_here(cut: Blueprint, placed: Layout) -> str:
+def _slow_here(cut: Blueprint, placed: Layout[Use]) -> str:
     # A tower runs once a prompt, which is not replayed.
     towers = {block.name for block in cut.blocks if block.kind == "tower"}
     if any(device == "disk" for name, device in placed.device_map.items() if name not in towers):
         return "weights on disk are read by the host for every token"
     if len(placed.use) > 1:
-        return "a graph is of one accelerator"
+        return "a graph covers one accelerator"
     return ""
 
 
-def _plan(name: str, cut: Blueprint, quantization: str | None, placed: Layout, load: Load) -> Plan:
-    """What the layout of a model says; the caller adds the longest context and the code."""
-    return Plan(
-        model=name,
-        model_class=cut.model_class,
-        device_map=placed.device_map,
-        quantization=quantization,
-        quantize_offloaded=quantization is not None and placed.offloads,
-        experts=quantization if any(block.experts for block in cut.blocks) else None,
-        use=placed.use,
-        cpu=placed.cpu,
-        disk=placed.disk,
-        paged=placed.paged,
-        looked_up=placed.looked_up,
-        brought=placed.brought,
-        bus=0,
-        fast=load.fast,
-        slow_because="",
-        context=load.context,
-        batch=load.batch,
-        vision=load.vision,
-        audio=load.audio,
-        longest_context=0,
-        prefill_chunk=load.prefill_chunk,
-        assumed="",
-        code="",
-    )
-
-
-def _quantization(model: Any, quantize: str | None, quantize_experts: bool) -> str | None:
+def _quantization(model: Any, quantize: str | None, quantize_experts: bool | None) -> str | None:
     """How the checkpoint says its weights are stored, or else ``quantize``."""
     quantization = None if quantize == "none" else quantize
     settings = config.stored_settings(model.config)
@@ -243,7 +262,7 @@ def _quantization(model: Any, quantize: str | None, quantize_experts: bool) -> s
                 f"the checkpoint is quantized with {settings.get('quant_method')!r}; plans know bitsandbytes and "
                 "bf16. Give the checkpoint it was made from"
             )
-    if quantize_experts and quantization not in ("4bit", "4bit-double"):
+    if quantize_experts and quantization not in _FOUR_BIT:
         raise Gemma4CompatError(
             f"quantize_experts quantizes to 4 bits, and quantize is {quantization!r}; use quantize='4bit' or "
             "'4bit-double'"
@@ -262,16 +281,3 @@ def _blueprint(model: Any, quantization: str | None, adapter: str | Path | None,
     names = config.linear_names(model, config.default_skip_modules(model)) if quantization else None
     sizes = None if adapter is None else blueprint.adapter_sizes(adapter)
     return blueprint.describe(model, quantization, names, adapter=sizes, experts=experts)
-
-
-def budgets(vram: Any) -> dict[int | str, int]:
-    """Bytes by accelerator, of whatever :func:`plan_device_map` takes as ``vram``."""
-    if isinstance(vram, Mapping):
-        return {device: parse_size(size) for device, size in vram.items()}
-    try:
-        sizes: list[Any] = [vram] if isinstance(vram, (str, numbers.Real)) else list(vram)
-    except TypeError as error:
-        raise Gemma4CompatError(
-            f"vram is {vram!r}; give a size ('8GiB', or bytes), one for each accelerator, or a mapping of them"
-        ) from error
-    return {index: parse_size(size) for index, size in enumerate(sizes)}

@@ -2,10 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemma4_compat._planner.layout import Layout
+from gemma4_compat._planner.memory import Load
 from gemma4_compat._planner.use import Use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is loaded, and how it is stored.
+
+    Attributes:
+        model: what was asked for, as ``from_pretrained`` takes it.
+        model_class: the class in ``transformers`` whose modules the map names.
+        quantization: "4bit", "4bit-double", "8bit", or None.
+        skip: ``llm_int8_skip_modules``.
+        adapter: folder of a PEFT adapter to load onto it, or None.
+        experts: how the experts are stored, as ``quantization`` says; None: in bf16, or the model has no experts.
+        stored_experts: the checkpoint has its experts in 4 bits already.
+        chosen_experts: nobody asked for experts in 4 bits; in bf16 they would not all stay on the accelerator.
+        assumed: what was taken for granted; empty for a checkpoint.
+    """
+
+    model: str
+    model_class: str
+    quantization: str | None
+    skip: tuple[str, ...] = ()
+    adapter: str | None = None
+    experts: str | None = None
+    stored_experts: bool = False
+    chosen_experts: bool = False
+    assumed: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """How fast it decodes.
+
+    Attributes:
+        slow_because: why the code does not call ``gemma4_compat.decode_fast``; empty where it does.
+        bus: bytes a second of the bus, if it was given; else 0.
+        modelled: tokens a second by card, from a model (``gemma4_compat/_planner/speed.py``); empty without one.
+        not_modelled: why there is no model; else empty.
+    """
+
+    slow_because: str = ""
+    bus: int = 0
+    modelled: Mapping[str, float] = field(default_factory=dict)
+    not_modelled: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,65 +60,153 @@ class Plan:
     """A device map that fits, and what it will use.
 
     Attributes:
-        model: what was asked for, as ``from_pretrained`` takes it.
-        model_class: the class in ``transformers`` whose modules the map names.
-        device_map: for ``from_pretrained``; the first accelerator in it computes what is offloaded.
-        quantization: "4bit", "4bit-double", "8bit", or None.
-        quantize_offloaded: whether offloaded modules must be loaded inside ``gemma4_compat.quantize_offloaded()``.
-        experts: how the experts are stored, as ``quantization`` says; None: in bf16, or there are none.
-        use: expected bytes by accelerator (peaks ``loading``, ``prefill``, ``decode``; what they hold).
-        cpu: bytes in host memory.
-        disk: bytes on disk.
-        paged: decoder layers that are streamed: copied to the accelerator while the ones before them compute.
-        looked_up: decoder layers whose experts alone are offloaded; a token reads those that it hits.
-        brought: bytes that each token brings over the bus: of streamed layers, and of the experts that it hits.
-        bus: bytes a second of the bus, if it was given; else 0.
-        modelled: tokens a second by card, from a model (``gemma4_compat/_planner/speed.py``); empty where it has none.
-        not_modelled: why it has none; else empty.
-        fast: whether the code calls ``gemma4_compat.decode_fast``, and ``use`` has room for its cache and graphs.
-        slow_because: why it does not; empty where it does.
-        context: tokens of a sequence it was made for; ``batch``, ``vision`` and ``audio`` likewise.
-        longest_context: the longest that fits this map, at most what the model was made for.
-        prefill_chunk: tokens of the prompt that one forward takes in; None: all.
-        chunked_prefill: peak of the prefill with the prompt in chunks of 1,024 tokens, where that is less; else 0.
-        assumed: what was taken for granted; empty for a checkpoint.
+        source: what is loaded, and how it is stored.
+        layout: what goes where, and what that takes.
+        load: what it was made for: context, batch, prompt, modalities.
+        rate: how fast it decodes.
+        longest_context: the longest that fits this map, in tokens; at most what the model was made for.
+        chunked_prefill: peak of the prefill with the prompt in chunks of 1,024 tokens, if that is less; else 0.
         code: Python that loads the model.
     """
 
-    model: str
-    model_class: str
-    device_map: dict[str, int | str]
-    quantization: str | None
-    quantize_offloaded: bool
-    experts: str | None
-    use: dict[int | str, Use]
-    cpu: int
-    disk: int
-    paged: tuple[str, ...]
-    looked_up: tuple[str, ...]
-    brought: int
-    bus: int
-    fast: bool
-    slow_because: str
-    context: int
-    batch: int
-    vision: bool
-    audio: bool
+    source: Source
+    layout: Layout[Use]
+    load: Load
+    rate: Rate
     longest_context: int
-    prefill_chunk: int | None = None
     chunked_prefill: int = 0
-    modelled: dict[str, float] = field(default_factory=dict)
-    not_modelled: str = ""
-    assumed: str
-    code: str = field(repr=False)
+    code: str = field(default="", repr=False)
+
+    @property
+    def model(self) -> str:
+        """What was asked for, as ``from_pretrained`` takes it."""
+        return self.source.model
+
+    @property
+    def model_class(self) -> str:
+        """The class in ``transformers`` whose modules the map names."""
+        return self.source.model_class
+
+    @property
+    def device_map(self) -> dict[str, int | str]:
+        """For ``from_pretrained``; the first accelerator in it computes what is offloaded."""
+        return self.layout.device_map
+
+    @property
+    def quantization(self) -> str | None:
+        """How weights are stored: "4bit", "4bit-double", "8bit", or None (bf16)."""
+        return self.source.quantization
+
+    @property
+    def quantize_offloaded(self) -> bool:
+        """Whether offloaded modules must be loaded inside ``gemma4_compat.quantize_offloaded()``."""
+        return self.source.quantization is not None and self.layout.offloads
+
+    @property
+    def experts(self) -> str | None:
+        """How the experts are stored, as ``quantization`` says; None: in bf16, or the model has no experts."""
+        return self.source.experts
+
+    @property
+    def use(self) -> dict[int | str, Use]:
+        """Expected bytes by accelerator: peaks ``loading``, ``prefill``, ``decode``, and what they consist of."""
+        return self.layout.use
+
+    @property
+    def cpu(self) -> int:
+        """Bytes in host memory."""
+        return self.layout.cpu
+
+    @property
+    def disk(self) -> int:
+        """Bytes on disk."""
+        return self.layout.disk
+
+    @property
+    def paged(self) -> tuple[str, ...]:
+        """Decoder layers that are streamed: copied to the accelerator while the ones before them compute."""
+        return self.layout.paged
+
+    @property
+    def looked_up(self) -> tuple[str, ...]:
+        """Decoder layers of which only the experts are offloaded; each token fetches those it is routed to."""
+        return self.layout.looked_up
+
+    @property
+    def brought(self) -> int:
+        """Bytes that each token brings over the bus: streamed layers, and the experts that it is routed to."""
+        return self.layout.brought
+
+    @property
+    def bus(self) -> int:
+        """Bytes a second of the bus, if it was given; else 0."""
+        return self.rate.bus
+
+    @property
+    def fast(self) -> bool:
+        """Whether the code calls ``gemma4_compat.decode_fast``, and ``use`` has room for its cache and graphs."""
+        return self.load.fast
+
+    @property
+    def slow_because(self) -> str:
+        """Why it does not; empty where it does."""
+        return self.rate.slow_because
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence that it was made for."""
+        return self.load.context
+
+    @property
+    def batch(self) -> int:
+        """Sequences at a time that it was made for."""
+        return self.load.batch
+
+    @property
+    def vision(self) -> bool:
+        """Whether it was made for inputs with images."""
+        return self.load.vision
+
+    @property
+    def audio(self) -> bool:
+        """Whether it was made for inputs with audio."""
+        return self.load.audio
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """Tokens of the prompt that one forward takes in; None: all."""
+        return self.load.prefill_chunk
+
+    @property
+    def modelled(self) -> dict[str, float]:
+        """Tokens a second by card, from a model (``gemma4_compat/_planner/speed.py``); empty without one."""
+        return dict(self.rate.modelled)
+
+    @property
+    def not_modelled(self) -> str:
+        """Why there is no model; else empty."""
+        return self.rate.not_modelled
+
+    @property
+    def assumed(self) -> str:
+        """What was taken for granted; empty for a checkpoint."""
+        return self.source.assumed
 
     def as_data(self) -> dict[str, Any]:
         """Everything, as plain data: bytes are integers, the map's keys in order."""
-        names = ("weights", "pages", "adapter", "kv", "graph", "loading", "prefill", "decode", "peak", "budget")
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "use"}
+        data = {name: getattr(self, name) for name in _DATA}
         data |= {"paged": list(self.paged), "looked_up": list(self.looked_up)}
-        data["use"] = {str(device): {name: getattr(use, name) for name in names} for device, use in self.use.items()}
+        data["use"] = {str(device): {name: getattr(use, name) for name in _USE} for device, use in self.use.items()}
         return data
+
+
+#: The keys of a plan as data, in order, and those of what an accelerator uses.
+_DATA = (
+    *("model", "model_class", "device_map", "quantization", "quantize_offloaded", "experts", "cpu", "disk", "paged"),
+    *("looked_up", "brought", "bus", "fast", "slow_because", "context", "batch", "vision", "audio"),
+    *("longest_context", "prefill_chunk", "chunked_prefill", "modelled", "not_modelled", "assumed", "code"),
+)
+_USE = ("weights", "pages", "adapter", "kv", "graph", "loading", "prefill", "decode", "peak", "budget")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +217,25 @@ class TrainingPlan:
         model: what was asked for, as ``from_pretrained`` takes it.
         model_class: the class in ``transformers`` whose modules the map names.
         device_map: for ``from_pretrained``.
-        quantization: of the base: "4bit", "4bit-double", or None.
-        sequence: tokens of a sequence; ``batch``, ``rank``, ``checkpointing``, ``optimizer`` and ``chunked_loss``
-            likewise.
+        quantization: how the base is stored: "4bit", "4bit-double", or None.
+        max_length: tokens per sequence.
+        batch: sequences per micro-batch.
+        r: LoRA rank.
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+        optim: the optimizer, as ``TrainingArguments.optim`` names it.
+        chunked_loss: whether the loss is that of ``gemma4_compat.chunked_loss``.
         trained: weights of the adapter.
-        weights: of the base that stay on the accelerator.
+        weights: of the base, what stays on the accelerator.
         buffers: for streamed layers.
         adapter: LoRA's weights, in float32.
-        optimizer_states: of the optimizer that stay on the accelerator.
+        optimizer_states: the optimizer's states that stay on the accelerator.
         activations: what the step has in use at its peak beside these, gradients included.
         peak: expected, of a step.
         loading: expected, while loading.
         budget: what it may use.
         cpu: bytes in host memory.
         streamed: names of the decoder layers that are streamed.
-        changes: by option of the command line: what it would add to the step, negative where it saves.
+        changes: by option of the command line, what it would add to the step; negative if it saves memory.
         assumed: what was taken for granted; empty for a checkpoint.
         code: Python that loads the model and trains it.
     """
@@ -105,11 +244,11 @@ class TrainingPlan:
     model_class: str
     device_map: dict[str, int | str]
     quantization: str | None
-    sequence: int
+    max_length: int
     batch: int
-    rank: int
-    checkpointing: bool
-    optimizer: str
+    r: int
+    gradient_checkpointing: bool
+    optim: str
     chunked_loss: bool
     trained: int
     weights: int
@@ -128,5 +267,31 @@ class TrainingPlan:
 
     def as_data(self) -> dict[str, Any]:
         """Everything, as plain data."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        data = {_TRAINING_DATA.get(name, name): getattr(self, name) for name in self.__dataclass_fields__}
         return data | {"streamed": list(self.streamed)}
+
+    @property
+    def sequence(self) -> int:
+        """``max_length``, by its old name, as ``rank``, ``checkpointing`` and ``optimizer`` are those of others."""
+        return self.max_length
+
+    @property
+    def rank(self) -> int:
+        return self.r
+
+    @property
+    def checkpointing(self) -> bool:
+        return self.gradient_checkpointing
+
+    @property
+    def optimizer(self) -> str:
+        return self.optim
+
+
+#: Attributes of a training plan whose keys in JSON are their old names.
+_TRAINING_DATA = {
+    "max_length": "sequence",
+    "r": "rank",
+    "gradient_checkpointing": "checkpointing",
+    "optim": "optimizer",
+}

@@ -1,4 +1,4 @@
-"""A model of how long a replayed decoding step takes on a card: from what a token reads, and what the card can do.
+"""A model of how long a replayed decoding step takes on a card, from what a token reads and what the card can do.
 
 It is a model, not a measurement. :data:`SPEED` holds what was fitted, and says to what. It knows 4-bit weights, batch
 1 and everything on one card; :func:`with_bus` adds what a token brings.
@@ -14,7 +14,6 @@ from typing import Any
 from gemma4_compat._engine.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._planner.blueprint import Block, Blueprint
-from gemma4_compat._planner.cost import COSTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,17 +21,17 @@ class Speed:
     """Constants of :func:`seconds`, fitted by ``benchmarks/multiprocessors.py --fit`` to measured steps.
 
     Attributes:
-        layer: seconds that a decoder layer takes beside reading weights: its kernels, one after the other.
+        layer: seconds that the kernels of a decoder layer take in addition to reading weights.
         quantized: bytes of 4-bit weights that one multiprocessor multiplies by in a second, for each GHz of its clock.
         experts: the same of 4-bit experts.
-        memory: which share of the memory's bandwidth weights are read at.
+        memory: share of the memory's bandwidth at which weights are read.
         adapted: seconds that a LoRA adapter adds to a decoder layer.
         lookup: seconds that a per-layer table in host memory adds to a step.
 
     Fitted on 2026-11-25 to steps on H100s that were kept to 16 to 132 of their multiprocessors, and checked on an
-    H200: docs/BENCHMARKS.md has each of them, and how far off it is. ``experts``, from one row alone, has all in it
-    that a mixture of experts takes beside its weights; ``adapted`` and ``lookup`` were less on the H200, why is
-    not known.
+    H200: docs/BENCHMARKS.md has each of them, and how far off it is. ``experts`` is fitted to one row and includes
+    everything that a mixture of experts takes in addition to its weights. ``adapted`` and ``lookup`` were smaller on
+    the H200; we do not know why.
     """
 
     layer: float
@@ -48,44 +47,51 @@ SPEED = Speed(layer=0.000103, quantized=4.35e09, experts=5.2e08, memory=0.75, ad
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """What the speed of a card depends on here, as its vendor states it.
+    """What the speed of a card depends on in this model, as its vendor states it.
 
     Attributes:
         multiprocessors: how many it has (SMs).
         ghz: their highest clock.
         gb_s: bandwidth of its memory, in GB/s (1e9 bytes).
-        bus: bytes a second that a copy from pinned host memory reaches, about; 0: not said.
+        bus: bytes a second, roughly, of a copy from pinned host memory; 0: not stated.
+        gib: its memory, in GiB; 0: not stated. For a card that is sold with several sizes, the one that ``gb_s`` is
+            for, or else the smallest.
     """
 
     multiprocessors: int
     ghz: float
     gb_s: float
     bus: int = 0
+    gib: int = 0
 
 
-#: Bytes a second that a pinned copy gets out of common buses, about. Half of the lanes are half of that.
+#: The share of the bus's speed that replay reached with all layers streamed: where the host waits for each token, with
+#: a slow CPU, and where it does not (E2B, E4B, double quantization, H200: benchmarks/graph_decoding.py, 2026-11-23 and
+#: 2026-11-24).
+BUS_SHARE = (0.76, 0.97)
+#: Bytes a second, roughly, of a pinned copy over common buses. Half the lanes have half of it.
 PCIE_3_X16, PCIE_4_X16, PCIE_5_X16 = 12 << 30, 24 << 30, 49 << 30
 
-#: Cards by name, from their vendor's data sheets; boost clocks.
+#: Cards by name, from the vendors' data sheets, with boost clocks.
 CARDS = {
-    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=PCIE_4_X16),
-    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=PCIE_4_X16),
-    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=PCIE_4_X16),
-    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=PCIE_4_X16 // 2),
-    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2),
-    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=PCIE_4_X16),
-    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=PCIE_4_X16),
-    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=PCIE_4_X16),
-    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2),
-    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=PCIE_5_X16),
-    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=PCIE_5_X16),
-    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=PCIE_4_X16),
-    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=PCIE_4_X16),
-    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=PCIE_4_X16),
-    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=PCIE_5_X16),
-    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=PCIE_5_X16),
+    "RTX 3060": Card(multiprocessors=28, ghz=1.78, gb_s=360, bus=PCIE_4_X16, gib=12),
+    "RTX 3080": Card(multiprocessors=68, ghz=1.71, gb_s=760, bus=PCIE_4_X16, gib=10),
+    "RTX 3090": Card(multiprocessors=82, ghz=1.70, gb_s=936, bus=PCIE_4_X16, gib=24),
+    "RTX 4060": Card(multiprocessors=24, ghz=2.46, gb_s=272, bus=PCIE_4_X16 // 2, gib=8),
+    "RTX 4060 Ti": Card(multiprocessors=34, ghz=2.54, gb_s=288, bus=PCIE_4_X16 // 2, gib=8),
+    "RTX 4070": Card(multiprocessors=46, ghz=2.48, gb_s=504, bus=PCIE_4_X16, gib=12),
+    "RTX 4080": Card(multiprocessors=76, ghz=2.51, gb_s=717, bus=PCIE_4_X16, gib=16),
+    "RTX 4090": Card(multiprocessors=128, ghz=2.52, gb_s=1008, bus=PCIE_4_X16, gib=24),
+    "RTX 5060 Ti": Card(multiprocessors=36, ghz=2.57, gb_s=448, bus=PCIE_5_X16 // 2, gib=8),
+    "RTX 5070": Card(multiprocessors=48, ghz=2.51, gb_s=672, bus=PCIE_5_X16, gib=12),
+    "RTX 5090": Card(multiprocessors=170, ghz=2.41, gb_s=1792, bus=PCIE_5_X16, gib=32),
+    "L4": Card(multiprocessors=58, ghz=2.04, gb_s=300, bus=PCIE_4_X16, gib=24),
+    "A10": Card(multiprocessors=72, ghz=1.70, gb_s=600, bus=PCIE_4_X16, gib=24),
+    "A100": Card(multiprocessors=108, ghz=1.41, gb_s=1555, bus=PCIE_4_X16, gib=40),
+    "H100": Card(multiprocessors=132, ghz=1.98, gb_s=3350, bus=PCIE_5_X16, gib=80),
+    "H200": Card(multiprocessors=132, ghz=1.98, gb_s=4800, bus=PCIE_5_X16, gib=141),
 }
-#: Those that a plan names where none is given.
+#: The cards that a plan names by default.
 COMMON = ("RTX 3060", "RTX 4060 Ti", "RTX 4090")
 
 _STATED = re.compile(r"(\d+) SMs?, (\d+(?:\.\d+)?) GHz, (\d+(?:\.\d+)?) GB/s(?:, (.+?)(?:/s)?)?", re.IGNORECASE)
@@ -105,22 +111,22 @@ def card(text: Any) -> Card:
         count, ghz, gb_s, bus = stated.groups()
         return Card(multiprocessors=int(count), ghz=float(ghz), gb_s=float(gb_s), bus=parse_size(bus) if bus else 0)
     raise Gemma4CompatError(
-        f"card is {text!r}, which is none of {', '.join(CARDS)}, nor figures as in '28 SMs, 1.78 GHz, 360 GB/s' "
+        f"card {text!r} is unknown; use one of {', '.join(CARDS)}, or figures as in '28 SMs, 1.78 GHz, 360 GB/s' "
         "(multiprocessors, highest clock, bandwidth of its memory; 'deviceQuery' and the vendor's page have them)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one token has a card do.
+    """What one token needs from a card.
 
     Attributes:
         layers: decoder layers that compute there.
         quantized: bytes of 4-bit weights that are multiplied by, their scales included.
-        experts: bytes of those 4-bit experts that a token hits.
+        experts: bytes of the 4-bit experts that a token is routed to.
         plain: bytes that are read as they are: the head, other weights in bf16, the KV cache.
         adapted: decoder layers with an adapter on them.
-        lookups: tables in host memory in which its row is looked up.
+        lookups: tables in host memory in which the token's row is looked up.
     """
 
     layers: int
@@ -135,7 +141,7 @@ class Work:
 
 
 def unknown(blueprint: Blueprint, *, batch: int) -> str:
-    """Why there is no model of a step: nothing like it was measured. Empty where there is one."""
+    """Why a step cannot be modelled: nothing like it was measured. Empty if it can."""
     if batch != 1:
         return "only one sequence at a time was measured"
     if blueprint.quantization not in ("4bit", "4bit-double"):
@@ -146,7 +152,7 @@ def unknown(blueprint: Blueprint, *, batch: int) -> str:
 
 
 def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int) -> Work:
-    """What a token of a static cache of ``context`` tokens has all of a model do, where it is not :func:`unknown`.
+    """What one token needs of a whole model with a static cache of ``context`` tokens, unless it is :func:`unknown`.
 
     Layers that ``device_map`` keeps in host memory count as well: they are brought to the card and computed there.
     """
@@ -158,11 +164,11 @@ def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int) -
         hit = used / count * sum(layer.experts_stored.nbytes for layer in layers if layer.experts_stored)
     quantized = plain = 0
     for block in parts:
-        alone = block.without_experts()
-        if alone.stored.nbytes < alone.plain.nbytes:
-            quantized += alone.stored.nbytes
+        rest = block.without_experts()
+        if rest.stored.nbytes < rest.plain.nbytes:
+            quantized += rest.stored.nbytes
         elif block.kind != "head":
-            plain += alone.stored.nbytes
+            plain += rest.stored.nbytes
     plain += blueprint.vocabulary * blueprint.hidden * blueprint.item  # tied or not, all of it is read
     plain += sum(_cached(layer, context, blueprint.item) for layer in layers)
     tables = (block.name for block in blueprint.blocks if block.kind == "per_layer_embedding")
@@ -177,7 +183,7 @@ def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int) -
 
 
 def _cached(layer: Block, context: int, item: int) -> int:
-    """Bytes of keys and values that a step reads; layers that share those of another one read them, too."""
+    """Bytes of keys and values that a step reads, also in layers that share those of another layer."""
     found = layer.attention
     if found is None:
         return 0
@@ -186,10 +192,10 @@ def _cached(layer: Block, context: int, item: int) -> int:
 
 
 def seconds(done: Work, card: Card, speed: Speed = SPEED) -> float:
-    """Of one replayed step, with everything on ``card``.
+    """Seconds of one replayed step with everything on ``card``.
 
-    Layers come one after the other, whatever the card. 4-bit weights take what the multiprocessors or the memory take,
-    whichever is longer; so do 4-bit experts. All else is read as fast as the memory is.
+    Layers run one after the other on any card. 4-bit weights and experts take as long as the multiprocessors or the
+    memory do, whichever is longer. Everything else is read at the speed of the memory.
     """
     computed = card.multiprocessors * card.ghz
     memory = speed.memory * card.gb_s * 1e9
@@ -203,8 +209,8 @@ def seconds(done: Work, card: Card, speed: Speed = SPEED) -> float:
 def with_bus(computed: float, streamed: int, awaited: int, bus: int) -> float:
     """Seconds of a step that takes ``computed`` on the card, with so many bytes brought at ``bus`` bytes a second.
 
-    Streamed layers come while others compute; for the experts that a token hits a layer waits.
+    Streamed layers arrive while others compute; a layer waits for the experts that its token is routed to.
     """
     if not streamed and not awaited:
         return computed
-    return max(computed, streamed / (COSTS.bus[1] * bus)) + awaited / bus
+    return max(computed, streamed / (BUS_SHARE[1] * bus)) + awaited / bus

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from gemma4_compat._engine.text import runs_text, size_text
 from gemma4_compat._planner import speed
 from gemma4_compat._planner.code import FAST, grouped
-from gemma4_compat._planner.cost import COSTS
 from gemma4_compat._planner.layout import PREFILL_CHUNK
 from gemma4_compat._planner.use import Use
 
 if TYPE_CHECKING:
     from gemma4_compat._planner.result import Plan
 
-#: What a plan names where no bus is given.
+#: The buses that a plan names by default.
 BUSES = {
     "12 GiB/s (PCIe 3 x16)": speed.PCIE_3_X16,
     "24 (PCIe 4 x16)": speed.PCIE_4_X16,
@@ -39,7 +38,7 @@ def can_show_blocks(encoding: str | None) -> bool:
 
 
 def plan_text(plan: Plan, *, width: int | None = None, blocks: bool = True) -> str:
-    """Everything a plan says; lines of the report are at most ``width`` columns, by default the terminal's."""
+    """The whole plan; lines of the report are at most ``width`` columns, by default the terminal's."""
     width = max(50, min(width or shutil.get_terminal_size().columns, 100))
     return "\n".join(
         [
@@ -67,6 +66,10 @@ def _heading(plan: Plan, width: int) -> Iterator[str]:
     title += f", prompt in chunks of {plan.prefill_chunk}" if plan.prefill_chunk is not None else ""
     title += f", batch {plan.batch}" + "".join(f", {name}" for name in given)
     yield from textwrap.wrap(title, width)
+    if plan.source.chosen_experts:
+        chosen = "The experts are quantized as well, because in bf16 they would not all stay on the accelerator. "
+        chosen += "--no-quantize-experts keeps them in bf16."
+        yield from textwrap.wrap(chosen, width, break_on_hyphens=False)
     if plan.assumed:
         yield from textwrap.wrap(f"Assumed: {plan.assumed}.", width)
 
@@ -97,7 +100,7 @@ def _bar(use: Use, room: int, cells: str) -> str:
 
 
 def map_lines(device_map: Mapping[str, int | str], width: int) -> Iterator[str]:
-    """A device map, a device after the other, numbered modules as ranges."""
+    """A device map, device by device, with numbered modules as ranges."""
     by_device: dict[int | str, list[str]] = {}
     for (path, after), numbers, device in grouped(device_map):
         by_device.setdefault(device, []).append(path if numbers is None else f"{path} {runs_text(numbers)}{after}")
@@ -111,9 +114,9 @@ def map_lines(device_map: Mapping[str, int | str], width: int) -> Iterator[str]:
 def _streamed(plan: Plan, width: int) -> Iterator[str]:
     if plan.looked_up:
         looked_up = (
-            f"The experts of {len(plan.looked_up)} decoder layers are off the accelerator; a token reads those "
+            f"The experts of {len(plan.looked_up)} decoder layers are off the accelerator; each token fetches only "
         )
-        looked_up += "that it hits."
+        looked_up += "those it is routed to."
         yield from textwrap.wrap(looked_up, width)
     if plan.paged:
         streamed = f"{len(plan.paged)} decoder layers are streamed: copied to the accelerator while others compute."
@@ -141,18 +144,18 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
     text = f"Fast decoding (gemma4_compat.decode_fast): {FAST[0].lower()}{FAST[1:]}. "
     text += f"Its graphs keep {size_text(pools)}."
     if plan.brought:
-        text += f" The bus bounds its speed: each token brings {size_text(plan.brought)} over it."
+        text += f" The bus limits its speed: each token brings {size_text(plan.brought)} over it."
         if plan.paged:
-            least, most = (round(100 * share) for share in COSTS.bus)
-            text += f" Replay of streamed layers reached {least} to {most} % of the bus where it was measured."
+            least, most = (round(100 * share) for share in speed.BUS_SHARE)
+            text += f" Where it was measured, replay of streamed layers reached {least} to {most} % of the bus."
         buses = {f"{size_text(plan.bus)}/s": plan.bus} if plan.bus else BUSES
         allowed = ", ".join(f"{bus / plan.brought:.1f} at {name}" for name, bus in buses.items())
-        text += f" Tokens a second that it allows, computed: {allowed}."
+        text += f" Tokens a second that the bus allows, computed: {allowed}."
     else:
-        text += " The card bounds its speed."
+        text += " The card limits its speed."
     if plan.modelled:
         rates = ", ".join(f"{rate:.0f} on {name}" for name, rate in plan.modelled.items())
-        text += f" Tokens a second by a model of the card, not measured on it: {rates}."
+        text += f" Tokens a second, modelled and not measured: {rates}."
     elif plan.not_modelled:
-        text += f" No model of its tokens a second: {plan.not_modelled}."
+        text += f" Its tokens a second cannot be modelled: {plan.not_modelled}."
     yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

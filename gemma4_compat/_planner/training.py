@@ -10,81 +10,89 @@ from gemma4_compat._engine import shadowed
 from gemma4_compat._engine.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, layout, training_code, training_step
+from gemma4_compat._planner import blueprint, budgets, layout, training_code, training_step
 from gemma4_compat._planner.blueprint import Blueprint
-from gemma4_compat._planner.cost import Load
 from gemma4_compat._planner.layout import Layout
-from gemma4_compat._planner.plan import budgets
-from gemma4_compat._planner.result import TrainingPlan
+from gemma4_compat._planner.memory import TrainingLoad
+from gemma4_compat._planner.renamed import renamed
+from gemma4_compat._planner.result import Source, TrainingPlan
 from gemma4_compat._planner.training_step import Step, StepMemory
+from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
 
+#: Bytes that a step leaves free of what it may use: what kernels use inside is not counted, nor is fragmentation.
+_FREE = 1 << 29
 
+
+@renamed(sequence="max_length", rank="r", checkpointing="gradient_checkpointing", optimizer="optim")
 def plan_training(
     model: Any,
-    vram: float | str | Mapping[int | str, float | str],
+    vram: float | str | Mapping[int | str, float | str] | None = None,
     *,
-    sequence: int = 2048,
+    max_length: int = 2048,
     batch: int = 1,
-    rank: int = 16,
-    checkpointing: bool = True,
-    optimizer: str = "adamw_torch",
+    r: int = 16,
+    gradient_checkpointing: bool = True,
+    optim: str = "adamw_torch",
     chunked_loss: bool = False,
     quantize: str | None = "4bit",
     cpu: float | str | None = None,
+    card: str | None = None,
 ) -> TrainingPlan:
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
-    The step is run on tensors without memory (``FakeTensorMode``), by the installed releases' own code, and every
-    storage it makes is counted: seconds, no weights, no accelerator. What kernels use inside is not seen.
+    The step runs on tensors without memory (``FakeTensorMode``), by the installed releases' own code, and every
+    storage it makes is counted. That takes a minute, no weights and no accelerator. It does not see what kernels use.
+    Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the names before them
+    (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
 
     Args:
         model: as for :func:`gemma4_compat.plan_device_map`; not one whose weights are quantized already.
         vram: what PyTorch may allocate on the accelerator: bytes or a size ("12GiB"), or a mapping of the map's
-            value for it to one.
-        sequence: tokens of a sequence.
-        batch: sequences of a micro-batch; gradient accumulation takes nothing more.
-        rank: of LoRA on all linear layers of the decoder.
-        checkpointing: compute activations of a layer again in the backward pass.
-        optimizer: as ``TrainingArguments.optim`` names it: adamw_torch, adamw_torch_fused, adamw_8bit,
-            paged_adamw_32bit, paged_adamw_8bit or sgd.
+            value for it to one. Default: the memory of ``card`` less 1 GiB, or else what is free on this machine's GPU
+            less 0.5 GiB. The step leaves 0.5 GiB of it free, or an eighth if that is less, for what is not counted.
+        max_length: tokens per sequence.
+        batch: sequences per micro-batch (``per_device_train_batch_size``); gradient accumulation takes nothing more.
+        r: LoRA rank, on all linear layers of the decoder.
+        gradient_checkpointing: compute the activations of a layer again in the backward pass.
+        optim: the optimizer: adamw_torch, adamw_torch_fused, adamw_8bit, paged_adamw_32bit, paged_adamw_8bit or sgd.
         chunked_loss: the loss is that of :func:`gemma4_compat.chunked_loss`.
         quantize: how the base is stored: "4bit", "4bit-double" or None.
         cpu: host memory for what is offloaded; default: as much as it takes.
+        card: a card by its name, such as "RTX 3060", whose memory counts without ``vram``.
 
     Raises:
         Gemma4CompatError: it cannot fit (the message says what each option would save), or an argument cannot be
             understood.
     """
     shadowed.refuse("torch", "transformers", "peft")
-    device, budget = _budget(vram)
+    device, budget = _budget(vram, card)
     quantization = None if quantize == "none" else quantize
     if quantization not in (None, "4bit", "4bit-double"):
         raise Gemma4CompatError(f"quantize is {quantize!r}; training plans know 4bit, 4bit-double and none")
     step = Step(
-        sequence=sequence,
+        max_length=max_length,
         batch=batch,
-        rank=rank,
-        checkpointing=checkpointing,
-        optimizer=optimizer,
+        r=r,
+        gradient_checkpointing=gradient_checkpointing,
+        optim=optim,
         chunked_loss=chunked_loss,
     )
-    cut, name, assumed, skip = _described(model, quantization)
+    cut, source = _described(model, quantization)
     memory = _measure(model, quantization, step)
-    options = {"cpu": None if cpu is None else parse_size(cpu), "quantize_offloaded": quantization is not None}
     changes = _changes(model, quantization, step, memory)
-    placed = _placed(cut, {device: budget}, memory, options, changes)
+    placed = _placed(cut, device, budget, memory, changes, cpu=None if cpu is None else parse_size(cpu))
     use = placed.use[device]
-    found = TrainingPlan(
-        model=name,
-        model_class=cut.model_class,
+    return TrainingPlan(
+        model=source.model,
+        model_class=source.model_class,
         device_map=placed.device_map,
         quantization=quantization,
-        sequence=sequence,
+        max_length=max_length,
         batch=batch,
-        rank=rank,
-        checkpointing=checkpointing,
-        optimizer=optimizer,
+        r=r,
+        gradient_checkpointing=gradient_checkpointing,
+        optim=optim,
         chunked_loss=chunked_loss,
         trained=sum(memory.sizes),
         weights=use.weights,
@@ -92,26 +100,25 @@ def plan_training(
         adapter=memory.adapter,
         optimizer_states=memory.optimizer,
         activations=max(memory.forward, memory.backward),
-        peak=use.prefill,
+        peak=use.step,
         loading=use.loading,
         budget=budget,
         cpu=placed.cpu,
         streamed=placed.paged,
         changes=changes,
-        assumed=assumed,
-        code="",
+        assumed=source.assumed,
+        code=training_code.training_code(source, placed, step),
     )
-    return replace(found, code=training_code.training_code(found, skip=skip, offloads=placed.offloads))
 
 
-def _budget(vram: Any) -> tuple[int | str, int]:
-    found = budgets(vram)
-    if len(found) != 1:
-        raise Gemma4CompatError(f"vram is {vram!r}; a training plan is of one accelerator")
-    return next(iter(found.items()))
+def _budget(vram: Any, card: str | None) -> tuple[int | str, int]:
+    found = budgets.of(vram, card)
+    if vram is not None and len(found) != 1:
+        raise Gemma4CompatError(f"vram is {vram!r}; a training plan covers one accelerator")
+    return max(found.items(), key=lambda item: item[1])
 
 
-def _described(model: Any, quantization: str | None) -> tuple[Blueprint, str, str, list[str]]:
+def _described(model: Any, quantization: str | None) -> tuple[Blueprint, Source]:
     built, name, assumed = build.on_meta(model)
     skip = config.default_skip_modules(built)
     settings = config.stored_settings(built.config)
@@ -121,7 +128,11 @@ def _described(model: Any, quantization: str | None) -> tuple[Blueprint, str, st
             "the checkpoint is quantized already; give the checkpoint it was made from, or its variant, and quantize"
         )
     names = config.linear_names(built, skip) if quantization else None
-    return blueprint.describe(built, quantization, names), name, assumed, skip
+    cut = blueprint.describe(built, quantization, names)
+    source = Source(
+        model=name, model_class=cut.model_class, quantization=quantization, skip=tuple(skip), assumed=assumed
+    )
+    return cut, source
 
 
 def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
@@ -131,33 +142,31 @@ def _measure(model: Any, quantization: str | None, step: Step) -> StepMemory:
 
 
 def _changes(model: Any, quantization: str | None, step: Step, memory: StepMemory) -> dict[str, int]:
-    """What the step would take more, by option that makes it another one."""
-    other = _measure(model, quantization, replace(step, checkpointing=not step.checkpointing))
-    found = {"--no-checkpointing" if step.checkpointing else "--checkpointing": other.peak - memory.peak}
+    """How much more memory the step would take, by the option that changes it."""
+    checkpointing = step.gradient_checkpointing
+    other = _measure(model, quantization, replace(step, gradient_checkpointing=not checkpointing))
+    found = {f"--{'no-' if checkpointing else ''}gradient-checkpointing": other.peak - memory.peak}
     other = _measure(model, quantization, replace(step, chunked_loss=not step.chunked_loss))
     found["--no-chunked-loss" if step.chunked_loss else "--chunked-loss"] = other.peak - memory.peak
-    for optimizer in ("adamw_8bit", "paged_adamw_8bit"):
-        if optimizer != step.optimizer:
-            found[f"--optimizer {optimizer}"] = memory.with_optimizer(optimizer).peak - memory.peak
+    for optim in ("adamw_8bit", "paged_adamw_8bit"):
+        if optim != step.optim:
+            found[f"--optim {optim}"] = memory.with_optimizer(optim).peak - memory.peak
     return found
 
 
 def _placed(
-    cut: Blueprint,
-    given: Mapping[int | str, int],
-    memory: StepMemory,
-    options: Mapping[str, Any],
-    changes: Mapping[str, int],
-) -> Layout:
-    load = Load(training=memory.peak)
-    needed = layout.smallest_budget(cut, load, quantize_offloaded=options["quantize_offloaded"])
-    budget = min(given.values())
-    if needed > budget:
+    cut: Blueprint, device: int | str, budget: int, memory: StepMemory, changes: Mapping[str, int], *, cpu: int | None
+) -> Layout[TrainingUse]:
+    load = TrainingLoad(step=memory.peak)
+    free = min(_FREE, budget // 8)
+    needed = layout.smallest_budget(cut, load)
+    if needed > budget - free:
         remedies = [f"{option} saves {size_text(-more)}" for option, more in changes.items() if more < 0]
         said = f" {'; '.join(remedies)}." if remedies else ""
         raise Gemma4CompatError(
             f"a step of {cut.model_class} takes {size_text(needed, up=True)} with all decoder layers streamed, "
-            f"{size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}.{said} A shorter "
-            "sequence or a smaller batch takes less"
+            f"{size_text(memory.peak)} of it for the step itself, and there are {size_text(budget)}, of which "
+            f"{size_text(free)} stay free.{said} A shorter sequence or a smaller batch takes less"
         )
-    return layout.layout(cut, given, load, **options)
+    found = layout.layout(cut, {device: budget - free}, load, cpu=cpu)
+    return replace(found, use={device: replace(use, budget=budget) for device, use in found.use.items()})

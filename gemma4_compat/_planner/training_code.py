@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gemma4_compat._planner import code
-from gemma4_compat._planner.training_step import TARGETS
-
-if TYPE_CHECKING:
-    from gemma4_compat._planner.result import TrainingPlan
+from gemma4_compat._planner.layout import Layout
+from gemma4_compat._planner.result import Source
+from gemma4_compat._planner.training_step import TARGETS, Step
 
 _TRAINING = """\
 model = get_peft_model(
     model,
-    LoraConfig(r={rank}, lora_alpha={rank}, target_modules=r"{targets}"),
+    LoraConfig(r={r}, lora_alpha={r}, target_modules=r"{targets}"),
 )
 {chunked}arguments = TrainingArguments(
     "adapter",
@@ -22,38 +20,24 @@ model = get_peft_model(
     per_device_train_batch_size={batch},
     gradient_checkpointing={checkpointing},
     gradient_checkpointing_kwargs={{"use_reentrant": False}},
-    optim="{optimizer}",
+    optim="{optim}",
 )
-# DATASET yields dicts with input_ids, attention_mask and labels, of at most {sequence} tokens.
+# DATASET yields dicts with input_ids, attention_mask and labels, of at most {max_length} tokens.
 trainer = Trainer(model, arguments, train_dataset=DATASET)
 trainer.train()
 model.save_pretrained("adapter")"""
 
 
-def training_code(plan: TrainingPlan, *, skip: Sequence[str], offloads: bool) -> str:
-    """Python that loads the model of ``plan`` where it says, and trains.
-
-    Args:
-        plan: all of it but its ``code``.
-        skip: ``llm_int8_skip_modules``.
-        offloads: whether anything leaves the accelerator.
-    """
-    loading = code.loading_lines(
-        plan.model,
-        plan.model_class,
-        plan.device_map,
-        plan.quantization,
-        skip=skip,
-        quantize_offloaded=offloads and plan.quantization is not None,
-        imports=("from peft import LoraConfig, get_peft_model", ("Trainer", "TrainingArguments")),
-    )
+def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
+    """Python that loads a model where a layout puts it, and trains an adapter on it."""
+    imports = ("from peft import LoraConfig, get_peft_model", ("Trainer", "TrainingArguments"))
     training = _TRAINING.format(
-        rank=plan.rank,
-        chunked="model = gemma4_compat.chunked_loss(model)\n" if plan.chunked_loss else "",
+        r=step.r,
+        chunked="model = gemma4_compat.chunked_loss(model)\n" if step.chunked_loss else "",
         targets=TARGETS,
-        batch=plan.batch,
-        checkpointing=plan.checkpointing,
-        optimizer=plan.optimizer,
-        sequence=plan.sequence,
+        batch=step.batch,
+        checkpointing=step.gradient_checkpointing,
+        optim=step.optim,
+        max_length=step.max_length,
     )
-    return "\n".join([*loading, training])
+    return "\n".join([*code.loading_lines(source, placed, imports=imports), training])

@@ -1,9 +1,9 @@
 """How many bytes a training step takes beside the base's weights: the step itself is run, on tensors without memory.
 
-No formula knows what autograd keeps of a release's code, so that code is run: the model's own class with PEFT's own
+No formula knows what autograd keeps of a release's code, so that code runs: the model's own class with PEFT's own
 layers, forward and backward, under ``FakeTensorMode``, which gives every tensor a shape and no memory, while each
-storage that an operator makes is counted until it is freed. That takes seconds and no accelerator. What it does not
-see is what kernels use inside. Masks are those of a batch with padding, the larger case.
+storage that an operator makes is counted until it is freed. That takes seconds and no accelerator. It does not see
+what kernels use inside. Masks are those of a batch with padding, the larger case.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Step:
     """What a step is.
 
     Attributes:
-        sequence: tokens of a sequence.
-        batch: sequences of a micro-batch.
-        rank: of LoRA on :data:`TARGETS`.
-        checkpointing: activations of a decoder layer are computed again in the backward pass.
-        optimizer: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
+        max_length: tokens per sequence.
+        batch: sequences per micro-batch.
+        r: LoRA rank, on :data:`TARGETS`.
+        gradient_checkpointing: activations of a decoder layer are computed again in the backward pass.
+        optim: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
         chunked_loss: the loss is that of ``gemma4_compat.chunked_loss``.
     """
 
-    sequence: int
+    max_length: int
     batch: int = 1
-    rank: int = 16
-    checkpointing: bool = True
-    optimizer: str = "adamw_torch"
+    r: int = 16
+    gradient_checkpointing: bool = True
+    optim: str = "adamw_torch"
     chunked_loss: bool = False
 
 
@@ -81,7 +81,7 @@ class StepMemory:
         return self.adapter + self.optimizer + max(self.forward, self.backward)
 
     def with_optimizer(self, optimizer: str) -> StepMemory:
-        """The same step with another one of :data:`OPTIMIZERS`."""
+        """The same step with another of the :data:`OPTIMIZERS`."""
         return replace(self, optimizer=optimizer_bytes(optimizer, self.sizes))
 
 
@@ -107,10 +107,10 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
         adapted.train()
         if step.chunked_loss:
             loss.chunked_loss(adapted)
-        if step.checkpointing:
+        if step.gradient_checkpointing:
             adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             adapted.enable_input_require_grads()
-        tokens = torch.zeros(step.batch, step.sequence, dtype=torch.long)
+        tokens = torch.zeros(step.batch, step.max_length, dtype=torch.long)
         inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
         if "mm_token_type_ids" in _parameters(model):
             inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
@@ -122,7 +122,7 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
             found.backward()
     return StepMemory(
         adapter=sum(rounded(4 * size) for size in sizes),
-        optimizer=optimizer_bytes(step.optimizer, sizes),
+        optimizer=optimizer_bytes(step.optim, sizes),
         forward=forward,
         backward=counted.peak,
         sizes=tuple(sizes),
@@ -185,23 +185,23 @@ def storage_counter(model: Any) -> Any:
 
 
 def _check(step: Step) -> None:
-    for name in ("sequence", "batch", "rank"):
+    for name in ("max_length", "batch", "r"):
         if getattr(step, name) < 1:
             raise Gemma4CompatError(f"{name} is {getattr(step, name)}; it must be at least 1")
-    if step.optimizer not in OPTIMIZERS:
-        raise Gemma4CompatError(f"optimizer {step.optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
+    if step.optim not in OPTIMIZERS:
+        raise Gemma4CompatError(f"optim {step.optim!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
 
 
 def _adapted(model: Any, step: Step) -> Any:
     """``model`` with LoRA on its targets, on meta."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=step.rank, lora_alpha=step.rank, target_modules=TARGETS)
+    config = LoraConfig(r=step.r, lora_alpha=step.r, target_modules=TARGETS)
     return get_peft_model(model.requires_grad_(False), config, low_cpu_mem_usage=True)
 
 
 def _fake(adapted: Any, quantized: Collection[str]) -> list[int]:
-    """Give every tensor of the model a fake one, 4-bit where that is meant. Returns the sizes of the trained ones."""
+    """Replace every tensor of the model by a fake one, 4-bit if ``quantized`` says so. Returns the trained sizes."""
     import torch
 
     base = adapted.get_base_model()
@@ -268,7 +268,7 @@ def _parameters(model: Any) -> Collection[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What the libraries say about training is not about a plan."""
+    """Hide the libraries' warnings about training: nothing is trained."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

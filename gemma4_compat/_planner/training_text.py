@@ -17,17 +17,17 @@ _PARTS = ("weights", "streaming buffers", "adapter and optimizer", "activations 
 
 
 def training_text(plan: TrainingPlan, *, width: int | None = None, blocks: bool = True) -> str:
-    """Everything a plan says; lines of the report are at most ``width`` columns, by default the terminal's."""
+    """The whole plan; lines of the report are at most ``width`` columns, by default the terminal's."""
     width = max(50, min(width or shutil.get_terminal_size().columns, 100))
     return "\n".join([*_report(plan, width, BLOCKS if blocks else ASCII), "", plan.code])
 
 
 def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
     stored = {None: "bf16", "4bit": "4 bit", "4bit-double": "4 bit, double quantization"}[plan.quantization]
-    checkpointing = "with" if plan.checkpointing else "without"
+    checkpointing = "with" if plan.gradient_checkpointing else "without"
     yield from textwrap.wrap(
-        f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.sequence} tokens, batch "
-        f"{plan.batch}, LoRA of rank {plan.rank} on {plan.trained:,} weights, {plan.optimizer}, {checkpointing} "
+        f"Training {plan.model} ({plan.model_class}), {stored}: sequences of {plan.max_length} tokens, batch "
+        f"{plan.batch}, LoRA of rank {plan.r} on {plan.trained:,} weights, {plan.optim}, {checkpointing} "
         f"checkpointing{', the loss in chunks' if plan.chunked_loss else ''}",
         width,
     )
@@ -49,7 +49,7 @@ def _report(plan: TrainingPlan, width: int, cells: str) -> Iterator[str]:
         ("base weights", plan.weights),
         ("streaming buffers", plan.buffers),
         ("adapter", plan.adapter),
-        (f"states of {plan.optimizer}", plan.optimizer_states),
+        (f"states of {plan.optim}", plan.optimizer_states),
         ("activations, loss and gradients", plan.activations),
     ):
         yield f"  {name:<33}{size_text(nbytes):>11}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
 
-from gemma4_compat._planner import cost
-from gemma4_compat._planner.blueprint import Block, Blueprint, Size
-from gemma4_compat._planner.cost import COSTS, Load
+from gemma4_compat._planner import memory
+from gemma4_compat._planner.blueprint import Block, Blueprint
+from gemma4_compat._planner.memory import MEASURED, Load, TrainingLoad
 
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """Bytes on one accelerator.
+    """Bytes on one accelerator while generating.
 
     Attributes:
         weights: what stays there.
@@ -42,89 +44,138 @@ class Use:
         return max(self.loading, self.prefill, self.decode)
 
 
-def use_of(
-    blueprint: Blueprint,
-    resident: Collection[Block],
-    paged: Collection[Block],
-    evicted: Collection[Block],
-    load: Load,
-    *,
-    budget: int,
-    main: bool,
-    quantize_offloaded: bool,
-    apart: Collection[str] = (),
-) -> Use:
-    """What one accelerator uses: blocks that stay, layers that pass through, and (the main one) blocks elsewhere.
+@dataclass(frozen=True, kw_only=True)
+class TrainingUse:
+    """Bytes on one accelerator while training.
 
-    ``apart`` are the names of blocks that stay, but for their experts.
+    Attributes:
+        weights: what stays there, of the base.
+        pages: buffers for the streamed layers.
+        loading: peak in ``from_pretrained``.
+        step: peak of a training step.
+        budget: what it may use.
     """
-    looked_up = [block for block in resident if block.name in apart]
-    resident = [block.without_experts() if block in looked_up else block for block in resident]
-    weights = sum(block.stored.allocated for block in resident)
+
+    weights: int
+    pages: int
+    loading: int
+    step: int
+    budget: int
+
+    @property
+    def peak(self) -> int:
+        """The larger of the two."""
+        return max(self.loading, self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The blocks that one accelerator computes.
+
+    Attributes:
+        resident: stay there.
+        looked_up: those of them whose experts are elsewhere.
+        paged: decoder layers that are streamed through it.
+        evicted: what else is elsewhere and computed with it.
+        main: whether it computes the embeddings and the logits.
+    """
+
+    resident: Collection[Block]
+    looked_up: Collection[Block] = ()
+    paged: Collection[Block] = ()
+    evicted: Collection[Block] = ()
+    main: bool = True
+
+    @functools.cached_property
+    def stays(self) -> list[Block]:
+        """What of ``resident`` is on the accelerator."""
+        apart = {block.name for block in self.looked_up}
+        return [block.without_experts() if block.name in apart else block for block in self.resident]
+
+    @property
+    def weights(self) -> int:
+        return sum(block.stored.allocated for block in self.stays)
+
+    @property
+    def loading(self) -> int:
+        """The peak while loading: the last weight is there twice while it is quantized."""
+        return self.weights + max((block.loading for block in self.stays), default=0)
+
+    @property
+    def pages(self) -> int:
+        """The buffers of a forward that needs all experts of a layer at once."""
+        experts = (block.experts_away.allocated for block in self.looked_up)
+        return slots([*(block.away.allocated for block in self.paged), *experts])
+
+
+@overload
+def use_of(blueprint: Blueprint, share: Share, load: Load, *, budget: int) -> Use: ...
+@overload
+def use_of(blueprint: Blueprint, share: Share, load: TrainingLoad, *, budget: int) -> TrainingUse: ...
+def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, budget: int) -> Use | TrainingUse:
+    """What one accelerator uses for its share of the model."""
+    if isinstance(load, TrainingLoad):
+        pages = share.pages
+        step = _with_slack(share.weights + MEASURED.blas_workspace + pages + load.step)
+        return TrainingUse(weights=share.weights, pages=pages, loading=share.loading, step=step, budget=budget)
+    layers = [block for block in share.stays if block.kind == "layer"]
+    layers += [block.brought_in() for block in share.paged if block.kind == "layer"]
+    whole = [block.away.allocated for block in share.paged]
     # A prompt needs all experts of a layer at once, a token those that it hits.
-    whole = [size_of(block, quantize_offloaded).allocated for block in paged]
-    pages = _slots([*whole, *(_experts(block, quantize_offloaded) for block in looked_up)])
-    parts = [size - _experts(block, quantize_offloaded) for size, block in zip(whole, paged)]
-    number, taken, _ = blueprint.experts or (0, 0, 0)
-    few = load.batch * taken < number and load.training is None
-    streamed = parts if few else whole
-    adapter = sum(block.adapter for block in (*resident, *paged, *evicted))
-    layers = [block for block in (*resident, *paged) if block.kind == "layer"]
-    if paged and not quantize_offloaded:  # computed as they are: no dequantized copy
-        layers = [replace(block, workspace=0, experts=0) if block in paged else block for block in layers]
-    if looked_up and not quantize_offloaded:
-        layers = [replace(block, experts=0) if block.name in apart else block for block in layers]
-    kv = sum(cost.kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
-    graph = cost.graph(blueprint, layers, streamed, load, head=main)
-    held = weights + adapter + graph + (0 if load.weights_only else COSTS.blas_workspace)
-    loading = weights + max((block.loading for block in resident), default=0)
-    if load.training is not None:
-        step = _with_slack(held + pages + load.training, load)
-        return Use(
-            weights=weights, pages=pages, adapter=0, kv=0, loading=loading, prefill=step, decode=step, budget=budget
-        )
-    prefill = cost.activations(blueprint, layers, load, prefill=True, head=main)
-    decode = cost.activations(blueprint, layers, load, prefill=False, head=main)
-    if few and not load.weights_only:  # rows of unquantized experts; those of quantized ones are in cost.activations
-        away = [block for block in (*paged, *looked_up) if not block.experts or not quantize_offloaded]
-        rows = [_experts(block, quantize_offloaded) for block in away]
-        decode += max(rows, default=0) * load.batch * taken // number
-    if main:
-        towers = [block for block in evicted if block.kind == "tower" and getattr(load, block.modality or "")]
-        brought_in = max((2 * size_of(block, quantize_offloaded).leaf for block in towers), default=0)
-        prefill = max(prefill, brought_in + cost.tower_activations(blueprint, load))
+    few = _hits_few(blueprint, load)
+    streamed = [block.away.allocated - block.experts_away.allocated for block in share.paged] if few else whole
+    weights, pages = share.weights, share.pages
+    adapter = sum(block.adapter for block in (*share.resident, *share.paged, *share.evicted))
+    graph = memory.graph(blueprint, layers, streamed, load, head=share.main)
+    held = weights + adapter + graph + (0 if load.weights_only else MEASURED.blas_workspace)
+    prefill = memory.activations(blueprint, layers, load, prefill=True, head=share.main)
+    decode = memory.activations(blueprint, layers, load, prefill=False, head=share.main)
+    if few and not load.weights_only:
+        decode += max(_rows(blueprint, share, load), default=0)
+    if share.main:
+        prefill = max(prefill, _towers(blueprint, share, load))
+    slack = (lambda nbytes: nbytes) if load.weights_only else _with_slack
     return Use(
         weights=weights,
         pages=pages,
         adapter=adapter,
-        kv=kv,
-        loading=loading,
-        prefill=_with_slack(held + pages + prefill, load),
-        decode=_with_slack(held + _slots(streamed) + decode, load),
+        kv=sum(memory.kv_cache(block, load, blueprint.item, prefill=False) for block in layers),
+        loading=share.loading,
+        prefill=slack(held + pages + prefill),
+        decode=slack(held + slots(streamed) + decode),
         budget=budget,
         graph=graph,
     )
 
 
-def _with_slack(nbytes: int, load: Load) -> int:
-    return nbytes + (0 if load.weights_only else int(nbytes * COSTS.slack))
-
-
-def size_of(block: Block, quantize_offloaded: bool) -> Size:
-    """Of a block that is offloaded."""
-    return block.stored if quantize_offloaded else block.plain
-
-
-def experts_of(block: Block, quantize_offloaded: bool) -> Size:
-    """Of the experts in a block, where they are offloaded; nothing for a block without any."""
-    size = block.experts_stored if quantize_offloaded else block.experts_plain
-    return Size(nbytes=0, allocated=0, leaf=0) if size is None else size
-
-
-def _experts(block: Block, quantize_offloaded: bool) -> int:
-    return experts_of(block, quantize_offloaded).allocated
-
-
-def _slots(sizes: Sequence[int]) -> int:
+def slots(sizes: Sequence[int]) -> int:
     """The buffers on the accelerator for streamed layers of these sizes."""
-    return max(sizes, default=0) * min(COSTS.slots, len(sizes))
+    return max(sizes, default=0) * min(MEASURED.slots, len(sizes))
+
+
+def _hits_few(blueprint: Blueprint, load: Load) -> bool:
+    """Whether a decoding step leaves experts of a layer unused."""
+    number, taken, _ = blueprint.experts or (0, 0, 0)
+    return load.batch * taken < number
+
+
+def _rows(blueprint: Blueprint, share: Share, load: Load) -> Iterator[int]:
+    """Bytes of the experts that a step brings, by layer, where they are not quantized.
+
+    :func:`gemma4_compat._planner.memory.activations` counts those that are.
+    """
+    number, taken, _ = blueprint.experts or (1, 0, 0)
+    for block in (*share.paged, *share.looked_up):
+        if not block.experts or not block.quantized_away:
+            yield block.experts_away.allocated * load.batch * taken // number
+
+
+def _towers(blueprint: Blueprint, share: Share, load: Load) -> int:
+    """The peak of the towers, those elsewhere brought in a module after the other."""
+    used = (block for block in share.evicted if block.kind == "tower" and getattr(load, block.modality or ""))
+    brought = max((2 * block.away.leaf for block in used), default=0)
+    return brought + memory.tower_activations(blueprint, load)
+
+
+def _with_slack(nbytes: int) -> int:
+    return nbytes + int(nbytes * MEASURED.slack)

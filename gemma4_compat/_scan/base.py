@@ -63,7 +63,7 @@ def build(base: Any, quantize: str | None, findings: Findings) -> Base:
         findings: where notes go.
 
     Raises:
-        Gemma4CompatError: there is no such base, or no such quantization.
+        Gemma4CompatError: the base or the quantization is unknown.
     """
     shadowed.refuse("torch", "transformers", "peft")
     model, name, assumed = models.on_meta(getattr(base, "config", base))
@@ -85,13 +85,13 @@ def _quantization(model: Any, requested: str | None, findings: Findings) -> tupl
     settings = stored if isinstance(stored, dict) else stored.to_dict()
     if qat.is_method(settings):
         findings.notes.append(
-            "the base is one of Google's QAT checkpoints: its layers are of 2 to 8 bits and round their activations. "
+            "the base is one of Google's QAT checkpoints: its layers have 2 to 8 bits and round their activations. "
             "An adapter cannot be merged into them, only into the model that dequantize() gives"
         )
         return qat.METHOD, frozenset(qat.packed(qat.converted(model)))
     if (name := config.name_of(settings)) is None:
         method = str(settings.get("quant_method"))
-        findings.notes.append(f"the base is quantized with {method}, which this command knows no details of")
+        findings.notes.append(f"the base is quantized with {method}, which this command cannot look into")
         return method, frozenset()
     skip = settings.get("llm_int8_skip_modules") or ["lm_head"]
     return name, config.linear_names(model, skip) - config.tied_linears(model)

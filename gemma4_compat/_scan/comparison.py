@@ -75,16 +75,16 @@ class Comparison:
             self._check_quantized()
             self._findings.add(
                 "untargeted",
-                "{count} keys are of modules that the targets in adapter_config.json leave out, such as {first}: PEFT "
-                "drops their weights without an error",
+                "{count} keys belong to modules that the targets in adapter_config.json leave out, such as {first}: "
+                "PEFT drops their weights without an error",
                 [key for key in unknown if key in self.found.modules],
             )
             self._check_missing(self._expected)
         every = self._saved.tensors and len(unmatched) == len(self._saved.tensors)
         self._findings.add(
             "unmatched",
-            f"{'all keys are' if every else '{count} keys are'} of no module that this base has, such as {{first}}: "
-            "the adapter was made for another model",
+            f"{'all' if every else '{count}'} keys belong to modules that this base lacks, such as {{first}}: the "
+            "adapter was made for another model",
             unmatched,
         )
         if not renames:
@@ -160,8 +160,8 @@ class Comparison:
             else:
                 shapes.append(key)
         for id, keys, reason in (
-            ("rank", ranks, "another rank than adapter_config.json says: it is of another adapter"),
-            ("shape", shapes, "another shape than this base needs: the adapter was made for another model"),
+            ("rank", ranks, "a rank that differs from adapter_config.json: that file belongs to another adapter"),
+            ("shape", shapes, "a shape that differs from this base's: the adapter was made for another model"),
         ):
             if keys:
                 here = lora_file.shape_text(wanted[self.found.names[keys[0]]])

@@ -44,18 +44,18 @@ def peft_type(saved: SavedAdapter) -> str:
     """The adapter's PEFT type, such as "LORA".
 
     Raises:
-        Gemma4CompatError: it names none, or one that is unknown here and to the installed PEFT.
+        Gemma4CompatError: the file has none, or one that neither this package nor the installed PEFT knows.
     """
     name = saved.config.get("peft_type")
     if name is None:
         made_by = "; it looks like one of mlx-lm, which PEFT cannot load" if "lora_parameters" in saved.config else ""
         raise Gemma4CompatError(
-            f"adapter_config.json in {str(saved.folder)!r} names no peft_type, so it is not PEFT's{made_by}"
+            f"adapter_config.json in {str(saved.folder)!r} has no peft_type, so PEFT did not write it{made_by}"
         )
     if not isinstance(name, str) or (name not in _TYPES and name not in _installed_types()):
         raise Gemma4CompatError(
-            f"the peft_type {reprlib.repr(name)} in {str(saved.folder / CONFIG)!r} is unknown, also to the PEFT "
-            "that is installed; a newer one may have it: pip install -U peft"
+            f"the peft_type {reprlib.repr(name)} in {str(saved.folder / CONFIG)!r} is unknown, also to the "
+            "installed PEFT; a newer one may have it: pip install -U peft"
         )
     return name
 

@@ -34,7 +34,7 @@ def scan_adapter(
     peft_type = configuration.peft_type(saved)
     quantize = None if quantize == "none" else quantize
     if base is None and quantize is not None:
-        raise Gemma4CompatError(f"quantize={quantize!r} is about the base, and none was given; give the base too")
+        raise Gemma4CompatError(f"quantize={quantize!r} is about the base, which was not given; give the base as well")
     patterns.refuse_slow(saved.config, map(module_of, saved.tensors), repr(str(saved.folder / CONFIG)))
     ranks = Ranks(saved, peft_type)
     if base is None:

@@ -96,8 +96,8 @@ def check(saved: SavedAdapter, peft_type: str, ranks: Ranks | None, findings: Fi
     shown = f" ({shape_text(tensors[wrong[0]].shape)})" if wrong else ""
     findings.add(
         "rank",
-        f"{{count}} LoRA weights have another rank than {CONFIG} says, such as {{first}}{shown}: "
-        "configuration and weights are of two different adapters",
+        f"{{count}} LoRA weights have a rank that differs from {CONFIG}, such as {{first}}{shown}: "
+        "configuration and weights belong to two different adapters",
         wrong,
     )
 
@@ -120,4 +120,4 @@ def _configured(saved: SavedAdapter) -> tuple[int, dict[re.Pattern[str], int]]:
     try:
         return rank, {re.compile(rf"(.*\.)?({pattern})$"): value for pattern, value in patterns.items()}
     except re.error as error:
-        raise Gemma4CompatError(f"a rank_pattern in {file!r} is no regular expression: {error}") from error
+        raise Gemma4CompatError(f"a rank_pattern in {file!r} is not a regular expression: {error}") from error

@@ -57,9 +57,9 @@ class Scan:
         notes: other things to know.
         peft_type: such as "LORA".
         settings: what ``adapter_config.json`` says, as far as it is not PEFT's default.
-        saved_from: the model class that the keys are of, as far as they tell.
+        saved_from: the model class that the keys belong to, as far as they tell.
         saved_by: tool and version, as far as the configuration tells.
-        keys: how many by tower, of the base where there is one.
+        keys: how many by tower; with a base, by its towers.
         dtypes: how many keys by type, as safetensors names it.
         nbytes: of all weights in the file.
         ranks: how many LoRA layers by rank.
@@ -90,7 +90,7 @@ class Scan:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no problem."""
+        """Whether no problem was found."""
         return not self.problems
 
     def as_data(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def add(self, id: str, message: str, keys: Iterable[str]) -> None:
-        """Add a problem about ``keys``. Without keys there is none, unless it is about the adapter as a whole."""
+        """Add a problem about ``keys``. Without keys nothing is added, unless it is about the whole adapter."""
         keys = tuple(keys)
         if keys or id in ("empty", "refused"):
             text = message.replace("{count}", str(len(keys))).replace("{first}", keys[0] if keys else "")

@@ -9,25 +9,26 @@ from typing import Annotated, Any
 import typer
 
 import gemma4_compat
-from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
+from gemma4_compat.cli.app import Json, app, command, fail, print_json, renaming, say, tell, working
 
 # Options of `merge`.
 _Start = Annotated[
     str,
     typer.Option(
-        "--base",
+        "--start",
         metavar="original|dequantized",
-        help="The weights to merge into. original: as they are on disk; right when the merged model is used in bf16, "
-        "or is quantized again by another tool. dequantized: each weight that bitsandbytes would quantize goes to "
-        "4 bits and back first; right when the adapter was trained and evaluated on the quantized base and the merged "
-        "model must give the same outputs. The first has better weights that the adapter never saw; the second keeps "
-        "the quantization errors that the adapter learned to compensate.",
+        help="The weights to merge into. original: as they are on disk; right if the merged model is used in bf16, "
+        "or quantized again by another tool. dequantized: each weight that bitsandbytes would quantize goes to 4 bits "
+        "and back first; right if the adapter was trained and evaluated on the quantized base, and the merged model "
+        "must give the same outputs. The first has better weights that the adapter never saw; the second keeps the "
+        "quantization errors that the adapter learned to compensate.",
     ),
 ]
 _QuantizeBase = Annotated[
     str | None,
     typer.Option(
-        "--quantize", help="For dequantized: 4bit, 4bit-double or 8bit; default: what the base says, or 4bit-double."
+        "--quantize",
+        help="For --start dequantized: 4bit, 4bit-double or 8bit; default: what the base says, or 4bit-double.",
     ),
 ]
 _Others = Annotated[
@@ -38,7 +39,7 @@ _SkipModules = Annotated[
     list[str] | None,
     typer.Option(
         "--skip-module",
-        help="For dequantized and --quantize-result: an entry of llm_int8_skip_modules; may be repeated.",
+        help="For --start dequantized and --quantize-result: an entry of llm_int8_skip_modules; may be repeated.",
     ),
 ]
 _CheckDevice = Annotated[
@@ -66,13 +67,15 @@ def scan(
     ] = "none",
     as_json: Json = False,
 ) -> None:
-    """What a saved adapter is, and what it would do on BASE: problems first.
+    """Show what is in a saved adapter and what it would do on BASE, problems first.
 
     Reads headers and configurations, no weights and no pickle. Needs torch, transformers and PEFT only with BASE.
-    Exit 0 without problems, 1 with some, 2 when ADAPTER or BASE cannot be read.
+    Exit 0 without problems, 1 with some, 2 if ADAPTER or BASE cannot be read.
     """
     from gemma4_compat._scan import text as _scan_text
 
+    if base is not None:
+        working(f"comparing the adapter with {base}: importing torch, transformers and PEFT first")
     found = gemma4_compat.scan_adapter(adapter, base, quantize=quantize)
     if as_json:
         print_json(found.as_data())
@@ -87,7 +90,8 @@ def export(
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A saved adapter's folder, or a cached id.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist, or be empty.")],
     target: Annotated[
-        str, typer.Option("--for", metavar="vllm|sglang|mlx|gguf|peft", help="Who reads it; gguf is llama.cpp.")
+        str,
+        typer.Option("--for", metavar="vllm|sglang|mlx|gguf|peft", help="What reads it; gguf is llama.cpp."),
     ],
     base: Annotated[
         str | None,
@@ -98,12 +102,13 @@ def export(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write an adapter in the keys and the configuration that another reader takes.
+    """Write an adapter with the keys and the configuration that another reader expects.
 
-    Exit 0 when OUT is there, 2 when the reader cannot have the adapter, or it cannot be read.
+    Exit 0 if OUT was written, 2 if the reader cannot use the adapter, or it cannot be read.
     """
     from gemma4_compat._export import text as _export_text
 
+    working(f"writing the adapter for {target}: importing torch and transformers first")
     report = gemma4_compat.export_adapter(adapter, out, target, base=base)
     if as_json:
         print_json(report.as_data())
@@ -111,7 +116,7 @@ def export(
         say(_export_text.report_text(report))
 
 
-@app.command()
+@app.command(cls=renaming(base="start"))
 @command("a merge")
 def merge(
     base_model: Annotated[
@@ -125,30 +130,31 @@ def merge(
     quantize: _QuantizeBase = None,
     skip: _SkipModules = None,
     others: _Others = None,
-    weight: Annotated[float, typer.Option("--weight", help="Of ADAPTER: its change is multiplied by it.")] = 1.0,
+    weight: Annotated[float, typer.Option("--weight", help="Multiply the change that ADAPTER makes by this.")] = 1.0,
     dtype: Annotated[str | None, typer.Option("--dtype", help="bf16, fp16 or fp32; default: the base's.")] = None,
     quantize_result: Annotated[
         str | None,
         typer.Option(
-            "--quantize-result", help="Write OUT in 4bit, 4bit-double or 8bit of bitsandbytes; default: in --dtype."
+            "--quantize-result", help="Write OUT in 4bit, 4bit-double or 8bit of bitsandbytes; default: --dtype."
         ),
     ] = None,
     device_map: _CheckDevice = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file with weights.")] = "5GB",
-    check: Annotated[int, typer.Option("--check", help="Prompts to compare outputs on; 0: no check.")] = 4,
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file with weights.")] = "5GB",
+    check: Annotated[int, typer.Option("--check", help="How many prompts to compare outputs on; 0: no check.")] = 4,
     tolerance: _Tolerance = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Read an adapter_model.bin (tensors and nothing else).")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Merge an adapter into its base with little memory, and compare outputs with those of the adapter.
+    """Merge an adapter into its base with little memory, and compare the outputs with the adapter's.
 
-    Exit 0 when OUT is there and parity is within bounds, 1 when it is not (then there is no OUT), 2 on bad input.
+    Exit 0 if OUT was written and parity is within bounds, 1 if parity is not (nothing is written), 2 on bad input.
     """
     from gemma4_compat._merge import result
     from gemma4_compat._merge import text as _merge_text
 
+    working(f"merging into {base_model}: importing torch, transformers and PEFT first")
     try:
         report = gemma4_compat.merge_adapter(
             base_model,

@@ -19,13 +19,13 @@ _UsageError: Any = typer.BadParameter.__mro__[1]  # click's, which newer release
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# Types as typer writes them in its help, and what a reader knows them as.
+# Types as typer writes them in its help, and the words for them that a reader knows.
 _TYPE = re.compile(r"<(?:list\[)?(\w+)\]?>")
 _TYPES = {"int": "NUMBER", "float": "NUMBER", "path": "PATH", "bool": ""}
 
 
 def _plainly(formatter: Any, *, types: bool) -> None:
-    """Make a formatter write the types of options as :data:`_TYPES` has them, and those of arguments not at all."""
+    """Make a formatter write the types of options as in :data:`_TYPES`, and leave out those of arguments."""
     original = formatter.write_dl
 
     def write_dl(rows: Sequence[tuple[str, str]], *args: Any, **kwargs: Any) -> None:
@@ -39,7 +39,7 @@ def _plainly(formatter: Any, *, types: bool) -> None:
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help has no words of the framework."""
+    """A command whose help is free of the framework's words."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments and options."""
@@ -47,12 +47,35 @@ class Command(typer.core.TyperCommand):
         super().format_options(ctx, formatter)
 
 
+def renaming(**names: str) -> type[Command]:
+    """A command that still takes options by their old names, and says what they are called now.
+
+    Args:
+        names: new names by old ones, without dashes in front, as in ``optimizer="optim"``.
+    """
+    renamed = {f"--{old.replace('_', '-')}": f"--{new.replace('_', '-')}" for old, new in names.items()}
+
+    class Renaming(Command):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            found = []
+            for word in args:
+                name, equals, value = word.partition("=")
+                if name in renamed:
+                    tell(f"{name} is called {renamed[name]} now; the old name will go")
+                found.append(renamed.get(name, name) + equals + value)
+            return super().parse_args(ctx, found)
+
+    return Renaming
+
+
 class _Commands(typer.core.TyperGroup):
     """The commands; what a usage error says of arguments is shown like all other text."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0].endswith(".py"):
-            ctx.fail(f"{args[0]!r} is no command; to run it: gemma4-compat run {args[0]}")
+            ctx.fail(f"{args[0]!r} is not a command; to run it: gemma4-compat run {args[0]}")
+        if args[:1] == ["plan"] and "--train" in args:  # as it was called before it was a command
+            args = ["plan-training", *(word for word in args[1:] if word != "--train")]
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -66,7 +89,7 @@ class _Commands(typer.core.TyperGroup):
         params: list[Any] = super().get_params(ctx)
         for param in params:
             if param.name in ("install_completion", "show_completion"):
-                param.hidden = True  # once in a lifetime: no line of every help
+                param.hidden = True  # used once: not worth a line in every help
         return params
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -110,7 +133,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 
 def command(needs: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Makes what a function raises one line on standard error; ``needs`` is why it imports libraries."""
+    """Turns what a function raises into one line on standard error; ``needs`` says what needs the libraries."""
 
     def decorate(function: Callable[_P, None]) -> Callable[_P, None]:
         @functools.wraps(function)
@@ -146,6 +169,12 @@ def fail(message: str) -> Any:
 def tell(message: str) -> None:
     """Writes one line to standard error, whatever a file put into ``message``."""
     terminal.write(f"gemma4-compat: {printable(message)}", error=True)
+
+
+def working(on: str) -> None:
+    """Says on a terminal what the command does next; a pipe or a file gets the answer and nothing else."""
+    if terminal.width(error=True) is not None:
+        tell(f"{on} ...")
 
 
 def say(text: str, as_json: bool = False) -> None:

@@ -24,13 +24,13 @@ def repair(
         str,
         typer.Option("--from", metavar="ORIGINAL", help="Folder of the checkpoint it was made from, or a cached id."),
     ],
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Of a file with weights.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option("--max-shard-size", help="Largest file with weights.")] = "5GB",
     as_json: Json = False,
 ) -> None:
     """Give a saved checkpoint back what servers ask for: keys and values of KV-shared layers, names of settings.
 
-    transformers drops them on load; its outputs do not depend on them. Exit 0 when OUT is there, 2 on bad input, which
-    is also a checkpoint that lacks nothing.
+    transformers drops them on load; its outputs do not depend on them. Exit 0 if OUT was written, 2 on bad input,
+    which includes a checkpoint that lacks nothing.
     """
     from gemma4_compat._merge.repair import report_text
 

@@ -34,17 +34,17 @@ def doctor(
     form: _Format = "text",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary and nothing else.")] = False,
     failed_only: Annotated[
-        bool, typer.Option("--failed-only", help="Print only what is not good, and the summary.")
+        bool, typer.Option("--failed-only", help="Print only what needs attention, and the summary.")
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder and say where it is.")] = False,
 ) -> None:
-    """Reproduce each defect on a tiny Gemma 4, without and with the shim, in processes of their own.
+    """Reproduce each defect on a tiny Gemma 4, without and with the shim, in separate processes.
 
-    Exit 0 when everything this stack needs is repaired, 1 when a defect remains or a patch failed, 2 on bad usage or
-    with a library older than the oldest supported release.
+    Exit 0 if every defect of these versions is repaired, 1 if one remains or a patch failed, 2 on bad usage or with a
+    library older than the oldest supported release.
     """
     if form not in _FORMATS:
-        fail(f"--format {form!r} is none of {', '.join(_FORMATS)}")
+        fail(f"--format {form!r} is unknown; use one of {', '.join(_FORMATS)}")
     form = "json" if as_json else form
     patches = _chosen(ids or [])
     versions = _doctor.stack()
@@ -84,11 +84,11 @@ def doctor(
 
 
 class _Progress:
-    """What is said while patches are examined: each finding, or a line of a terminal that is written over.
+    """Shows each finding while patches are examined, and on a terminal a line that is overwritten.
 
     Args:
         total: of findings.
-        aside: standard output is for the answer alone; all of this goes to standard error.
+        aside: write progress to standard error, because standard output is for the answer.
         quiet, failed_only: as the options.
     """
 

@@ -10,9 +10,9 @@ from gemma4_compat.cli.app import Json, app, command, print_json, say
 @app.command()
 @command("this command")
 def env(as_json: Json = False) -> None:
-    """What a bug report needs: releases, platform, settings, states of patches. Imports none of the libraries.
+    """Print what a bug report needs: releases, platform, settings, states of patches. Imports no library.
 
-    Asks no GPU, and reads no variable that could hold a secret.
+    Does not ask the GPU, and does not read variables that could hold a secret.
     """
     data = environment.collect(gemma4_compat.__version__, gemma4_compat.status())
     if as_json:

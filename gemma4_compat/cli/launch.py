@@ -11,7 +11,7 @@ from gemma4_compat.cli.app import Command, Json, app, command, print_json, say, 
 
 
 class _Verbatim(Command):
-    """Leaves what follows to the program, its options too."""
+    """Passes everything that follows to the program, including options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args[:1] in (["--"], ["-h"], ["--help"], []) else ["--", *args])
@@ -27,8 +27,8 @@ def run(
 ) -> None:
     """Start any program with the shim in it and in every Python that it starts.
 
-    The program takes the place of this command: its exit code, its signals, its terminal. Scripts, and what begins
-    with a dash, are run by this Python. Exit 127 when there is no such program, 126 when it cannot be executed.
+    The program replaces this command: exit code, signals and terminal are its own. This Python runs scripts, and
+    whatever begins with a dash. Exit 127 if the program does not exist, 126 if it cannot be executed.
     """
     try:
         code = program.execute(words)
@@ -41,14 +41,14 @@ def run(
 @app.command()
 @command("this command")
 def enable(as_json: Json = False) -> None:
-    """Arm the shim in every Python of this environment, by a file in site-packages. `status` says whether it is on."""
+    """Load the shim in every Python of this environment, by a file in site-packages. `status` shows if it is on."""
     _answer(*environment.enable(), as_json)
 
 
 @app.command()
 @command("this command")
 def disable(as_json: Json = False) -> None:
-    """Remove the file that `enable` has written."""
+    """Remove the file that `enable` wrote."""
     _answer(*environment.disable(), as_json)
 
 

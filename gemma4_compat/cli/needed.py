@@ -22,12 +22,12 @@ def needed(
     ] = None,
     as_json: Json = False,
     fail_if_droppable: Annotated[
-        bool, typer.Option("--fail-if-droppable", help="Exit 1 when no patch is needed any more, for CI to tell you.")
+        bool, typer.Option("--fail-if-droppable", help="Exit 1 if no patch is needed any more, so that CI tells you.")
     ] = False,
 ) -> None:
-    """Which patches a stack still needs, and which releases make each unnecessary. Imports none of the libraries.
+    """List the patches that a stack still needs, and the releases that make each unnecessary. Imports no library.
 
-    Exit 0 when the question was answered, 2 when FILE cannot be understood.
+    Exit 0 with an answer, 2 if FILE cannot be understood.
     """
     assessment = judge.assess(file, gemma4_compat.patches())
     if as_json:

@@ -1,4 +1,4 @@
-"""Commands about patches: ``status``, ``list``, ``explain``. None imports a library."""
+"""Commands about patches: ``status``, ``list``, ``explain``. They import no library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_INPUT = 256 << 20
 @app.command()
 @command("this command")
 def status(as_json: Json = False) -> None:
-    """What each patch would do in this environment. Imports none of the libraries."""
+    """Show what each patch would do in this environment. Imports no library."""
     statuses, startup, project = gemma4_compat.status(), environment.state(), settings.project_file()
     if as_json:
         patches = [_report.status_data(item) for item in statuses.values()]
@@ -37,7 +37,7 @@ def status(as_json: Json = False) -> None:
 @app.command(name="list")
 @command("this command")
 def list_patches(as_json: Json = False) -> None:
-    """Every patch this package knows, with its area and the releases it is for."""
+    """List every patch with its area and the releases it is for."""
     if as_json:
         print_json({"patches": [_report.patch_data(patch) for patch in gemma4_compat.patches()]})
     else:
@@ -57,9 +57,9 @@ def explain(
     ],
     as_json: Json = False,
 ) -> None:
-    """What repairs an error; or what a patch repairs, why upstream breaks, what it changes, and when it goes.
+    """Find the repair for an error; or say what a patch repairs, why upstream breaks and when the patch goes.
 
-    Exit 0, or 1 when no patch is known to be about the error.
+    Exit 0, or 1 if no patch matches the error.
     """
     statuses = gemma4_compat.status()
     areas = {patch.id: patch.area for patch in gemma4_compat.patches()}

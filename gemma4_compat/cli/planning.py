@@ -1,112 +1,88 @@
-"""``gemma4-compat plan``."""
+"""``gemma4-compat plan`` and ``gemma4-compat plan-training``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import gemma4_compat
-from gemma4_compat.cli.app import Json, app, command, fail, print_json, say
+from gemma4_compat.cli.app import Json, app, command, fail, print_json, renaming, say, working
 
-_CONTEXT = 8192
+_Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint folder, or a cached model id."),
+]
+_HostMemory = Annotated[
+    str | None, typer.Option("--cpu", help="Host memory for offloaded modules; default: as much as they need.")
+]
 
 
 @app.command()
 @command("a plan")
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="E2B, E4B, 12B, 26B-A4B, 31B, a checkpoint's folder, or a cached id."),
-    ],
+    model: _Model,
     vram: Annotated[
-        list[str], typer.Option("--vram", help="What PyTorch may allocate, such as 8GiB; once for each accelerator.")
-    ],
-    context: Annotated[
-        int | None, typer.Option("--context", help=f"Tokens of a sequence, prompt and answer; default: {_CONTEXT}.")
+        list[str] | None,
+        typer.Option(
+            "--vram",
+            help="What PyTorch may allocate, such as 8GiB; repeat it for each GPU. Default: what --card has, or what "
+            "is free on this machine's GPUs.",
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Sequences at a time.")] = 1,
-    prompt: Annotated[int | None, typer.Option("--prompt", help="Tokens of the prompt; default: the context.")] = None,
+    context: Annotated[
+        int, typer.Option("--context", help="Tokens per sequence, prompt and answer together.", show_default=True)
+    ] = 8192,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences per batch.")] = 1,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", help="Tokens in the prompt; default: the whole context.")
+    ] = None,
     prefill_chunk: Annotated[
         int | None,
-        typer.Option("--prefill-chunk", help="Tokens of the prompt that a forward takes in; default: all of them."),
+        typer.Option("--prefill-chunk", help="Split the prompt into chunks of this many tokens; default: no split."),
     ] = None,
     quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double, 8bit or none.")] = "4bit",
     quantize_experts: Annotated[
-        bool, typer.Option("--quantize-experts", help="Experts to 4 bits, too; otherwise they stay in bf16.")
-    ] = False,
-    adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of a PEFT adapter to be loaded.")] = None,
+        bool | None,
+        typer.Option(
+            "--quantize-experts/--no-quantize-experts",
+            help="Quantize the experts to 4 bits, or keep them in bf16; default: quantize them if they do not fit.",
+        ),
+    ] = None,
+    adapter: Annotated[Path | None, typer.Option("--adapter", help="Folder of a PEFT adapter to load.")] = None,
     vision: Annotated[bool, typer.Option("--vision", help="Inputs contain images.")] = False,
     audio: Annotated[bool, typer.Option("--audio", help="Inputs contain audio.")] = False,
-    cpu: Annotated[str | None, typer.Option("--cpu", help="Host memory for what is offloaded.")] = None,
-    disk: Annotated[str | None, typer.Option("--disk", help="Disk space for what is offloaded.")] = None,
-    fast: Annotated[
-        bool, typer.Option("--fast/--no-fast", help="Room for gemma4_compat.decode_fast, and the call in the code.")
-    ] = True,
-    bus: Annotated[
-        str | None, typer.Option("--bus", help="What a pinned copy to the accelerator reaches, such as 12GiB/s.")
+    cpu: _HostMemory = None,
+    disk: Annotated[
+        str | None, typer.Option("--disk", help="Disk space for offloaded modules; default: as much as they need.")
     ] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast/--no-fast", help="Reserve memory for gemma4_compat.decode_fast and call it.")
+    ] = True,
+    bus: Annotated[str | None, typer.Option("--bus", help="Host-to-GPU bandwidth, such as 12GiB/s.")] = None,
     card: Annotated[
         str | None,
-        typer.Option("--card", help="Model its tokens a second: 'RTX 3060', or '28 SMs, 1.78 GHz, 360 GB/s'."),
-    ] = None,
-    train: Annotated[bool, typer.Option("--train", help="Plan a QLoRA step on text, and not decoding.")] = False,
-    sequence: Annotated[int | None, typer.Option("--sequence", help="With --train: tokens of a sequence.")] = None,
-    rank: Annotated[int | None, typer.Option("--rank", help="With --train: of LoRA.")] = None,
-    checkpointing: Annotated[
-        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="With --train: of activations.")
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option("--optimizer", help="With --train: as TrainingArguments.optim names it.")
-    ] = None,
-    chunked_loss: Annotated[
-        bool | None,
-        typer.Option("--chunked-loss/--no-chunked-loss", help="With --train: gemma4_compat.chunked_loss."),
+        typer.Option(
+            "--card",
+            help="Fit this card and estimate its tokens/s: 'RTX 3060', or '28 SMs, 1.78 GHz, 360 GB/s' with --vram.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Which part of a model goes where in the memory there is, what that will use, and the code that loads it.
+    """Fit a model into a VRAM budget: device map, expected peaks and loading code.
 
-    With --train: what a training step takes, what each option would change, and the code that trains. Needs torch and
-    transformers (with --train PEFT, too), no weights and no GPU. Exit 0 with a plan, 2 when nothing fits or on bad
-    usage.
+    Needs torch and transformers, no weights and no GPU. Exit 0 with a plan, 2 if nothing fits or on bad usage.
+    `plan-training` plans a training.
     """
-    training = {
-        "sequence": sequence,
-        "rank": rank,
-        "checkpointing": checkpointing,
-        "optimizer": optimizer,
-        "chunked_loss": chunked_loss,
-    }
-    given = {name: value for name, value in training.items() if value is not None}
-    if train:
-        decoding = {
-            "--context": context is not None,
-            "--prompt": prompt is not None,
-            "--prefill-chunk": prefill_chunk is not None,
-            "--adapter": adapter is not None,
-            "--vision": vision,
-            "--audio": audio,
-            "--disk": disk is not None,
-            "--bus": bus is not None,
-            "--card": card is not None,
-            "--quantize-experts": quantize_experts,
-        }
-        _refuse([name for name, found in decoding.items() if found], "is not for --train")
-        if len(vram) > 1:
-            fail("a training plan is of one accelerator; give --vram once")
-        _train(model, vram[0], {"batch": batch, "quantize": quantize, "cpu": cpu, **given}, as_json)
-        return
-    _refuse([f"--{name.replace('_', '-')}" for name in given], "needs --train")
-    from gemma4_compat._planner import text as _plan_text
+    from gemma4_compat._planner import text
 
+    working(f"planning {model}: importing torch and transformers first")
     planned = gemma4_compat.plan_device_map(
         model,
-        vram,
-        context=_CONTEXT if context is None else context,
+        vram or None,
+        context=context,
         batch=batch,
         prompt=prompt,
         prefill_chunk=prefill_chunk,
@@ -124,20 +100,78 @@ def plan(
     if as_json:
         print_json(planned.as_data())
     else:
-        say(_plan_text.plan_text(planned, blocks=_plan_text.can_show_blocks(getattr(sys.stdout, "encoding", None))))
+        say(text.plan_text(planned, blocks=_blocks()))
 
 
-def _train(model: str, vram: str, options: Mapping[str, Any], as_json: bool) -> None:
-    from gemma4_compat._planner import text, training_text
+@app.command(
+    name="plan-training",
+    cls=renaming(
+        sequence="max_length",
+        rank="r",
+        optimizer="optim",
+        checkpointing="gradient_checkpointing",
+        no_checkpointing="no_gradient_checkpointing",
+    ),
+)
+@command("a training plan")
+def plan_training(
+    model: _Model,
+    vram: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vram",
+            help="What PyTorch may allocate on the GPU, such as 12GiB. Default: what --card has, or what is free on "
+            "this machine's GPU.",
+        ),
+    ] = None,
+    max_length: Annotated[int, typer.Option("--max-length", help="Tokens per sequence.")] = 2048,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences per micro-batch.")] = 1,
+    r: Annotated[int, typer.Option("--r", help="LoRA rank.")] = 16,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="Recompute activations.")
+    ] = True,
+    optim: Annotated[
+        str, typer.Option("--optim", help="The optimizer, as TrainingArguments.optim names it.")
+    ] = "adamw_torch",
+    chunked_loss: Annotated[
+        bool, typer.Option("--chunked-loss/--no-chunked-loss", help="Use gemma4_compat.chunked_loss.")
+    ] = False,
+    quantize: Annotated[str, typer.Option("--quantize", help="4bit, 4bit-double or none.")] = "4bit",
+    cpu: _HostMemory = None,
+    card: Annotated[str | None, typer.Option("--card", help="Fit this card, such as 'RTX 3060'.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit a QLoRA training into a VRAM budget: what a step takes, what each option would change, and the code.
 
-    planned = gemma4_compat.plan_training(model, vram, **options)
+    For text. Needs torch, transformers and PEFT, no weights and no GPU. Exit 0 with a plan, 2 if nothing fits or on
+    bad usage.
+    """
+    from gemma4_compat._planner import training_text
+
+    if vram and len(vram) > 1:
+        fail("a training plan covers one accelerator; give --vram once")
+    working(f"planning a training of {model}: its step runs three times on tensors without memory, about a minute")
+    planned = gemma4_compat.plan_training(
+        model,
+        vram[0] if vram else None,
+        max_length=max_length,
+        batch=batch,
+        r=r,
+        gradient_checkpointing=gradient_checkpointing,
+        optim=optim,
+        chunked_loss=chunked_loss,
+        quantize=quantize,
+        cpu=cpu,
+        card=card,
+    )
     if as_json:
         print_json(planned.as_data())
     else:
-        blocks = text.can_show_blocks(getattr(sys.stdout, "encoding", None))
-        say(training_text.training_text(planned, blocks=blocks))
+        say(training_text.training_text(planned, blocks=_blocks()))
 
 
-def _refuse(options: Sequence[str], why: str) -> None:
-    if options:
-        fail(f"{options[0]} {why}")
+def _blocks() -> bool:
+    """Whether standard output has the characters of the bars."""
+    from gemma4_compat._planner import text
+
+    return text.can_show_blocks(getattr(sys.stdout, "encoding", None))

@@ -20,9 +20,9 @@ def reproduce(
         bool, typer.Option("--report", help="Print the text of a report instead, in Markdown.")
     ] = False,
 ) -> None:
-    """Print a script of upstream calls alone that shows a defect, for a report to the library's maintainers.
+    """Print a script that shows a defect with upstream calls only, to report it to the library's maintainers.
 
-    `gemma4-compat reproduce ID > bug.py`. Exit 2 where the reproduction uses a part of the repair.
+    `gemma4-compat reproduce ID > bug.py`. Exit 2 if the reproduction needs a part of the repair.
     """
     known = {patch.id: patch for patch in gemma4_compat.patches()}
     if patch_id not in known:

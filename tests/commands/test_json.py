@@ -133,8 +133,8 @@ def test_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_plan_of_a_training(tmp_path: Path) -> None:
     tiny_models.build_checkpoint(tmp_path)
-    shown = run("plan", str(tmp_path), "--vram", "8GiB", "--train", "--sequence", "8")
-    assert_as_documented("plan --train", shown)
+    shown = run("plan-training", str(tmp_path), "--vram", "8GiB", "--max-length", "8")
+    assert_as_documented("plan-training", shown)
 
 
 def test_export(tmp_path: Path) -> None:

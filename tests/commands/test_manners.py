@@ -126,3 +126,13 @@ def test_progress_is_written_over_on_a_terminal_alone(capsys: pytest.CaptureFixt
     terminal.overwrite("[1/2] x")
     assert capsys.readouterr() == ("", "")
     assert not sys.stderr.isatty()
+
+
+def test_a_slow_command_says_at_once_what_it_does_on_a_terminal_only() -> None:
+    arguments = ("plan", "E2B", "--vram", "8 apples")
+    first, second = on_a_terminal(*arguments).splitlines()
+    assert first == "gemma4-compat: planning E2B: importing torch and transformers first ..."
+    assert "'8 apples' is not a size" in second
+    code, out, error = command(*arguments)
+    assert (code, out) == (2, "")
+    assert error.strip() == second

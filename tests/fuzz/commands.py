@@ -166,7 +166,7 @@ _plan_options = st.builds(
 _merge_options = st.builds(
     _together,
     st.sampled_from(["0", "0", "0", "-1", "x", "0.5"]).map(lambda count: ["--check", count]),
-    _given("--base", st.sampled_from(["original", "dequantized"]) | _word),
+    _given("--start", st.sampled_from(["original", "dequantized"]) | _word),
     _given("--dtype", st.sampled_from(["bf16", "fp32"]) | _word),
     _given(
         "--device-map",

@@ -15,7 +15,7 @@ from gemma4_compat._checkpoint import header, shards
 from gemma4_compat._engine import terminal
 from gemma4_compat._engine.text import parse_size
 from gemma4_compat._needed import judge, report
-from gemma4_compat._planner import plan as planner
+from gemma4_compat._planner import budgets
 from gemma4_compat._scan import job
 from gemma4_compat._scan.text import scan_text
 from gemma4_compat._support import answers, messages, search
@@ -87,7 +87,7 @@ def _needed(name: str) -> Callable[[Case, Path, Path], Any]:
 
 def _sizes(case: Case, _folder: Path, _out: Path) -> Any:
     parse_size(case.options["size"])
-    return planner.budgets(case.options["vram"])
+    return budgets.given(case.options["vram"])
 
 
 def _error(case: Case, _folder: Path, _out: Path) -> Any:

@@ -215,7 +215,7 @@ def max_memory(folder: Path) -> dict[str, Any]:
 
     from gemma4_compat._planner import layout
     from gemma4_compat._planner.blueprint import describe
-    from gemma4_compat._planner.cost import Load
+    from gemma4_compat._planner.memory import Load
     from gemma4_compat._reproduction.workspace import Workspace
 
     workspace = Workspace.build(folder / "tiny")

@@ -252,6 +252,6 @@ def test_windows_waits_for_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_in_the_place_of_a_command_is_told_how() -> None:
     done = CliRunner().invoke(cli.app, ["train.py", "--x"])
     assert done.exit_code == 2
-    assert "'train.py' is no command; to run it: gemma4-compat run train.py" in " ".join(
+    assert "'train.py' is not a command; to run it: gemma4-compat run train.py" in " ".join(
         done.stderr.replace("│", "").split()
     )

@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+import gemma4_compat
 from gemma4_compat import cli
 
 
 def test_the_command_merges_reports_and_exits(workspace: Any, base: Path, tmp_path: Path) -> None:
     arguments = ["merge", str(base), str(workspace.adapter("language")), str(tmp_path / "out")]
-    options = ["--base", "dequantized", "--quantize", "4bit", "--check", "1", "--device-map", '{"": "cpu"}', "--json"]
+    options = ["--start", "dequantized", "--quantize", "4bit", "--check", "1", "--device-map", '{"": "cpu"}', "--json"]
     done = CliRunner().invoke(cli.app, arguments + options)
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
@@ -23,7 +25,7 @@ def test_the_command_merges_reports_and_exits(workspace: Any, base: Path, tmp_pa
     assert done.exit_code == 0, done.output
     assert "not measured (--check 0)" in done.output
     maps = [[*arguments[:3], str(tmp_path / "x"), "--device-map", text] for text in ("{", '{"a":' * 5000)]
-    for wrong in (arguments, *maps, [*arguments, "--base", "x"]):
+    for wrong in (arguments, *maps, [*arguments, "--start", "x"]):
         done = CliRunner().invoke(cli.app, wrong)
         assert done.exit_code == 2, done.exception
 
@@ -31,5 +33,17 @@ def test_the_command_merges_reports_and_exits(workspace: Any, base: Path, tmp_pa
 def test_the_help_says_when_each_base_is_right() -> None:
     done = CliRunner().invoke(cli.app, ["merge", "--help"], terminal_width=200)
     text = " ".join(done.output.replace("│", " ").split())
-    assert "right when the merged model is used in bf16" in text
-    assert "right when the adapter was trained and evaluated on the quantized base" in text
+    assert "right if the merged model is used in bf16" in text
+    assert "right if the adapter was trained and evaluated on the quantized base" in text
+
+
+def test_the_old_name_of_start_works_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, start: str, **__: Any) -> None:
+        raise gemma4_compat.Gemma4CompatError(f"start={start}")
+
+    monkeypatch.setattr(gemma4_compat, "merge_adapter", refuse)
+    done = CliRunner().invoke(cli.app, ["merge", "BASE", "ADAPTER", "OUT", "--base=dequantized"])
+    assert done.stderr.splitlines() == [
+        "gemma4-compat: --base is called --start now; the old name will go",
+        "gemma4-compat: start=dequantized",
+    ]

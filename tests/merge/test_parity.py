@@ -94,7 +94,7 @@ def test_a_merge_into_4_bits_is_out_of_bounds_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
     done = CliRunner().invoke(
         cli.app,
-        ["merge", str(workspace.checkpoint), str(workspace.adapter("language")), str(out), "--base", "dequantized"],
+        ["merge", str(workspace.checkpoint), str(workspace.adapter("language")), str(out), "--start", "dequantized"],
     )
     assert done.exit_code == 1, done.output
     assert "parity is out of bounds" in done.output

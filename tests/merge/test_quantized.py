@@ -69,7 +69,7 @@ def test_the_files_are_those_of_transformers(workspace: Any, tmp_path: Path, nam
 def test_it_says_how_much_is_lost(workspace: Any, tmp_path: Path, name: str, start: str) -> None:
     out = tmp_path / "out"
     arguments = ["merge", str(workspace.checkpoint), str(workspace.adapter("language")), str(out), "--json"]
-    done = CliRunner().invoke(cli.app, [*arguments, "--quantize-result", name, "--check", "2", "--base", start])
+    done = CliRunner().invoke(cli.app, [*arguments, "--quantize-result", name, "--check", "2", "--start", start])
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     exact, lossy = data["parity"], data["quantized_parity"]

@@ -141,7 +141,7 @@ def test_a_bad_base_is_one_clear_error(workspace: Any, base: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"start": "other"}, "base 'other' is unknown"),
+        ({"start": "other"}, "start 'other' is unknown"),
         ({"dtype": "int8"}, "dtype 'int8' is unknown"),
         ({"dtype": ["bf16"]}, r"dtype \['bf16'\] is unknown"),
         ({"check": -1}, r"check must be a number of prompts \(0 for none\), not -1"),
@@ -162,7 +162,7 @@ def test_a_bad_base_is_one_clear_error(workspace: Any, base: Path, tmp_path: Pat
         ({"device_map": {"": "meta"}}, "where nothing can be computed"),
         ({"device_map": 1.5}, "device_map has the entry '': 1.5"),
         ({"max_shard_size": 0}, "max_shard_size must be more than 0"),
-        ({"quantize": "4bit"}, "are for --base dequantized"),
+        ({"quantize": "4bit"}, "are for --start dequantized"),
         ({"quantize": "2bit", "start": "dequantized"}, "quantization '2bit' is unknown"),
     ],
 )

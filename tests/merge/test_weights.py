@@ -109,7 +109,7 @@ def test_a_base_that_is_quantized_on_disk(workspace: Any, tmp_path: Path, quanti
     stored = tmp_path / "stored"
     tiny.load(workspace.checkpoint, quantization, towers=True).save_pretrained(stored)
     adapter = workspace.adapter("language")
-    with pytest.raises(Gemma4CompatError, match=r"quantized on disk: .* --base dequantized"):
+    with pytest.raises(Gemma4CompatError, match=r"quantized on disk: .* --start dequantized"):
         gemma4_compat.merge_adapter(stored, adapter, tmp_path / "out")
     report = gemma4_compat.merge_adapter(stored, adapter, tmp_path / "out", start="dequantized", check=1)
     assert report.quantization == quantization

@@ -139,7 +139,7 @@ def test_a_project_installed_from_its_folder_and_an_unknown_option_are_said(ask:
     assessment = ask("transformers\n-e .[train]\n--weather=fine\n-r https://example.org/more.txt\ngit+https://a.b/c")
     said = [re.sub(r"^.*requirements.txt", "", note) for note in assessment.notes]
     assert said == [
-        " line 2: what .[train] requires is not looked into; ask about its own file, too",
+        " line 2: what .[train] requires is not looked into; check its own file as well",
         " line 3: the option --weather is not understood and ignored",
         " line 4: https://example.org/more.txt is not read; ask about a copy of it",
     ]

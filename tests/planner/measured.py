@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._planner import cost
+from gemma4_compat._planner import memory
 from gemma4_compat._planner.blueprint import Blueprint
-from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.memory import Load
 
 
 def storages(cache: Any) -> int:
@@ -30,8 +30,8 @@ def cached(blueprint: Blueprint, load: Load, *, prefill: bool) -> int:
     """The planner's sum over the layers."""
     monkey = pytest.MonkeyPatch()
     with monkey.context() as patched:
-        patched.setattr(cost, "rounded", lambda nbytes: nbytes)  # storages are not rounded on the CPU
-        return sum(cost.kv_cache(block, load, blueprint.item, prefill=prefill) for block in blueprint.layers)
+        patched.setattr(memory, "rounded", lambda nbytes: nbytes)  # storages are not rounded on the CPU
+        return sum(memory.kv_cache(block, load, blueprint.item, prefill=prefill) for block in blueprint.layers)
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ import pytest
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._engine.text import parse_size, runs, size_text
 from gemma4_compat._planner import code, layout
-from gemma4_compat._planner import plan as _plan
 from gemma4_compat._planner import text as _plan_text
 from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, Size, rounded
-from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.memory import Load
+from gemma4_compat._planner.result import Plan, Rate, Source
+from gemma4_compat._planner.use import Share, Use, use_of
 from tests.engine.test_import_cost import UPSTREAM, imported_by
 
 MIB = 1 << 20
@@ -150,7 +151,7 @@ def test_as_few_layers_as_needed_are_paged(budget: int) -> None:
     rest = [block for block in MODEL.blocks if block.kind not in ("per_layer_embedding", "tower", "layer")]
     for paged in itertools.combinations(MODEL.layers, len(placed.paged) - 1):
         resident = [*rest, *(layer for layer in MODEL.layers if layer not in paged)]
-        use = layout.use_of(MODEL, resident, paged, evicted, LOAD, budget=budget, main=True, quantize_offloaded=True)
+        use = use_of(MODEL, Share(resident=resident, paged=paged, evicted=evicted), LOAD, budget=budget)
         assert use.peak > budget
 
 
@@ -162,10 +163,11 @@ def test_an_untied_embedding_leaves_for_its_rows_and_the_head_stays() -> None:
 
 
 def test_bf16_layers_need_larger_buffers_and_the_refusal_says_so() -> None:
-    plain = layout.smallest_budget(MODEL, LOAD, quantize_offloaded=False)
+    model = MODEL.offloading(quantized=False)
+    plain = layout.smallest_budget(model, LOAD)
     assert plain > LEAST
     with pytest.raises(Gemma4CompatError, match="quantize_offloaded"):
-        layout.layout(MODEL, {0: plain - MIB}, LOAD, quantize_offloaded=False)
+        layout.layout(model, {0: plain - MIB}, LOAD)
 
 
 def test_adapters_of_paged_layers_stay_on_the_accelerator() -> None:
@@ -287,7 +289,7 @@ def test_the_longest_context_of_a_placement_fits_it_exactly(budget: int) -> None
     if longest == 1 << 20:
         return
     for context, fits in ((longest, True), (longest + 1, False)):
-        use = layout.placed_use(MODEL, placed, replace(LOAD, context=context), True)
+        use = layout.placed_use(MODEL, placed, replace(LOAD, context=context))
         assert (use[0].peak <= budget) is fits
 
 
@@ -354,34 +356,23 @@ def test_a_size_written_up_is_enough(nbytes: int) -> None:
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
-def a_plan(budget: int = LEAST + 30 * MIB) -> _plan.Plan:
+def a_plan(budget: int = LEAST + 30 * MIB) -> Plan:
     placed = layout.layout(MODEL, {0: budget}, LOAD)
-    found = _plan.Plan(
+    source = Source(
         model="folder",
         model_class=MODEL.model_class,
-        device_map=placed.device_map,
         quantization="4bit",
-        experts=None,
-        quantize_offloaded=True,
-        use=placed.use,
-        cpu=placed.cpu,
-        disk=placed.disk,
-        paged=placed.paged,
-        looked_up=placed.looked_up,
-        brought=placed.brought,
-        bus=0,
-        fast=False,
-        slow_because="it was not asked for",
-        context=LOAD.context,
-        batch=1,
-        vision=False,
-        audio=False,
-        longest_context=300,
+        skip=("lm_head",),
         assumed="something",
-        code="",
     )
-    text = code.loading_code(found, skip=["lm_head"], adapter=None, quantize_experts=False, attention="sdpa")
-    return replace(found, code=text)
+    return Plan(
+        source=source,
+        layout=placed,
+        load=LOAD,
+        rate=Rate(slow_because="it was not asked for"),
+        longest_context=300,
+        code=code.loading_code(source, placed, LOAD),
+    )
 
 
 @pytest.mark.parametrize("width", [50, 72, 100])
@@ -394,7 +385,7 @@ def test_the_report_stays_inside_its_width(width: int, blocks: bool) -> None:
 
 
 def test_a_bar_shows_shares_of_the_budget() -> None:
-    use = layout.Use(weights=40, pages=10, adapter=0, kv=10, loading=0, prefill=80, decode=70, budget=100)
+    use = Use(weights=40, pages=10, adapter=0, kv=10, loading=0, prefill=80, decode=70, budget=100)
     assert _plan_text._bar(use, 50, "wpkt.") == "w" * 20 + "p" * 5 + "k" * 5 + "t" * 10 + "." * 10
 
 
@@ -426,6 +417,6 @@ def test_variants_are_found_by_their_names(name: str) -> None:
 
 
 def test_arithmetic_on_a_blueprint_imports_no_library() -> None:
-    loaded = imported_by("from gemma4_compat._planner import blueprint, code, cost, layout, plan, text")
+    loaded = imported_by("from gemma4_compat._planner import blueprint, code, layout, memory, plan, text")
     assert "gemma4_compat._planner.layout" in loaded
     assert not {name.partition(".")[0] for name in loaded} & set(UPSTREAM)

@@ -11,9 +11,9 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import cost, layout
+from gemma4_compat._planner import layout, memory
 from gemma4_compat._planner.blueprint import describe
-from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.memory import Load
 from gemma4_compat._planner.text import plan_text
 from gemma4_compat._reproduction import tiny_configs
 from tests.planner.measured import cached, storages, watched
@@ -67,7 +67,7 @@ def test_all_experts_at_once_take_what_is_planned(tokens: int) -> None:
     chosen = torch.randint(0, 16, (tokens, 4))
     with torch.no_grad(), watched() as counts:
         module(inputs, chosen, torch.rand(tokens, 4))  # the router's weights are fp32
-    assert counts["peak"] == pytest.approx(cost.grouped_experts(tokens * 4, 256, 2), rel=0.03)
+    assert counts["peak"] == pytest.approx(memory.grouped_experts(tokens * 4, 256, 2), rel=0.03)
 
 
 def test_chunks_leave_more_experts_on_the_card() -> None:
@@ -102,7 +102,7 @@ def test_a_chunk_never_needs_more(variant: str, fast: bool, context: int) -> Non
     blueprint = describe(build.on_meta(variant)[0], "4bit-double", experts=True)
     load = Load(context=context, fast=fast)
     peaks = [
-        cost.activations(blueprint, blueprint.layers, replace(load, prefill_chunk=chunk), prefill=True, head=True)
+        memory.activations(blueprint, blueprint.layers, replace(load, prefill_chunk=chunk), prefill=True, head=True)
         for chunk in (None, context, 1024, 128)
     ]
     assert peaks[0] == peaks[1]

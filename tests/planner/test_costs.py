@@ -10,9 +10,9 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import build, variants
-from gemma4_compat._planner import cost
+from gemma4_compat._planner import memory
 from gemma4_compat._planner.blueprint import adapter_sizes, describe, rounded
-from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.memory import Load
 from gemma4_compat._reproduction import tiny_configs
 from tests.planner.measured import cached, storages, watched
 from tests.planner.models import VARIANTS, on_meta, planned
@@ -80,7 +80,7 @@ def test_temporaries_of_a_prefill_are_as_measured(variant: str, tokens: int) -> 
         embedded = text.embed_tokens(ids)
         rows = text.get_per_layer_inputs(ids, embedded)
         text(inputs_embeds=embedded, per_layer_inputs=rows, use_cache=True, **options)
-    expected = cost.activations(blueprint, blueprint.layers, load, prefill=True, head=True)
+    expected = memory.activations(blueprint, blueprint.layers, load, prefill=True, head=True)
     assert expected == pytest.approx(counts["peak"], rel=0.06)
 
 
@@ -93,12 +93,12 @@ def test_temporaries_of_the_vision_tower_are_as_measured(variant: str) -> None:
     blueprint = planned(model, None)
     tower = model.model.vision_tower
     tower.config._attn_implementation = "eager"
-    count = cost.COSTS.image_tokens * blueprint.patches
+    count = memory.MEASURED.image_tokens * blueprint.patches
     hidden = torch.zeros(1, count, tower.config.hidden_size, dtype=torch.bfloat16, device="meta")
     positions = torch.zeros(1, count, 2, dtype=torch.long, device="meta")
     with torch.no_grad(), watched() as counts:
         tower.encoder(inputs_embeds=hidden, attention_mask=None, pixel_position_ids=positions)
-    expected = cost.tower_activations(blueprint, Load(vision=True, attention="eager"))
+    expected = memory.tower_activations(blueprint, Load(vision=True, attention="eager"))
     assert expected == pytest.approx(counts["peak"], rel=0.06)
 
 
@@ -106,11 +106,11 @@ def test_temporaries_of_the_audio_tower_are_as_measured() -> None:
     import torch
 
     model, *_ = build.on_meta("E2B")
-    frames = torch.zeros(1, cost.COSTS.audio_frames, 128, dtype=torch.bfloat16, device="meta")
+    frames = torch.zeros(1, memory.MEASURED.audio_frames, 128, dtype=torch.bfloat16, device="meta")
     mask = torch.ones(frames.shape[:2], dtype=torch.bool, device="meta")
     with torch.no_grad(), watched() as counts:
         model.model.audio_tower(frames, mask)
-    expected = cost.tower_activations(planned(model, None), Load(audio=True))
+    expected = memory.tower_activations(planned(model, None), Load(audio=True))
     assert expected == pytest.approx(counts["peak"], rel=0.06)
 
 

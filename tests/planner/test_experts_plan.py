@@ -10,9 +10,10 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import cost, layout
+from gemma4_compat._planner import layout, memory
 from gemma4_compat._planner.blueprint import Blueprint, describe
-from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.memory import Load
+from gemma4_compat._planner.text import plan_text
 from gemma4_compat._quantization import expert_storage
 from gemma4_compat._quantization.bytes import expert_tensors
 from gemma4_compat._quantization.config import default_skip_modules, linear_names
@@ -74,7 +75,7 @@ def test_a_prompt_dequantizes_all_experts_of_a_layer_and_a_token_those_it_hits()
     load = Load(context=64)
     prefill, decode = (
         [
-            cost.activations(blueprint, layer, load, prefill=phase, head=False)
+            memory.activations(blueprint, layer, load, prefill=phase, head=False)
             for blueprint, layer in zip((before, after), layers)
         ]
         for phase in (True, False)
@@ -105,13 +106,38 @@ def test_the_code_loads_what_was_planned(
     assert difference(expected, workspace.outputs(model, text_only=True)) == 0.0
 
 
-def test_experts_are_planned_in_bf16_unless_asked_for(checkpoint: str) -> None:
+def test_experts_stay_in_bf16_where_they_fit(checkpoint: str) -> None:
     plan = gemma4_compat.plan_device_map(checkpoint, "1GiB")
     assert plan.experts is None
     assert "quantize_experts" not in plan.code
+    assert "quantized as well" not in plan_text(plan)
     dense = gemma4_compat.plan_device_map("E2B", "8GiB", context=64, quantize_experts=True)
     assert dense.experts is None
     assert "quantize_experts" not in dense.code
+
+
+def test_experts_are_quantized_where_those_in_bf16_would_leave_the_card() -> None:
+    """Of a 12 GiB card: host memory and bytes a token are a quarter, and the plan says what was chosen."""
+    chosen = gemma4_compat.plan_device_map("26B-A4B", "11GiB")
+    plain = gemma4_compat.plan_device_map("26B-A4B", "11GiB", quantize_experts=False)
+    assert (chosen.experts, plain.experts) == ("4bit", None)
+    assert 0 < chosen.brought < plain.brought / 4
+    assert chosen.cpu < plain.cpu / 4
+    assert "with gemma4_compat.quantize_experts(), gemma4_compat.quantize_offloaded():" in chosen.code
+    assert "--no-quantize-experts keeps them in bf16." in " ".join(plan_text(chosen, width=100).split())
+    asked = gemma4_compat.plan_device_map("26B-A4B", "11GiB", quantize_experts=True)
+    assert asked.as_data() == chosen.as_data()
+    assert "quantized as well" not in plan_text(asked)
+    whole = gemma4_compat.plan_device_map("26B-A4B", "80GiB")
+    assert (whole.experts, whole.cpu) == (None, 0)
+    assert gemma4_compat.plan_device_map("26B-A4B", "30GiB", quantize="8bit", context=1024).experts is None
+
+
+def test_what_fits_in_no_way_is_one_error() -> None:
+    with pytest.raises(Gemma4CompatError, match="does not fit") as caught:
+        gemma4_compat.plan_device_map("26B-A4B", "1GiB")
+    assert caught.value.__context__ is None
+    assert "quantize_experts" not in str(caught.value)
 
 
 def test_a_saved_model_with_such_experts_is_planned_as_it_is(workspace: Any, checkpoint: str, tmp_path: Path) -> None:
@@ -132,7 +158,7 @@ def test_other_quantizations_have_no_experts(checkpoint: str, quantize: str | No
 
 def test_what_does_not_fit_hears_of_it() -> None:
     with pytest.raises(Gemma4CompatError, match="experts are in bf16 here; quantize_experts"):
-        gemma4_compat.plan_device_map("26B-A4B", "2GiB")
+        gemma4_compat.plan_device_map("26B-A4B", "2GiB", quantize_experts=False)
     with pytest.raises(Gemma4CompatError) as caught:
         gemma4_compat.plan_device_map("26B-A4B", "1GiB", quantize_experts=True)
     assert "quantize_experts" not in str(caught.value)
@@ -185,8 +211,6 @@ def test_experts_leave_before_whole_layers() -> None:
 
 
 def test_the_bus_that_is_given() -> None:
-    from gemma4_compat._planner.text import plan_text
-
     given = {"context": 4096, "prompt": 1024, "quantize": "4bit-double", "quantize_experts": True}
     plan = gemma4_compat.plan_device_map("26B-A4B", "8GiB", bus="12GiB/s", **given)
     assert plan.bus == 12 << 30

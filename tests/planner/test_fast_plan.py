@@ -14,11 +14,11 @@ import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._decoding import obstacles
 from gemma4_compat._models import variants
-from gemma4_compat._planner import code, cost, layout
+from gemma4_compat._planner import code, layout, memory, speed
 from gemma4_compat._planner import plan as _plan
 from gemma4_compat._planner import text as _plan_text
 from gemma4_compat._planner.blueprint import Blueprint, describe, rounded
-from gemma4_compat._planner.cost import COSTS, Load
+from gemma4_compat._planner.memory import MEASURED, Load
 from gemma4_compat._reproduction import tiny_configs
 from tests.planner.measured import cached, storages, watched
 from tests.planner.models import VARIANTS, planned, run
@@ -66,9 +66,10 @@ def test_a_static_cache_is_not_larger_than_the_default_one_at_the_end_of_the_con
     for context in (8, 64, 100, 10_000):
         for block in MODEL.layers:
             loads = [replace(load, context=context) for load in (LOAD, FAST)]
-            dynamic, static = (cost.kv_cache(block, load, 2, prefill=False) for load in loads)
+            dynamic, static = (memory.kv_cache(block, load, 2, prefill=False) for load in loads)
             assert static == dynamic
-            assert cost.kv_cache(block, loads[1], 2, prefill=True) <= cost.kv_cache(block, loads[0], 2, prefill=True)
+            dynamic, static = (memory.kv_cache(block, load, 2, prefill=True) for load in loads)
+            assert static <= dynamic
 
 
 # -------------------------------------------------------------------------------------------------------- temporaries
@@ -112,9 +113,9 @@ def test_temporaries_of_a_prefill_and_of_a_step_are_as_measured(variant: str, pr
 
     load = Load(context=context, prompt=prompt, attention="eager", fast=True)
     prefill, step = (
-        cost.activations(described, described.layers, load, prefill=phase, head=phase) for phase in (True, False)
+        memory.activations(described, described.layers, load, prefill=phase, head=phase) for phase in (True, False)
     )
-    held = sum(cost.kv_cache(block, load, 2, prefill=False) for block in described.layers)
+    held = sum(memory.kv_cache(block, load, 2, prefill=False) for block in described.layers)
     options = {"logits_to_keep": 1} if described.one_query else {}
     assert prefill == pytest.approx(peak(prompt, **options), rel=0.03)
     assert step - held == pytest.approx(peak(1), rel=0.03)
@@ -145,33 +146,33 @@ def test_masks_of_a_prompt_are_those_that_transformers_makes() -> None:
         for kind, window in attentions.items():
             found = [block.attention for block in described.layers if block.attention]
             attention = next(one for one in found if one.window == window)
-            assert cost._is_masked(described, attention, load, prefill=True) is (masks[kind] is not None)
+            assert memory._is_masked(described, attention, load, prefill=True) is (masks[kind] is not None)
             if masks[kind] is not None:
-                assert masks[kind].shape[-1] == cost._seen(attention, load, prefill=True)
+                assert masks[kind].shape[-1] == memory._seen(attention, load, prefill=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- graphs
 
 
 def pool(model: Blueprint = MODEL, streamed: tuple[int, ...] = (), load: Load = FAST, *, head: bool = True) -> int:
-    return cost.graph(model, model.layers, streamed, load, head=head)
+    return memory.graph(model, model.layers, streamed, load, head=head)
 
 
 def test_a_pool_holds_a_step_and_two_slots_and_the_logits() -> None:
     assert pool(load=LOAD) == pool(load=replace(FAST, weights_only=True)) == 0
     assert pool(streamed=(5 * MIB, 3 * MIB, 4 * MIB)) == pool() + 2 * 5 * MIB
     assert pool(streamed=(5 * MIB,)) == pool() + 5 * MIB
-    held = sum(cost.kv_cache(block, FAST, 2, prefill=False) for block in MODEL.layers)
-    step = cost.activations(MODEL, MODEL.layers, FAST, prefill=False, head=True) - held
+    held = sum(memory.kv_cache(block, FAST, 2, prefill=False) for block in MODEL.layers)
+    step = memory.activations(MODEL, MODEL.layers, FAST, prefill=False, head=True) - held
     assert step > 0
-    assert pool() == step + COSTS.blas_workspace + COSTS.graphs * rounded(2 * MODEL.vocabulary)
+    assert pool() == step + MEASURED.blas_workspace + MEASURED.graphs * rounded(2 * MODEL.vocabulary)
 
 
 def test_what_was_measured_of_a_pool_is_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     before = pool(streamed=(MIB, MIB))
     fixed = before - pool(streamed=())
-    step = pool() - COSTS.blas_workspace - COSTS.graphs * rounded(2 * MODEL.vocabulary)
-    monkeypatch.setattr(cost, "COSTS", replace(COSTS, graph_pool=1.5, graph_slots=1))
+    step = pool() - MEASURED.blas_workspace - MEASURED.graphs * rounded(2 * MODEL.vocabulary)
+    monkeypatch.setattr(memory, "MEASURED", replace(MEASURED, graph_pool=1.5, graph_slots=1))
     assert pool(streamed=(MIB, MIB)) == pytest.approx(before - fixed // 2 + step / 2, abs=1)
 
 
@@ -196,7 +197,7 @@ def test_a_placement_for_fast_decoding_stays_inside_its_budget(budget: int) -> N
 
 
 def chosen(model: Blueprint, budgets: dict[Any, int], *, fast: bool = True, **options: Any) -> tuple[Any, Load, str]:
-    given = {"cpu": None, "disk": None, "quantize_offloaded": True, "balanced": False} | options
+    given = {"cpu": None, "disk": None, "balanced": False} | options
     return _plan._placed(model, budgets, LOAD, given, fast=fast)
 
 
@@ -308,10 +309,10 @@ def test_the_report_says_what_it_is_and_what_bounds_it() -> None:
     assert "same tokens as with disable_compile=True." in text
     assert f"Its graphs keep {layout.size_text(plan.use[0].graph)}." in text
     assert f"each token brings {layout.size_text(plan.brought)} over it" in text
-    least, most = (round(100 * share) for share in COSTS.bus)
-    assert f"reached {least} to {most} % of the bus" in text
+    least, most = (round(100 * share) for share in speed.BUS_SHARE)
+    assert f"replay of streamed layers reached {least} to {most} % of the bus." in text
     whole = says("E2B", "--vram", "80GiB", "--context", "1024")
-    assert "The card bounds its speed." in whole
+    assert "The card limits its speed." in whole
     assert " bus" not in whole
     assert "gemma4_compat.decode_fast(model)" in whole
 
@@ -319,7 +320,9 @@ def test_the_report_says_what_it_is_and_what_bounds_it() -> None:
 @pytest.mark.parametrize("width", [50, 72, 100])
 @pytest.mark.parametrize("brought", [0, 917 * MIB])
 def test_the_report_stays_inside_its_width(width: int, brought: int) -> None:
-    report = _plan_text.plan_text(replace(a_plan(), fast=True, brought=brought, code=""), width=width)
+    plan = a_plan()
+    shown = replace(plan, load=FAST, layout=replace(plan.layout, brought=brought), code="")
+    report = _plan_text.plan_text(shown, width=width)
     assert "Fast decoding" in report
     assert max(map(len, report.splitlines())) <= width
 

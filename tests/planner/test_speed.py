@@ -11,7 +11,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, speed
+from gemma4_compat._planner import blueprint, budgets, speed, training
 from gemma4_compat._planner.text import plan_text
 from gemma4_compat._quantization.config import default_skip_modules, linear_names
 from gemma4_compat._reproduction import tiny_models
@@ -114,7 +114,7 @@ def test_a_plan_says_what_a_model_says_of_some_cards() -> None:
     assert list(plan.modelled) == list(speed.COMMON)
     assert plan.modelled["RTX 3060"] < plan.modelled["RTX 4090"]
     said = " ".join(plan_text(plan, width=100).split())
-    assert "by a model of the card, not measured on it: " in said
+    assert "Tokens a second, modelled and not measured: " in said
     assert f"{plan.modelled['RTX 3060']:.0f} on RTX 3060" in said
     assert plan.as_data()["modelled"] == plan.modelled
 
@@ -124,6 +124,35 @@ def test_a_card_by_its_name_or_its_figures(name: str) -> None:
     plan = gemma4_compat.plan_device_map("E2B", "8GiB", card=name, **GIVEN)
     known = gemma4_compat.plan_device_map("E2B", "8GiB", card="RTX 4070", **GIVEN)
     assert plan.modelled == {name: pytest.approx(known.modelled["RTX 4070"])}
+
+
+def test_a_card_by_its_name_says_how_much_memory_there_is() -> None:
+    plan = gemma4_compat.plan_device_map("E2B", card="RTX 3060", context=1024)
+    assert {device: use.budget for device, use in plan.use.items()} == {0: 11 << 30}
+    assert list(plan.modelled) == ["RTX 3060"]
+    assert gemma4_compat.plan_device_map("E2B", "8GiB", card="RTX 3060", context=1024).use[0].budget == 8 << 30
+    with pytest.raises(Gemma4CompatError, match=r"how much memory the card '28 SMs, .* give vram"):
+        gemma4_compat.plan_device_map("E2B", card="28 SMs, 1.78 GHz, 360 GB/s")
+
+
+@pytest.mark.parametrize("name", speed.CARDS)
+def test_every_known_card_has_memory_to_plan_for(name: str) -> None:
+    assert budgets.of(None, name) == {0: (speed.CARDS[name].gib - 1) << 30}
+    assert speed.CARDS[name].gib >= 8
+
+
+def test_without_vram_and_card_the_free_memory_of_this_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Gemma4CompatError, match=r"no GPU whose memory could be read; give vram \(--vram 8GiB\), or"):
+        gemma4_compat.plan_device_map("E2B")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((8 + index) << 30, 24 << 30))
+    assert budgets.of(None, None) == {0: 15 << 29, 1: 17 << 29}
+    assert gemma4_compat.plan_device_map("E2B", context=1024).use[0].budget == 15 << 29
+    assert training._budget(None, None) == (1, 17 << 29)
 
 
 def test_the_bus_counts_where_something_comes_over_it() -> None:
@@ -159,4 +188,4 @@ def test_a_plan_without_a_model_says_why(options: dict[str, Any], why: str) -> N
     assert not plan.modelled
     assert why in plan.not_modelled
     said = " ".join(plan_text(plan, width=100).split())
-    assert (f"No model of its tokens a second: {plan.not_modelled}." in said) == plan.fast
+    assert (f"Its tokens a second cannot be modelled: {plan.not_modelled}." in said) == plan.fast

@@ -14,6 +14,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
 from gemma4_compat._models import build
 from gemma4_compat._planner import training, training_step
+from gemma4_compat._planner.memory import TrainingLoad
 from gemma4_compat._planner.training_step import Step
 from gemma4_compat._training import chunks
 from tests.planner.models import VARIANTS
@@ -37,8 +38,8 @@ def test_every_byte_is_that_of_a_step_with_memory(
     from peft import LoraConfig, get_peft_model
 
     monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 256 * 2)  # of 10 tokens: several chunks
-    step = {"checkpointing": checkpointing, "chunked_loss": chunked}
-    planned = of(workspace.checkpoint, sequence=sequence, batch=batch, rank=4, **step)
+    step = {"gradient_checkpointing": checkpointing, "chunked_loss": chunked}
+    planned = of(workspace.checkpoint, max_length=sequence, batch=batch, r=4, **step)
     model = get_peft_model(
         workspace.load(), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS, init_lora_weights=False)
     ).train()
@@ -73,7 +74,7 @@ def test_a_4_bit_base_adds_the_copy_that_a_layer_is_dequantized_into(workspace: 
         name for name, module in built.named_modules() if "language_model" in name and name.endswith("up_proj")
     )
     largest = max(built.get_submodule(name).weight.numel() for name in names)
-    plain, packed = (of(workspace.checkpoint, chosen, sequence=4, rank=2) for chosen in ((), names))
+    plain, packed = (of(workspace.checkpoint, chosen, max_length=4, r=2) for chosen in ((), names))
     assert 0 <= packed.backward - plain.backward <= 2 * largest
     assert packed.sizes == plain.sizes
 
@@ -102,17 +103,17 @@ def test_a_4_bit_step_keeps_what_bitsandbytes_and_peft_keep(workspace: Any, monk
         loss.backward()
     monkeypatch.undo()
     assert not torch.is_autocast_enabled("cpu")
-    planned = training._measure(str(workspace.checkpoint), "4bit", Step(sequence=512, rank=4))
+    planned = training._measure(str(workspace.checkpoint), "4bit", Step(max_length=512, r=4))
     assert (planned.forward, planned.backward) == (forward, counted.peak)
 
 
 @pytest.mark.full
 def test_steps_grow_with_what_they_are(workspace: Any) -> None:
-    base = of(workspace.checkpoint, sequence=32)
-    assert of(workspace.checkpoint, sequence=64).peak > base.peak
-    assert of(workspace.checkpoint, sequence=32, batch=2).peak > base.peak
-    assert of(workspace.checkpoint, sequence=32, rank=32).adapter == pytest.approx(2 * base.adapter, rel=0.01)
-    assert of(workspace.checkpoint, sequence=32, checkpointing=False).peak > base.peak
+    base = of(workspace.checkpoint, max_length=32)
+    assert of(workspace.checkpoint, max_length=64).peak > base.peak
+    assert of(workspace.checkpoint, max_length=32, batch=2).peak > base.peak
+    assert of(workspace.checkpoint, max_length=32, r=32).adapter == pytest.approx(2 * base.adapter, rel=0.01)
+    assert of(workspace.checkpoint, max_length=32, gradient_checkpointing=False).peak > base.peak
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd"])
@@ -149,7 +150,7 @@ def test_states_of_8_bit_optimizers_are_what_bitsandbytes_makes() -> None:
 
 @functools.cache
 def planned(checkpoint: str, **options: Any) -> Any:
-    return gemma4_compat.plan_training(checkpoint, 1 << 40, sequence=32, **options)
+    return gemma4_compat.plan_training(checkpoint, 1 << 40, max_length=32, **options)
 
 
 @pytest.mark.full
@@ -159,10 +160,25 @@ def test_more_memory_never_offloads_more(workspace: Any) -> None:
     assert whole.streamed == ()
     away: list[set[str]] = []
     for budget in (whole.peak - 1, whole.peak - whole.weights // 4):
-        plan = gemma4_compat.plan_training(str(workspace.checkpoint), budget, sequence=32)
+        plan = gemma4_compat.plan_training(str(workspace.checkpoint), budget, max_length=32)
         assert plan.peak <= budget
         away.append({name for name, device in plan.device_map.items() if device == "cpu"})
     assert set() < away[0] <= away[1]
+
+
+def test_a_step_leaves_memory_free() -> None:
+    """Half a GiB, or an eighth of the budget; what would fit without it is refused with the figure."""
+    step = {"adapter": 0, "optimizer": 0, "forward": 0, "sizes": ()}
+    cut = training._described("E2B", "4bit")[0]
+    for budget, free in ((12 << 30, 512 * MIB), (2 << 30, 256 * MIB)):
+        least = training.layout.smallest_budget(cut, TrainingLoad(step=0))
+        fits = training_step.StepMemory(backward=int((budget - free - least) / 1.02), **step)
+        use = training._placed(cut, 0, budget, fits, {}, cpu=None).use[0]
+        assert use.budget == budget
+        assert use.peak <= budget - free
+        much = training_step.StepMemory(backward=int((budget - free // 2 - least) / 1.01), **step)
+        with pytest.raises(Gemma4CompatError, match=f"of which {free // MIB} MiB stay free"):
+            training._placed(cut, 0, budget, much, {}, cpu=None)
 
 
 @pytest.mark.full
@@ -171,29 +187,29 @@ def test_the_parts_add_up_to_the_peak(workspace: Any) -> None:
     parts = plan.weights + plan.buffers + plan.adapter + plan.optimizer_states + plan.activations
     workspace_of_blas = 32 * MIB
     assert plan.peak == pytest.approx(1.01 * (parts + workspace_of_blas), rel=1e-6)
-    assert plan.changes["--no-checkpointing"] > 0
+    assert plan.changes["--no-gradient-checkpointing"] > 0
     chunked = planned(str(workspace.checkpoint), chunked_loss=True)
     assert chunked.changes["--no-chunked-loss"] == -plan.changes["--chunked-loss"]
     assert chunked.activations - plan.activations == plan.changes["--chunked-loss"]
-    assert plan.changes["--optimizer paged_adamw_8bit"] == -plan.optimizer_states
-    assert planned(str(workspace.checkpoint), checkpointing=False).changes["--checkpointing"] == pytest.approx(
-        -plan.changes["--no-checkpointing"]
-    )
+    assert plan.changes["--optim paged_adamw_8bit"] == -plan.optimizer_states
+    assert planned(str(workspace.checkpoint), gradient_checkpointing=False).changes[
+        "--gradient-checkpointing"
+    ] == pytest.approx(-plan.changes["--no-gradient-checkpointing"])
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"sequence": 0}, "sequence is 0; it must be at least 1"),
-        ({"rank": -1}, "rank is -1"),
-        ({"optimizer": "adam"}, "optimizer 'adam' is unknown; use one of adamw_torch"),
+        ({"max_length": 0}, "max_length is 0; it must be at least 1"),
+        ({"r": -1}, "r is -1"),
+        ({"optim": "adam"}, "optim 'adam' is unknown; use one of adamw_torch"),
         ({"quantize": "8bit"}, "training plans know 4bit"),
-        ({"vram": {0: "8GiB", 1: "8GiB"}}, "a training plan is of one accelerator"),
+        ({"vram": {0: "8GiB", 1: "8GiB"}}, "a training plan covers one accelerator"),
         ({"vram": 1000}, r"takes .* with all decoder layers streamed.* saves .*A shorter sequence"),
     ],
 )
 def test_what_cannot_be_is_one_error(workspace: Any, options: dict[str, Any], message: str) -> None:
-    options = {"vram": "8GiB", "sequence": 8, **options}
+    options = {"vram": "8GiB", "max_length": 8, **options}
     with pytest.raises(Gemma4CompatError, match=message):
         gemma4_compat.plan_training(str(workspace.checkpoint), **options)
 
@@ -205,7 +221,7 @@ def test_the_code_trains(workspace: Any, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.chdir(tmp_path)
     plan = gemma4_compat.plan_training(
-        str(workspace.checkpoint), {"cpu": 1 << 40}, sequence=8, rank=2, chunked_loss=chunked
+        str(workspace.checkpoint), {"cpu": 1 << 40}, max_length=8, r=2, chunked_loss=chunked
     )
     assert ("gemma4_compat.chunked_loss(model)" in plan.code) is chunked
     rows = [
@@ -222,27 +238,27 @@ def test_the_code_trains(workspace: Any, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.full
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant_can_be_planned(variant: str) -> None:
-    plan = gemma4_compat.plan_training(variant, "80GiB", sequence=64)
+    plan = gemma4_compat.plan_training(variant, "80GiB", max_length=64)
     assert plan.adapter < plan.activations
     assert plan.trained > 10**7
     assert plan.changes["--chunked-loss"] <= 0  # of 64 tokens the loss need not be what the peak is made of
 
 
 def says(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(cli.app, ["plan", *arguments])
+    result = CliRunner().invoke(cli.app, [*arguments])
     assert result.exit_code == code, result.output
     return result
 
 
 def test_the_command_prints_the_report(workspace: Any) -> None:
-    arguments = [str(workspace.checkpoint), "--vram", "1GiB", "--train", "--sequence", "16", "--rank", "4"]
-    text = says(*arguments).stdout
+    arguments = ["--vram", "1GiB", "--max-length", "16", "--r", "4"]
+    text = says("plan-training", str(workspace.checkpoint), *arguments).stdout
     for part in (
         "sequences of 16 tokens",
         "of rank 4",
         "gpu 0 [",
         "Expected peak: ",
-        "--no-checkpointing",
+        "--no-gradient-checkpointing",
         "DATASET",
     ):
         assert part in " ".join(text.split())
@@ -250,16 +266,58 @@ def test_the_command_prints_the_report(workspace: Any) -> None:
     assert max(map(len, report.splitlines())) <= 100
 
 
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a command hands to the function, which plans nothing here."""
+    found: dict[str, Any] = {}
+
+    def refuse(model: str, vram: Any, **options: Any) -> None:
+        found.update(options, model=model, vram=vram)
+        raise Gemma4CompatError("not planned")
+
+    monkeypatch.setattr(gemma4_compat, "plan_training", refuse)
+    return found
+
+
+def test_old_names_of_the_command_and_its_options_work(given: dict[str, Any]) -> None:
+    new = ["--max-length=8", "--r", "4", "--no-gradient-checkpointing", "--optim", "sgd"]
+    says("plan-training", "E2B", "--vram", "8GiB", *new, code=2)
+    expected = dict(given)
+    assert [expected[name] for name in ("max_length", "r", "gradient_checkpointing", "optim")] == [8, 4, False, "sgd"]
+    given.clear()
+    old = ["--sequence=8", "--rank", "4", "--no-checkpointing", "--optimizer", "sgd"]
+    said = says("plan", "E2B", "--vram", "8GiB", "--train", *old, code=2).stderr
+    assert given == expected
+    assert "--optimizer is called --optim now" in said
+    assert said.count("is called") == 4
+
+
+def test_old_names_of_arguments_work_with_a_warning(workspace: Any) -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="rank is called r now") as warned,
+        pytest.raises(Gemma4CompatError, match="r is 0"),
+    ):
+        gemma4_compat.plan_training(str(workspace.checkpoint), "8GiB", rank=0)  # type: ignore[call-arg]
+    assert warned[0].filename == __file__
+    with pytest.raises(Gemma4CompatError, match="sequence and max_length are the same argument"):
+        gemma4_compat.plan_training("E2B", "8GiB", sequence=8, max_length=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="optimiser"):
+        gemma4_compat.plan_training("E2B", "8GiB", optimiser="sgd")  # type: ignore[call-arg]
+
+
+def test_a_plan_has_its_old_attributes(workspace: Any) -> None:
+    plan = planned(str(workspace.checkpoint))
+    assert (plan.sequence, plan.rank, plan.checkpointing, plan.optimizer) == (32, 16, True, "adamw_torch")
+    assert plan.as_data()["sequence"] == plan.max_length
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--sequence", "8"], "--sequence needs --train"),
-        (["--no-checkpointing"], "--checkpointing needs --train"),
-        (["--train", "--vision"], "--vision is not for --train"),
-        (["--train", "--vram", "1GiB"], "a training plan is of one accelerator; give --vram once"),
+        (["plan", "E2B", "--max-length", "8"], "No such option: --max-length"),
+        (["plan-training", "E2B", "--vision"], "No such option: --vision"),
+        (["plan", "E2B", "--train", "--vram", "1GiB"], "a training plan covers one accelerator; give --vram once"),
     ],
 )
-def test_options_of_the_other_kind_are_refused(arguments: list[str], message: str) -> None:
-    result = says("E2B", "--vram", "8GiB", *arguments, code=2)
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_what_a_command_does_not_take_is_refused(arguments: list[str], message: str) -> None:
+    assert message in says(*arguments, "--vram", "8GiB", code=2).stderr

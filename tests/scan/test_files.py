@@ -166,7 +166,7 @@ def test_ranks_and_their_patterns(tmp_path: Path) -> None:
     assert gemma4_compat.scan_adapter(tmp_path).ranks == {4: 2, 16: 2}
     problem = problems(tmp_path, shapes)["rank"]
     assert len(problem.keys) == 2
-    assert "2 LoRA weights have another rank than adapter_config.json says" in problem.message
+    assert "2 LoRA weights have a rank that differs from adapter_config.json" in problem.message
     assert "[16, 64]" in problem.message
 
 
@@ -249,7 +249,7 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
     [
         ("{", "is not JSON"),
         ("[]", "it is a JSON list"),
-        ("{}", "names no peft_type"),
+        ("{}", "has no peft_type"),
         ('{"lora_parameters": {}, "fine_tune_type": "lora"}', "looks like one of mlx-lm"),
         ('{"peft_type": "TELEPATHY"}', "the peft_type 'TELEPATHY'"),
         ('{"peft_type": ["LORA"]}', r"the peft_type ['LORA']"),
@@ -333,7 +333,7 @@ def test_quantize_without_a_base_is_refused(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, lora(TEXT.format(0)))
     result = CliRunner().invoke(cli.app, ["scan", str(folder), "--quantize", "4bit"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "give the base too" in result.stderr
+    assert "give the base as well" in result.stderr
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
@@ -355,7 +355,7 @@ def test_the_command_says_problems_first_and_exits_1(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["scan", str(tmp_path)])
     assert result.exit_code == 1
     assert result.stdout.splitlines()[0] == "1 problem:"
-    assert result.stdout.splitlines()[1].startswith("  - rank: 1 LoRA weights have another rank")
+    assert result.stdout.splitlines()[1].startswith("  - rank: 1 LoRA weights have a rank that differs")
 
 
 def test_the_json_has_every_attribute_by_its_name(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_layer_with_half_of_its_weights(changed: Any, bare: Path) -> None:
 def test_keys_of_another_model(changed: Any, bare: Path) -> None:
     found = scan(changed("language", lambda key: key.replace("language_model.layers", "transformer.h")), bare)
     assert ids(found)[0] == "unmatched"
-    assert "all keys are of no module that this base has" in found.problems[0].message
+    assert "all keys belong to modules that this base lacks" in found.problems[0].message
     assert found.hits == ()
 
 

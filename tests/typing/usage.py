@@ -77,15 +77,14 @@ def plan() -> dict[str, int | str]:
 
 
 def training_plan() -> int:
-    made = gemma4_compat.plan_training("E4B", "12GiB", sequence=2048, rank=16, optimizer="adamw_8bit")
+    made = gemma4_compat.plan_training("E4B", "12GiB", max_length=2048, r=16, optim="adamw_8bit")
     shown: gemma4_compat.TrainingPlan = made
     return shown.peak
 
 
 def bad_plans() -> None:
-    gemma4_compat.plan_device_map("E2B")  # type: ignore[call-arg]
     gemma4_compat.plan_training("E2B", "8GiB", context=2048)  # type: ignore[call-arg]
-    gemma4_compat.plan_device_map("E2B", None)  # type: ignore[arg-type]
+    gemma4_compat.plan_device_map("E2B", object())  # type: ignore[arg-type]
     gemma4_compat.plan_device_map("E2B", "8GiB", 2048)  # type: ignore[call-arg]
     gemma4_compat.plan_device_map("E2B", "8GiB", contxt=2048)  # type: ignore[call-arg]
     gemma4_compat.plan_device_map("E2B", "8GiB", context="2048")  # type: ignore[arg-type]

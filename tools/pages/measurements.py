@@ -119,7 +119,7 @@ WRITERS = {
     "copy": "a copy of the files",
     "repair": "`repair`",
     "merge": "`merge`",
-    "dequantized": "`merge --base dequantized`",
+    "dequantized": "`merge --start dequantized`",
     "quantized": "`merge --quantize-result 4bit-double`",
     "export": "`export`",
 }

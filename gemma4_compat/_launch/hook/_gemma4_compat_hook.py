@@ -1,7 +1,7 @@
 """Imports gemma4_compat when a library that it repairs is first imported; for ``run`` and ``enable``.
 
-A program that imports none of them pays for one small module. Here is nothing but ``sys`` until then: it runs while
-Python starts, before there is a program.
+A program that imports none of them pays for one small module. It uses only ``sys`` until then, because it runs while
+Python starts, before the program.
 """
 
 import sys

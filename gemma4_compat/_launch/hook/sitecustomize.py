@@ -1,6 +1,6 @@
 """What ``gemma4-compat run`` has each Python import at its start; then that Python's own sitecustomize, if it has one.
 
-Read by whichever Python the program starts, old ones too: no syntax that one of them lacks.
+Every Python that the program starts reads this, including old ones: no syntax that they lack.
 """
 
 import os
@@ -22,7 +22,7 @@ else:
 
     # Behind this folder only: what is before it is another tool's, which has come here from its own.
     _SPEC = _files.PathFinder.find_spec("sitecustomize", sys.path[_POSITION:])
-    if _SPEC is None or _SPEC.loader is None:  # what Python hears where there is none
+    if _SPEC is None or _SPEC.loader is None:  # as without this file
         raise ImportError("No module named 'sitecustomize'", name="sitecustomize")
     _MODULE = _importlib.module_from_spec(_SPEC)
     sys.modules["sitecustomize"] = _MODULE

@@ -39,7 +39,7 @@ from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps, family
-from gemma4_compat._planner import cost, layout
+from gemma4_compat._planner import layout, memory
 from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._quantization import offloaded
 
@@ -195,13 +195,13 @@ def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXTS[0]
     contexts = dict.fromkeys(min(context, longest) for context in _CONTEXTS)
     for context in contexts:
-        yield cost.Load(context=context, attention=attention, **modalities)
+        yield memory.Load(context=context, attention=attention, **modalities)
     if any(modalities.values()):
         for context in contexts:
-            yield cost.Load(context=context, attention=attention)
+            yield memory.Load(context=context, attention=attention)
     shortest = min(contexts)
-    yield cost.Load(context=shortest, attention=attention, **modalities, weights_only=True)
-    yield cost.Load(context=shortest, attention=attention, weights_only=True)
+    yield memory.Load(context=shortest, attention=attention, **modalities, weights_only=True)
+    yield memory.Load(context=shortest, attention=attention, weights_only=True)
 
 
 def reproduce(workspace: Workspace) -> Outcome:

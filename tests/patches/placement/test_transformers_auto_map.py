@@ -15,7 +15,7 @@ from gemma4_compat._engine.text import size_text
 from gemma4_compat._models import device_maps
 from gemma4_compat._planner import layout
 from gemma4_compat._planner.blueprint import describe
-from gemma4_compat._planner.cost import Load
+from gemma4_compat._planner.memory import Load
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.transformers_auto_map import PATCH

@@ -46,7 +46,7 @@ def test_plan_says_what_to_use(workspace: Any, options: list[str]) -> None:
 
 @pytest.mark.parametrize("start", ["original", "dequantized"])
 def test_merge_says_how(workspace: Any, adapter: Path, tmp_path: Path, start: str) -> None:
-    code, text = said("merge", workspace.qat(), adapter, tmp_path / "out", "--base", start)
+    code, text = said("merge", workspace.qat(), adapter, tmp_path / "out", "--start", start)
     assert code == 2
     assert "call model.dequantize() and model.save_pretrained(FOLDER)" in text
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,6 @@
-"""How many bytes computing a model takes, beside its weights: the KV cache and the temporaries of a forward.
+"""How many bytes computing a model takes beside its weights: the KV cache and the temporaries of a forward.
 
-Arithmetic over a :class:`~gemma4_compat._planner.blueprint.Blueprint`. :data:`COSTS` holds the few numbers that are
+Arithmetic over a :class:`~gemma4_compat._planner.blueprint.Blueprint`. :data:`MEASURED` holds the few numbers that are
 measured, not derived.
 """
 
@@ -13,28 +13,25 @@ from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, rounde
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Numbers of the model of :func:`activations` that come from measurements, in one place.
+class Measured:
+    """The measured numbers that :func:`activations` uses, in one place.
 
     Attributes:
         blas_workspace: what cuBLAS keeps (32 MiB on Hopper, 8 MiB before it).
-        slots: buffers that streamed layers have on the accelerator in a forward.
-        norm: bytes an element while an RMSNorm runs: its fp32 copy and one more.
-        per_layer_inputs: bytes an element of the per-layer inputs while they are projected, normalized and added:
+        slots: buffers on the accelerator for streamed layers in a forward.
+        norm: bytes per element while an RMSNorm runs: its fp32 copy and one more.
+        per_layer_inputs: bytes per element of the per-layer inputs while they are projected, normalized and added:
             the looked-up rows and the projection in bf16, two fp32 copies.
-        eager_scores: bytes an element of attention scores with eager attention: bf16, masked, fp32, bf16 again.
-        logits: bytes an element of the last position's logits: bf16, its soft-capped copies, ``generate``'s fp32 one.
+        eager_scores: bytes per element of attention scores with eager attention: bf16, masked, fp32, bf16 again.
+        logits: bytes per element of the last position's logits: bf16, its soft-capped copies, ``generate``'s fp32 one.
         image_tokens: soft tokens of one image.
         audio_frames: mel frames of one audio input (30 s).
-        slack: share of everything else that fragmentation and small temporaries take.
+        slack: what fragmentation and small temporaries take, as a share of everything else.
         graph_pool: bytes that the memory pool of a graph keeps, for each byte of temporaries that a step has in use at
             its peak. 1 is what an allocator without fragmentation keeps; not measured yet.
-        graph_slots: buffers that streamed layers have in that pool, beside the ``slots`` of eager forwards.
+        graph_slots: buffers for streamed layers in that pool, in addition to the ``slots`` of eager forwards.
         graphs: graphs that a generation needs at most, one pool for all of them: one while the sliding windows fill
             up, one when they are full. Each keeps its logits.
-        bus: which share of the speed of the bus replay reached with all layers streamed: where the host waits for each
-            token, with a slow CPU, and where it does not (E2B, E4B, double quantization, H200:
-            benchmarks/graph_decoding.py, 2026-11-23 and 2026-11-24).
     """
 
     blas_workspace: int = 32 << 20
@@ -49,27 +46,25 @@ class Costs:
     graph_pool: float = 1.0
     graph_slots: int = 2
     graphs: int = 2
-    bus: tuple[float, float] = (0.76, 0.97)
 
 
-COSTS = Costs()
+MEASURED = Measured()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the model has to compute.
+    """What the model has to generate.
 
     Attributes:
-        context: tokens of a sequence, prompt and answer together.
+        context: tokens per sequence, prompt and answer together.
         batch: sequences at a time.
         prompt: tokens of the prompt; None is the worst case, all of the context.
-        prefill_chunk: of these, how many one forward takes in (``prefill_chunk_size`` of ``generate``); None: all.
-        vision: whether images are given (one a sequence).
-        audio: whether audio is given (30 s a sequence).
+        prefill_chunk: tokens of the prompt in one forward (``prefill_chunk_size`` of ``generate``); None: all.
+        vision: whether inputs have images (one per sequence).
+        audio: whether inputs have audio (30 s per sequence).
         attention: "sdpa" or "eager".
-        fast: decoding is that of ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
+        fast: decode with ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
         weights_only: keep no room for the KV cache and the temporaries, as upstream's maps keep none.
-        training: bytes of a training step beside the weights, in place of all of the above; None: no training.
     """
 
     context: int = 4096
@@ -81,11 +76,10 @@ class Load:
     attention: str = "sdpa"
     fast: bool = False
     weights_only: bool = False
-    training: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
-        """Of a sequence."""
+        """Tokens in the prompt of a sequence."""
         return self.context if self.prompt is None else min(self.prompt, self.context)
 
     @property
@@ -103,6 +97,17 @@ class Load:
         if window is None or not self.chunked:
             return self.prompt_tokens
         return min(self.prompt_tokens, window + self.prefill)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingLoad:
+    """A training step.
+
+    Attributes:
+        step: bytes that it takes beside the weights of the base.
+    """
+
+    step: int
 
 
 def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
@@ -127,15 +132,15 @@ def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
 def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool, head: bool) -> int:
     """The largest sum of KV cache and temporaries while ``layers`` run on one accelerator, beside the weights.
 
-    With T tokens in the forward (batch x prompt, or batch while decoding), e bytes an element, W the width of the
+    With T tokens in the forward (batch x prompt, or batch while decoding), e bytes per element, W the width of the
     per-layer inputs of all layers together:
 
     - always alive: the embedded inputs and the residual stream (2 T hidden e), the per-layer inputs as looked up and
       as projected (2 T W e), rotary tables, the attention mask (prompt x prompt bytes where a layer needs one);
     - before the layers, and before a prefill has a cache: the per-layer inputs being projected
-      (``COSTS.per_layer_inputs`` T W);
+      (``MEASURED.per_layer_inputs`` T W);
     - then the KV cache (:func:`kv_cache`) and one of, whichever is largest: a layer's attention; its MLP: gate,
-      activation, up (3 T intermediate e); its experts; the logits of the last position (``COSTS.logits`` batch
+      activation, up (3 T intermediate e); its experts; the logits of the last position (``MEASURED.logits`` batch
       vocabulary: ``generate`` keeps no others);
     - attention: queries with their norm in fp32, keys and values repeated for every head where the kernel has no
       grouped heads, the output with its fp32 accumulator, and all scores twice where the kernel is "math" (in fp32)
@@ -164,13 +169,13 @@ def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, 
     if prefill or load.fast:
         alive += _masks(blueprint, layers, load, prefill=prefill)
     cache = sum(kv_cache(block, load, item, prefill=prefill) for block in layers)
-    stages = [COSTS.norm * tokens * blueprint.hidden]
+    stages = [MEASURED.norm * tokens * blueprint.hidden]
     stages += [_layer(blueprint, block, load, prefill=prefill) for block in layers]
     first = 0
     if head:
-        stages.append(COSTS.logits * load.batch * blueprint.vocabulary)
-        # Before a prefill there is no cache, but a static one may be that of the generation before.
-        first = (COSTS.per_layer_inputs - 2 * item) * tokens * wide + (0 if prefill and not load.fast else cache)
+        stages.append(MEASURED.logits * load.batch * blueprint.vocabulary)
+        # Before a prefill the cache is empty, but a static one may be left from the previous generation.
+        first = (MEASURED.per_layer_inputs - 2 * item) * tokens * wide + (0 if prefill and not load.fast else cache)
     return alive + max(first, cache + max(stages))
 
 
@@ -183,15 +188,15 @@ def graph(
     it is ``torch.cuda.memory_reserved``, though ``memory_allocated`` is only what is read after a replay. It has
 
     - the temporaries of one step, what :func:`activations` counts without the KV cache: the graphs are replayed one
-      after the other, so the largest is enough (times ``COSTS.graph_pool``);
-    - slots for streamed layers, as large as the largest, beside those of eager forwards (``COSTS.graph_slots``);
-    - what cuBLAS keeps for the stream of the capture (``COSTS.blas_workspace``: one for each stream);
-    - the logits of each graph (``COSTS.graphs`` batch vocabulary e), which are read after the replay.
+      after the other, so the largest is enough (times ``MEASURED.graph_pool``);
+    - slots for streamed layers, as large as the largest, beside those of eager forwards (``MEASURED.graph_slots``);
+    - what cuBLAS keeps for the stream of the capture (``MEASURED.blas_workspace``: one for each stream);
+    - the logits of each graph (``MEASURED.graphs`` batch vocabulary e), which are read after the replay.
 
     Args:
         blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
-        layers: that are computed there.
-        streamed: bytes of each streamed one of them.
+        layers: those computed there.
+        streamed: bytes of each of them that is streamed.
         load: what the model has to compute.
         head: whether the logits are computed there.
     """
@@ -199,9 +204,9 @@ def graph(
         return 0
     cache = sum(kv_cache(block, load, blueprint.item, prefill=False) for block in layers)
     step = activations(blueprint, layers, load, prefill=False, head=head) - cache
-    slots = max(streamed, default=0) * min(COSTS.graph_slots, len(streamed))
+    slots = max(streamed, default=0) * min(MEASURED.graph_slots, len(streamed))
     logits = rounded(load.batch * blueprint.vocabulary * blueprint.item) if head else 0
-    return int(COSTS.graph_pool * step) + slots + COSTS.blas_workspace + COSTS.graphs * logits
+    return int(MEASURED.graph_pool * step) + slots + MEASURED.blas_workspace + MEASURED.graphs * logits
 
 
 def _masks(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool) -> int:
@@ -219,12 +224,12 @@ def _is_masked(blueprint: Blueprint, attention: Attention, load: Load, *, prefil
         return True
     if not load.fast:
         return prefill and (load.chunked or (attention.window is not None and load.prefill > attention.window))
-    # For one query of a static cache there is one always; for a prompt, that of a window that such a cache can fill.
+    # One query of a static cache always has a mask; a prompt has one for windows that such a cache can fill.
     return not prefill or blueprint.static_masks or (attention.window is not None and load.context >= attention.window)
 
 
 def _seen(attention: Attention, load: Load, *, prefill: bool) -> int:
-    """Tokens whose keys a layer's kernel gets."""
+    """Tokens whose keys the kernel of a layer gets."""
     window = load.context if attention.window is None else attention.window
     if prefill and (not load.fast or load.prompt_tokens > window):
         return load.keys(attention.window)
@@ -244,7 +249,7 @@ def _prompt_in_static_cache(layers: Collection[Block], load: Load, item: int) ->
 def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> int:
     attention = block.attention
     assert attention is not None  # a decoder layer
-    # SDPA takes no single position of a prompt without a mask, which a static cache needs not have.
+    # With SDPA a single position of a prompt needs a mask, which a static cache may lack.
     one_query = blueprint.one_query and (load.attention == "eager" or not load.fast)
     rows = load.prefill if prefill and not (attention.shared and one_query) else 1
     tokens = load.batch * rows
@@ -256,7 +261,7 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
         kernel += kv_cache(block, load, item, prefill=False)
     elif not prefill and attention.window is not None and load.context > attention.window:
         kernel = max(kernel, tokens * width * item + kv_cache(block, load, item, prefill=False))
-    projected = tokens * width * (item + COSTS.norm)
+    projected = tokens * width * (item + MEASURED.norm)
     mlp = 3 * tokens * block.intermediate * item
     many = tokens > 1
     workspace = block.workspace if many else 0
@@ -266,25 +271,25 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
     if blueprint.experts is not None:
         number, used, inner = blueprint.experts
         pairs = tokens * used
-        looped = pairs * (8 * (number + 1) + item * (2 * inner + hidden))  # an expert after the other
+        looped = pairs * (8 * (number + 1) + item * (2 * inner + hidden))  # one expert at a time
         experts = max(looped, grouped_experts(pairs, hidden, item)) + 2 * residual
         if block.experts and tokens * used < number:  # those that are hit, and their packed bytes
             experts += block.experts * tokens * used // number * 5 // 4
         else:
             experts += block.experts
     lora = tokens * 4 * (block.intermediate + hidden) if block.adapter else 0
-    return residual + workspace + lora + max(projected, kernel, mlp, experts, COSTS.norm * tokens * hidden)
+    return residual + workspace + lora + max(projected, kernel, mlp, experts, MEASURED.norm * tokens * hidden)
 
 
 def grouped_experts(pairs: int, hidden: int, item: int) -> int:
-    """Temporaries of experts that are computed all at once (``grouped_mm``), for so many pairs of token and expert:
+    """Temporaries of experts that are computed at once (``grouped_mm``), for so many pairs of token and expert:
     their inputs and outputs, and the outputs in fp32, weighted and in the order of the tokens.
     """
     return pairs * hidden * (2 * item + 2 * 4)
 
 
 def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *, prefill: bool) -> int:
-    """Queries, output and whatever else a layer's attention has of its own, for ``rows`` queries a sequence."""
+    """Queries, output and the other temporaries of a layer's attention, for ``rows`` queries per sequence."""
     item = blueprint.item
     width = attention.heads * attention.head_dim
     queries = load.batch * rows * width
@@ -293,7 +298,7 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
     pairs = load.batch * rows * seen
     repeated = 2 * keys * item if 1 < attention.kv_heads < attention.heads else 0  # one head is shown to all as a view
     if load.attention == "eager":
-        return queries * item + repeated + COSTS.eager_scores * attention.heads * pairs
+        return queries * item + repeated + MEASURED.eager_scores * attention.heads * pairs
     kernel = queries * (2 * item + 4)  # in, out, and an accumulator
     masked = (load.fast or load.chunked) and _is_masked(blueprint, attention, load, prefill=prefill)
     if masked:  # added to the scores, so in their dtype
@@ -320,15 +325,15 @@ def tower_activations(blueprint: Blueprint, load: Load) -> int:
     stages = [0]
     if load.vision and blueprint.vision is not None:
         hidden, inner, heads, positions = blueprint.vision
-        each = COSTS.image_tokens * blueprint.patches
+        each = MEASURED.image_tokens * blueprint.patches
         patches = load.batch * each
-        scores = COSTS.eager_scores * load.batch * heads * each**2 if load.attention == "eager" else 0
-        layer = patches * hidden * (3 * item + COSTS.norm) + load.batch * each**2
+        scores = MEASURED.eager_scores * load.batch * heads * each**2 if load.attention == "eager" else 0
+        layer = patches * hidden * (3 * item + MEASURED.norm) + load.batch * each**2
         layer += max(3 * patches * inner * item, scores)
         stages += [layer, patches * 2 * positions * (8 + item) if blueprint.one_hot_positions else 0]
     elif load.vision:  # one projection of raw patches
-        stages.append(load.batch * COSTS.image_tokens * 48 * 48 * 3 * (item + COSTS.norm))
+        stages.append(load.batch * MEASURED.image_tokens * 48 * 48 * 3 * (item + MEASURED.norm))
     if load.audio and blueprint.audio is not None:
         _, channels = blueprint.audio
-        stages.append(3 * load.batch * (COSTS.audio_frames // 2) * 64 * channels * item)
+        stages.append(3 * load.batch * (MEASURED.audio_frames // 2) * 64 * channels * item)
     return max(stages)
