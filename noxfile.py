@@ -93,7 +93,7 @@ def fingerprints(session: nox.Session) -> None:
 
 @nox.session
 def matrix(session: nox.Session) -> None:
-    """Patch tests in every stack of tests/matrix.toml; results in docs/matrix. `-- --ci`, `-- STACK ...`."""
+    """Patch tests in every stack of tests/matrix.toml; results in docs/evidence. `-- --ci`, `-- STACK ...`."""
     session.install(*NEWEST, *MATRIX)
     session.run("python", "-m", "tools.matrix", "run", *session.posargs)
 

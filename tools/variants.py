@@ -1,10 +1,10 @@
-"""Reproduce every patch's defect on each variant of Gemma 4, made small, and write what was found to docs/variants.
+"""Reproduce every patch's defect on each variant of Gemma 4, made small, and write what was found to docs/evidence.
 
 python tools/variants.py NAME                         every patch on every variant, in this environment
 python tools/variants.py NAME --variants 12B          on some variants, beside what is known of the others
 python tools/variants.py NAME --patches PATCH         one patch, beside what is known of the others
 
-NAME is the stack's, and of its results file; tools/docs.py makes docs/VARIANTS.md of them. Each reproduction runs with
+NAME is the stack's; tools/docs.py makes docs/VARIANTS.md and the lines of the patches of what was found. Each reproduction runs with
 the shim off and on, in a process of its own.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
-import json
 import os
 import re
 import sys
@@ -25,7 +24,6 @@ from typing import Any
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "docs" / "variants"
 sys.path[:0] = [str(ROOT)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -35,6 +33,7 @@ from gemma4_compat import Gemma4CompatError  # noqa: E402
 from gemma4_compat._doctor import findings  # noqa: E402
 from gemma4_compat._models import variants  # noqa: E402
 from gemma4_compat.patches import registry  # noqa: E402
+from tools import evidence  # noqa: E402
 
 REPAIRED = "repaired"
 NOT_AFFECTED = "not affected"
@@ -92,7 +91,7 @@ def said(runs: Mapping[str, Mapping[str, Any]]) -> str:
 
 def results() -> dict[str, dict[str, Any]]:
     """The committed results by stack, the newest transformers first."""
-    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("*.json")}
+    found = evidence.variants(patches=[patch.id for patch in gemma4_compat.patches()])
     order = sorted(found, key=lambda name: Version(found[name]["versions"]["transformers"]), reverse=True)
     return {name: found[name] for name in order}
 
@@ -217,8 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--patches", nargs="+", default=[])
     options = parser.parse_args(argv)
     patches = [patch for patch in gemma4_compat.patches() if not options.patches or patch.id in options.patches]
-    file = RESULTS / f"{options.name}.json"
-    known = json.loads(file.read_text(encoding="utf-8"))["variants"] if file.exists() else {}
+    known = results().get(options.name, {"variants": {}})["variants"]
     every = [patch.id for patch in gemma4_compat.patches()]
     found: dict[str, Any] = {}
     for variant in variants.NAMES:
@@ -234,15 +232,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
             "variants": {**known, **found},
         }
-        RESULTS.mkdir(exist_ok=True)
-        file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        evidence.write_variants(options.name, result, [(variant, name) for name in fresh if name != "missing"])
     bad = [
         f"{variant} {name}"
         for variant, rows in found.items()
         for name, row in rows.items()
         if name != "missing" and row["verdict"] in (UNREPAIRED, BROKEN)
     ]
-    print(f"wrote {file.relative_to(ROOT)}; not repaired: {', '.join(bad) or 'none'}")
+    print(f"wrote {evidence.EVIDENCE.relative_to(ROOT)}; not repaired: {', '.join(bad) or 'none'}")
     return 1 if bad else 0
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import gemma4_compat
-from tools.pages.markers import ROOT, shorten
+from tools import evidence
+from tools.pages.markers import shorten
 
 RESULTS = ("thread", "newest", "transformers-5.23.0")
 
@@ -15,13 +15,13 @@ RESULTS = ("thread", "newest", "transformers-5.23.0")
 def runs() -> Iterator[tuple[dict[str, Any], str]]:
     """The committed GPU runs, each with the line that says what ran where."""
     for name in RESULTS:
-        run = json.loads((ROOT / "docs" / "gpu" / f"{name}.json").read_text(encoding="utf-8"))
+        run = evidence.gpu(name)
         versions = run["versions"]
         stack = ", ".join(f"{key} {versions[key]}" for key in ("transformers", "accelerate", "peft", "bitsandbytes"))
         yield (
             run,
             f"**{stack}** ({run['device']}, driver {run['driver']}, torch {versions['torch']}, "
-            f"Python {run['python']}; [raw](PAGEgpu/{name}.json))",
+            f"Python {run['python']}; [raw](PAGEevidence/gpu/{name}.json))",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from typing import Any
 
 import gemma4_compat
@@ -10,9 +10,10 @@ from gemma4_compat._engine import versions
 from tools.matrix import measure, stacks
 
 
+@functools.cache
 def results() -> dict[str, dict[str, Any]]:
     """The committed result of each stack, in the order of tests/matrix.toml."""
-    return {name: json.loads((stacks.RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in stacks.read()}
+    return stacks.results()
 
 
 def verdicts(patch: gemma4_compat.Patch) -> dict[str, list[str]]:
