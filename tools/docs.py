@@ -1,5 +1,5 @@
-"""Generate docs/PATCHES.md, docs/ERRORS.md, docs/VARIANTS.md, gemma4_compat/patches/raised.py and the marked parts of
-README.md and other pages from registry and measurements.
+"""Generate docs/PATCHES.md, docs/patches and other pages, the lists of docs/FAILURE_POINTS.md, the marked parts of
+README.md and other pages, and the errors in gemma4_compat/patches/measured.py from registry and measurements.
 
 python tools/docs.py            write them
 python tools/docs.py --check    exit 1 when they are stale (a test does this)
@@ -21,15 +21,15 @@ import compare_report  # noqa: E402
 import multiprocessors_fit  # noqa: E402
 import small_card_report  # noqa: E402
 
-from tools import variants  # noqa: E402
+from tools import fingerprints, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
     clients,
     errors,
+    failure_points,
     fuzzing,
     gives,
     gpu,
     interpreters,
-    matrix,
     measurements,
     patches,
     quantization,
@@ -44,7 +44,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [("common errors", errors.common), ("what it gives", gives.section)],
     "docs/SMALL_CARD.md": [("small card", small_card_report.section)],
     "docs/MERGING.md": [("merge", measurements.merge_section), ("checkpoints", measurements.checkpoints_section)],
-    "docs/RELEASES.md": [("matrix", matrix.summary), ("upstream", measurements.upstream_section)],
+    "docs/RELEASES.md": [("upstream", measurements.upstream_section)],
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
     "docs/DECODING.md": [("replays", measurements.replays_section)],
@@ -74,9 +74,11 @@ def with_parts(page: str) -> str:
 
 def main() -> int:
     wanted = {ROOT / page: with_parts(page) for page in PARTS}
-    wanted[ROOT / "docs" / "ERRORS.md"] = errors.page()
-    wanted[ROOT / "docs" / "PATCHES.md"] = patches.patches_page()
-    wanted[ROOT / "gemma4_compat" / "patches" / "raised.py"] = raised.module()
+    wanted[ROOT / "docs" / "PATCHES.md"] = patches.index()
+    wanted |= {ROOT / "docs" / "patches" / f"{area}.md": text for area, text in patches.area_pages().items()}
+    wanted[failure_points.PAGE] = failure_points.page()
+    known = fingerprints.known(), fingerprints.patches(), raised.errors()
+    wanted[fingerprints.DATA] = fingerprints.text(*known)
     wanted[ROOT / "docs" / "QUANTIZATION.md"] = quantization.page()
     training = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
     wanted[ROOT / "docs" / "TRAINING.md"] = filled(training, "chunked loss", measurements.chunked_loss_section())
@@ -96,6 +98,7 @@ def main() -> int:
             print(f"{path.relative_to(ROOT)} is stale; run python tools/docs.py", file=sys.stderr)
         return 1 if stale else 0
     for path in stale:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(wanted[path], encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
     return 0

@@ -55,7 +55,7 @@ def patch_files(folder: Path) -> dict[str, Any]:
 
 
 def _add(outcomes: list[Result], outcome: Result, path: tuple[str, ...], value: Any, order: Iterable[str]) -> None:
-    """Note that ``outcome`` was seen: ``value`` under ``path`` of its ``seen``, whose innermost keys keep ``order``."""
+    """Note that ``outcome`` was seen: ``value`` under ``path`` of its ``seen``, innermost keys in this ``order``."""
     held = next((item for item in outcomes if {**item, "seen": None} == {**outcome, "seen": None}), None)
     if held is None:
         outcomes.append(held := {**outcome, "seen": {}})
@@ -179,11 +179,8 @@ def variants(folder: Path = EVIDENCE, patches: Iterable[str] = ()) -> dict[str, 
     for patch in [*(name for name in patches if name in files), *(files.keys() - set(patches))]:
         for outcome in files[patch].get("variants", ()):
             entry = {key: value for key, value in outcome.items() if key != "seen"}
-            entry |= {
-                run: {"parity": None, "applicable": True} | entry[run]
-                for run in ("off", "on", "alone")
-                if run in entry
-            }
+            for side in {"off", "on", "alone"} & entry.keys():
+                entry[side] = {"parity": None, "applicable": True} | entry[side]
             for name, seen in outcome["seen"].items():
                 for variant, date in seen.items():
                     if "missing" not in found[name]["variants"][variant]:
@@ -222,7 +219,7 @@ def write_variants(name: str, run: Result, measured: Iterable[tuple[str, str]], 
 
 def gpu(name: str, folder: Path = EVIDENCE) -> Result:
     """What was measured on GPUs with a stack: machine, parts, and ``measured``: patches, then everything else."""
-    run: Result = {"measured": {}} | read(folder / "gpu" / f"{name}.json")
+    run: Result = read(folder / "gpu" / f"{name}.json")
     patches: Result = {}
     for patch, data in patch_files(folder).items():
         for outcome in data.get("gpu", ()):
@@ -232,7 +229,9 @@ def gpu(name: str, folder: Path = EVIDENCE) -> Result:
                     for side, seconds in zip(("without", "with"), outcome["seen"][name])
                 }
     states = [{patch: state for state, held in item.items() for patch in held} for item in run.pop("states", [])]
-    run["measured"] = patches | _walk(run["measured"], lambda found: {**found, "patches": states[found["patches"]]})
+    run["measured"] = patches | _walk(
+        run.get("measured", {}), lambda found: {**found, "patches": states[found["patches"]]}
+    )
     return run
 
 
@@ -276,7 +275,7 @@ def _walk(data: Any, change: Any) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """``python -m tools.evidence STACK.json ...``: what `gpu/run.sh` has written, beside what is known of the stacks."""
+    """``python -m tools.evidence STACK.json ...``: what `gpu/run.sh` has written, beside what is known."""
     for file in map(Path, arguments):
         known, run = gpu(file.stem), read(file)
         both = {key: known.get(key, {}) | run.get(key, {}) for key in ("parts", "measured")}

@@ -4,8 +4,9 @@ python -m tools.upgrade LIBRARY RELEASE      such as: peft 0.22.0
 
 Installs the newest stack with that release, fingerprints the code that patches replace in it, and runs every
 reproduction there: without the patches, with them, and with them undone. Then it writes what nobody should type:
-gemma4_compat/patches/measured.py, constraints/newest.txt, the stacks of tests/matrix.toml, the results in docs/evidence
-and the pages made of them. It prints what a person has to look at, and exits 1 where a patch file has to be edited.
+gemma4_compat/patches/measured.py, constraints/newest.txt, the stacks of tests/matrix.toml, the results in
+docs/evidence and the pages made of them. It prints what a person has to look at, and exits 1 where a patch file has to
+be edited.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Which patch an error is about.
 
 What is known of errors is what patches say: the messages that the ``Symptom:`` of their files quotes, and those that
-their reproductions raised in the measured releases (:mod:`gemma4_compat.patches.raised`). Numbers, shapes, devices and
-paths in a message are not compared. A text that names nothing of these libraries is raised by other programs, too:
-it is a possible match, unless the traceback goes through what the patch replaces. A class that only these libraries
-raise says enough where the message was cut short.
+their reproductions raised in the measured releases (``RAISED``). Numbers, shapes, devices and paths in a message are
+not compared. A text that names nothing of these libraries may be another program's: it is a possible match, unless the
+traceback goes through what the patch replaces. A class that only these libraries raise says enough where the message
+was cut short.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat._support.messages import Frame, Message, Said
-from gemma4_compat.patches.raised import RAISED
+from gemma4_compat.patches.measured import RAISED
 
 #: A message is one of a pattern when so much of the pattern's weight is in it, in its order.
 _ENOUGH = 0.82
