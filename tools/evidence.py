@@ -21,6 +21,8 @@ EVIDENCE = ROOT / "docs" / "evidence"
 #: Of an entry of the matrix: when and where it was taken, which makes no other outcome.
 WHEN = ("date", "python", "torch")
 TESTS = ("passed", "failed", "error", "skipped")
+#: How an outcome is written.
+ORDER = ("verdict", "claimed", "off", "reverted", "on", "state", "tests", "failures", "skipped")
 Result = dict[str, Any]
 
 
@@ -112,10 +114,9 @@ def _whole(outcome: Result, when: str, seconds: Any) -> Result:
         entry.setdefault("reverted", entry["off"])
     for run in ("off", "on", "reverted"):
         if run in entry:
-            entry[run] = {"parity": None} | entry[run]
+            entry[run] = {**entry[run], "parity": entry[run].get("parity")}
     entry["tests"] = dict.fromkeys(TESTS, 0) | entry["tests"]
-    entry = {"failures": {}, "skipped": []} | entry | {"seconds": seconds}
-    return entry | dict(zip(WHEN, when.split(", ")))
+    return {"failures": {}, "skipped": []} | entry | {"seconds": seconds} | dict(zip(WHEN, when.split(", ")))
 
 
 def _short(entry: Result) -> Result:
@@ -126,7 +127,8 @@ def _short(entry: Result) -> Result:
             kept[run] = {key: value for key, value in kept[run].items() if (key, value) != ("parity", None)}
     if "off" in kept and kept.get("reverted") == kept["off"]:
         del kept["reverted"]
-    return kept | {"tests": {name: count for name, count in entry["tests"].items() if count}}
+    kept["tests"] = {name: count for name, count in entry["tests"].items() if count}
+    return {key: kept[key] for key in sorted(kept, key=lambda key: (key not in ORDER, [*ORDER, key].index(key)))}
 
 
 def write_matrix(results: Mapping[str, Result], order: Iterable[str], folder: Path = EVIDENCE) -> None:
@@ -229,10 +231,8 @@ def gpu(name: str, folder: Path = EVIDENCE) -> Result:
                     for side, seconds in zip(("without", "with"), outcome["seen"][name])
                 }
     states = [{patch: state for state, held in item.items() for patch in held} for item in run.pop("states", [])]
-    run["measured"] = patches | _walk(
-        run.get("measured", {}), lambda found: {**found, "patches": states[found["patches"]]}
-    )
-    return run
+    others = _walk(run.get("measured", {}), lambda found: {**found, "patches": states[found["patches"]]})
+    return {**run, "measured": patches | others}
 
 
 def write_gpu(name: str, run: Result, folder: Path = EVIDENCE) -> None:

@@ -110,9 +110,10 @@ def test_what_is_committed_is_as_the_tools_write_it(tmp_path: Path) -> None:
     assert {name for name in committed if name.startswith("patches/")} == {
         f"patches/{patch}.json" for patch in PATCHES
     }
+    for name, text in committed.items():
+        assert evidence.text(json.loads(text)) + "\n" == text, name
     for name, text in written.items():
         known = json.loads(committed[name])
         if name.startswith("patches/"):
             known.pop("variants", None)  # of which only the stack's last date is known when they are read
         assert evidence.text(known) + "\n" == text, name
-        assert evidence.text(json.loads(committed[name])) + "\n" == committed[name]
