@@ -7,7 +7,6 @@ python tools/docs.py --check    exit 1 when they are stale (a test does this)
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
 import compare_report  # noqa: E402
-import multiprocessors_fit  # noqa: E402
+import questions  # noqa: E402
 import small_card_report  # noqa: E402
 
 from tools import fingerprints, variants  # noqa: E402
@@ -53,15 +52,10 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("what it costs", compare_report.summary),
         ("measured when", compare_report.measured_when),
     ],
-    "docs/BENCHMARKS.md": [
-        (benchmark.replace("_", " "), functools.partial(compare_report.section, benchmark))
-        for benchmark in compare_report.TABLES
-    ]
-    + [("model of cards", multiprocessors_fit.section)],
 }
 
 #: Pages whose parts have links that are right where they stand.
-AS_WRITTEN = ("README.md", "docs/BENCHMARKS.md")
+AS_WRITTEN = ("README.md",)
 
 
 def with_parts(page: str) -> str:
@@ -91,7 +85,9 @@ def main() -> int:
         wanted[ROOT / "docs" / "UPSTREAM_LIMITS.md"] = upstream_limits.page()
     if interpreters.FILE.exists():
         wanted[ROOT / "docs" / "INTERPRETERS.md"] = interpreters.page()
-    wanted |= small_card_report.pictures() | compare_report.pictures()
+    for page, content in questions.pages().items():
+        wanted[page] = filled(page.read_text(encoding="utf-8"), page.stem.replace("_", " "), content)
+    wanted |= small_card_report.pictures() | questions.pictures()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:
         for path in stale:
