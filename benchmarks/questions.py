@@ -117,7 +117,7 @@ QUESTIONS = (
     ),
     Question(
         "longest_sequence", "How long a sequence fits in training?",
-        "trainers", "longest sequence in", ("12 GiB", "8 GiB", "6 GiB"),
+        "trainers", "longest sequence in", ("8 GiB", "6 GiB"),
     ),
     Question(
         "alternatives", "What could one do on a small card instead?",
@@ -131,11 +131,10 @@ Table = tuple[list[str], list[list[str]]]
 def tables(text: str) -> list[Table]:
     """The titles and the rows of each table in Markdown."""
     found = []
-    for part in re.split(r"\n\n+", text):
-        if part.startswith("|"):
-            lines = [re.split(r"(?<!\\)\|", line.strip().strip("|")) for line in part.splitlines()]
-            titles, _, *rows = [[cell.strip() for cell in line] for line in lines]
-            found.append((titles, rows))
+    for part in re.findall(r"(?m)(?:^\|.*\n?)+", text):
+        lines = [re.split(r"(?<!\\)\|", line.strip().strip("|")) for line in part.splitlines()]
+        titles, _, *rows = [[cell.strip() for cell in line] for line in lines]
+        found.append((titles, rows))
     return found
 
 
@@ -149,8 +148,8 @@ def runs(question: Question) -> list[tuple[Path, Run, Table]]:
             rows = [row for row in rows if set(row[question.labels :]) - {"-", ""}]
             if question.column in titles and rows:
                 found.append((file, run, (titles, rows)))
-    order = ("real", *compare_report.SHAPES[:-1], "26B-A4B", "31B")
-    return sorted(found, key=lambda item: (order.index(item[1]["shape"]), item[0]))
+    order = [*compare_report.SHAPES[:-1], "26B-A4B", "31B"]
+    return sorted(found, key=lambda item: ([*order, item[1]["shape"]].index(item[1]["shape"]), item[0]))
 
 
 def merged(question: Question) -> Table:
@@ -201,15 +200,16 @@ def _missing(question: Question, run: Run) -> list[str]:
 
 
 def picture(question: Question, table: Table) -> str:
-    """The bars of a question, from its table."""
+    """The bars of a question, from its table; "" where there is nothing to draw."""
     titles, rows = table
     shown = []
     for row in rows:
-        cells = [row[titles.index(bar)] for bar in question.bars]
+        cells = [row[titles.index(bar)] if bar in titles else "-" for bar in question.bars]
         values, intervals = tuple(map(_value, cells)), tuple(map(_interval, cells))
         if any(value is not None for value in values):
             shown.append(Row(_label(row, question.labels), _kind(row), values, intervals))
-    return chart(question.asks, [Panel(bar, 1.0 if bar == "ratio" else None) for bar in question.bars], shown)
+    panels = [Panel(bar, 1.0 if bar == "ratio" else None) for bar in question.bars]
+    return chart(question.asks, panels, shown) if shown else ""
 
 
 def _label(row: list[str], labels: int) -> str:
@@ -253,4 +253,5 @@ def pages() -> dict[Path, str]:
 def pictures() -> dict[Path, str]:
     """The picture of each page."""
     found = {question: merged(question) for question in QUESTIONS if question.bars} | {CARDS: cards()}
-    return {PAGES / f"{question.page}.svg": picture(question, table) for question, table in found.items() if table[1]}
+    drawn = {question: picture(question, table) for question, table in found.items()}
+    return {PAGES / f"{question.page}.svg": text for question, text in drawn.items() if text}
