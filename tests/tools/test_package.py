@@ -60,7 +60,7 @@ def test_a_second_build_has_the_same_bytes(built: dict[str, Path], tmp_path: Pat
 EVIDENCE = re.compile(r"benchmarks/results/|docs/evidence/|docs/\w+\.json$")
 
 
-def test_the_sdist_has_every_file_of_the_repository_but_what_was_measured(built: dict[str, Path]) -> None:
+def test_the_sdist_has_every_file_of_the_repository_except_what_was_measured(built: dict[str, Path]) -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("this is no checkout: git ls-files failed")
