@@ -35,8 +35,9 @@ def page_section(others: list[str]) -> list[str]:
     good, tests = sum(result["ok"] for result in found.values()), sum(entry["tests"]["passed"] for entry in entries)
     rows = [
         "Every reproduction runs in these stacks: without the patch, with it, and undone (`nox -s matrix`).",
-        f"**{measure.REPAIRED}**: the defect is there without the patch and gone with it. **{measure.NOT_APPLICABLE}**:",
-        "the situation cannot exist there (a model class or entry point that the release lacks, a CPU without",
+        f"**{measure.REPAIRED}**: the defect is there without the patch and gone with it.",
+        f"**{measure.NOT_APPLICABLE}**: the situation cannot exist there (a model class or entry point that the",
+        "release lacks, a CPU without",
         "AVX512-BF16, no GPU). A new patch is measured at least at the ends of its range. Raw:",
         "[patches](evidence/patches), [releases of each stack](evidence/matrix.json).",
         "",

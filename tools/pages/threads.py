@@ -12,7 +12,7 @@ from tools.pages.markers import ROOT, shorten
 _INTRODUCTION = """\
 # Threads and memory
 
-This page is generated from the results in [threads](threads) and [leftovers](leftovers): the tiny model on a CPU, with
+This page is generated from the results in [threads](evidence/threads) and [leftovers](evidence/leftovers): the tiny model on a CPU, with
 every layer, the towers and the embeddings offloaded.
 
 ## Several threads in one split model
