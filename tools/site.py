@@ -38,7 +38,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Mend the links of a page, and say how high the search puts it."""
-    page.meta.setdefault("search", {"boost": BOOST.get(page.file.src_path, 1)})
+    usual = 0.4 if posixpath.dirname(page.file.src_path) else 1
+    page.meta.setdefault("search", {"boost": BOOST.get(page.file.src_path, usual)})
     return _LINK.sub(lambda found: _link(found, files, posixpath.dirname(page.file.src_path)), markdown)
 
 

@@ -12,8 +12,8 @@ from tools.pages.markers import ROOT, shorten
 _INTRODUCTION = """\
 # Threads and memory
 
-This page is generated from the results in [threads](evidence/threads) and [leftovers](evidence/leftovers): the tiny model on a CPU, with
-every layer, the towers and the embeddings offloaded.
+This page is generated from the results in [threads](evidence/threads) and [leftovers](evidence/leftovers): the tiny
+model on a CPU, with every layer, the towers and the embeddings offloaded.
 
 ## Several threads in one split model
 
