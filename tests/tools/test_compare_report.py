@@ -419,3 +419,15 @@ def test_a_clock_calls_what_it_was_told_to_when_a_token_comes() -> None:
         clock.put(None)
     assert called == [2]
     assert len(clock.times) == 4
+
+
+def test_a_result_that_no_page_and_no_code_cites_is_not_kept() -> None:
+    """Superseded ones are in git."""
+    pages = [file for file in (ROOT / "docs").rglob("*.md") if file.name != "EVIDENCE.md"]  # which lists all
+    code = [file for folder in ("benchmarks", "gemma4_compat", "tools") for file in (ROOT / folder).rglob("*.py")]
+    linked, named = ("".join(file.read_text(encoding="utf-8") for file in files) for files in (pages, code))
+    folder = ROOT / "benchmarks" / "results"
+    kept = [
+        file.relative_to(folder).as_posix() for file in folder.rglob("*.*") if not file.match("*-import_time.json")
+    ]
+    assert [file for file in kept if file not in linked and file.partition("/")[0] not in named] == []

@@ -111,7 +111,8 @@ def test_what_is_committed_is_as_the_tools_write_it(tmp_path: Path) -> None:
         f"patches/{patch}.json" for patch in PATCHES
     }
     for name, text in committed.items():
-        assert evidence.text(json.loads(text)) + "\n" == text, name
+        if name in ("matrix.json", "variants.json") or name.startswith(("patches/", "gpu/")):
+            assert evidence.text(json.loads(text)) + "\n" == text, name
     for name, text in written.items():
         known = json.loads(committed[name])
         if name.startswith("patches/"):
