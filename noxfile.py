@@ -52,6 +52,7 @@ def lint(session: nox.Session) -> None:
     session.run("mypy")
     session.run("pyright", env={"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"})  # no look-up of a newer release
     session.run("lint-imports")
+    session.run("python", "-m", "tools.english")
 
 
 @nox.session

@@ -5,14 +5,14 @@ python examples/qlora_small_card.py --model google/gemma-4-E4B-it --data FILE.tx
 python examples/qlora_small_card.py ... --resume                      from the last checkpoint in --out
 python examples/qlora_small_card.py ... --trl                         with TRL's SFTTrainer: pip install trl
 
-The data are a text file, a sample a line. The folder ``--out`` gets checkpoints, the adapter (``adapter``) and, with
-``--merge``, the merged model (``merged``), which is what ``gemma4-compat merge MODEL OUT/adapter OUT/merged`` writes.
-TRL computes its loss in pieces itself, keeps adapters in bfloat16, and needs the head on the GPU.
+``--data`` is a text file with one sample per line. The folder ``--out`` gets checkpoints, the adapter (``adapter``)
+and, with ``--merge``, the merged model (``merged``), the same as ``gemma4-compat merge MODEL OUT/adapter OUT/merged``
+writes. TRL computes its loss in pieces itself, keeps adapters in bfloat16, and needs the head on the GPU.
 """
 
 from __future__ import annotations
 
-import gemma4_compat  # isort: skip  (before the libraries it repairs)
+import gemma4_compat  # isort: skip  (before the libraries it fixes)
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ SAMPLES = [f"Sample {number}: the quick brown fox jumps over the lazy dog {numbe
 
 
 class Bytes:
-    """The tiny model's stand-in for a tokenizer: a token a byte."""
+    """The tiny model's stand-in for a tokenizer: one token per byte."""
 
     def __call__(self, text: str) -> dict[str, Any]:
         """The ids of a text."""
@@ -52,16 +52,16 @@ def main() -> int:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a folder or an id; default: a tiny random model")
-    parser.add_argument("--data", help="a text file, a sample a line")
+    parser.add_argument("--data", help="a text file, one sample per line")
     parser.add_argument("--out", default="qlora")
     parser.add_argument("--vram", help="offload layers that do not fit, such as 8GiB; default: all on the GPU")
-    parser.add_argument("--sequence", type=int, default=1024, help="tokens of a sample at most")
+    parser.add_argument("--sequence", type=int, default=1024, help="longest sample, in tokens")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--accumulation", type=int, default=4)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--merge", action="store_true")
-    parser.add_argument("--trl", action="store_true", help="TRL's SFTTrainer in place of transformers' Trainer")
+    parser.add_argument("--trl", action="store_true", help="use TRL's SFTTrainer instead of transformers' Trainer")
     return parser.parse_args()
 
 

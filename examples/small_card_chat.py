@@ -4,13 +4,13 @@ python examples/small_card_chat.py                                          a ti
 python examples/small_card_chat.py --model google/gemma-4-E4B-it --vram 4GiB
 python examples/small_card_chat.py --model FOLDER --vram 2GiB --adapter FOLDER --image cat.jpg --prompt "What is it?"
 
-What goes where, and the peak to expect, is said before anything is loaded. Images need pillow
+The placement and the expected peak are printed before anything is loaded. Images need pillow
 (`pip install "gemma4-compat[images]"`).
 """
 
 from __future__ import annotations
 
-import gemma4_compat  # isort: skip  (before the libraries it repairs)
+import gemma4_compat  # isort: skip  (before the libraries it fixes)
 
 import argparse
 import contextlib
@@ -26,11 +26,11 @@ TINY_VRAM = "64MiB"
 
 
 class UsageError(Exception):
-    """Something the user gave cannot be used; the text says what to do."""
+    """The user gave something that cannot be used; the text says what to do."""
 
 
 class Bytes:
-    """The tiny model's stand-in for a processor: a token a byte, an image as one square of 6 by 6 patches."""
+    """The tiny model's stand-in for a processor: one token per byte, an image as one square of 6 by 6 patches."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -57,7 +57,7 @@ class Bytes:
         return batch
 
     def decode(self, ids: Any, **_options: Any) -> str:
-        """A printable character for each token, and a space after it, so that it is shown at once."""
+        """A printable character for each token, followed by a space, so that it is shown at once."""
         return "".join(f"{chr(33 + int(token) % 94)} " for token in ids)
 
 
@@ -86,12 +86,12 @@ class Processor:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or id of a checkpoint (default: a tiny random one)")
-    parser.add_argument("--vram", help="what PyTorch may use of the card, such as 4GiB (default: 4GiB)")
+    parser.add_argument("--vram", help="GPU memory that PyTorch may use, such as 4GiB (default: 4GiB)")
     parser.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
-    parser.add_argument("--image", type=Path, help="an image that the conversation begins with")
-    parser.add_argument("--prompt", help="answer this and end; without it, a conversation")
+    parser.add_argument("--image", type=Path, help="an image to begin the conversation with")
+    parser.add_argument("--prompt", help="answer this and exit; without it, start a conversation")
     parser.add_argument("--context", type=int, default=2048, help="tokens to plan for (default: 2048)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer (default: 256)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (default: 256)")
     given = parser.parse_args(argv)
     if given.max_new_tokens < 1 or given.context < 1:
         parser.error("--max-new-tokens and --context must be 1 or more")
@@ -115,7 +115,7 @@ def opened(path: Path | None) -> Any:
 
 
 def planned(model: str, given: argparse.Namespace, *, on_gpu: bool) -> Any:
-    """Where everything goes; said before it is loaded."""
+    """The plan, printed before anything is loaded."""
     tiny = given.model is None
     vram = given.vram or (TINY_VRAM if tiny else "4GiB")
     plan = gemma4_compat.plan_device_map(
@@ -135,7 +135,7 @@ def planned(model: str, given: argparse.Namespace, *, on_gpu: bool) -> Any:
 
 
 def by_device(device_map: dict[str, Any]) -> dict[str, list[str]]:
-    """Device -> what is on it, numbered modules counted."""
+    """Device -> the modules on it, with numbered modules counted."""
     found: dict[str, Counter[str]] = {}
     for name, device in device_map.items():
         head, _, last = name.rpartition(".")
@@ -145,7 +145,7 @@ def by_device(device_map: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, folder: Path) -> Any:
-    """The model, where the plan says. Without a GPU the CPU stands for the card, the disk for host memory."""
+    """Load the model as planned. Without a GPU the CPU stands for the card, the disk for host memory."""
     import torch
     import transformers
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration

@@ -1,16 +1,16 @@
-"""The two things a user may want to catch or filter, and how text of files is shown in them."""
+"""The error and the warning that users may catch or filter, and how they show text from files."""
 
 from __future__ import annotations
 
-#: Characters of a message; its beginning says where and what, its end what to do.
+#: Longest message. Its beginning says where and what, its end what to do.
 _LONGEST = 4000
 
 
 def printable(text: str) -> str:
-    r"""``text`` on one line, with what ``str.isprintable`` refuses as its escape (``\x1b``, ``\u202e``, ``\n``).
+    r"""``text`` on one line, with unprintable characters as escapes (``\x1b``, ``\u202e``, ``\n``).
 
-    Names and values of files can hold characters that a terminal obeys, that turn the direction of text, or that no
-    encoding has.
+    Names and values in files can hold characters that control a terminal, change the direction of text, or exist in no
+    encoding.
     """
     if text.isprintable():
         return text
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def _message(text: str) -> str:
-    """A message for :func:`printable` to show: names and values in it may have any length, a message has not."""
+    """A message, shortened if names and values in it are very long, as :func:`printable` shows it."""
     shown = printable(text)
     if len(shown) <= _LONGEST:
         return shown
@@ -26,18 +26,18 @@ def _message(text: str) -> str:
 
 
 class Gemma4CompatError(RuntimeError):
-    """A repair cannot be made, or a value it would need is gone. The message names the value and the remedy."""
+    """A fix cannot be made, or a value it needs is gone. The message names the value and the remedy."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(_message(item) if isinstance(item, str) else item for item in args))
 
 
 class OffloadedWeightsError(Gemma4CompatError, NotImplementedError):
-    """Something needs the values of offloaded weights: upstream it is torch's ``NotImplementedError`` half-way."""
+    """An operation needs the values of offloaded weights; upstream raises ``NotImplementedError`` half-way."""
 
 
 class Gemma4CompatWarning(UserWarning):
-    """Something the user should know once: a patch that could not apply, an argument that has no effect."""
+    """Something the user should know once: a patch that could not be applied, an argument without effect."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(_message(item) if isinstance(item, str) else item for item in args))

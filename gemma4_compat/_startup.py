@@ -1,7 +1,7 @@
-"""Before anything else is imported: what ``python -m gemma4_compat`` imports is not in the folder it is started in.
+"""Keep ``python -m gemma4_compat`` from importing files of the working directory; runs before any other import.
 
-``python -m`` puts the working directory before the standard library. Started in the folder of a downloaded adapter,
-with a ``json.py`` beside it, the command would run that file. The ``gemma4-compat`` script does not search there.
+``python -m`` puts the working directory before the standard library. Started in the folder of a downloaded adapter
+that contains a ``json.py``, the command would run that file. The ``gemma4-compat`` script does not search there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 _COMMAND = __name__.partition(".")[0]
 _SCRIPTS = ("gemma4-compat", "gemma4-compat.exe", "gemma4-compat-script.py")
 
-#: What is wrong with the settings, where the command line is to say it, in one line and not as a traceback.
+#: The problem with the settings, for the command line to print as one line instead of a traceback.
 refusal: str | None = None
 
 
@@ -24,16 +24,16 @@ def is_command_line() -> bool:
 
 
 def _module() -> str:
-    """What ``-m`` names, on the command line of this process."""
+    """The module that ``-m`` names on the command line of this process."""
     at = next((index for index, argument in enumerate(sys.orig_argv) if argument.startswith("-m")), None)
     return "" if at is None else sys.orig_argv[at][2:] or sys.orig_argv[at + 1]
 
 
 def leave_working_directory_out() -> None:
-    """Take the working directory from ``sys.path`` in a process that is started as a command of this package, unless
-    the package itself is there.
+    """Remove the working directory from ``sys.path`` in a process that runs a command of this package, unless the
+    package itself is there.
     """
-    # Python has "-m" there until it has found the module.
+    # Python puts "-m" there until it has found the module.
     if sys.argv[:1] != ["-m"] or not sys.path or sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
     module = _module()
@@ -42,7 +42,7 @@ def leave_working_directory_out() -> None:
     package = os.path.realpath(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 - pathlib is not loaded
     try:
         here = os.path.realpath(os.getcwd())  # noqa: PTH109 - likewise
-    except OSError:  # it is gone: nothing is imported from it
+    except OSError:  # the folder is gone, so nothing is imported from it
         return
     if os.path.realpath(sys.path[0]) == here != package:
         del sys.path[0]

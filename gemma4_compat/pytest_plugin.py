@@ -1,8 +1,8 @@
-"""``pytest -p gemma4_compat.pytest_plugin`` arms the shim before anything is collected, and fails a run in which a
-patch is off that this environment needs.
+"""``pytest -p gemma4_compat.pytest_plugin`` imports the shim before tests are collected, and fails a run in which a
+patch that this environment needs is off.
 
-Off is what failed, was disabled or was reverted and is so at the end. A patch whose library no test imported is not.
-With ``gemma4_compat = arm`` in pytest's configuration the shim is armed, and nothing fails.
+A patch is off if, at the end, it has failed, is disabled or is reverted, not if no test imported its library. With
+``gemma4_compat = arm`` in pytest's configuration the shim is only imported, and no run fails.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from gemma4_compat._needed import judge
 _MODES = ("require", "arm")
 _ON = (PatchState.APPLIED, PatchState.PENDING)
 _OFF = (PatchState.FAILED, PatchState.REVERTED, PatchState.SKIPPED)
-#: In the output of pytest-xdist's workers.
+#: Key in the output of pytest-xdist's workers.
 _OUTPUT = "gemma4_compat_off"
 _FOUND: pytest.StashKey[dict[str, str]] = pytest.StashKey()
 
 
 def _needed_and_off() -> dict[str, str]:
-    """Patches that the installed releases need and that are off in this process: id -> state and reason."""
+    """Patches that the installed releases need but that are off in this process: id -> state and reason."""
     needs = judge.assess(None, gemma4_compat.patches()).needs
     needed = {need.patch.id for need in needs if need.verdict is not judge.Verdict.NOT_NEEDED}
     statuses = gemma4_compat.status()
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Looks at the setting."""
+    """Check the setting."""
     mode = config.getini("gemma4_compat")
     if mode not in ("", *_MODES):
         raise pytest.UsageError(f"gemma4_compat = {mode!r} in {config.inipath}: write {' or '.join(_MODES)}")
@@ -47,14 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    """Says that the shim is there."""
+    """Report the shim's version and how many patches are armed."""
     armed = [status for status in gemma4_compat.status().values() if status.state in _ON]
     return f"gemma4_compat: {gemma4_compat.__version__}, {len(armed)} patches armed"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Looks at the patches, and makes a run fail that was good."""
+    """Check the patches, and fail a run that would otherwise pass."""
     config = session.config
     if config.getini("gemma4_compat") == "arm":
         return
@@ -68,12 +68,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended: what it found counts here."""
+    """Take over what a worker of pytest-xdist found when it ends."""
     node.config.stash[_FOUND].update(getattr(node, "workeroutput", {}).get(_OUTPUT, {}))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Names the patches."""
+    """List the patches that are off."""
     found = config.stash[_FOUND]
     if not found:
         return

@@ -1,1 +1,1 @@
-"""PEFT adapters: the keys of their weights, their configurations, failed loads."""
+"""PEFT adapters: the keys of their weights, their configurations, and recovery from failed loads."""

@@ -32,7 +32,7 @@ def redirect(config: Any, model: Any) -> None:
     compact.exclude_modules = _excluding(getattr(config, "exclude_modules", None), matched)
     if _has_field(config, "exclude_modules") and matching.targeted(compact, names) == wanted:
         config.target_modules, config.exclude_modules = compact.target_modules, compact.exclude_modules
-    else:  # a tuner without exclusions, or a pattern that cannot be extended (a look-around at its end)
+    else:  # a tuner without exclusions, or a pattern that cannot be extended (it ends in a look-around)
         config.target_modules = wanted
     for attribute in ("rank_pattern", "alpha_pattern"):
         if patterns := getattr(config, attribute, None):
@@ -49,13 +49,13 @@ def matched_wrappers(config: Any, model: Any) -> list[str]:
 
 
 def is_wrapper(module: Any) -> bool:
-    """Whether this is a clipped linear of any Gemma 4 class, with one inner layer."""
+    """Whether this is a clipped linear (with one inner layer) of any Gemma 4 class."""
     named = family.is_gemma4_module(module) and type(module).__name__.endswith("ClippableLinear")
     return named and INNER in getattr(module, "_modules", {})
 
 
 def _has_field(config: Any, name: str) -> bool:
-    """Whether the config saves ``name``: only fields are saved, not other attributes."""
+    """Whether the config saves ``name``: it saves its fields, not other attributes."""
     return name in {field.name for field in dataclasses.fields(config)}
 
 
@@ -92,7 +92,7 @@ def _split_flags(pattern: str) -> tuple[str, str]:
 
 
 def _patterns_with_inner(patterns: dict[str, Any], matched: list[str]) -> dict[str, Any]:
-    """``patterns`` that give an inner layer the value of its wrapper, in the same order (the first match counts)."""
+    """``patterns`` that give an inner layer its wrapper's value, in the same order (the first match counts)."""
     used = {matching.pattern_for(patterns, name) for name in matched}
     extended: dict[str, Any] = {}
     for pattern, value in patterns.items():

@@ -1,9 +1,9 @@
-"""Create the LoRA layers of an adapter that is being loaded without what the load undoes: their first weights.
+"""Create the LoRA layers of an adapter that is being loaded, without initial weights that the load would overwrite.
 
-PEFT draws random weights for each layer, three times as many numbers as it keeps, and then reads the adapter's file
-over them. Inside :func:`creating` layers that the file has weights for get memory without values, and the numbers are
-counted. At the end torch's generator is advanced by that count, so what is drawn later is what it would have been. A
-weight that was not read after all gets the values that it would have had: :meth:`Creation.fill`.
+PEFT draws random weights for each layer, three times as many numbers as it keeps, and then overwrites them with the
+adapter's file. Inside :func:`creating`, layers that the file has weights for get uninitialized memory, and the numbers
+are only counted. At the end torch's generator is advanced by that count, so later draws are the same as upstream's. A
+weight that was not read after all gets the values it would have had: :meth:`Creation.fill`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from gemma4_compat._adapters import mersenne
 
-#: PEFT's LoRA layers that are created alike, and have no parameters but those of their containers.
+#: PEFT's LoRA layers that are all created the same way and have only the parameters of their containers.
 PLAIN = ("Linear", "Linear4bit", "Linear8bitLt")
 #: Fields of a LoRA config that make the layers ordinary ones, whose weights nothing reads before they are loaded.
 _ORDINARY: dict[str, Any] = {"init_lora_weights": True, "use_dora": False, "lora_bias": False}
@@ -31,11 +31,11 @@ class Creation:
 
     Attributes:
         adapter: its name in the model.
-        names: of the modules for which the file has both weights, with the rank, the inputs and the outputs.
-        current: the module that gets its layer now, None where nothing is known of it.
-        config: that of the adapter.
-        made: the layers of those of ``names`` whose weights were created without values.
-        is_read: the file was read; weights have values from then on.
+        names: modules for which the file has both weights -> rank, inputs and outputs.
+        current: the module that is getting its layer; None if the file has no weights for it.
+        config: of the adapter.
+        made: layers of modules in ``names`` whose weights were created without values.
+        is_read: whether the file was read; from then on weights have values.
     """
 
     adapter: str
@@ -50,7 +50,7 @@ class Creation:
     _pending: list[Any] = field(default_factory=list)
 
     def is_ordinary(self, layer: Any, adapter: str, rank: Any, more: dict[str, Any]) -> bool:
-        """Whether the layer gets weights that the file has, and nothing else is done with them until then."""
+        """Whether the file has the layer's weights and nothing uses them before they are read."""
         kind, config = type(layer), self.config
         if (
             self.current is None
@@ -72,7 +72,7 @@ class Creation:
         )
 
     def linear(self, inputs: int, outputs: int, device: Any, dtype: Any, *, trained: bool = True) -> Any:
-        """An ``nn.Linear`` without a bias, its weight without values."""
+        """An ``nn.Linear`` without a bias and with an uninitialized weight."""
         import torch
 
         made = torch.nn.Linear.__new__(torch.nn.Linear)
@@ -85,23 +85,25 @@ class Creation:
         return made
 
     def count(self, first: Any, second: Any) -> None:
-        """Both weights of a layer were created, and nothing was drawn for them."""
+        """Count the numbers that upstream would have drawn for both weights of a layer."""
         if not self._pending:
             import torch
 
             self._drawn.append((torch.get_rng_state(), self._pending))
         self._pending.append((first, second))
-        # `nn.Linear` draws both, and PEFT then draws the first one again.
+        # `nn.Linear` draws both; PEFT then draws the first again.
         self._count += 2 * first.weight.numel() + second.weight.numel()
 
     def settle(self) -> None:
-        """Leave torch's generator as it is after what was counted: before anything else draws from it."""
+        """Advance torch's generator by what was counted, before anything else draws from it."""
         if self._count:
             mersenne.advance(self._count)
         self._count, self._pending = 0, []
 
     def fill(self, missing: Collection[int]) -> None:
-        """Give the values they would have to weights that were not read, by the ``id`` of their layers."""
+        """Give weights that were not read the values they would have had; ``missing`` are the ``id`` of their
+        layers.
+        """
         import torch
 
         now = torch.get_rng_state()
@@ -121,7 +123,7 @@ class Creation:
             torch.set_rng_state(now)
 
     def zero(self, modules: Iterable[Any]) -> None:
-        """Let those of the modules that have no values yet be zero, for who tries a layer before the file is read."""
+        """Zero the modules that have no values yet, for code that runs a layer before the file is read."""
         mine = set() if self.is_read else {id(module) for module in self.layers}
         for module in modules:
             if id(module) in mine:
@@ -129,14 +131,14 @@ class Creation:
 
     @property
     def layers(self) -> Iterator[Any]:
-        """The ``nn.Linear`` modules without values."""
+        """The ``nn.Linear`` modules that have no values yet."""
         for _, pairs in self._drawn:
             for pair in pairs:
                 yield from pair
 
 
 def _has_variant(layer: Any, config: Any) -> bool:
-    """Whether PEFT has something of its own for this kind of layer and this config (DoRA, aLoRA, Arrow, ...)."""
+    """Whether PEFT has a variant for this kind of layer and this config (DoRA, aLoRA, Arrow, ...)."""
     if "config" in inspect.signature(layer.resolve_lora_variant).parameters:
         return layer.resolve_lora_variant(config=config) is not None
     return any(getattr(config, name, None) for name in _VARIANTS)  # PEFT 0.18
@@ -147,7 +149,7 @@ _creating: ContextVar[Creation | None] = ContextVar("_creating", default=None)
 
 @contextlib.contextmanager
 def creating(adapter: str, names: Mapping[str, tuple[int, ...]]) -> Iterator[Creation]:
-    """Inside, layers of the adapter for these modules are created without values; none if torch is not as usual."""
+    """Inside, the adapter's layers for these modules are created without values, unless torch is not as usual."""
     creation = Creation(adapter, names if is_usual() else {})
     token = _creating.set(creation)
     try:
@@ -158,15 +160,15 @@ def creating(adapter: str, names: Mapping[str, tuple[int, ...]]) -> Iterator[Cre
 
 
 def being_created() -> Creation | None:
-    """What the innermost :func:`creating` creates."""
+    """The creation of the innermost :func:`creating`."""
     return _creating.get()
 
 
 def is_usual() -> bool:
-    """Whether torch creates parameters as it always does, and draws for them from its generator of the CPU.
+    """Whether torch creates parameters the normal way and draws them from its CPU generator.
 
-    Not so under ``torch.device("meta")``, accelerate's ``init_empty_weights``, DeepSpeed's ``zero.Init``, hooks on the
-    registration of parameters, another default dtype, or with several processes (PEFT makes their weights the same).
+    Not under ``torch.device("meta")``, accelerate's ``init_empty_weights``, DeepSpeed's ``zero.Init``, hooks on the
+    registration of parameters, another default dtype, or with several processes (PEFT synchronizes their weights).
     """
     import torch
     from torch.nn.modules import module as registry

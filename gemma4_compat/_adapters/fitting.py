@@ -1,7 +1,7 @@
 """Fit an adapter from another class or tool to a Gemma 4 model; both loaders (PEFT's, transformers') use this.
 
-The file tells which layers an adapter is for; its config only has the names they had where it was trained. So if the
-keys had to be translated, the config is changed to target the layers that the file has weights for.
+The file determines which layers an adapter is for; its config only has the names they had in training. So if the keys
+had to be translated, the config is changed to target the layers that the file has weights for.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _NOT_TUNED = (
 class Loading:
     """The adapter being loaded: its name or folder, the keys of its file, and the results of :func:`translate`.
 
-    ``shapes``: of the weights in the file, by their keys, as far as they are known. ``created``: what of its layers
-    was created without values, in the order of the tuners that did so.
+    ``shapes`` are those of the weights in the file, by key, as far as known. ``created`` are the layers created
+    without values, in the order of the tuners that did so.
     """
 
     source: str
@@ -55,7 +55,7 @@ _loading: ContextVar[Loading | None] = ContextVar("_loading", default=None)
 
 @contextlib.contextmanager
 def loading(source: Any, keys: Iterable[str]) -> Iterator[None]:
-    """Inside, the adapter being loaded is the one with these keys (and the shapes in a mapping) in its file."""
+    """Inside, the adapter being loaded has these keys (if a mapping: with shapes) in its file."""
     shapes = keys if isinstance(keys, Mapping) else {}
     token = _loading.set(Loading(str(source), tuple(keys), shapes=shapes))
     try:
@@ -70,8 +70,8 @@ def being_loaded() -> Loading | None:
 
 
 def base_of(model: Any) -> Any:
-    """The model inside a PEFT model, or ``model``. PEFT's own way needs the active adapter, which may be deleted, and
-    a mixed model has no such way.
+    """The model inside a PEFT model, or ``model``. PEFT's own method needs the active adapter, which may be deleted,
+    and a mixed model has no such method.
     """
     if not any(kind.__module__ in ("peft.peft_model", "peft.mixed_model") for kind in type(model).__mro__):
         return model
@@ -80,7 +80,7 @@ def base_of(model: Any) -> Any:
 
 
 def modules_of(model: Any) -> tuple[str, ...]:
-    """Names of the base model's modules without those of adapters."""
+    """Names of the base model's modules, without adapter modules."""
     return tuple(_names(base_of(model)))
 
 
@@ -123,7 +123,7 @@ def shapes_in(
 
 
 def shapes_of(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of weights."""
+    """Shapes of weights by key."""
     return {key: tuple(getattr(value, "shape", ())) for key, value in weights.items()}
 
 
@@ -134,7 +134,7 @@ def nothing_matched(source: Any, model: Any, keys: Sequence[str]) -> Gemma4Compa
     return Gemma4CompatError(
         f"the adapter {str(source)!r} has no weights for {name}: none of its {len(keys)} keys belongs to a layer of "
         f"this model. They look like {keys[0]!r}; a layer here is {here!r}. Was it made for another model? The model "
-        "is as it was."
+        "was not changed."
     )
 
 
@@ -153,7 +153,7 @@ def warn_of_unmatched(source: Any, model: Any, unmatched: Sequence[str], total: 
 def fit(config: Any, model: Any, keys: Iterable[str]) -> None:
     """Rewrite ``config`` in place to target the layers that the file with these keys has weights for.
 
-    Nothing changes if the keys need no translation; an attribute that matches the same layers here is kept.
+    Does nothing if the keys need no translation. An attribute that matches the same layers here is kept.
 
     Args:
         config: a PEFT config with resolved targets.
@@ -185,7 +185,7 @@ def fit(config: Any, model: Any, keys: Iterable[str]) -> None:
 
 
 def _tuned(found: Translation, key: str) -> bool:
-    """Whether the key is of a tuner's layer, not of a trained copy, a bias, or rows of an embedding."""
+    """Whether the key belongs to a tuner's layer, not to a trained copy, a bias, or rows of an embedding."""
     rest = found.names[key][len(PREFIX) + len(found.modules[key][1]) + 1 :].split(".")
     own = [part for part in rest if part != "base_layer"]
     return bool(own) and own[0] not in _NOT_TUNED
@@ -198,14 +198,14 @@ def _targeted(config: Any, model: Any, modules: Iterable[str]) -> set[str]:
 
 
 def _fit_copies(config: Any, modules: Sequence[str], copies: set[str]) -> None:
-    """Trained copies of modules (``modules_to_save``) and trained rows of embeddings."""
+    """Fit trained copies of modules (``modules_to_save``) and trained rows of embeddings."""
     names = getattr(config, "modules_to_save", None)
     if names:
         matched = {name for name in modules if any(name.endswith(saved) for saved in names)}
         kept = {name for name in matched if any(f"{saved}.".startswith(f"{name}.") for saved in copies)}
         moved = {translation.module_name(saved, modules) for saved in names} - {None}
         if matched != kept or not moved <= kept:
-            # a list stays a list: it is saved
+            # a list stays a list, because it is saved
             config.modules_to_save = sorted(kept | {name for name in moved if name is not None})
     rows = getattr(config, "trainable_token_indices", None)
     if isinstance(rows, dict):
@@ -217,7 +217,7 @@ def _fit_copies(config: Any, modules: Sequence[str], copies: set[str]) -> None:
 
 
 def _fit_parameters(config: Any, model: Any, modules: Sequence[str], tuned: set[str]) -> set[str]:
-    """``target_parameters``; returns the modules that have one of them."""
+    """Fit ``target_parameters``; returns the modules that have one of them."""
     names = getattr(config, "target_parameters", None)
     if not names:
         return set()

@@ -1,4 +1,4 @@
-"""Match the settings of PEFT configurations with names of modules, by PEFT's own functions where it has one."""
+"""Match settings of PEFT configurations with names of modules, with PEFT's own functions where they exist."""
 
 from __future__ import annotations
 

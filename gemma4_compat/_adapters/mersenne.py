@@ -1,8 +1,8 @@
-"""Advance torch's random numbers of the CPU without drawing them: the jump of the Mersenne Twister.
+"""Advance torch's CPU random numbers without drawing them: jump ahead in the Mersenne Twister.
 
-Its state is linear in its bits, so that n steps are one polynomial in one step: x**n modulo the characteristic
+A step is linear in the bits of the state, so n steps are a polynomial of one step: x**n modulo the characteristic
 polynomial (Haramoto, Matsumoto, Nishimura, Panneton, L'Ecuyer: Efficient jump ahead for F2-linear random number
-generators, 2008). Here polynomials over GF(2) are integers, bit i is the coefficient of x**i.
+generators, 2008). Polynomials over GF(2) are integers here; bit i is the coefficient of x**i.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 _WORDS, _MIDDLE, _BITS, _LOWER = 624, 397, 32, 31
 _TWIST = 0x9908B0DF
 _DEGREE = _WORDS * _BITS - _LOWER
-#: Of torch's state: how many numbers are left of the words, the index of the next one, and the words (64 bits each).
+#: Layout of torch's state: how many numbers are left, the index of the next one, and the words (64 bits each).
 _LEFT, _NEXT, _STATE, _SIZE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS), 5056
-#: From so many numbers on a jump costs less than drawing them.
+#: From this many numbers on, a jump costs less than drawing them.
 _WORTH_IT = 8_000_000
 _CHUNK = 1 << 22
 _EVEN = bytes(sum((byte >> bit & 1) << 2 * bit for bit in range(4)) for byte in range(256))
@@ -23,7 +23,7 @@ _ODD = bytes(sum((byte >> bit + 4 & 1) << 2 * bit for bit in range(4)) for byte 
 
 
 def advance(numbers: int) -> None:
-    """Leave torch's generator of the CPU as it is after so many 32-bit numbers were drawn from it."""
+    """Advance torch's CPU generator as if this many 32-bit numbers had been drawn."""
     import torch
 
     if numbers >= _WORTH_IT:
@@ -36,15 +36,15 @@ def advance(numbers: int) -> None:
 
 
 def after(state: Any, numbers: int) -> Any:
-    """The state of ``torch.get_rng_state()`` after so many 32-bit numbers.
+    """``state``, as from ``torch.get_rng_state()``, after this many 32-bit numbers.
 
     Raises:
-        ValueError: it is no state of the CPU's generator.
+        ValueError: it is not a state of the CPU's generator.
     """
     import numpy
 
     if len(state) != _SIZE:
-        raise ValueError(f"a state of {len(state)} bytes is none of torch's generator of the CPU, which has {_SIZE}")
+        raise ValueError(f"expected the state of torch's CPU generator ({_SIZE} bytes), got {len(state)} bytes")
     result = state.clone()
     raw = result.numpy()
     used = _WORDS + 1 - int(raw[_LEFT].view(numpy.uint32)[0]) + numbers
@@ -60,10 +60,10 @@ def after(state: Any, numbers: int) -> Any:
 
 
 def _jumped(words: Any, renewed: int) -> Any:
-    """The words after all were renewed so many times."""
+    """The words after all of them were renewed this many times."""
     import numpy
 
-    # One step less, on the sequence without its first word: 31 bits of that word are no part of the state.
+    # One step less, on the sequence without its first word: 31 bits of that word do not belong to the state.
     polynomial = _power(_WORDS * renewed - 1)
     sequence = _continued(words, 1 + _DEGREE + _WORDS)[1:]
     bits = numpy.frombuffer(polynomial.to_bytes(_DEGREE // 8 + 1, "little"), numpy.uint8)
@@ -93,7 +93,7 @@ def _continued(words: Any, length: int) -> Any:
 def _power(exponent: int) -> int:
     """x**exponent modulo the characteristic polynomial."""
     digits = f"{exponent:b}"
-    start = _DEGREE.bit_length() - 1  # so many binary digits make a power of a smaller degree
+    start = _DEGREE.bit_length() - 1  # powers up to this many binary digits need no reduction
     found = 1 << int(digits[:start], 2)
     for digit in digits[start:]:
         size = found.bit_length() // 8 + 1
@@ -119,13 +119,13 @@ def _terms() -> tuple[int, ...]:
     for bit in range(_LOWER):
         if _TWIST >> bit & 1:
             found ^= _product(powers[_LOWER - 1 - bit], whole)
-    if _TWIST >> _LOWER & 1:  # the highest bit, and there is none above it
+    if _TWIST >> _LOWER & 1:  # the highest bit; there is none above it
         found ^= 1
     return tuple(exponent for exponent in range(_DEGREE) if found >> exponent & 1)
 
 
 def _product(one: int, few: int) -> int:
-    """Of two polynomials, the second with few terms."""
+    """The product of two polynomials, the second with few terms."""
     found = 0
     while few:
         lowest = few & -few

@@ -26,11 +26,11 @@ _active: ContextVar[frozenset[tuple[int, str]]] = ContextVar("_active", default=
 def undone_if_it_fails(model: Any, adapter_name: str) -> Iterator[None]:
     """Inside, an adapter is added to ``model``; if that raises, the model is restored.
 
-    Restored are the module tree, PEFT's attributes of models and layers (configurations, scalings, active adapters),
-    ``requires_grad``, and the weights of an existing adapter of that name. Base weights are not: an adapter that
-    changes them on creation (PiSSA) has changed them.
+    This restores the module tree, PEFT's attributes of models and layers (configurations, scalings, active adapters),
+    ``requires_grad``, and the weights of an existing adapter of that name. It does not restore base weights that an
+    adapter changes on creation (PiSSA).
 
-    Nested for the same base model and adapter, only the outer one restores.
+    If nested for the same base model and adapter, only the outer one restores.
     """
     key = id(fitting.base_of(model)), adapter_name
     if key in _active.get():
@@ -110,5 +110,5 @@ def describe(adapter: Any, model: Any, found: list[tuple[str, Any, Any]]) -> Gem
     return Gemma4CompatError(
         f"the adapter {str(adapter)!r} does not fit {type(model).__name__}: {len(found)} of its tensors have another "
         f"shape, the first {name!r} ({saved} saved, {here} here). It was made for {made_for}. "
-        "Nothing of it was kept, and the model is as it was."
+        "Nothing of it was kept, and the model was not changed."
     )

@@ -18,7 +18,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._reading import files, json_files
 from gemma4_compat._reading import patterns as patterned
 
-#: What PEFT, torch and ``re`` raise about settings that they cannot use.
+#: Exceptions of PEFT, torch and ``re`` for settings that they cannot use.
 REFUSALS = (
     ValueError,
     TypeError,
@@ -31,10 +31,10 @@ REFUSALS = (
 )
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
-#: Types whose weights have a side of length ``r``. (LoKr takes the whole matrix where ``r`` is larger than it.)
+#: Types whose weights have a side of length ``r``. (LoKr takes the whole matrix if ``r`` is larger.)
 _OF_RANK = ("LORA", "HRA", "LOHA", "MISS", "BONE")
 
-#: Where the name of a base module ends in a key and the tuner's part begins.
+#: Where, in a key, the name of the base module ends and the tuner's part begins.
 _TUNER = re.compile(
     r"\.(?:lora_|base_layer|modules_to_save|token_adapter|trainable_tokens_|ia3_|hada_|lokr_|oft_|boft_|vera_|pvera_|"
     r"vblora_|randlora_|fourierft_|waveft_|hra_|miss_|bone_|c3a_|shira_|road_|delora_|gralora_|adamss_|hira_|"
@@ -47,7 +47,7 @@ class SavedAdapter:
     """The description of an adapter.
 
     Attributes:
-        folder: of its files.
+        folder: with its files.
         config: ``adapter_config.json``.
         tensors: by key, in the order of the file.
     """
@@ -61,8 +61,8 @@ def read(adapter: str | os.PathLike[str]) -> SavedAdapter:
     """Read the description of the adapter in a folder, or of one in the cache of the hub by its id.
 
     Raises:
-        Gemma4CompatError: there is none, it is a pickle, or a file is damaged. The message names the file and the
-            remedy.
+        Gemma4CompatError: there is no adapter, it is a pickle, or a file is damaged. The message names the file and
+            the remedy.
     """
     folder = _folder(adapter)
     if not files.exists(folder / CONFIG):
@@ -73,7 +73,7 @@ def read(adapter: str | os.PathLike[str]) -> SavedAdapter:
 
 
 def module_of(key: str) -> str:
-    """The module of a key, from its text alone, without PEFT's prefix."""
+    """The module of a key, derived only from its text, without PEFT's prefix."""
     path = _TUNER.split(key.removeprefix(translation.PREFIX), maxsplit=1)[0]
     return path.removesuffix(".weight").removesuffix(".bias")
 
@@ -82,7 +82,7 @@ def configuration(file: Path) -> dict[str, Any]:
     """The settings in an ``adapter_config.json``.
 
     Raises:
-        Gemma4CompatError: it is damaged, or a setting is not of its type.
+        Gemma4CompatError: it is damaged, or a setting has the wrong type.
     """
     from gemma4_compat._reading.formats import AdapterConfig
 
@@ -92,7 +92,7 @@ def configuration(file: Path) -> dict[str, Any]:
 def refuse_unbounded(
     folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], modules: Iterable[str]
 ) -> None:
-    """Refuse what makes PEFT take memory or time that the size of the files does not explain.
+    """Refuse settings that make PEFT use far more memory or time than the size of the files explains.
 
     Args:
         folder: of the adapter.
@@ -112,7 +112,7 @@ def refuse_unbounded(
             if isinstance(rank, int) and rank > largest:
                 raise Gemma4CompatError(
                     f"{name} in {where} is {rank}, and the longest side of a weight beside it is {largest}: "
-                    "configuration and weights are of two different adapters"
+                    "configuration and weights belong to two different adapters"
                 )
     patterned.refuse_slow(config, [*modules, *map(module_of, shapes)], where)
 
@@ -129,7 +129,7 @@ def _folder(adapter: str | os.PathLike[str]) -> Path:
         if cached is not None:
             return cached
         raise Gemma4CompatError(
-            f"{name!r} is no folder and no adapter in the cache of the hub; fetch it with: "
+            f"{name!r} is neither a folder nor an adapter in the cache of the hub; fetch it with: "
             f"hf download {name} {CONFIG} {WEIGHTS}"
         )
     raise Gemma4CompatError(f"the folder {name!r} does not exist; give the folder of a saved adapter")
@@ -152,7 +152,7 @@ def _no_config(folder: Path) -> Gemma4CompatError:
     if (folder / WEIGHTS).is_file() or (folder / PICKLE).is_file():
         name = WEIGHTS if (folder / WEIGHTS).is_file() else PICKLE
         return Gemma4CompatError(
-            f"there is {name} in {str(folder)!r} and no {CONFIG}, without which PEFT cannot load it; copy it from "
+            f"there is {name} in {str(folder)!r} but no {CONFIG}, without which PEFT cannot load it; copy it from "
             "where the adapter was saved"
         )
     inside = sorted(file.parent.name for file in folder.glob(f"*/{CONFIG}"))

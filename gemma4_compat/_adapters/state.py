@@ -1,8 +1,8 @@
 """``load_state_dict`` for the few weights of an adapter in a model of thousands of modules.
 
-Torch's own hands every module the weights that are below it, which it finds by comparing names at every level. Here
-each key is looked up. Whatever is not plain (unexpected keys, weights below a module with a method of its own, hooks
-that run after a load, an error) is left to torch's.
+Torch's own function passes every module the weights below it, found by comparing names at every level. Here each key
+is looked up. Anything unusual (unexpected keys, weights below a module with its own loading method, hooks that run
+after a load, an error) is left to torch's function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def load(model: Any, weights: Any, strict: bool = True, assign: bool = False) ->
 
 
 def _load(model: Any, weights: Mapping[str, Any]) -> Any:
-    """The result; None where torch's own must do it."""
+    """The result; None if torch's own function must do it."""
     import torch
     from torch.nn.modules.module import _IncompatibleKeys
 
@@ -78,7 +78,7 @@ def _is_own(module: Any, name: str, value: Any) -> bool:
 
 
 def _is_plain(module: Any, kinds: dict[type, bool]) -> bool:
-    """Whether the module loads as ``nn.Module`` does; ``kinds`` has what is known of the classes."""
+    """Whether the module loads as ``nn.Module`` does; ``kinds`` caches the answer by class."""
     import torch
 
     kind, plain = type(module), torch.nn.Module

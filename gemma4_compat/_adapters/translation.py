@@ -1,7 +1,7 @@
 """Translate the keys of an adapter file to a model of another Gemma 4 class, or from another tool.
 
-Works on plain names: no upstream library, no weights, no list of tuners. A key is the longest path of modules that the
-model has, followed by a parameter of the tuner.
+Works on plain names: no upstream library, no weights, no list of tuners. A key consists of the longest path of modules
+that the model has, followed by a parameter of the tuner.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 #: PEFT's prefix of the base model's names.
 PREFIX = "base_model.model."
-#: Containers at the start of a name; the classes differ in which of them they have, and in which order.
+#: Containers at the start of a name; classes differ in which of them they have, and in their order.
 _CONTAINERS = frozenset({"base_model", "model", "language_model", "text_model", "module"})
 #: Wrappers of torch.compile, FSDP and activation checkpointing, anywhere in a name.
 _TRANSPARENT = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-#: The layer inside a clipped linear, and the names that belong to the wrapper itself.
+#: The layer inside a clipped linear, and the names of the wrapper itself.
 INNER = "linear"
 _OF_WRAPPERS = frozenset({"input_min", "input_max", "output_min", "output_max", "modules_to_save"})
-#: Modules that KV-shared layers have in some releases and lack in others; they are never used there.
+#: Modules that KV-shared layers have only in some releases; they are never used.
 _SHARED = frozenset({"k_proj", "v_proj", "k_norm", "v_norm"})
 _OWN = frozenset({"weight", "bias"})
-#: A child without weights: the only child of the experts, whose weights are their own parameters.
+#: A child without weights: the only child of the experts, which hold their weights as their own parameters.
 _ACTIVATION = "act_fn"
 #: PEFT's names for a trained copy of a module, and for trained rows of an embedding.
 _COPY, _TOKENS = "modules_to_save", "token_adapter"
@@ -36,7 +36,7 @@ class Translation:
         names: key in the file -> the key PEFT itself would have written for this model (no adapter name in it).
         unused: keys of modules that this model never uses (k/v projections of KV-shared layers), safe to drop.
         unmatched: keys that belong to no module of this model.
-        modules: key in ``names`` -> (module in the file, module in this model), without keys of no module.
+        modules: key in ``names`` -> (module in the file, module in this model); keys without a module are left out.
     """
 
     names: Mapping[str, str]
@@ -55,8 +55,8 @@ def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
 
     It accepts keys from every Gemma 4 class (``Gemma4ForCausalLM``, ``Gemma4ForConditionalGeneration``, the bare
     models, the unified classes), with PEFT's prefix missing, doubled or incomplete, in the old order
-    ``language_model.model``, with the adapter's name left in, on a clipped linear or on its inner ``.linear``. Where
-    two keys mean one tensor, the one that needs no translation wins and the other is ``unmatched``.
+    ``language_model.model``, with the adapter's name left in, on a clipped linear or on its inner ``.linear``. If two
+    keys mean the same tensor, the one that needs no translation wins and the other is ``unmatched``.
 
     Args:
         keys: of an adapter file, such as ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``.
@@ -74,14 +74,14 @@ def translate(keys: Iterable[str], modules: Collection[str]) -> Translation:
     unmatched: list[str] = []
     for key, place in places.items():
         if place.module is None:
-            if len(place.rest) in (1, 2):  # of no module, as vera_A and prompt_embeddings are
+            if len(place.rest) in (1, 2):  # without a module, like vera_A and prompt_embeddings
                 names[key] = key
             else:
                 unmatched.append(key)
         elif here.is_unused(place):
             unused.append(key)
         elif not place.is_leaf and len(place.rest) != 1 and place.parameter not in parameters:
-            unmatched.append(key)  # its module is one that this model lacks
+            unmatched.append(key)  # this model lacks its module
         else:
             names[key] = ".".join((PREFIX + place.module, *_without_adapter(place.rest, adapter)))
             owners[key] = place.written, place.module
@@ -137,7 +137,7 @@ class _Modules:
         if inner in self._names and rest and rest[0] not in _OF_WRAPPERS:
             module = inner
         is_leaf = module not in self._parents or inner in self._names
-        is_leaf &= not (rest and rest[0].isdigit())  # one module of a list that is one module here
+        is_leaf &= not (rest and rest[0].isdigit())  # one module of a list that is a single module here
         if is_leaf and rest[1:] and rest[0] == INNER:  # no clipped linear here
             rest = rest[1:]
         parts = [part for part in key.removeprefix(PREFIX).split(".") if part not in _TRANSPARENT]
@@ -145,7 +145,7 @@ class _Modules:
         return _Place(self._names[module], written, rest, is_leaf)
 
     def is_unused(self, place: _Place) -> bool:
-        """Whether the key is of a k/v projection (or norm) in a layer that has none: a KV-shared one."""
+        """Whether the key belongs to a k/v projection (or norm) in a layer without one: a KV-shared layer."""
         path = shared_part(place.module or "")
         if not (path and path[-1] == "self_attn" and place.rest and place.rest[0] in _SHARED):
             return False

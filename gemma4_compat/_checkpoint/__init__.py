@@ -1,1 +1,1 @@
-"""Safetensors files tensor by tensor, and checkpoints in several of them."""
+"""Read and write safetensors files tensor by tensor, and checkpoints in several files."""

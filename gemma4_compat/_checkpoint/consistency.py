@@ -1,5 +1,7 @@
-"""What is wrong with a safetensors file whose header can be read, by safetensors' own rules: the data of the tensors
-lies side by side, from the first byte to the last. And with the index of a checkpoint: its shards lie beside it.
+"""Check a safetensors file with a readable header, and the index of a checkpoint.
+
+By safetensors' own rules the data of the tensors lies side by side, from the first byte to the last. The shards of a
+checkpoint lie beside its index.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from gemma4_compat._errors import Gemma4CompatError
 
 
 def problems(file: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """What is wrong with a header, as (tensor, what it is)."""
+    """The problems of a header, as (tensor, problem)."""
     for name, tensor in tensors.items():
         if tensor.dtype not in BITS:
-            yield name, f"is of the type {tensor.dtype!r}, which safetensors does not have"
+            yield name, f"has the dtype {tensor.dtype!r}, which safetensors does not have"
     with file.open("rb") as stream:
         end = 8 + int.from_bytes(stream.read(8), "little")
     before = "the header"

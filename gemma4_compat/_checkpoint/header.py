@@ -14,7 +14,7 @@ from typing import Any
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._reading import json_files
 
-#: Bits of an element, by the name safetensors has for a type.
+#: Bits per element, by safetensors' name of the dtype.
 BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
@@ -29,10 +29,10 @@ class Tensor:
     """One entry of a safetensors header.
 
     Attributes:
-        dtype: as safetensors names it (``"BF16"``).
-        shape: of the tensor.
+        dtype: safetensors' name (``"BF16"``).
+        shape: the tensor's shape.
         start: its first byte in the file.
-        nbytes: its size.
+        nbytes: its size in bytes.
     """
 
     dtype: str
@@ -64,8 +64,8 @@ def header(file: Path) -> dict[str, Tensor]:
             raise _truncated(file, size, 8 + length, "its header alone takes")
         if length > json_files.TENSORS_LIMIT:
             raise Gemma4CompatError(
-                f"{str(file)!r} has a header of {length} bytes, and one of at most {json_files.TENSORS_LIMIT} is "
-                "read: save it in several files"
+                f"{str(file)!r} has a header of {length} bytes; at most {json_files.TENSORS_LIMIT} are supported. "
+                "Save the tensors in several files"
             )
         stream.seek(8)
         text = stream.read(length)
@@ -119,7 +119,7 @@ def _what_it_is(start: bytes) -> str:
     if not start:
         return "it is empty"
     if start.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS. Fetch what it points to with: git lfs pull"
+        return "it is a Git LFS pointer. Fetch the file with: git lfs pull"
     if start.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04")):
         return "it is a pickle, as torch.save writes it, under another name"
     return f"it starts with {start[:16]!r}"

@@ -1,6 +1,6 @@
 """Read and write safetensors files tensor by tensor, or in pieces of a tensor, never a whole file.
 
-A memory-mapped file would do the same, but its pages count as memory of the process while it is open.
+Memory-mapping would do the same, but the pages of an open mapped file count as memory of the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._reading import json_files
 from gemma4_compat._reading.files import exists, read_bytes
 
-#: Bytes per piece where a tensor is only copied.
+#: Bytes per piece when a tensor is only copied.
 PIECE = 64 << 20
 
 _TORCH = {
@@ -41,7 +41,7 @@ _TORCH = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Location of a tensor: ``dtype`` as torch calls it, ``start`` in bytes from the beginning of ``file``."""
+    """Location of a tensor: ``dtype`` is torch's name, ``start`` is in bytes from the beginning of ``file``."""
 
     name: str
     dtype: str
@@ -76,7 +76,7 @@ def entries(file: Path) -> dict[str, Entry]:
 def _torch_name(file: Path, name: str, dtype: str) -> str:
     if dtype not in _TORCH:
         raise Gemma4CompatError(
-            f"{name} in {str(file)!r} is of the type {dtype}, which is not merged: {', '.join(_TORCH)} are"
+            f"{name} in {str(file)!r} has the dtype {dtype}, which cannot be merged; supported are {', '.join(_TORCH)}"
         )
     return _TORCH[dtype]
 
@@ -174,7 +174,7 @@ class Output:
 
 
 def shards(outputs: Sequence[Output], largest: int) -> list[list[Output]]:
-    """``outputs`` in files of at most ``largest`` bytes; a tensor larger than that has a file of its own."""
+    """``outputs`` in files of at most ``largest`` bytes; a larger tensor gets its own file."""
     found: list[list[Output]] = [[]]
     held = 0
     for output in outputs:
@@ -200,11 +200,11 @@ def write(
         folder: where the files are written.
         files: the tensors of each file.
         values: name -> a function that yields the tensor in pieces, flat or not; each is called once, in order.
-        there: names of files that are there as a whole, and are not written again.
-        done: called with the name and the SHA-256 of each file, when all of it is on the disk.
+        there: names of files that are already complete and are not written again.
+        done: called with the name and the SHA-256 of each file once it is completely on the disk.
 
     Raises:
-        Gemma4CompatError: there is no room for it, or the folder cannot be written.
+        Gemma4CompatError: the disk is full, or the folder cannot be written.
     """
     names = [
         "model.safetensors" if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
@@ -280,7 +280,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def unwritable(error: OSError, file: Path, nbytes: int) -> Gemma4CompatError:
-    """The one error for a file that could not be written."""
+    """The error for a file that could not be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Gemma4CompatError(
             f"the disk is full: {str(file)!r} needs {nbytes} bytes. Free some space or write to another disk; what "

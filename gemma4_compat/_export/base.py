@@ -1,4 +1,4 @@
-"""The base model of an export, without weights: what of it a reader's keys depend on."""
+"""The base model of an export, without weights: the facts that a reader's keys depend on."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Base:
     Attributes:
         name: as ``from_pretrained`` takes it.
         model: the model.
-        modules: its modules before an adapter is in it, by the parts of their names that all classes share.
-        paths: their own names, by the same.
+        modules: its modules without an adapter, by the part of their names that all classes share.
+        paths: their full names, by the same part.
         assumed: what was assumed about its configuration.
     """
 
@@ -41,7 +41,7 @@ class Base:
 
     @property
     def is_text_only(self) -> bool:
-        """Whether the checkpoint is one of the language model alone."""
+        """Whether the checkpoint has only the language model."""
         return self.model.config is self.text
 
     @property
@@ -69,8 +69,8 @@ class Base:
         return f"{attention}.k_proj" in self.modules and f"{attention}.v_proj" not in self.modules
 
     def shape(self, name: str) -> tuple[int, int]:
-        """Of a linear of a decoder layer: outputs and inputs. Of keys and values that a layer shares, those of a layer
-        of its kind.
+        """Outputs and inputs of a linear in a decoder layer. For shared keys and values: those of a layer of the same
+        kind.
         """
         found: Any = self.modules.get(name)
         match = _LAYER.fullmatch(name)
@@ -85,20 +85,20 @@ class Base:
 
 
 def layer_of(name: str) -> tuple[int, str] | None:
-    """The decoder layer of a module, and the module's name in it; None for a module outside of them."""
+    """The decoder layer of a module, and the module's name in it; None for a module outside the decoder layers."""
     match = _LAYER.fullmatch(name)
     return None if match is None else (int(match[1]), match[2])
 
 
 def build_base(given: Any, trained_on: Any) -> Base:
-    """The base that was given, or the one the adapter names.
+    """The given base, or the one the adapter names.
 
     Args:
         given: a folder, a cached id, a variant or a configuration; None for the one the adapter names.
-        trained_on: ``base_model_name_or_path``, which a stranger may have written: no path is followed.
+        trained_on: ``base_model_name_or_path``, which is untrusted: it is never followed as a path.
 
     Raises:
-        Gemma4CompatError: there is none.
+        Gemma4CompatError: no base was given or named, or it cannot be built.
     """
     model, name, assumed = build.on_meta(_named(trained_on) if given is None else getattr(given, "config", given))
     modules: dict[str, Any] = {}
@@ -119,6 +119,6 @@ def _named(trained_on: Any) -> str:
     ):
         return trained_on
     raise Gemma4CompatError(
-        f"the adapter was trained on {trained_on!r}, which is no id of the hub; give the base (--base): a folder, an "
-        "id, or a variant such as E4B"
+        f"the adapter was trained on {trained_on!r}, which is not a hub id; give the base (--base): a folder, an id, "
+        "or a variant such as E4B"
     )

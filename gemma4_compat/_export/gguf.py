@@ -4,9 +4,9 @@ Sources: ``convert_lora_to_gguf.py``, ``src/llama-adapter.cpp``, ``src/llama-gra
 of the llama.cpp in llama-cpp-python 0.3.36; the names of tensors are those of ``gguf`` 0.19.0, ``MODEL_ARCH.GEMMA4``;
 the format is ``docs/gguf.md`` of ggml, version 3. Tensors are in float32, as the converter writes them.
 
-llama.cpp multiplies an expert's output with ``per_expert_scale`` before it adds the adapter's, and transformers after;
-so ``lora_b`` of the experts' ``down_proj`` is multiplied with it here, which takes the weights of the base. It has no
-adapters where it does not use its function for them: the per-layer embeddings and their projection.
+llama.cpp multiplies an expert's output by ``per_expert_scale`` before it adds the adapter's output, transformers
+afterwards. So ``lora_b`` of the experts' ``down_proj`` is multiplied by that scale here, which needs the weights of
+the base. llama.cpp supports no adapters on the per-layer embeddings and their projection.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _F32 = 0
 
 
 def write(plain: Plain, base: Base, read: Callable[[Entry], Any], name: str) -> Written:
-    """For llama.cpp, whose text model has adapters and whose multimodal projector has none."""
+    """For llama.cpp: its text model supports adapters, its multimodal projector does not."""
     if plain.dora:
-        raise Gemma4CompatError(f"llama.cpp cannot have this adapter: it is DoRA (use_dora). {instead('llama.cpp')}")
+        raise Gemma4CompatError(f"llama.cpp cannot use this adapter: it is DoRA (use_dora). {instead('llama.cpp')}")
     if base.ties_head:
         both = [one for one in plain.modules if one.name in _UNTIED]
         refuse("llama.cpp", both, "embedding and head are one tensor there")
     nowhere = [one for one in plain.modules if tensor_name(one) is None]
-    refuse("llama.cpp", nowhere, "it has adapters on the linears and experts of decoder layers alone")
+    refuse("llama.cpp", nowhere, "it supports adapters only on the linears and experts of decoder layers")
     scales = _expert_scales(plain, base)
     pieces = []
     for module in plain.modules:
@@ -67,7 +67,7 @@ def write(plain: Plain, base: Base, read: Callable[[Entry], Any], name: str) -> 
 
 
 def tensor_name(module: Module) -> str | None:
-    """The name of the base's tensor in GGUF, without ``.weight``; None where llama.cpp has no adapter."""
+    """The name of the base's tensor in GGUF, without ``.weight``; None if llama.cpp supports no adapter there."""
     layer = layer_of(module.name)
     if layer is None:
         return _UNTIED.get(module.name)
@@ -92,15 +92,15 @@ def _b(plain: Plain, module: Module, read: Callable[[Entry], Any], scale: Entry 
 
 
 def _expert_scales(plain: Plain, base: Base) -> dict[str, Entry]:
-    """``per_expert_scale`` of the layers whose experts' ``down_proj`` is adapted, by the path of that parameter."""
+    """``per_expert_scale`` of the layers with an adapter on the experts' ``down_proj``, by that parameter's path."""
     wanted = [module for module in plain.modules if module.parameter == "down_proj"]
     if not wanted:
         return {}
     folder = Path(base.name)
     if not files.exists(folder, "folder"):
         raise Gemma4CompatError(
-            "llama.cpp scales the outputs of experts before it adds the adapter's, so an adapter on their down_proj "
-            "takes the base's per_expert_scale with it; give the folder of the base with its weights (--base)"
+            "llama.cpp scales the outputs of experts before it adds the adapter's, so exporting an adapter on their "
+            "down_proj needs the base's per_expert_scale; give the folder of the base with its weights (--base)"
         )
     stored = shards.checkpoint(folder)
     by_end = {key.partition("layers.")[2]: entry for key, entry in stored.items() if key.endswith(".per_expert_scale")}
@@ -117,7 +117,7 @@ def save(folder: Path, written: Written, plain: Plain) -> None:
     """Write the file.
 
     Raises:
-        Gemma4CompatError: there is no room for it.
+        Gemma4CompatError: the disk has no room for it.
     """
     head = _head(written.pieces, plain)
     size = len(head) + sum(_aligned(_nbytes(piece)) for piece in written.pieces)
@@ -146,7 +146,7 @@ def _head(pieces: Sequence[Piece], plain: Plain) -> bytes:
         parts += [_text(key), struct.pack("<I", _TYPES[kind]), _value(kind, value)]
     offset = 0
     for piece in pieces:
-        extents = piece.shape[::-1]  # the fastest first
+        extents = piece.shape[::-1]  # the fastest-varying first
         parts += [_text(piece.name), struct.pack(f"<I{len(extents)}Q", len(extents), *extents)]
         parts.append(struct.pack("<IQ", _F32, offset))
         offset += _aligned(_nbytes(piece))

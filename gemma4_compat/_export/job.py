@@ -1,6 +1,7 @@
 """Write a saved adapter for another reader: ``gemma4_compat.export_adapter`` and ``export``.
 
-In memory is one tensor of the adapter at a time, and for experts one layer's. The folder appears when all is written.
+Only one tensor of the adapter is in memory at a time (for experts, one layer's). The folder appears once everything is
+written.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def export_adapter(
 
 
 def _translated(found: SavedAdapter, built: Base) -> tuple[Any, dict[str, Entry], tuple[str, ...]]:
-    """PEFT's configuration for this base, the tensors by PEFT's keys for it, and keys without use."""
+    """PEFT's configuration for this base, the tensors by PEFT's keys for it, and unused keys."""
     import peft
     from peft.tuners import tuners_utils
 
@@ -107,7 +108,7 @@ def _translated(found: SavedAdapter, built: Base) -> tuple[Any, dict[str, Entry]
                 clipped.redirect(config, built.model)
         except REFUSALS as error:
             raise Gemma4CompatError(
-                f"{str(found.folder / CONFIG)!r} is not understood by PEFT {peft.__version__}: {plain.line(error)}"
+                f"PEFT {peft.__version__} does not understand {str(found.folder / CONFIG)!r}: {plain.line(error)}"
             ) from error
     return config, {new: entries[old] for old, new in renamed.names.items()}, renamed.unused
 
@@ -118,7 +119,7 @@ def _write_plain(
     title, release, writer = _WRITERS[target]
     dead = {key: entry for key, entry in entries.items() if _is_dead(key, built)}
     if len(dead) == len(entries):
-        raise Gemma4CompatError("all that the adapter changes are keys and values that this model never uses")
+        raise Gemma4CompatError("the adapter only changes keys and values that this model never uses")
     alive = {key: entry for key, entry in entries.items() if key not in dead}
     lora = plain.read(found, config, alive, built.model, title)
     written = writer(lora, built, plain.cached_reader(), built.name)
@@ -143,7 +144,9 @@ def _write_plain(
 
 
 def _is_dead(key: str, built: Base) -> bool:
-    """Whether it is of keys or values of a layer that has those of another. Releases differ in whether it has any."""
+    """Whether the key belongs to keys or values of a KV-shared layer. Releases differ in whether it has such
+    modules.
+    """
     layer = layer_of(".".join(translations.shared_part(key)[:4]))
     return layer is not None and layer[1] in _SHARED and built.shares(layer[0])
 
@@ -151,7 +154,7 @@ def _is_dead(key: str, built: Base) -> bool:
 def _write_peft(
     found: SavedAdapter, config: Any, entries: Mapping[str, Entry], built: Base, staging: Path
 ) -> dict[str, Any]:
-    """What PEFT itself would have saved from this base: it loads there without this package."""
+    """What PEFT itself would have saved from this base; it loads there without this package."""
     import peft
 
     copies = [
@@ -177,7 +180,7 @@ def _write_peft(
     }
 
 
-#: Settings that name modules, and so depend on the class.
+#: Settings that name modules and so depend on the class.
 _NAMES = (
     "target_modules",
     "exclude_modules",

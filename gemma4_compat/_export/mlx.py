@@ -3,8 +3,8 @@
 Sources: ``mlx_lm/tuner/{utils,lora,dora}.py`` and ``mlx_lm/models/{gemma4,gemma4_text}.py`` of mlx-lm 0.32.2;
 ``mlx_vlm/trainer/peft/{utils,lora_layers}.py`` and ``mlx_vlm/models/gemma4/gemma4.py`` of mlx-vlm 0.7.10.
 
-``lora_a`` and ``lora_b`` are PEFT's matrices transposed; of experts, ``(experts, rank, in)`` and ``(experts, out,
-rank)`` as they are, gate and up apart. ``keys`` name whole paths of modules, which both look for.
+``lora_a`` and ``lora_b`` are PEFT's matrices, transposed. For experts they are ``(experts, rank, in)`` and ``(experts,
+out, rank)``, not transposed, with gate and up separate. ``keys`` are full module paths, which both readers look up.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from gemma4_compat._export.plain import Module, Plain, instead
 RELEASE = "mlx-lm 0.32.2 and mlx-vlm 0.7.10"
 WEIGHTS = "adapters.safetensors"
 _VLM_FAILS = (
-    "mlx-lm has no vision and audio, and mlx-vlm 0.7.10 loads no adapter onto a model with an audio tower: freeze() "
-    "raises AttributeError for its AudioRelativePositionEmbedding. What is written is what it takes once that is "
-    "repaired; until then, merge"
+    "mlx-lm has no vision and audio, and mlx-vlm 0.7.10 cannot load an adapter onto a model with an audio tower: "
+    "freeze() raises AttributeError for its AudioRelativePositionEmbedding. The written files will load once that is "
+    "fixed; until then, merge"
 )
 _TOWERS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder.")
 
 
 def write(plain: Plain, base: Base, read: Callable[[Entry], Any], name: str) -> Written:
-    """For mlx-lm, which has the text model alone, or mlx-vlm, which has no adapters on experts."""
+    """For mlx-lm, which has only the text model, or mlx-vlm, which supports no adapters on experts."""
     if plain.invocation:
-        raise Gemma4CompatError(f"mlx cannot have this adapter: it is an activated LoRA. {instead('mlx')}")
+        raise Gemma4CompatError(f"mlx cannot use this adapter: it is an activated LoRA. {instead('mlx')}")
     if base.ties_head:
         both = [one for one in plain.modules if one.name in ("embed_tokens", "lm_head")]
-        refuse("mlx", both, "embedding and head are one module there, so an adapter on either is on both")
+        refuse("mlx", both, "embedding and head are one module there, so an adapter on one would be on both")
     towers = [one for one in plain.modules if one.name.startswith(_TOWERS)]
     text_only = [one for one in plain.modules if one.kind != "linear" or one.name == "lm_head"]
     if towers:
         refuse(
-            "mlx", text_only, "mlx-lm has no vision and audio, and mlx-vlm has no adapters but on linears of layers"
+            "mlx", text_only, "mlx-lm has no vision and audio, and mlx-vlm supports adapters only on linears of layers"
         )
     if plain.dora:
-        refuse("mlx", [one for one in plain.modules if one.kind != "linear"], "DoRA is for linears alone there")
+        refuse("mlx", [one for one in plain.modules if one.kind != "linear"], "it supports DoRA only on linears")
     command = f"mlx_lm.generate --model {name} --adapter-path OUT --prompt ..."
     notes, warning = [], ""
     if towers:
         command = f"python -m mlx_vlm.generate --model {name} --adapter-path OUT --prompt ..."
-        notes = ["mlx-lm has no vision and audio and refuses it; mlx-vlm reads it"]
+        notes = ["mlx-lm has no vision and audio and refuses the adapter; mlx-vlm reads it"]
         if any(name.startswith("audio_tower.") for name in base.modules):
             notes, warning = [], _VLM_FAILS
     elif text_only or base.is_text_only:
-        notes = ["mlx-vlm does not read it; mlx-lm does"]
+        notes = ["mlx-lm reads the adapter; mlx-vlm does not"]
     keys: list[str] = []
     pieces = [piece for one in plain.modules for piece in _pieces(plain, base, one, read, keys)]
     config = {

@@ -1,4 +1,4 @@
-"""The tensors of an exported adapter, made one after the other while they are written."""
+"""The tensors of an exported adapter, made one by one while they are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemma4_compat._export.plain import Module, instead
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor: ``make()`` is it, of ``shape`` and of the torch dtype named ``dtype``."""
+    """One tensor: ``make()`` returns it, with ``shape`` and the torch dtype named ``dtype``."""
 
     name: str
     dtype: str
@@ -26,15 +26,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Written:
-    """What a reader gets.
+    """What is written for a reader.
 
     Attributes:
         pieces: the tensors.
-        config: ``adapter_config.json``; None for a reader with one file.
-        command: what loads it; ``OUT`` stands for the folder.
-        added: modules that the adapter has nothing for.
+        config: ``adapter_config.json``; None for a reader that takes a single file.
+        command: loads it; ``OUT`` stands for the folder.
+        added: modules that the adapter has no weights for.
         notes: other things to know.
-        warning: why no release of the reader loads it; empty where one does.
+        warning: why no release of the reader loads it; empty if one does.
     """
 
     pieces: Sequence[Piece]
@@ -57,10 +57,12 @@ def zeros(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
 
 
 def refuse(reader: str, modules: Iterable[Module], reason: str) -> None:
-    """Raise ``Gemma4CompatError`` if there are any ``modules``, which ``reader`` cannot have for this ``reason``."""
+    """Raise ``Gemma4CompatError`` if there are any ``modules``: ``reader`` does not support them for this
+    ``reason``.
+    """
     if found := list(modules):
         raise Gemma4CompatError(
-            f"{reader} cannot have this adapter: {reason} ({len(found)} of its modules, such as {found[0].where!r}). "
+            f"{reader} cannot use this adapter: {reason} ({len(found)} of its modules, such as {found[0].where!r}). "
             f"{instead(reader)}"
         )
 
@@ -79,5 +81,5 @@ def save_json(folder: Path, file: str, data: Mapping[str, Any]) -> None:
 
 
 def number(value: float) -> float | int:
-    """A whole number without a point, as configurations have them."""
+    """``value``, as an int if it is whole, as configurations write it."""
     return int(value) if math.isfinite(value) and value == int(value) else value

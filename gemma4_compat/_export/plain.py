@@ -1,8 +1,8 @@
-"""A saved LoRA as what every reader has: two matrices a module, of one rank, with one scale.
+"""A saved LoRA in the form that every reader supports: two matrices per module, with one rank and one scale.
 
-PEFT itself says which modules the adapter has, of which rank and scale: it makes the adapter on the meta device, from
-the same configuration as when it loads it. Modules of a smaller rank get zeros, which is exact; where a module's scale
-is not that of most others, its ``lora_B`` is multiplied by the quotient, in float32, and rounded once.
+PEFT itself determines the modules, ranks and scales: it makes the adapter on the meta device from the same
+configuration as when it loads it. Modules of a smaller rank get zeros, which is exact. If a module's scale differs
+from that of most others, its ``lora_B`` is multiplied by the quotient, in float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._errors import Gemma4CompatError
 
-#: Values of ``init_lora_weights`` with which PEFT changes no weight of the base when it loads the adapter.
+#: Values of ``init_lora_weights`` for which loading the adapter changes no weight of the base.
 _NEUTRAL_INITS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
-#: ``transformers.conversion_mapping``, "gemma4_unified", the other way round.
+#: ``transformers.conversion_mapping``, "gemma4_unified", reversed.
 _RENAMED = {
     "embed_vision.patch_dense": "vision_embedder.patch_dense",
     "embed_vision.multimodal_embedder.": "embed_vision.",
@@ -38,15 +38,15 @@ class Module:
 
     Attributes:
         path: in the base model.
-        name: in a checkpoint, without containers at its start, such as ``layers.0.self_attn.q_proj``.
+        name: in a checkpoint, without leading containers, such as ``layers.0.self_attn.q_proj``.
         kind: "linear", "embedding" or "experts".
-        parameter: of the experts: "gate_up_proj" or "down_proj".
-        a: of shape ``(rank, in)``; of an embedding ``(rank, rows)``; of experts ``(rank * experts, in)``.
-        b: of shape ``(out, rank)``; of experts ``(out, rank * experts)``, experts innermost.
-        magnitude: of DoRA, of shape ``(out,)``.
+        parameter: for experts, "gate_up_proj" or "down_proj".
+        a: of shape ``(rank, in)``; for an embedding ``(rank, rows)``; for experts ``(rank * experts, in)``.
+        b: of shape ``(out, rank)``; for experts ``(out, rank * experts)``, experts innermost.
+        magnitude: DoRA's, of shape ``(out,)``.
         rank: of this module.
-        scale: what ``B @ A`` is multiplied with.
-        experts: how many; 1 for a module.
+        scale: factor for ``B @ A``.
+        experts: number of experts; 1 for a module.
     """
 
     path: str
@@ -78,12 +78,12 @@ class Module:
 
 @dataclass(frozen=True)
 class Plain:
-    """An adapter of plain LoRA, or of DoRA.
+    """A plain LoRA or DoRA adapter.
 
     Attributes:
         modules: in the order of the model.
-        rank: the largest.
-        scale: of most modules.
+        rank: the largest of all modules.
+        scale: that of most modules.
         dora: whether there are magnitudes.
         invocation: tokens after which an activated LoRA starts; empty for any other.
     """
@@ -95,20 +95,20 @@ class Plain:
     invocation: tuple[int, ...]
 
     def rescaled(self) -> tuple[Module, ...]:
-        """Modules whose ``lora_B`` is multiplied."""
+        """Modules whose ``lora_B`` is multiplied by another scale."""
         return tuple(module for module in self.modules if module.scale != self.scale)
 
     def padded(self) -> tuple[Module, ...]:
-        """Modules that get zeros."""
+        """Modules of a smaller rank, which get zeros."""
         return tuple(module for module in self.modules if module.rank != self.rank)
 
     def shapes(self, module: Module) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of :meth:`read_a` and :meth:`read_b`."""
+        """The shapes of :meth:`read_a` and :meth:`read_b`."""
         experts = (module.experts,) if module.kind == "experts" else ()
         return (*experts, self.rank, module.wide), (*experts, module.tall, self.rank)
 
     def read_a(self, module: Module, read: Callable[[Entry], Any]) -> Any:
-        """``lora_A``, of shape ``(rank, in)``; of experts ``(experts, rank, in)``."""
+        """``lora_A``, of shape ``(rank, in)``; for experts ``(experts, rank, in)``."""
         import torch
 
         tensor = read(module.a)
@@ -117,7 +117,7 @@ class Plain:
         return torch.nn.functional.pad(tensor, (0, 0, 0, self.rank - module.rank)).contiguous()
 
     def read_b(self, module: Module, read: Callable[[Entry], Any]) -> Any:
-        """``lora_B``, of shape ``(out, rank)``; of experts ``(experts, out, rank)``."""
+        """``lora_B``, of shape ``(out, rank)``; for experts ``(experts, out, rank)``."""
         import torch
 
         tensor = read(module.b)
@@ -133,13 +133,13 @@ def read(saved: SavedAdapter, config: Any, entries: Mapping[str, Entry], model: 
 
     Args:
         saved: the adapter.
-        config: PEFT's configuration of it, fitted to ``model``.
+        config: its PEFT configuration, fitted to ``model``.
         entries: its tensors by the keys PEFT uses for this model.
         model: the base on the meta device; PEFT puts the adapter into it.
-        reader: who shall read it, for messages.
+        reader: the program that will read it, for messages.
 
     Raises:
-        Gemma4CompatError: it is more than LoRA; the message says what, and what to do instead.
+        Gemma4CompatError: it is more than a LoRA; the message says why and what to do instead.
     """
     _refuse_settings(config, reader)
     layers = _layers(config, saved, model)
@@ -164,25 +164,25 @@ def read(saved: SavedAdapter, config: Any, entries: Mapping[str, Entry], model: 
 
 
 def line(error: Exception) -> str:
-    """What an error says, in a line."""
+    """The first line of an error's message."""
     said = (str(error).strip().splitlines() or ["without a reason"])[0][:300]
     return f"{type(error).__name__}: {said}"
 
 
 def instead(reader: str) -> str:
-    """What to do with an adapter that a reader cannot have."""
+    """What to do with an adapter that a reader does not support."""
     return f"Merge it, which {reader} reads as a model: gemma4-compat merge BASE ADAPTER OUT"
 
 
 def _refuse_settings(config: Any, reader: str) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
-        raise Gemma4CompatError(f"{reader} reads LoRA and no other adapter, and this one is {kind}. {instead(reader)}")
+        raise Gemma4CompatError(f"{reader} reads only LoRA adapters, and this one is {kind}. {instead(reader)}")
     init = getattr(config, "init_lora_weights", True)
     reasons = {
         "modules_to_save": "it has trained copies of whole modules (modules_to_save)",
         "trainable_token_indices": "it has trained rows of embeddings (trainable_token_indices)",
-        "layer_replication": "it replicates layers (layer_replication), which makes another architecture",
+        "layer_replication": "it replicates layers (layer_replication), which gives another architecture",
         "lora_bias": "its LoRA layers have biases (lora_bias)",
     }
     found = [reason for name, reason in reasons.items() if getattr(config, name, None)]
@@ -191,7 +191,7 @@ def _refuse_settings(config: Any, reader: str) -> None:
     if isinstance(init, str) and init.lower() not in _NEUTRAL_INITS:
         found.append(f"PEFT changes the base's weights when it loads it (init_lora_weights={init!r})")
     if found:
-        raise Gemma4CompatError(f"{reader} cannot have this adapter: {found[0]}. {instead(reader)}")
+        raise Gemma4CompatError(f"{reader} cannot use this adapter: {found[0]}. {instead(reader)}")
 
 
 def _layers(config: Any, saved: SavedAdapter, model: Any) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _layers(config: Any, saved: SavedAdapter, model: Any) -> dict[str, Any]:
 
 
 def _module(name: str, layer: Any, entries: Mapping[str, Entry], reader: str) -> Module | None:
-    """The weights of one of PEFT's layers; None where the file has none."""
+    """The weights of one of PEFT's layers; None if the file has none."""
     (adapter,) = layer.r
     parameter = getattr(layer, "parameter_name", "")
     kind = "embedding" if layer.lora_embedding_A else "experts" if parameter else "linear"
@@ -226,7 +226,7 @@ def _module(name: str, layer: Any, entries: Mapping[str, Entry], reader: str) ->
     if not there:
         return None
     if len(there) == 1:
-        raise Gemma4CompatError(f"the file has {there[0]!r} and not the other half of that layer: it is not complete")
+        raise Gemma4CompatError(f"the file has {there[0]!r} but not the other half of that layer: it is incomplete")
     a, b = (entries[key] for key in halves)
     if kind == "embedding":
         wanted = [layer.lora_embedding_A[adapter].shape, layer.lora_embedding_B[adapter].shape]
@@ -251,7 +251,7 @@ def _module(name: str, layer: Any, entries: Mapping[str, Entry], reader: str) ->
 
 
 def _released(name: str) -> str:
-    """The name of a module of the 12B's embedders in its checkpoint, which readers keep and transformers renames."""
+    """The checkpoint's name of a module in the 12B's embedders; readers keep that name, transformers renames it."""
     for here, there in _RENAMED.items():
         if name.startswith(here):
             return there + name[len(here) :]
@@ -262,23 +262,25 @@ def _refuse_other_tensor(entry: Entry, shape: tuple[int, ...]) -> None:
     if entry.shape != shape:
         raise Gemma4CompatError(
             f"{entry.name!r} is {list(entry.shape)} instead of {list(shape)}: the adapter was made for another base, "
-            "or its configuration is of another adapter. Give the base it was trained on (--base)"
+            "or its configuration belongs to another adapter. Give the base it was trained on (--base)"
         )
     if entry.dtype not in _DTYPES:
-        raise Gemma4CompatError(f"{entry.name!r} is of the type {entry.dtype}; exported are {', '.join(_DTYPES)}")
+        raise Gemma4CompatError(
+            f"{entry.name!r} has the dtype {entry.dtype}; only {', '.join(_DTYPES)} can be exported"
+        )
 
 
 def _refuse_variant(name: str, layer: Any, adapter: str, reader: str) -> None:
-    """Refuse what is computed in another way than ``x @ A @ B``. Readers look at DoRA and activated LoRA."""
+    """Refuse layers that do not compute ``x @ A @ B``. Readers handle DoRA and activated LoRA themselves."""
     variant = type(layer.lora_variant[adapter]).__name__ if adapter in layer.lora_variant else ""
     if variant and not variant.startswith(("Dora", "ALora")):
         raise Gemma4CompatError(
-            f"{reader} cannot have this adapter: {name!r} is a variant of LoRA ({variant}). {instead(reader)}"
+            f"{reader} cannot use this adapter: {name!r} is a variant of LoRA ({variant}). {instead(reader)}"
         )
     base = layer.get_base_layer()
     if hasattr(base, "kernel_size"):
         raise Gemma4CompatError(
-            f"{reader} cannot have this adapter: {name!r} is a convolution ({type(base).__name__}). {instead(reader)}"
+            f"{reader} cannot use this adapter: {name!r} is a convolution ({type(base).__name__}). {instead(reader)}"
         )
 
 
@@ -291,16 +293,16 @@ def _refuse_leftovers(entries: Mapping[str, Entry], parts: list[Module], reader:
         key = next(key for key in left if ".lora_" in key)
         raise Gemma4CompatError(
             f"the file has weights for {key!r}, which its configuration does not target: PEFT drops them. The two "
-            "files are not of the same adapter; get both again"
+            "files do not belong to the same adapter; get both again"
         )
     raise Gemma4CompatError(
-        f"{reader} cannot have this adapter: {len(left)} of its tensors are whole weights, such as {left[0]!r}. "
+        f"{reader} cannot use this adapter: {len(left)} of its tensors are whole weights, such as {left[0]!r}. "
         f"{instead(reader)}"
     )
 
 
 def cached_reader() -> Callable[[Entry], Any]:
-    """``shards.read`` that keeps the last tensor: those of experts are read for each expert."""
+    """A ``shards.read`` that keeps the last tensor, because tensors of experts are read once per expert."""
     last: dict[str, Any] = {}
 
     def read_once(entry: Entry) -> Any:

@@ -8,25 +8,25 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ExportReport:
-    """What was written for whom.
+    """What an export wrote, and for which reader.
 
     Attributes:
         out: the folder.
         adapter: its folder.
         target: "vllm", "sglang", "mlx", "gguf" or "peft".
-        reader: the release whose source says what is written.
+        reader: the release whose source determined what was written.
         base: of the adapter, as ``from_pretrained`` takes it.
         model_class: the base's class in ``transformers``.
-        modules: how many are adapted; a parameter of all experts counts as one.
-        rank: of every module; None where the adapter is not a LoRA.
-        scale: what the product of the two matrices is multiplied with, likewise.
+        modules: number of adapted modules; a parameter of all experts counts as one.
+        rank: of every module; None if the adapter is not a LoRA.
+        scale: factor for the product of the two matrices; None if the adapter is not a LoRA.
         padded: modules of a smaller rank, which got zeros.
-        rescaled: modules of another scale, whose ``lora_B`` was multiplied and rounded.
-        added: modules the adapter has nothing for and the reader wants: zeros, or the same as their keys.
+        rescaled: modules with a different scale, which was folded into ``lora_B`` and rounded.
+        added: modules the reader needs but the adapter has no weights for: zeros, or a copy of those of their keys.
         dead: the adapter's keys for modules that this model never uses; they were dropped.
         files: names of the files.
         nbytes: of all files.
-        command: what loads it.
+        command: a command or call that loads it.
         notes: other things to know.
     """
 
@@ -49,5 +49,5 @@ class ExportReport:
     notes: tuple[str, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The report as plain data, for JSON."""
         return asdict(self)

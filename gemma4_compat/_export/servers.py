@@ -1,13 +1,14 @@
-"""Adapters for vLLM and SGLang: PEFT's files with the modules their classes have.
+"""Adapters for vLLM and SGLang: PEFT's files with the modules that their classes have.
 
 Sources: ``vllm/lora/{peft_helper,lora_model,model_manager,utils}.py`` and ``vllm/model_executor/models/{gemma4,
 gemma4_mm,gemma4_unified}.py`` of vLLM 0.33.0; ``sglang/srt/lora/{lora,lora_config,mem_pool,utils}.py`` and
 ``sglang/srt/models/gemma4_mm.py`` of SGLang 0.5.23.
 
 Both take keys of ``Gemma4ForConditionalGeneration``, whichever class they serve. Both join ``q_proj``, ``k_proj`` and
-``v_proj`` to one layer whose third part has no weights of its own where keys are values, and give an adapter of
-``k_proj`` to the first of these two parts alone; so ``v_proj`` gets the same here. One scale for all is what every
-release of both understands: SGLang reads neither ``alpha_pattern`` nor ``use_rslora``.
+``v_proj`` into one layer. If keys are used as values, its third part has no weights of its own, and both apply an
+adapter on ``k_proj`` only to the keys; so ``v_proj`` gets the same adapter here. Every release of both understands a
+single scale
+for all modules: SGLang reads neither ``alpha_pattern`` nor ``use_rslora``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gemma4_compat._export.pieces import Piece, Written, number, refuse, zeros
 from gemma4_compat._export.plain import Module, Plain, instead
 
 VLLM, SGLANG = "vLLM 0.33.0", "SGLang 0.5.23"
-#: What vLLM can be started with.
+#: Ranks that vLLM can be started with.
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
@@ -32,27 +33,29 @@ _PATCHES = "vision_embedder."
 _SGLANG_ATTENTION = [f"self_attn.{name}" for name in (*_ATTENTION, "o_proj")]
 _SGLANG_MLP = [f"mlp.{name}" for name in (*_MLP, "down_proj")]
 _SGLANG_FAILS = (
-    "SGLang 0.5.23 stops when it starts with --enable-lora and a Gemma 4: its get_hidden_dim asks the configuration "
-    "for hidden_size, head_dim and intermediate_size, which only text_config has. What is written is what its loader "
-    "takes once that is repaired; until then, merge"
+    "SGLang 0.5.23 stops at startup with --enable-lora and a Gemma 4: its get_hidden_dim asks the configuration for "
+    "hidden_size, head_dim and intermediate_size, which only text_config has. The written files will load once that "
+    "is fixed; until then, merge"
 )
 
 
 def vllm(plain: Plain, base: Base, read: Callable[[Any], Any], name: str) -> Written:
-    """For vLLM: everything but embeddings, the head and the 12B's patch embedder."""
+    """For vLLM: everything except embeddings, the head and the 12B's patch embedder."""
     _refuse_variants(plain, "vLLM")
     on_embeddings = [one for one in plain.modules if one.name in _EMBEDDINGS or one.kind == "embedding"]
-    refuse("vLLM", on_embeddings, "its Gemma 4 has no adapters on embeddings or the head")
+    refuse("vLLM", on_embeddings, "its Gemma 4 supports no adapters on embeddings or the head")
     on_patches = [one for one in plain.modules if one.name.startswith(_PATCHES)]
     refuse("vLLM", on_patches, "its vision_embedder takes no adapter")
     largest = next((rank for rank in _RANKS if rank >= plain.rank), None)
     if largest is None:
-        raise Gemma4CompatError(f"vLLM has ranks up to {_RANKS[-1]}, and this adapter {plain.rank}. {instead('vLLM')}")
+        raise Gemma4CompatError(
+            f"vLLM supports ranks up to {_RANKS[-1]}, this adapter has {plain.rank}. {instead('vLLM')}"
+        )
     layers = _Layers(plain, base, read)
     pieces = [*layers.linears(every=False), *layers.experts()]
     towers = any(one.name.startswith(_TOWERS) for one in plain.modules)
     options = f"--enable-lora --max-lora-rank {largest}" + " --enable-tower-connector-lora" * towers
-    notes = ["without --enable-tower-connector-lora vLLM leaves the adapter's vision and audio weights out"] * towers
+    notes = ["without --enable-tower-connector-lora vLLM ignores the adapter's vision and audio weights"] * towers
     return Written(
         pieces,
         _config(plain, layers.targets, name),
@@ -63,14 +66,18 @@ def vllm(plain: Plain, base: Base, read: Callable[[Any], Any], name: str) -> Wri
 
 
 def sglang(plain: Plain, base: Base, read: Callable[[Any], Any], name: str) -> Written:
-    """For SGLang: the linears of the decoder layers, and of a layer all of those that it joins."""
+    """For SGLang: the linears of the decoder layers; of a joined layer, always all parts."""
     _refuse_variants(plain, "SGLang")
     in_towers = [one for one in plain.modules if one.name.startswith((*_TOWERS, _PATCHES))]
-    refuse("SGLang", in_towers, "it would put adapters on vision and audio onto the text layers of the same numbers")
+    refuse(
+        "SGLang",
+        in_towers,
+        "it would apply adapters on vision and audio layers to the text layers with the same numbers",
+    )
     allowed = [*_SGLANG_ATTENTION, *([] if base.has_experts else _SGLANG_MLP)]
     others = [one for one in plain.modules if one.parameter or (layer_of(one.name) or (0, ""))[1] not in allowed]
     shown = ", ".join(name.rpartition(".")[2] for name in allowed)
-    refuse("SGLang", others, f"this model has adapters on nothing but {shown} there")
+    refuse("SGLang", others, f"there this model supports adapters only on {shown}")
     layers = _Layers(plain, base, read)
     pieces = list(layers.linears(every=True))
     return Written(
@@ -85,7 +92,7 @@ def sglang(plain: Plain, base: Base, read: Callable[[Any], Any], name: str) -> W
 def _refuse_variants(plain: Plain, reader: str) -> None:
     for found, what in ((plain.dora, "it is DoRA (use_dora)"), (plain.invocation, "it is an activated LoRA")):
         if found:
-            raise Gemma4CompatError(f"{reader} cannot have this adapter: {what}. {instead(reader)}")
+            raise Gemma4CompatError(f"{reader} cannot use this adapter: {what}. {instead(reader)}")
 
 
 def _config(plain: Plain, targets: set[str], name: str) -> dict[str, Any]:
@@ -108,10 +115,10 @@ def _config(plain: Plain, targets: set[str], name: str) -> dict[str, Any]:
 
 @dataclass
 class _Layers:
-    """The modules of an adapter, with those that a joined layer lacks.
+    """The modules of an adapter, plus those that a joined layer lacks.
 
     Attributes:
-        added: modules the adapter has nothing for.
+        added: modules the adapter has no weights for.
         targets: last parts of the names of what was written.
     """
 
@@ -124,7 +131,7 @@ class _Layers:
         self.targets: set[str] = set()
 
     def linears(self, *, every: bool) -> Iterator[Piece]:
-        """The linears; with ``every``, a joined layer has all of its parts."""
+        """The linears; with ``every``, all parts of each joined layer."""
         there = {one.name: one for one in self.plain.modules if one.kind == "linear"}
         for name, module in there.items():
             yield from self._pair(module)
@@ -146,7 +153,7 @@ class _Layers:
                             yield from self._zeros(name, self.base.shape(name), dtype)
 
     def experts(self) -> Iterator[Piece]:
-        """Each expert's matrices by themselves, as vLLM's Gemma 4 has them (``is_3d_moe_weight`` is False)."""
+        """The matrices of each expert separately, as in vLLM's Gemma 4 (``is_3d_moe_weight`` is False)."""
         found = {(one.path, one.parameter): one for one in self.plain.modules if one.kind == "experts"}
         for path in dict.fromkeys(path for path, _ in found):
             up, down = found.get((path, "gate_up_proj")), found.get((path, "down_proj"))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def report_text(report: ExportReport) -> str:
-    """Everything a report says, a fact a line."""
+    """Everything a report says, one fact per line."""
     lora = "" if report.rank is None else f", rank {report.rank}, scale {report.scale:g}"
     lines = [
         f"adapter   {report.adapter}: {report.modules} modules{lora}",
@@ -21,8 +21,8 @@ def report_text(report: ExportReport) -> str:
     ]
     for names, what in (
         (report.padded, "have a smaller rank and got zeros"),
-        (report.rescaled, "have another scale, which is in their lora_B now"),
-        (report.added, "were added, which the reader wants"),
+        (report.rescaled, "had a different scale, which was folded into lora_B"),
+        (report.added, "were added, because the reader needs them"),
     ):
         if names:
             lines.append(f"          {len(names)} modules {what}: {names[0]}, ...")

@@ -1,4 +1,4 @@
-"""Open a saved adapter for a merge: translate its keys to the base model, and sort them by what they change."""
+"""Open a saved adapter for a merge: translate its keys to the base model and sort them by what they change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES = (
     "TRAINABLE_TOKENS",
     "VERA",
 )
-#: Types whose layers share random projections, and what they are called.
+#: Types whose layers share random projections -> the names of these projections.
 _PROJECTIONS = {"RANDLORA": ("randlora_A", "randlora_B"), "VERA": ("vera_A", "vera_B")}
 _PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT")
 _TOKENS = "trainable_tokens_delta"
@@ -47,20 +47,20 @@ class Adapter:
     """A saved adapter and what it changes in one base model.
 
     Attributes:
-        folder: of an adapter that PEFT loads onto this model unchanged: the given one, or the folder for a translated
-            copy, which :func:`write_copy` writes.
-        config: PEFT's configuration of it.
+        folder: of an adapter that PEFT can load onto this model: the given one, or the folder for a translated copy,
+            which :func:`write_copy` writes.
+        config: its PEFT configuration.
         entries: the tensors by the key PEFT uses for this model (without an adapter name).
         modules: path of a module -> keys of the adapter's weights there.
-        replaced: parameter or buffer of the model -> key of the value it gets (modules_to_save, trained biases).
+        replaced: parameter or buffer of the model -> key of its new value (modules_to_save, trained biases).
         unused: keys in the file for modules that this model never uses.
-        absent: modules that the configuration targets and the file has no weights for.
-        translated: whether the file has other keys.
+        absent: modules that the configuration targets but the file has no weights for.
+        translated: whether the file uses other key names.
         copied: whether PEFT needs a copy in ``folder``.
         shared: keys of the projections that all layers share.
-        widest: rows and columns of the largest weight, which PEFT makes such projections for; None for other types.
-        name: of the adapter, in PEFT.
-        weight: what its change is multiplied by.
+        widest: rows and columns of the largest weight, which set the size of such projections; None for other types.
+        name: of the adapter in PEFT.
+        weight: factor for its change.
     """
 
     folder: Path
@@ -89,11 +89,11 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
     Args:
         folder: with ``adapter_config.json`` and weights.
         model: the base model on meta.
-        scratch: an empty folder, for a copy where the file's keys must be translated.
+        scratch: an empty folder, for a copy if the file's keys must be translated.
         allow_pickle: read ``adapter_model.bin`` (tensors only).
 
     Raises:
-        Gemma4CompatError: it cannot be merged into this model; the message says why and what to do.
+        Gemma4CompatError: the adapter cannot be merged into this model; the message says why and what to do.
     """
     config = _config(folder)
     if (folder / WEIGHTS).is_file():
@@ -140,7 +140,7 @@ def open_adapter(folder: Path, model: Any, scratch: Path, *, allow_pickle: bool 
 
 
 def refuse_conflicts(adapters: Sequence[Adapter], base: Mapping[str, Entry]) -> None:
-    """Refuse what has no weighted sum: adapters other than LoRAs on modules, unless there is one, with the weight 1.
+    """Refuse adapters without a weighted sum: all but LoRAs on modules, unless there is only one, with the weight 1.
 
     Copies of the base's own tensors, which PEFT saves beside a LoRA on an embedding, are dropped.
 
@@ -149,11 +149,11 @@ def refuse_conflicts(adapters: Sequence[Adapter], base: Mapping[str, Entry]) -> 
         base: name of a parameter -> its tensor on disk.
 
     Raises:
-        Gemma4CompatError: an adapter cannot be weighted, or added to another one.
+        Gemma4CompatError: an adapter cannot be weighted or added to another.
     """
     if len(adapters) == 1 and adapters[0].weight == 1:
         return
-    alone = "Merge that adapter alone, with the weight 1, and the others into the result"
+    alone = "Merge that adapter first, by itself with the weight 1, and then the others into the result"
     for adapter in adapters:
         where = repr(str(adapter.folder))
         kind = adapter.config.peft_type.value
@@ -166,13 +166,15 @@ def refuse_conflicts(adapters: Sequence[Adapter], base: Mapping[str, Entry]) -> 
             same = name in base and base[name].shape == entry.shape
             if not same or not shards.read(base[name]).float().equal(shards.read(entry).float()):
                 raise Gemma4CompatError(
-                    f"the adapter in {where} replaces {name} as a whole (modules_to_save, or a trained bias): that "
-                    f"has no weight, and no sum with another one. {alone}"
+                    f"the adapter in {where} replaces {name} as a whole (modules_to_save, or a trained bias), which "
+                    f"cannot be weighted or added to another adapter's. {alone}"
                 )
             del adapter.replaced[name]
         for path, keys in adapter.modules.items():
             if (how := kind_of(keys, adapter.config, path)) != "target":
-                raise Gemma4CompatError(f"the adapter in {where} trains single {how} of {path}: no weights. {alone}")
+                raise Gemma4CompatError(
+                    f"the adapter in {where} trains single {how} of {path}: no weight applies. {alone}"
+                )
 
 
 def _config(folder: Path) -> Any:
@@ -182,7 +184,7 @@ def _config(folder: Path) -> Any:
     if not file.is_file():
         raise Gemma4CompatError(
             f"{str(folder)!r} is not a saved adapter: there is no {CONFIG} in it. "
-            "Give the folder save_pretrained wrote"
+            "Give the folder that save_pretrained wrote"
         )
     kind = saved.configuration(file).get("peft_type")
     kind = "MISS" if kind == "BONE" and not hasattr(peft.PeftType, "BONE") else kind
@@ -202,7 +204,7 @@ def _config(folder: Path) -> Any:
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
     except Exception as error:
-        raise Gemma4CompatError(f"{str(file)!r} is not understood by peft {peft.__version__}: {error}") from error
+        raise Gemma4CompatError(f"peft {peft.__version__} does not understand {str(file)!r}: {error}") from error
     if getattr(config, "layer_replication", None):
         raise Gemma4CompatError(
             "the adapter replicates layers (layer_replication): the result is another architecture"
@@ -225,15 +227,15 @@ def _unpickled(folder: Path, scratch: Path, config: Any, allow_pickle: bool) -> 
         raise Gemma4CompatError(
             f"the adapter in {str(folder)!r} is a pickle ({PICKLE}), and pickles can run code when they are read. "
             "Convert it where you trust it (PeftModel.save_pretrained writes safetensors), or pass --allow-pickle "
-            "(allow_pickle=True), which admits tensors and nothing else"
+            "(allow_pickle=True), which admits only tensors"
         )
     folders.refuse_without_room(scratch.parent, file.stat().st_size)
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise Gemma4CompatError(f"{str(file)!r} cannot be read as tensors alone: {_line(error)}") from error
+        raise Gemma4CompatError(f"{str(file)!r} cannot be read as plain tensors: {_line(error)}") from error
     if not isinstance(weights, Mapping) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise Gemma4CompatError(f"{str(file)!r} does not hold tensors by name")
+        raise Gemma4CompatError(f"{str(file)!r} does not map names to tensors")
     save_file({key: value.clone().contiguous() for key, value in weights.items()}, scratch / WEIGHTS)
     return shards.entries(scratch / WEIGHTS)
 
@@ -250,7 +252,7 @@ def _sort(adapter: Adapter, model: Any) -> None:
     projections = _PROJECTIONS.get(adapter.config.peft_type.value, ())
     for key in adapter.entries:
         path = key.removeprefix(translations.PREFIX)
-        if key.rpartition(".")[2] in projections:  # RandLora saves them once more with every layer
+        if key.rpartition(".")[2] in projections:  # RandLora saves them again with every layer
             continue
         plain = path.replace(".base_layer.", ".").replace(".modules_to_save.", ".").replace(".original_module.", ".")
         if plain in own:
@@ -268,11 +270,11 @@ def _sort(adapter: Adapter, model: Any) -> None:
 
 
 def _drop_tied(adapter: Adapter, model: Any) -> tuple[str, ...]:
-    """Drop the head's LoRA where it is the embedding's: with ``ensure_weight_tying``, PEFT saves it for both.
+    """Drop the head's LoRA if it is the embedding's: with ``ensure_weight_tying``, PEFT saves it for both.
 
     Returns:
-        Modules with a LoRA of their own that ``target_modules`` leaves out: on a 16-bit base, PEFT casts the two
-        apart, trains them apart, and loads them so.
+        Modules with their own LoRA that ``target_modules`` leaves out: on a 16-bit base, PEFT casts, trains and loads
+            the two separately.
     """
     if not getattr(adapter.config, "ensure_weight_tying", False):
         return ()
@@ -296,16 +298,16 @@ def _drop_tied(adapter: Adapter, model: Any) -> tuple[str, ...]:
 
 
 def _find_projections(adapter: Adapter, model: Any) -> None:
-    """Find the projections that all layers of a VeRA or RandLora share: in the file, or how large PEFT makes them."""
+    """Find the projections that all layers of a VeRA or RandLora share, in the file; otherwise their size in PEFT."""
     names = _PROJECTIONS.get(adapter.config.peft_type.value)
     if names is None:
         return
     keys = [f"base_model.{name}" for name in names]
     if found := [key for key in keys if key in adapter.entries]:
         if len(found) != len(keys):
-            raise Gemma4CompatError(f"the adapter's file has {found[0]!r} and not the other of {names}; get it again")
+            raise Gemma4CompatError(f"the adapter's file has only {found[0]!r} of {names}; get it again")
         first, second = (adapter.entries[key].shape for key in keys)
-        # Without save_projection PEFT makes them anew, and does not look at those in the file.
+        # Without save_projection PEFT makes new ones and ignores those in the file.
         adapter.shared = tuple(keys) if adapter.config.save_projection else ()
         adapter.widest = second[0], first[-1]
         return
@@ -338,7 +340,7 @@ def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -
     """
     before = {path: names_in_file.get(path, path) for path in adapter.modules}
     config = adapter.config = copy.deepcopy(adapter.config)
-    if config.peft_type.value == "ADALORA" and config.rank_pattern:  # the kept ranks, by the names of parameters
+    if config.peft_type.value == "ADALORA" and config.rank_pattern:  # the kept ranks, by parameter name
         kept = {name.rpartition(".lora_E")[0]: ranks for name, ranks in config.rank_pattern.items()}
         config.rank_pattern = {f"{path}.lora_E": kept[old] for path, old in before.items() if old in kept}
     for attribute in ("rank_pattern", "alpha_pattern"):
@@ -365,7 +367,7 @@ def _rename(adapter: Adapter, names_in_file: Mapping[str, str], scratch: Path) -
 
 
 def write_copy(adapter: Adapter) -> None:
-    """Write the adapter with the keys of this model, where PEFT would not understand the given files."""
+    """Write the adapter with the keys of this model, if PEFT would not understand the given files."""
     if not adapter.copied:
         return
     adapter.folder.mkdir()
@@ -391,8 +393,8 @@ def kind_of(keys: Collection[str], config: Any, path: str) -> str:
 def _refuse_untargeted(
     adapter: Adapter, model: Any, names_in_file: Mapping[str, str], allowed: Collection[str]
 ) -> None:
-    """Raise ``Gemma4CompatError`` where PEFT would drop weights of the file, because the configuration targets other
-    modules: the merged model would have them, and the adapter-loaded one would not.
+    """Raise ``Gemma4CompatError`` if PEFT would drop weights of the file because the configuration targets other
+    modules: the merged model would have them, the adapter-loaded one would not.
     """
     config = _resolved(adapter.config, model)
     if config is None:
@@ -410,8 +412,8 @@ def _refuse_untargeted(
     limits = [f"{name} {shown}" for name in given[1:] if (shown := getattr(adapter.config, name, None)) is not None]
     raise Gemma4CompatError(
         f"the adapter's file has weights for {len(lost)} modules that its configuration leaves out, {lost[0]!r} among "
-        f"them ({'; '.join(limits) or 'target_modules'}): PEFT drops these weights. {CONFIG} and {WEIGHTS} are not of "
-        "the same adapter; get both again"
+        f"them ({'; '.join(limits) or 'target_modules'}): PEFT drops these weights. {CONFIG} and {WEIGHTS} do not "
+        "belong to the same adapter; get both again"
     )
 
 
@@ -427,7 +429,7 @@ def _resolved(config: Any, model: Any) -> Any:
 
 
 def _absent(adapter: Adapter, model: Any) -> tuple[str, ...]:
-    """Modules that PEFT would put an adapter on, and that the file has no weights for."""
+    """Modules that PEFT would put an adapter on but the file has no weights for."""
     from peft.tuners import tuners_utils
 
     config = _resolved(adapter.config, model)

@@ -1,9 +1,11 @@
 """Compare the outputs of a merged model with those of the base with the adapter loaded, against a measured bound.
 
-Merging rounds each weight once more, and that shows in the logits; how much depends on the model and the prompt. So
-the bound is measured on the model itself: the adapter-loaded model runs again with noise of one rounding of its dtype
-on the output of every adapted module, which is what rounding their weights does (and of every 4-bit layer, which
-another kernel computes). A difference of more than a few times that is not due to rounding.
+Merging rounds each weight once more, which shows in the logits; how much depends on the model and the prompt. So the
+bound is measured on the model itself. The adapter-loaded model runs again with noise, one rounding of its dtype, on
+the
+output of every adapted module: rounding their weights has that effect. Every 4-bit layer gets noise as well, because
+the merged model computes it with another kernel. A difference of more than a few times that noise is not due to
+rounding.
 
 Both models are never in memory at once.
 """
@@ -20,7 +22,7 @@ from typing import Any
 
 #: Bounds as multiples of the noise: for the largest difference, and for the root mean square, which varies less.
 BOUND, BOUND_RMS = 3.0, 2.0
-#: The same for a result in 4 bits, against the same quantization of the base: an effect of many values, not of few.
+#: The same for a 4-bit result, against the same quantization of the base: here many values matter, not few.
 OF_QUANTIZATION = (2.0, 1.5)
 #: Draws of the noise; the largest counts.
 DRAWS = 2
@@ -43,25 +45,25 @@ _TEXTS = (
 class Parity:
     """How the merged model's outputs compare with those of the base with the adapter loaded.
 
-    Differences are of logits, over every position of every prompt: the largest, and the root mean square.
+    Differences are those of logits over every position of every prompt: the largest, and the root mean square.
 
     Attributes:
         prompts: what was asked.
         reference: what the merged model was compared with.
         positions: how many rows of logits were compared.
         difference: merged against adapter-loaded.
-        difference_rms: the same.
+        difference_rms: its root mean square.
         noise: adapter-loaded against itself with one rounding of noise on the adapted modules.
-        noise_rms: the same.
-        effect: adapter-loaded against the base alone.
-        effect_rms: the same.
-        bound: what ``difference`` may be.
-        bound_rms: what ``difference_rms`` may be; None when a tolerance was given.
+        noise_rms: its root mean square.
+        effect: adapter-loaded against the base without the adapter.
+        effect_rms: its root mean square.
+        bound: the largest allowed ``difference``.
+        bound_rms: the largest allowed ``difference_rms``; None when a tolerance was given.
         kl_mean: Kullback-Leibler divergence of the merged model's next token from the adapter-loaded one's, in nats.
-        kl_max: the largest of a position.
+        kl_max: its maximum over all positions.
         greedy_equal: for each prompt, up to which new token greedy decoding agrees.
         greedy_tokens: new tokens decoded.
-        noise_of: what ``noise`` is the difference of, against the adapter-loaded model.
+        noise_of: what was compared with the adapter-loaded model to get ``noise``.
         notes: what the comparison cannot tell.
     """
 
@@ -85,7 +87,7 @@ class Parity:
 
     @property
     def ok(self) -> bool:
-        """Within bounds. A difference that is not a number is not."""
+        """Whether the difference is within bounds; NaN is not."""
         return self.difference <= self.bound and (self.bound_rms is None or self.difference_rms <= self.bound_rms)
 
 
@@ -99,7 +101,7 @@ class Prompt:
 
 @dataclass
 class _Spread:
-    """The largest and the mean square of differences that arrive one prompt at a time."""
+    """The maximum and the mean square of differences that arrive one prompt at a time."""
 
     largest: float = 0.0
     squares: float = 0.0
@@ -129,10 +131,10 @@ class Reference:
 
 
 def prompts(folder: Path, model: Any, count: int, adapted: Sequence[str]) -> tuple[list[Prompt], list[str]]:
-    """``count`` prompts, one more with an image and audio where the model has towers, and notes about them.
+    """``count`` prompts, one more with an image and audio if the model has towers, and notes about them.
 
     Args:
-        folder: of the base; its tokenizer is used where it has one.
+        folder: of the base; its tokenizer is used if it has one.
         model: the model on meta.
         count: how many.
         adapted: modules the adapter changes.
@@ -235,7 +237,7 @@ def _media(model: Any, plain: Any, generator: Any) -> Prompt | None:
 def reference_outputs(
     load: Callable[[], Any], prompts: Sequence[Prompt], adapted: Sequence[str], title: str
 ) -> Reference:
-    """The outputs of the adapter-loaded model that ``load`` returns; the model is freed again."""
+    """The outputs of the adapter-loaded model that ``load`` returns; the model is freed afterwards."""
     import torch
 
     reference = Reference(title=title)
@@ -257,7 +259,7 @@ def reference_outputs(
 
 
 def difference(load: Callable[[], Any], prompts: Sequence[Prompt], reference: Reference) -> Any:
-    """How the logits of the model that ``load`` returns differ from the reference's; the model is freed again."""
+    """How the logits of the model that ``load`` returns differ from the reference's; the model is freed afterwards."""
     import torch
 
     spread = _Spread()
@@ -281,11 +283,11 @@ def compare(
     noise_of: str = Parity.noise_of,
     factors: tuple[float, float] = (BOUND, BOUND_RMS),
 ) -> Parity:
-    """The outputs of the merged model that ``load`` returns against the reference's.
+    """Compare the outputs of the merged model that ``load`` returns with the reference's.
 
     Args:
-        load: returns the model; it is freed again.
-        prompts: the ones of the reference.
+        load: returns the model, which is freed afterwards.
+        prompts: the same as for the reference.
         reference: of the adapter-loaded model.
         tolerance: largest difference of logits, instead of the measured bound.
         notes: what the comparison cannot tell.
@@ -373,8 +375,8 @@ def _on(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 def _noise(model: Any, paths: Sequence[str], *, seed: int) -> Iterator[None]:
     """Inside, the outputs of these modules carry noise of one rounding in their dtype.
 
-    Relative to the larger of the value and its row's root mean square: rounding a weight matrix perturbs what a row
-    sums to, however small the sum.
+    The noise is relative to the larger of the value and its row's root mean square: rounding a weight matrix perturbs
+    a row's sum, however small the sum.
     """
     import torch
 
@@ -404,7 +406,7 @@ def _noise(model: Any, paths: Sequence[str], *, seed: int) -> Iterator[None]:
 def rounding(dtype: Any) -> float:
     """The relative error of one rounding: half a unit in the last place of a 16-bit dtype.
 
-    In float32 the steps of a sum are rounded as its result is, and the order of the steps differs: four times that.
+    In float32 the steps of a sum are rounded like its result, and their order differs: four times that.
     """
     import torch
 

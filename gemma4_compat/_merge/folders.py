@@ -1,4 +1,4 @@
-"""The folders of a merge or a repair: inputs are only read, and the output appears complete or not at all."""
+"""The folders of a merge or a repair: inputs are only read; the output appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONFIG = "config.json"
 _REPLACED = (_CONFIG, "README.md", ".gitattributes", REPORT, REPORT_TEXT)
 _TEMPLATES = "additional_chat_templates"
 
-#: What the name of the folder has in it while it is written, after the first bytes of its final name.
+#: The folder's name while it is being written has this after the first bytes of its final name.
 _PARTIAL = ".partial-"
 _SHORTENED, _LONGEST_NAME = 200, 255
 
@@ -54,11 +54,11 @@ def output(given: str | Path, *inputs: Path, what: str = "merged model") -> Path
     """The absolute path of the folder to be written; ``what`` is what will be in it.
 
     Raises:
-        Gemma4CompatError: something is there, it is a link, or it is inside of an input.
+        Gemma4CompatError: something already exists there, it is a link, or it is inside an input.
     """
     text = os.fspath(given)
     if not text or "\0" in text:
-        raise Gemma4CompatError(f"{text!r} is no name of a folder; give a new folder for the result")
+        raise Gemma4CompatError(f"{text!r} is not a valid folder name; give a new folder for the result")
     out = Path(os.path.abspath(text))  # noqa: PTH100 - Path.absolute keeps "..", which then has no name
     if len(os.fsencode(out.name)) > _LONGEST_NAME:
         raise Gemma4CompatError(
@@ -73,9 +73,7 @@ def output(given: str | Path, *inputs: Path, what: str = "merged model") -> Path
         raise Gemma4CompatError(f"{text!r} exists; nothing is overwritten. Give a new folder, or remove that one")
     for folder in inputs:
         if out.resolve().is_relative_to(folder.resolve()):
-            raise Gemma4CompatError(
-                f"{text!r} is inside of {str(folder)!r}, which is only read; give a folder that is beside it"
-            )
+            raise Gemma4CompatError(f"{text!r} is inside {str(folder)!r}, which is only read; give a folder beside it")
     return out
 
 
@@ -85,8 +83,9 @@ def staging(out: Path, what: str = "merge", leftovers: list[Path] | None = None)
 
     Args:
         out: the folder to be written.
-        what: writes it, for messages.
-        leftovers: gets what killed runs to ``out`` left, for the caller to remove; without it, they are removed here.
+        what: the command that writes it, for messages.
+        leftovers: collects what killed runs to ``out`` left behind, for the caller to remove; if None, they are
+            removed here.
     """
     _tidy(out, what, leftovers)
     made = [folder for folder in out.parents if not folder.exists()]
@@ -118,24 +117,24 @@ def _prefix(out: Path) -> str:
 
 
 def _tidy(out: Path, what: str, leftovers: list[Path] | None) -> None:
-    """Remove what a killed run to ``out`` left, name what others left, and refuse one that runs at the same time."""
+    """Remove what a killed run to ``out`` left, report what others left, and refuse if another run is active."""
     left, used, unknown = temporary.leftovers(out.parent, _PARTIAL)
     for folder in used:
         if folder.name.startswith(_prefix(out)):
             raise Gemma4CompatError(
-                f"another {what} writes {str(out)!r} now, in {str(folder)!r}; wait for it, or give another folder"
+                f"another {what} is writing {str(out)!r} now, in {str(folder)!r}; wait for it, or give another folder"
             )
     for folder in left:
         if folder.name.startswith(_prefix(out)) and leftovers is not None:
             leftovers.append(folder)
         elif folder.name.startswith(_prefix(out)):
             temporary.remove(folder)
-            _warn(f"an earlier {what} to {str(out)!r} was killed; what it left, {str(folder)!r}, is removed")
+            _warn(f"an earlier {what} to {str(out)!r} was killed; its leftovers in {str(folder)!r} are removed")
         else:
-            _warn(f"{str(folder)!r} is what a killed {what} left; nothing uses it, and it can be removed")
+            _warn(f"{str(folder)!r} was left by a killed {what}; nothing uses it, and it can be removed")
     for folder in unknown:
         if folder.name.startswith(_prefix(out)):
-            _warn(f"{str(folder)!r} looks like what a killed {what} left; if it is not yours, remove it")
+            _warn(f"{str(folder)!r} looks like the leftovers of a killed {what}; unless you need it, remove it")
 
 
 def _warn(message: str) -> None:
@@ -143,7 +142,7 @@ def _warn(message: str) -> None:
 
 
 def _unmake(folders: Sequence[Path]) -> None:
-    """Remove folders that were made for nothing, the innermost first."""
+    """Remove folders that turned out not to be needed, the innermost first."""
     for folder in folders:
         with contextlib.suppress(OSError):  # somebody else has put something in it
             folder.rmdir()
@@ -170,7 +169,7 @@ def other_files(base: Path, *, all_but_config: bool = False) -> list[Path]:
 
     Args:
         base: the folder of the model.
-        all_but_config: what a merge writes anew as well, such as the model's card.
+        all_but_config: include files that a merge rewrites, such as the model card.
     """
     found = []
     for file in sorted(base.iterdir()):

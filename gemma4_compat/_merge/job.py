@@ -1,8 +1,8 @@
 """Merge an adapter into its base layer by layer, and compare outputs before the merged model gets its name.
 
 Memory: the tensors of the adapter, and three float32 copies of the current module's weights (the base's, the adapter's
-difference, their sum); tensors without an adapter are copied in pieces of 64 MiB. The whole model is never in memory,
-nor is a shard. The check afterwards loads two models, one after the other.
+difference, their sum). Tensors without an adapter are copied in pieces of 64 MiB. Neither the whole model nor a shard
+is ever in memory. The check afterwards loads two models, one after the other.
 
 Everything is written into a folder beside the final one, which is renamed when parity is within bounds.
 """
@@ -33,7 +33,7 @@ from gemma4_compat._models import build
 
 #: torch's names of dtypes -> those of the reports.
 _DTYPES = {name: short for short, name in starts.DTYPES.items()}
-#: The folder for the merged model where the result is a quantized one.
+#: The folder for the merged model if the result is quantized.
 _MERGED = ".merged"
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
@@ -124,7 +124,7 @@ def merge_adapter(
 
 @dataclass
 class _Result:
-    """What is written so far, what was measured of it, and the seconds that took."""
+    """What has been written so far, what was measured on it, and how many seconds that took."""
 
     files: tuple[str, ...]
     nbytes: int
@@ -149,7 +149,7 @@ def _verifier(
 def _verify(
     result: _Result, verifier: verification.Verifier | None, folder: Path, target: quantized.Target | None
 ) -> None:
-    """Compare the model in ``folder``: the merged one, or the one that was quantized as ``target`` says."""
+    """Compare the model in ``folder``: the merged one, or the one quantized as ``target`` says."""
     if verifier is None:
         return
     began = time.perf_counter()
@@ -179,7 +179,7 @@ def _quantize(
 
 
 def _facts(tensors: MergedTensors, chosen: starts.Start) -> dict[str, Any]:
-    """What the report says of base and adapters."""
+    """What the report says about base and adapters."""
     opened = tensors.adapters
     return {
         "model_class": type(tensors.model).__name__,
@@ -201,21 +201,21 @@ def _releases() -> dict[str, str]:
 
 
 def _weights_of(adapter: Any) -> dict[str | Path, float]:
-    """Every adapter that was given -> its weight."""
+    """Every given adapter -> its weight."""
     if not isinstance(adapter, Mapping):
         return {adapter: 1.0}
     if not adapter:
         raise Gemma4CompatError("no adapter was given: adapter is a folder, or maps folders to weights")
     for name, weight in adapter.items():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
-            raise Gemma4CompatError(f"the weight of the adapter {str(name)!r} is a number, not {weight!r}")
+            raise Gemma4CompatError(f"the weight of the adapter {str(name)!r} must be a number, not {weight!r}")
     return {name: float(weight) for name, weight in adapter.items()}
 
 
 def _opened(
     given: Sequence[tuple[Path, float]], model: Any, scratch: Path, base: weights.Base, allow_pickle: bool
 ) -> list[adapters.Adapter]:
-    """The adapters, each with a folder of its own for a copy."""
+    """The adapters, each with its own folder for a copy."""
     found = []
     for number, (folder, weight) in enumerate(given):
         own = scratch / str(number)
@@ -234,9 +234,9 @@ def _refuse_bad_options(start: str, dtype: str | None, check: int, tolerance: fl
         known = ", ".join(f"{short} ({name})" for short, name in starts.DTYPES.items())
         raise Gemma4CompatError(f"dtype {dtype!r} is unknown; it is one of {known}")
     if not isinstance(check, int) or check < 0:
-        raise Gemma4CompatError(f"check is a number of prompts, 0 for none, not {reprlib.repr(check)}")
+        raise Gemma4CompatError(f"check must be a number of prompts (0 for none), not {reprlib.repr(check)}")
     if tolerance is not None and not (isinstance(tolerance, (int, float)) and tolerance >= 0):
-        raise Gemma4CompatError(f"tolerance is a difference of logits, 0 or more, not {reprlib.repr(tolerance)}")
+        raise Gemma4CompatError(f"tolerance must be a difference of logits, 0 or more, not {reprlib.repr(tolerance)}")
 
 
 def _on_meta(folder: Path) -> Any:
@@ -248,7 +248,7 @@ def _on_meta(folder: Path) -> Any:
 
 
 def _needed(tensors: MergedTensors, base: Path, target: quantized.Target | None, kind: str) -> int:
-    """Bytes on the disk that the merge needs."""
+    """Bytes of disk space that the merge needs."""
     copies = sum(adapter.nbytes_to_copy for adapter in tensors.adapters)
     beside = folders.nbytes(folders.other_files(base))
     needed = tensors.nbytes + copies + beside
@@ -264,7 +264,7 @@ def _resumed(taken: Mapping[Path, set[str]], staging: Path) -> tuple[str, ...]:
 
 
 def _write_rest(tensors: MergedTensors, base: Path, folder: Path) -> None:
-    """Write what is beside the weights of the merged model into ``folder``."""
+    """Write everything except the weights of the merged model into ``folder``."""
     folders.copy_files(folders.other_files(base), folder)
     folders.write_config(base, folder, tensors.dtype, tensors.untied)
 

@@ -1,7 +1,7 @@
-"""The merged weights of one module. The mathematics is PEFT's own.
+"""The merged weights of one module, computed by PEFT's own code.
 
-A module of the base model is built alone, in float32, at its own path; PEFT puts its layer on it, loads the adapters'
-weights for it and merges. So the result is exactly PEFT's, rounded once.
+A module of the base model is built by itself, in float32, at its own path. PEFT puts its layer on it, loads the
+adapters' weights and merges. So the result is exactly PEFT's, rounded once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge.adapter import Adapter, kind_of
 from gemma4_compat._merge.weights import Base
 
-#: A linear beside the module that makes shared projections as large as in the whole model.
+#: A linear beside the module, so that shared projections are as large as in the whole model.
 _WIDEST = "widest"
 
 
@@ -32,7 +32,7 @@ def merged(
         path: of the module.
         model: the model on meta.
         base: the weights to start from.
-        adapters: what to merge; those without weights for the module do not count.
+        adapters: what to merge; those without weights for the module are ignored.
         sources: tied parameter -> the parameter that holds its values.
 
     Raises:
@@ -60,7 +60,9 @@ def merged(
         if adapter.weight != 1:
             layer.set_scale(adapter.name, adapter.weight)
     if (len(used) > 1 or any(adapter.weight != 1 for adapter in used)) and getattr(layer, "lora_variant", None):
-        raise Gemma4CompatError(f"the adapter of {path} is a variant of LoRA that has no weighted sum; merge it alone")
+        raise Gemma4CompatError(
+            f"the adapter of {path} is a variant of LoRA that has no weighted sum; merge it by itself"
+        )
     with torch.no_grad():
         values = _merge(layer, path, [adapter.name for adapter in used] if len(used) > 1 else None)
     return {f"{path}.{name}": value for name, value in values.items() if name in names}
@@ -81,7 +83,7 @@ def _load(host: Any, path: str, model: Any, adapter: Adapter, names: list[str], 
         before = set(host.state_dict())
         with warnings.catch_warnings():
             if shared:
-                warnings.simplefilter("ignore")  # says that PEFT makes them anew, and they are set below
+                warnings.simplefilter("ignore")  # it says that PEFT makes new ones; they are set below
             result = set_peft_model_state_dict(host, weights, adapter_name=adapter.name)
         _set_shared(host.get_submodule(path), shared, adapter.name)
         if ranks := getattr(host.get_submodule(path), "ranknum", None):
@@ -202,7 +204,7 @@ def _config_for(path: str, keys: list[str], adapter: Adapter, model: Any) -> Any
         single.feedforward_modules = {path} if is_one else set()
     if config.peft_type.value == "ADALORA":
         single.init_r = next(adapter.entries[key].shape[0] for key in keys if key.endswith(".lora_E"))
-        single.rank_pattern = None  # the file's weights are those that it kept
+        single.rank_pattern = None  # the file has only the ranks that were kept
         return single
     for attribute in ("rank_pattern", "alpha_pattern"):
         if patterns := getattr(single, attribute, None):

@@ -1,6 +1,6 @@
-"""Write a checkpoint again with its linears in bitsandbytes' 4 or 8 bits, as ``save_pretrained`` of such a model does.
+"""Rewrite a checkpoint with its linears in bitsandbytes' 4 or 8 bits, as ``save_pretrained`` of such a model does.
 
-In memory is one weight, or 64 MiB of a tensor that is only copied.
+Only one weight is in memory at a time, or 64 MiB of a tensor that is only copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gemma4_compat._quantization import config as configs
 from gemma4_compat._reading import json_files
 
 QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
-#: Values that share a scale, and scales that share one with "4bit-double".
+#: How many values share a scale, and how many scales share one with "4bit-double".
 _BLOCK, _NESTED = 64, 256
 #: Names of the keys and values of KV-shared layers, which the model does not have.
 _SHARED = (".k_proj.weight", ".v_proj.weight")
@@ -30,7 +30,7 @@ _SHARED = (".k_proj.weight", ".v_proj.weight")
 
 @dataclass(frozen=True)
 class Target:
-    """How the result is quantized: ``start`` says the same of a base, for a model to compare with."""
+    """How the result is quantized; ``start`` is the same for a base, to load a model to compare with."""
 
     name: str
     start: Start
@@ -40,14 +40,14 @@ def target(model: Any, name: Any, skip: Any, start: Start) -> Target | None:
     """What ``quantize_result`` asks for; None for nothing.
 
     Raises:
-        Gemma4CompatError: it is unknown, or bitsandbytes is missing.
+        Gemma4CompatError: the name is unknown, or bitsandbytes is missing.
     """
     from gemma4_compat._engine import versions
 
     if name is None:
         return None
     if name not in QUANTIZATIONS:
-        raise Gemma4CompatError(f"quantize_result is 4bit, 4bit-double or 8bit, not {name!r}")
+        raise Gemma4CompatError(f"quantize_result must be 4bit, 4bit-double or 8bit, not {name!r}")
     if not versions.installed("bitsandbytes"):
         raise Gemma4CompatError("a result in 4 or 8 bits needs bitsandbytes: pip install 'gemma4-compat[stack]'")
     skipped = list(skip) if skip is not None else list(start.skip) or configs.default_skip_modules(model)
@@ -59,13 +59,13 @@ def target(model: Any, name: Any, skip: Any, start: Start) -> Target | None:
 
 
 def nbytes(base: Base, outputs: Collection[Output], model: Any, chosen: Target, dtype: str) -> int:
-    """Bytes of the weights that :func:`write` will write, but for those of small texts in 4 bits.
+    """Bytes of the weights that :func:`write` will write, without the small texts stored with 4-bit weights.
 
     Args:
         base: of the merge.
         outputs: the tensors of the merged model.
         model: its model on meta.
-        chosen: how.
+        chosen: how to quantize.
         dtype: of the weights, a key of ``start.DTYPES``.
     """
     packed = _packed(base, model, chosen)
@@ -96,7 +96,7 @@ def write(
         source: a checkpoint that is not quantized.
         out: a folder.
         model: its model on meta.
-        chosen: how.
+        chosen: how to quantize.
         dtype: of the weights, a key of ``start.DTYPES``.
         largest: bytes of a file with weights.
         there: see :func:`shards.write`.
@@ -131,7 +131,7 @@ def _packed(base: Base, model: Any, chosen: Target) -> set[str]:
 def _parts(entry: Entry, chosen: Target, dtype: str, offset: float | None = None) -> dict[str, Output]:
     """The tensors that bitsandbytes stores for a weight, by their names.
 
-    ``offset``: of nested scales, which is else computed from the weight; it is in a text that is stored.
+    ``offset`` is that of nested scales, stored in a text; if None, it is computed from the weight.
     """
     if chosen.name == "8bit":
         owner = entry.name.removesuffix("weight")
@@ -170,9 +170,9 @@ def _scales(entry: Entry, dtype: Any) -> Any:
 
 
 class _Weight:
-    """A weight that is quantized for its small tensors, and once more for its packed values.
+    """A weight that is quantized twice: for its small tensors, and later for its packed values.
 
-    A file has the widest dtypes first, so the packed values of all its weights would be in memory between the two.
+    A file has the widest dtypes first, so keeping the packed values in between would hold those of all its weights.
     """
 
     def __init__(self, entry: Entry, chosen: Target, dtype: str) -> None:
@@ -210,8 +210,8 @@ class _Weight:
         half = values.to(torch.float16)
         if lost := int((~torch.isfinite(half)).sum()):
             raise Gemma4CompatError(
-                f"{self._entry.name} has {lost} values that float16 cannot hold, through which bitsandbytes makes 8 "
-                "bits. Write 4 bits (--quantize-result 4bit), or leave the module out (--skip-module)"
+                f"{self._entry.name} has {lost} values that float16 cannot hold, and bitsandbytes quantizes to 8 bits "
+                "from float16. Write 4 bits (--quantize-result 4bit), or leave the module out (--skip-module)"
             )
         codes, scales = functional.int8_vectorwise_quant(half)[:2]
         owner = self._entry.name.removesuffix("weight")

@@ -1,6 +1,6 @@
-"""Give a checkpoint back what other readers ask for and transformers did not save: ``gemma4-compat repair``.
+"""Add to a checkpoint what other readers need and transformers did not save: ``gemma4-compat repair``.
 
-Only headers are read as a whole. Tensors go from file to file in pieces of 64 MiB, each once.
+Only headers are read as a whole. Tensors are copied once, in pieces of 64 MiB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gemma4_compat._reading import formats, json_files
 
 @dataclass(frozen=True, kw_only=True)
 class RepairReport:
-    """What was given back to a checkpoint.
+    """What was added to a checkpoint.
 
     Attributes:
         out: folder of the repaired checkpoint.
@@ -50,13 +50,13 @@ class RepairReport:
     seconds: float
 
     def as_data(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The report as plain data, for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class _Model:
-    """A checkpoint: what it is called in messages, its settings, its tensors, the names of its language model."""
+    """A checkpoint: its name in messages, its settings, its tensors, the names of its language model."""
 
     title: str
     settings: dict[str, Any]
@@ -83,7 +83,7 @@ def repair_checkpoint(
     max_shard_size: int | str = "5GB",
     progress: bool | None = None,
 ) -> RepairReport:
-    """Write ``checkpoint`` with what it lost to ``out``; see :func:`gemma4_compat.repair_checkpoint`."""
+    """Write ``checkpoint``, with what it lacks, to ``out``; see :func:`gemma4_compat.repair_checkpoint`."""
     largest = parse_size(max_shard_size)
     if not largest:
         raise Gemma4CompatError("max_shard_size must be more than 0; write it as 5GB")
@@ -128,7 +128,7 @@ def _open(folder: Path) -> _Model:
     title = str(folder)
     kind = str(settings.get("model_type"))
     if not kind.startswith("gemma4"):
-        raise Gemma4CompatError(f"{title!r} is no Gemma 4: its config.json says model_type {kind!r}")
+        raise Gemma4CompatError(f"{title!r} is not a Gemma 4 model: its config.json says model_type {kind!r}")
     entries = shards.checkpoint(folder)
     before = shared_weights.prefix(entries)
     if before is None:
@@ -145,7 +145,7 @@ def _lost(given: _Model, other: _Model) -> dict[str, tuple[Entry, str]]:
     there = shared_weights.select(other.entries, other.before, other.layers)
     if given.layers and not has and not there:
         raise Gemma4CompatError(
-            f"{other.title!r} has no keys and values of KV-shared layers either: it was saved by transformers, too. "
+            f"{other.title!r} has no keys and values of KV-shared layers either: transformers also saved that one. "
             "Give the checkpoint that was downloaded"
         )
     found = {}
@@ -155,12 +155,12 @@ def _lost(given: _Model, other: _Model) -> dict[str, tuple[Entry, str]]:
         like = given.entries.get(given.before + shared_weights.query(name))
         if like is None:
             raise Gemma4CompatError(
-                f"{given.title!r} has no {given.before + shared_weights.query(name)}; it is not whole"
+                f"{given.title!r} has no {given.before + shared_weights.query(name)}; it is incomplete"
             )
         if not shards.dtype_of(like.dtype).is_floating_point or "quantization_config" in given.settings:
             raise Gemma4CompatError(
-                f"{given.title!r} is quantized: readers would take plain weights in it for quantized ones. Repair the "
-                "checkpoint it was made from, and quantize that"
+                f"{given.title!r} is quantized: readers would mistake plain weights in it for quantized ones. Repair "
+                "the checkpoint it was made from, and quantize that"
             )
         found[given.before + name] = (other.entries[key], like.dtype)
     return found
@@ -231,7 +231,7 @@ def _values(
 
 
 def report_text(report: RepairReport) -> str:
-    """The report as people read it."""
+    """The report as text."""
     lines = [f"{report.out}: {len(report.files)} weight file(s), {size_text(report.nbytes)}, {report.seconds} s"]
     if report.tensors:
         lines.append(

@@ -1,4 +1,4 @@
-"""What a merge returns, and the error of one whose outputs are out of bounds."""
+"""What a merge returns, and the error if its outputs are out of bounds."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class MergeReport:
         replaced: tensors that the adapter replaced as a whole.
         dequantized: weights that went through the quantization and back.
         dead: the adapter's keys for modules that this model never uses; they were dropped.
-        absent: modules that the adapter's configuration names and its file has nothing for.
-        untied: whether the head got weights of its own.
+        absent: modules that the adapter's configuration names but its file has no weights for.
+        untied: whether the head got its own weights.
         files: names of the weight files.
         nbytes: of the weights.
         seconds: of the merge and of the check.
         versions: of the libraries.
-        parity: what the check found; None when there was none.
+        parity: the result of the check; None if there was no check.
         adapters: every adapter, as given -> its weight.
-        resumed: names of the weight files that a killed merge had written, and that were taken over; "merged/..." are
-            of the merged model before it was quantized.
-        quantized_as: how the result is quantized: "4bit", "4bit-double" or "8bit"; None when it is not.
+        resumed: names of the weight files of a killed merge that were kept; "merged/..." belong to the merged model
+            before it was quantized.
+        quantized_as: how the result is quantized: "4bit", "4bit-double" or "8bit"; None if it is not.
         quantized_parity: of the quantized result; ``parity`` is that of the merge before it was quantized.
     """
 
@@ -67,11 +67,11 @@ class MergeReport:
 
     @property
     def ok(self) -> bool:
-        """Whether what was checked is within bounds."""
+        """Whether every comparison is within bounds."""
         return all(parity is None or parity.ok for parity in (self.parity, self.quantized_parity))
 
     def as_data(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """The report as plain data, for JSON."""
         data = asdict(self)
         for name, parity in (("parity", self.parity), ("quantized_parity", self.quantized_parity)):
             if parity is not None:
@@ -80,7 +80,7 @@ class MergeReport:
 
 
 class MergeParityError(Gemma4CompatError):
-    """The merged model's outputs are not the adapter's; nothing was kept. ``report`` says what was measured."""
+    """The merged model's outputs differ from the adapter's; nothing was kept. ``report`` has the measurements."""
 
     def __init__(self, message: str, report: MergeReport) -> None:
         super().__init__(message)

@@ -1,10 +1,10 @@
-"""Go on with a merge that was killed: the files that are whole are taken over, everything else is written again.
+"""Resume a killed merge: complete files are kept, everything else is written again.
 
-The folder of a merge has a journal: what the merge is, then a line for each file with weights when all of it is on the
-disk, with the digest of its content; with a quantized result those of the merged model, in a folder inside, and then
-those of the result. Files are taken over by a merge that is the same in everything: inputs (every
-file's size, times and inode), options, releases of the libraries, the tensors of each file. They are read again and
-their digests compared, so a partial or changed one is never trusted.
+The folder of a merge has a journal. It says what the merge is, and gets a line for each weight file once the whole
+file is on the disk, with the digest of its content. With a quantized result, the files of the merged model (in a
+folder inside) come first, then those of the result. A merge takes files over only if everything is the same: inputs
+(every file's size, times and inode), options, releases of the libraries, the tensors of each file. It reads the files
+again and compares their digests, so a partial or changed file is never trusted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def identity(inputs: Iterable[Path], files: Sequence[Sequence[Output]], settings
     Args:
         inputs: folders that are read.
         files: the tensors of each file with weights.
-        settings: options and releases; what has no JSON counts by its ``repr``.
+        settings: options and releases; values that JSON cannot hold count by their ``repr``.
     """
     seen = [
         (str(file.resolve()), status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
@@ -43,7 +43,7 @@ def identity(inputs: Iterable[Path], files: Sequence[Sequence[Output]], settings
 
 
 class Journal:
-    """The journal of a merge in ``folder``, which its process has to itself; ``identity`` is of :func:`identity`."""
+    """The journal of a merge in ``folder``, which no other process uses; ``identity`` comes from :func:`identity`."""
 
     def __init__(self, folder: Path, identity: str) -> None:
         self._folder = folder
@@ -51,7 +51,7 @@ class Journal:
         self._file = folder / JOURNAL
 
     def done(self, folder: Path) -> Callable[[str, str], None]:
-        """A function that notes that a file in ``folder`` is on the disk as a whole: its name, its digest."""
+        """A function that records, by name and digest, that a file in ``folder`` is completely on the disk."""
 
         def note(name: str, digest: str) -> None:
             if not self._file.exists():
@@ -61,15 +61,15 @@ class Journal:
         return note
 
     def remove(self) -> None:
-        """Remove the journal: the folder gets its final name."""
+        """Remove the journal, before the folder gets its final name."""
         self._file.unlink(missing_ok=True)
 
     def take(self, leftovers: Sequence[Path], *inside: Path) -> dict[Path, set[str]]:
-        """Move the whole files of a killed merge here, and remove what it left.
+        """Move the complete files of a killed merge here, and remove its other leftovers.
 
         Args:
             leftovers: its folders, which no process uses.
-            inside: the folders with files, the journal's own or inside of it.
+            inside: the folders with files: the journal's own, or inside it.
 
         Returns:
             For each of these folders, the names of the files that are there now.
@@ -85,7 +85,7 @@ class Journal:
                         self.done(folder)(name, digest)
             temporary.remove(left)
             count = sum(map(len, taken.values()))
-            kept = f"{count} files of it are whole and are kept, the rest" if count else "what it left"
+            kept = f"{count} complete files are kept, the rest" if count else "its folder"
             notice.warn_user(f"an earlier merge to the same folder was killed; {kept}, {str(left)!r}, is removed")
         return taken
 
@@ -100,7 +100,7 @@ class Journal:
 
 
 def _entries(file: Path, identity: str) -> dict[str, dict[str, str]]:
-    """Folder -> name -> digest of the files that a journal of the same merge has; empty for another one's."""
+    """Folder -> name -> digest of the files in the journal of the same merge; empty if it is another merge's."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     except (OSError, ValueError):
@@ -112,13 +112,13 @@ def _entries(file: Path, identity: str) -> dict[str, dict[str, str]]:
         path, digest = line.get("file"), line.get("digest")
         if isinstance(path, str) and isinstance(digest, str):
             folder, _, name = path.rpartition("/")
-            if name == Path(name).name:  # not "..", no part of a path
+            if name == Path(name).name:  # not "..", not part of a path
                 found.setdefault(folder or ".", {})[name] = digest
     return found
 
 
 def _move(source: Path, target: Path, digest: str) -> bool:
-    """Move a file if its content has the digest; it is read where nobody else writes."""
+    """Move a file if its content has the digest; it is read after the move to where nobody else writes."""
     try:
         if source.is_symlink() or not source.is_file():
             return False

@@ -1,4 +1,4 @@
-"""The weights a merge starts from: the base as it is on disk, or quantized by bitsandbytes and dequantized again."""
+"""The weights a merge starts from: the base as stored on disk, or quantized by bitsandbytes and dequantized again."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gemma4_compat._quantization import config, qat
 
 BASES = ("original", "dequantized")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-#: The quantization for "dequantized" where neither the base nor the caller states one.
+#: The quantization for "dequantized" if neither the base nor the caller states one.
 ASSUMED = "4bit-double"
 
 
 @dataclass(frozen=True)
 class Start:
-    """How the base's weights are taken.
+    """Which values of the base's weights a merge starts from.
 
     Attributes:
         name: one of :data:`BASES`.
         quantize: the quantization behind "dequantized"; None for "original".
-        assumed: whether that is :data:`ASSUMED`.
+        assumed: whether ``quantize`` is :data:`ASSUMED` because nothing states it.
         stored: whether the base is quantized on disk.
-        settings: of a ``BitsAndBytesConfig``.
+        settings: those of a ``BitsAndBytesConfig``.
         skip: modules that are not quantized.
     """
 
@@ -41,15 +41,17 @@ class Start:
 
 
 def choose(model: Any, name: str, quantize: Any, skip_modules: Sequence[str] | None) -> Start:
-    """The start of that name for this base.
+    """The :class:`Start` called ``name`` for this base.
 
     Raises:
         Gemma4CompatError: the options contradict each other or the base.
     """
     if isinstance(skip_modules, str):
-        raise Gemma4CompatError(f"skip_modules is a list of names, not {skip_modules!r}; write [{skip_modules!r}]")
+        raise Gemma4CompatError(
+            f"skip_modules must be a list of names, not {skip_modules!r}; write [{skip_modules!r}]"
+        )
     if not (quantize is None or isinstance(quantize, str) or hasattr(quantize, "to_dict")):
-        raise Gemma4CompatError(f"quantize is 4bit, 8bit or a BitsAndBytesConfig, not {quantize!r}")
+        raise Gemma4CompatError(f"quantize must be 4bit, 8bit or a BitsAndBytesConfig, not {quantize!r}")
     given = quantize.to_dict() if hasattr(quantize, "to_dict") else quantize
     if isinstance(given, str):
         config.check(given)
@@ -101,7 +103,7 @@ def _quantization_of(settings: Mapping[str, Any]) -> str:
 
 
 def stored_dtype(model: Any, entries: Mapping[str, Entry], start: Start) -> str:
-    """The dtype of most of the base's values, a key of :data:`DTYPES`; bf16 for a quantized base that states none."""
+    """The dtype of most of the base's values, a key of :data:`DTYPES`; bf16 if a quantized base does not state one."""
     import torch
 
     names = {value: key for key, value in DTYPES.items()}
@@ -116,10 +118,10 @@ def stored_dtype(model: Any, entries: Mapping[str, Entry], start: Start) -> str:
 
 
 def apply(start: Start, base: Base, model: Any, dtype: str) -> None:
-    """Set which weights of ``base`` are, or would be, quantized, and start.
+    """Set which weights of ``base`` are, or would be, quantized, and how they are read.
 
     Args:
-        start: how the weights are taken.
+        start: which values a merge starts from.
         base: changed in place.
         model: the model on meta.
         dtype: of the merged weights, a key of :data:`DTYPES`.

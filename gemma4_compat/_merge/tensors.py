@@ -1,4 +1,4 @@
-"""The tensors of a merged model: which there are, and their values piece by piece."""
+"""The tensors of a merged model: their names, and their values piece by piece."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MergedTensors:
         for path in self.modules:
             for name, _ in model.get_submodule(path).named_parameters():
                 self._owned[f"{path}.{name}"] = path
-        self._merged: dict[str, Any] = {}  # of a module with several parameters, until each is written
+        self._merged: dict[str, Any] = {}  # for a module with several parameters, until each is written
 
     @property
     def modules(self) -> list[str]:
@@ -67,7 +67,7 @@ class MergedTensors:
         return name in self._owned or any(name in adapter.replaced for adapter in self.adapters)
 
     def untie(self) -> None:
-        """Decide whether tied parameters (the head and its embedding) can stay tied, and drop their copies then."""
+        """Decide whether tied parameters (the head and its embedding) can stay tied; if so, drop their copies."""
         for target, source in self.sources.items():
             if not self._changes(target) and not self._changes(source):
                 continue
@@ -75,7 +75,7 @@ class MergedTensors:
                 self._owned.pop(target, None)
                 for adapter in self.adapters:
                     adapter.replaced.pop(target, None)
-                self.base.disk.pop(target, None)  # some checkpoints hold it twice; the copy would be stale
+                self.base.disk.pop(target, None)  # some checkpoints store it twice; the copy would be stale
                 self.base.keys.pop(target, None)
             else:
                 self.untied = True
@@ -83,7 +83,7 @@ class MergedTensors:
     def _stays_tied(self, target: str, source: str) -> bool:
         if not self._changes(target):
             path = source.rpartition(".")[0]
-            # PEFT applies both of these to the head, too, and saves one of them.
+            # PEFT applies both of these to the head as well, and saves one of them.
             return all(
                 kind_of(adapter.modules.get(path, []), adapter.config, path) == "tokens"
                 or bool(getattr(adapter.config, "ensure_weight_tying", False))
@@ -184,7 +184,7 @@ class MergedTensors:
                 continue
             cast = piece.to(wanted)
             lost = torch.isfinite(piece) & ~torch.isfinite(cast)
-            if piece.numel() > 1 and lost.any():  # a single value is the bound of a clip
+            if piece.numel() > 1 and lost.any():  # a single value is a clipping bound
                 raise Gemma4CompatError(
                     f"{key} has {int(lost.sum())} values that {self.dtype} cannot hold, {piece[lost].abs().max():.6g} "
                     f"among them (the largest is {torch.finfo(wanted).max:.6g}); merge to bf16 or fp32"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def report_text(report: MergeReport) -> str:
-    """Everything a report says, a fact a line."""
+    """Everything a report says, one fact per line."""
     from gemma4_compat._engine.text import size_text
 
     start = report.start
@@ -31,11 +31,11 @@ def report_text(report: MergeReport) -> str:
         f"merged    {report.out}: {size_text(report.nbytes)} in {stored}, {len(report.files)} files",
     ]
     if report.resumed:
-        lines.append(f"          {len(report.resumed)} files are those that a killed merge had written")
+        lines.append(f"          {len(report.resumed)} files were kept from a killed merge")
     if report.dequantized:
-        lines.append(f"          {report.dequantized} weights as {report.quantization} has them")
+        lines.append(f"          {report.dequantized} weights rounded as in {report.quantization}")
     if report.untied:
-        lines.append("          the head has weights of its own now (tie_word_embeddings is false)")
+        lines.append("          the head now has its own weights (tie_word_embeddings is false)")
     if report.dead:
         lines.append(
             f"          {len(report.dead)} keys of modules that are never used were dropped: {report.dead[0]}, ..."

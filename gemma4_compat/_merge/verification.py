@@ -20,14 +20,14 @@ _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class Verifier:
-    """Compares merged models with the base with the adapters loaded, which is loaded once.
+    """Compares merged models with the base under the loaded adapters, which runs only once.
 
     Args:
         base: folder of the base.
         tensors: what was merged.
-        start: how the base's weights were taken.
+        start: which values of the base the merge started from.
         dtype: of the merged weights, a key of ``start.DTYPES``.
-        device_map: where the models run, of :func:`placement`.
+        device_map: where the models run, from :func:`placement`.
         count: of prompts.
         tolerance: see :func:`check.compare`.
     """
@@ -77,10 +77,10 @@ class Verifier:
         )
 
     def quantized(self, folder: Path, how: Start) -> Parity:
-        """How the outputs of the merged model that was quantized as ``how`` says, in ``folder``, compare.
+        """How the outputs of the merged model in ``folder``, quantized as ``how`` says, compare.
 
-        They may differ by a few times what the same quantization of the base changes under the loaded adapter. Where
-        the base was quantized before, that is nothing: then they may differ by the adapter's whole effect.
+        They may differ by a few times what the same quantization of the base changes under the loaded adapter. If the
+        base was already quantized, that change is zero; then they may differ by the adapter's whole effect.
         """
         reference = self._reference
         assert reference is not None
@@ -114,7 +114,9 @@ def _title(start: Start, dtype: str, is_dequantized: bool) -> str:
     if start.quantize is None:
         return "the base with the adapter loaded"
     if is_dequantized:
-        return f"the base as {start.quantize} has its weights, with the adapter loaded, computed in {dtype}"
+        return (
+            f"the base with its weights rounded as in {start.quantize}, with the adapter loaded, computed in {dtype}"
+        )
     return f"the {start.quantize} base with the adapter loaded"
 
 
@@ -165,10 +167,10 @@ def _in_training(model: Any) -> Any:
 
 
 def placement(model: Any, device_map: Any) -> Any:
-    """``device_map`` as ``from_pretrained`` takes it: a GPU or the CPU if None.
+    """``device_map`` as ``from_pretrained`` takes it; if None, a GPU or the CPU.
 
     Raises:
-        Gemma4CompatError: it is none, it names a device that is not here, or leaves a part of the model out.
+        Gemma4CompatError: it is not a device map, names a missing device, or leaves a part of the model out.
     """
     import torch
 
@@ -180,8 +182,8 @@ def placement(model: Any, device_map: Any) -> Any:
     for name, device in placed.items():
         if not isinstance(name, str) or isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
             raise Gemma4CompatError(
-                f"device_map has the entry {name!r}: {device!r}; it maps names of modules to devices (0, 'cuda:0', "
-                f"'cpu', 'disk'), or is one device, or one of {', '.join(_AUTOMATIC)}"
+                f"device_map has the entry {name!r}: {device!r}; it must map names of modules to devices (0, "
+                f"'cuda:0', 'cpu', 'disk'), or be one device, or one of {', '.join(_AUTOMATIC)}"
             )
         if torch.device(device).type == "meta" if isinstance(device, torch.device) else device == "meta":
             raise Gemma4CompatError(f"device_map places {name!r} on 'meta', where nothing can be computed")

@@ -22,9 +22,9 @@ class Base:
         disk: name of a parameter or buffer -> its tensor on disk.
         keys: the same name -> its key on disk.
         rest: tensors on disk that the model does not have (copied unchanged).
-        round_trip: quantizes and dequantizes a weight; None to take weights as they are.
+        round_trip: quantizes and dequantizes a weight; None to keep weights as stored.
         quantized: names of the weights that are, or would be, quantized.
-        stored: weight -> the tensors that bitsandbytes stores with it.
+        stored: weight -> the tensors that bitsandbytes stores beside it.
     """
 
     disk: dict[str, Entry]
@@ -35,7 +35,7 @@ class Base:
     stored: dict[str, dict[str, Entry]] = field(default_factory=dict)
 
     def read(self, name: str) -> Any:
-        """One weight, as the merge starts from it."""
+        """The values of one weight from which the merge starts."""
         entry = self.disk[name]
         if name in self.stored:
             return dequantized(entry, self.stored[name])
@@ -45,13 +45,13 @@ class Base:
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the weight, not of its packed form."""
+        """The shape of the weight, not that of its packed form."""
         if name not in self.stored:
             return self.disk[name].shape
         return tuple(_state(self.stored[name]).shape) if _packed(self.stored[name]) else self.disk[name].shape
 
     def pieces(self, name: str) -> Iterator[Any]:
-        """The weight that :meth:`read` returns, in pieces where it is only copied."""
+        """The weight that :meth:`read` returns, in pieces if it is only copied."""
         if name in self.stored or (name in self.quantized and self.round_trip is not None):
             yield self.read(name)
         else:
@@ -93,13 +93,13 @@ def find_base(entries: Mapping[str, Entry], model: Any) -> Base:
     if missing:
         raise Gemma4CompatError(
             f"the base has no weight for {len(missing)} parameters of {type(model).__name__}, {min(missing)!r} among "
-            "them. Its config.json and its weights are not of the same model"
+            "them. Its config.json and its weights belong to different models"
         )
     for name, entry in base.disk.items():
         if name not in base.stored and entry.shape != shapes[name]:
             raise Gemma4CompatError(
-                f"{name} is {list(entry.shape)} in the weights and {list(shapes[name])} by config.json: they are not "
-                "of the same model"
+                f"{name} is {list(entry.shape)} in the weights and {list(shapes[name])} by config.json: they "
+                "belong to different models"
             )
     return base
 
@@ -136,8 +136,8 @@ def quantizer(quantize: str, settings: Mapping[str, Any], dtype: Any) -> Callabl
 
     Args:
         quantize: "4bit", "4bit-double" or "8bit".
-        settings: of a ``BitsAndBytesConfig``; ``bnb_4bit_quant_type`` counts.
-        dtype: the weight's when it is quantized; a 16-bit one is what ``from_pretrained`` was told.
+        settings: those of a ``BitsAndBytesConfig``; only ``bnb_4bit_quant_type`` matters.
+        dtype: of the weight when it is quantized; if 16-bit, the one given to ``from_pretrained``.
     """
     import torch
     from bitsandbytes import functional
@@ -161,7 +161,7 @@ def quantizer(quantize: str, settings: Mapping[str, Any], dtype: Any) -> Callabl
 
 
 def dequantized(entry: Entry, stored: Mapping[str, Entry]) -> Any:
-    """The values of a weight that is quantized on disk."""
+    """The dequantized values of a weight that is quantized on disk."""
     from bitsandbytes import functional
 
     packed = shards.read(entry)

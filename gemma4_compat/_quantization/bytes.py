@@ -1,8 +1,9 @@
 """The bytes of a quantized weight: counted on a loaded one (:func:`stored_bytes`), computed from a shape (the others).
 
-bitsandbytes stores in 4 bits: two values a byte, one fp32 ``absmax`` for 64 values, a code book of 16. Under double
-quantization: ``absmax`` in one byte, one fp32 nested ``absmax`` for 256 of them, its code book of 256 and an offset.
-In 8 bits: one byte a value and one fp32 ``SCB`` a row.
+In 4 bits bitsandbytes stores two values per byte, one fp32 ``absmax`` per 64 values, and a code book of 16. With
+double
+quantization: ``absmax`` in one byte, one fp32 nested ``absmax`` per 256 of them, a code book of 256 and an offset. In
+8 bits: one byte per value and one fp32 ``SCB`` per row.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ _FLOAT = 4
 
 
 def stored_bytes(parameter: Any) -> int:
-    """Bytes of a parameter and of what bitsandbytes keeps beside it, wherever they are: scales, code books, offsets.
+    """Bytes of a parameter and of what bitsandbytes keeps beside it (scales, code books, offsets), on any device.
 
-    As it was loaded: in a forward bitsandbytes repacks 4-bit weights for some CPUs, and may move 8-bit scales.
+    This is the size as loaded: in a forward bitsandbytes repacks 4-bit weights for some CPUs, and may move 8-bit
+        scales.
     """
     attributes = vars(parameter)
     tensors = [parameter]
@@ -34,9 +36,9 @@ def stored_bytes(parameter: Any) -> int:
 
 
 def expected_bytes(parameter: Any) -> int:
-    """Bytes of a parameter on meta once it is loaded: of a weight that is to be quantized, values and scales.
+    """Bytes that a parameter on meta will take once loaded; for a weight that will be quantized, values and scales.
 
-    Without what double quantization saves of the scales.
+    Ignores that double quantization makes scales smaller.
     """
     kind, count = type(parameter).__name__, int(parameter.numel())
     if kind == "Params4bit":
@@ -63,8 +65,8 @@ def linear_tensors(rows: int, columns: int, quantization: str) -> list[int]:
 
 
 def expert_tensors(count: int, rows: int, columns: int, quantization: str) -> list[int]:
-    """Bytes of each tensor of ``count`` experts' ``rows`` x ``columns`` weights in 4 bits: what bitsandbytes keeps for
-    one, with shared code books and, under double quantization, an offset for each.
+    """Bytes of each tensor for the ``rows`` x ``columns`` weights of ``count`` experts in 4 bits: as for single
+    weights, with shared code books and, with double quantization, one offset per expert.
     """
     if quantization == "4bit":
         packed, scales, book = linear_tensors(rows, columns, quantization)

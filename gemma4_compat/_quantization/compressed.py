@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-#: What to do instead of what such layers cannot do.
+#: The remedy for operations that such layers do not support.
 DEQUANTIZE = (
     "load it with quantization_config=transformers.CompressedTensorsConfig(dequantize=True): plain weights with the "
     "same outputs, which can be offloaded and adapted"
@@ -12,6 +12,6 @@ DEQUANTIZE = (
 
 
 def is_compressed(module: Any) -> bool:
-    """Whether this is a linear layer whose weight compressed-tensors stores, compressed or, after a forward, not."""
+    """Whether this is a linear layer of compressed-tensors; its weight is decompressed by the first forward."""
     status = getattr(module, "quantization_status", None)
     return type(status).__module__.startswith("compressed_tensors")

@@ -1,7 +1,7 @@
-"""Views of modules in which quantized linears report the dtype they compute with, not the one they are stored in.
+"""Views of modules in which quantized linears report the dtype they compute with, not their storage dtype.
 
-Upstream casts to ``linear.weight.dtype``, and a quantized weight has ``uint8`` or ``int8``. Upstream's own function
-gets a view in place of the module; all its other attributes are the module's.
+Upstream casts to ``linear.weight.dtype``, which is ``uint8`` or ``int8`` for a quantized weight. Upstream's function
+gets a view instead of the module; all other attributes of the view are the module's.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ def for_quantized(module: Any, dtype: Any, *names: str) -> Any:
     """``module`` itself, or a view if one of its linears (or clipped linears) ``names`` has a quantized weight.
 
     Args:
-        module: the one with the method about to be called.
-        dtype: what the weights of these linears will report.
+        module: the module whose method is about to be called.
+        dtype: the dtype that the weights of these linears will report.
         names: attributes of ``module``.
     """
     for name in names:

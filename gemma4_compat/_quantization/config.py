@@ -1,4 +1,4 @@
-"""How weights are to be stored, or are: names for it, and the modules it concerns."""
+"""How weights are stored: names of quantizations, and the modules they apply to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
 def check(quantization: str, *, or_none: bool = False) -> None:
     """Raise :class:`Gemma4CompatError` for a name that is not one of :data:`QUANTIZATIONS`.
 
-    ``or_none``: the caller also takes weights that are not quantized, and the message says so.
+    ``or_none``: the caller also accepts unquantized weights, and the message says so.
     """
     if quantization not in QUANTIZATIONS:
         names = ", ".join(QUANTIZATIONS) + (", or none" if or_none else "")
@@ -22,7 +22,7 @@ def check(quantization: str, *, or_none: bool = False) -> None:
 
 
 def stored_settings(config: Any) -> dict[str, Any] | None:
-    """The quantization a model's configuration describes, as plain data; None where the weights are not quantized."""
+    """The quantization a model's configuration describes, as plain data; None if the weights are not quantized."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
@@ -47,15 +47,17 @@ def default_skip_modules(model: Any) -> list[str]:
 
 
 def converts(skip: Collection[str]) -> Callable[[str], bool]:
-    """Whether transformers quantizes a module or parameter with these ``llm_int8_skip_modules``: its own rule."""
+    """A function that says, by transformers' own rule, whether it quantizes a module or parameter with these
+    ``llm_int8_skip_modules``.
+    """
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     return lambda name: bool(should_convert_module(name, list(skip)))
 
 
 def tied_linears(model: Any) -> frozenset[str]:
-    """The linears that share a weight with another module by the model's configuration, such as ``lm_head``; also on
-    meta, where nothing is tied yet.
+    """The linears that, by the model's configuration, share a weight with another module, such as ``lm_head``. Works
+    on meta, where nothing is tied yet.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Computing with experts in 4 bits, adapters on them included. Imports nothing upstream at module level."""
+"""Compute with 4-bit experts and adapters on them. Imports nothing upstream at module level."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from gemma4_compat._quantization import expert_storage
 from gemma4_compat._quantization.expert_storage import dequantized
 from gemma4_compat._quantization.experts import NAMES, quantized_parameter
 
-_ADDED = "_gemma4_compat_added"  # on an experts module, in a forward of PEFT: what is added to its parameters
+_ADDED = "_gemma4_compat_added"  # on an experts module, during a forward of PEFT: what is added to its parameters
 
 
 def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
     """``Gemma4TextExperts.forward`` by upstream's own code, over the dequantized weights of the experts that are hit.
 
-    For the backward pass the packed weights are kept, and dequantized again. ``torch.compile`` has to get through it
-    in one graph.
+    The backward pass keeps the packed weights and dequantizes them again. ``torch.compile`` must be able to trace this
+    as one graph.
 
     Raises:
-        Gemma4CompatError: the packed weights are there, and their scales are not.
+        Gemma4CompatError: the packed weights have lost their scales.
     """
     import torch
 
@@ -52,10 +52,10 @@ def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_i
 
 
 def refuse_packed(module: Any) -> None:
-    """Packed weights without their scales: a column of numbers in place of a matrix for each expert.
+    """Refuse packed weights without their scales: a column of numbers instead of a matrix per expert.
 
     Raises:
-        Gemma4CompatError: there are some.
+        Gemma4CompatError: the module has such weights.
     """
     for name in NAMES:
         weight = getattr(module, name, None)
@@ -68,7 +68,7 @@ def refuse_packed(module: Any) -> None:
 
 
 class Substitute:
-    """An experts module as its forward sees it, with other weights."""
+    """Stands in for an experts module in its forward, with other weights."""
 
     def __init__(self, module: Any, num_experts: int, gate_up_proj: Any, down_proj: Any) -> None:
         self._module = module
@@ -81,32 +81,32 @@ class Substitute:
 
 
 def hit(module: Any, top_k_index: Any) -> Any:
-    """The numbers of the experts that tokens are sent to, ascending; None for all of them."""
+    """The indices of the experts that tokens are routed to, ascending; None for all of them."""
     import torch
 
     if (
         top_k_index.numel() >= module.num_experts
-        or torch.compiler.is_compiling()  # how many there are would depend on the data
-        or getattr(module, "_is_expert_parallel", False)  # then some numbers stand for no expert
+        or torch.compiler.is_compiling()  # their number would depend on the data
+        or getattr(module, "_is_expert_parallel", False)  # then some indices stand for no expert
     ):
         return None
     return numbers(top_k_index, module.num_experts)
 
 
-#: Up to this share of the experts, what tokens are sent to is mostly distinct.
+#: Up to this share of the experts, the experts that tokens are routed to are mostly distinct.
 _MOSTLY_DISTINCT = 0.25
 
 
 def numbers(top_k_index: Any, number: int) -> Any:
-    """The numbers in it, ascending; or as they come, where a :class:`expert_storage.Reader` takes them so.
+    """The indices in ``top_k_index``, ascending, or unsorted if a :class:`expert_storage.Reader` accepts that.
 
-    Of one token, or of few, as many as there are in it, some of them twice: it needs no synchronization, and a CUDA
-    graph can hold it. Of more tokens each number once. :func:`positions` finds the first of equal ones, so the others
-    are dequantized for nothing.
+    For one or a few tokens: one entry per pair, duplicates included. This needs no synchronization and can be captured
+    in a CUDA graph. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
+    duplicates are dequantized for nothing.
 
     Args:
-        top_k_index: int64, (tokens, experts a token).
-        number: of all experts.
+        top_k_index: int64, (tokens, experts per token).
+        number: of experts in the layer.
     """
     import torch
 
@@ -118,7 +118,7 @@ def numbers(top_k_index: Any, number: int) -> Any:
 
 
 def positions(chosen: Any, top_k_index: Any) -> Any:
-    """Where in ``chosen``, what :func:`numbers` returned for it, the numbers of ``top_k_index`` are; of its shape."""
+    """The positions of ``top_k_index``'s entries in ``chosen``, which :func:`numbers` returned for it; same shape."""
     import torch
 
     found = _in_order(top_k_index)
@@ -126,25 +126,25 @@ def positions(chosen: Any, top_k_index: Any) -> Any:
 
 
 def _in_order(top_k_index: Any) -> Any:
-    """The positions of one token's experts, if they are read in the order in which the token names them."""
+    """The positions of one token's experts, if they are read in the token's own order."""
     reader = expert_storage.reading() if len(top_k_index) == 1 else None
     return None if reader is None else reader.positions(top_k_index)
 
 
-#: Of what PEFT adds, the tensors with a part for each expert, by the name of its class.
+#: Class of PEFT's addition -> its tensors that have a part for each expert.
 _PARTS = {"_LoraParameterProxy": ("delta_weight",), "_LoraFactorsProxy": ("lhs", "rhs")}
 
 
 def added_to(module: Any) -> dict[str, tuple[Callable[[Any], Any], ...]]:
-    """What a forward of PEFT adds to the 4-bit parameters of an experts module just now, by name."""
+    """What the current forward of PEFT adds to the 4-bit parameters of an experts module, by parameter name."""
     found: dict[str, tuple[Callable[[Any], Any], ...]] = vars(module).get(_ADDED, {})
     return found
 
 
 def can_choose(module: Any) -> bool:
-    """Whether a forward of ``module`` can do with the experts that are hit.
+    """Whether a forward of ``module`` only needs the experts that are hit.
 
-    Not where something is added to all of them at once, and in a training all are added to, as PEFT does it.
+    Not if something is added to all experts at once. In training, PEFT adds to all of them.
     """
     import torch
 
@@ -161,7 +161,7 @@ def _is_per_expert(add: Any, number: int) -> bool:
 
 
 def _for_chosen(add: Any, chosen: Any) -> Any:
-    """What PEFT adds, for some experts alone."""
+    """What PEFT adds, for only the chosen experts."""
     some = copy.copy(add)
     for name in _PARTS[type(add).__name__]:
         vars(some)[name] = vars(add)[name].index_select(0, chosen)
@@ -171,7 +171,7 @@ def _for_chosen(add: Any, chosen: Any) -> Any:
 def values_of(
     parameter: Any, chosen: Any, added: Iterable[Callable[[Any], Any]], rows: Callable[[Any, Any], Any] | None = None
 ) -> Any:
-    """The values of a 4-bit parameter, as in :func:`expert_storage.dequantized`, and what PEFT adds to them."""
+    """The values of a 4-bit parameter, as from :func:`expert_storage.dequantized`, plus what PEFT adds to them."""
     values = dequantized(parameter, chosen, rows)
     for add in added:
         values = add(values) if chosen is None else _for_chosen(add, chosen)(values)
@@ -179,14 +179,14 @@ def values_of(
 
 
 def current(module: Any, name: str) -> Any:
-    """The values of all experts that a forward of ``module`` would compute with now, what PEFT adds included."""
+    """The values of all experts that a forward of ``module`` would use now, including what PEFT adds."""
     if quantized_parameter(module, name) is None:
         return getattr(module, name)
     return values_of(module._parameters[name], None, getattr(module, _ADDED, {}).get(name, ()))
 
 
 def logical(module: Any, name: str) -> Any:
-    """An expanded zero with the shape, dtype and compute device of a 4-bit parameter's values; it takes no memory."""
+    """An expanded zero with the shape, dtype and compute device of a 4-bit parameter's values; takes no memory."""
     import torch
 
     parameter = quantized_parameter(module, name)
@@ -197,7 +197,9 @@ def logical(module: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def _kept_packed(weights: Mapping[str, Any], make: Mapping[str, Callable[[], Any]]) -> Iterator[None]:
-    """Inside, autograd keeps of ``weights`` how to ``make`` them again: in bf16 they would be the whole model."""
+    """Inside, autograd saves how to ``make`` these ``weights`` again instead of saving them: in bf16, all experts
+    together would be as large as the unquantized model.
+    """
     import torch
 
     known = {weights[name].untyped_storage().data_ptr(): again for name, again in make.items()}

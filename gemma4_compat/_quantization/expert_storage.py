@@ -1,10 +1,10 @@
-"""The experts of a mixture of experts in 4 bits: quantizing, dequantizing, saving and loading them.
+"""Quantize, dequantize, save and load the experts of a mixture of experts in 4 bits.
 
-A parameter of all experts, (experts, rows, columns), becomes one ``Params4bit`` with the packed bytes of all and a
-``QuantState`` whose scales have a row an expert: each expert is quantized by itself, with its own scales, and its own
-offset under double quantization. So experts can be dequantized one by one, and their bits are those of
-``dequantize_4bit(quantize_4bit(matrix))``. Code that moves, offloads, copies or counts 4-bit weights handles it like
-any other.
+A parameter of all experts, (experts, rows, columns), becomes one ``Params4bit`` with the packed bytes of all experts
+and a ``QuantState`` whose scales have one row per expert. Each expert is quantized separately, with its own scales
+and, with double quantization, its own offset. So experts can be dequantized one by one, with the bits of
+``dequantize_4bit(quantize_4bit(matrix))``. Code that moves, offloads, copies or counts 4-bit weights needs no special
+case.
 
 Imports nothing upstream at module level.
 """
@@ -22,7 +22,8 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement
 from gemma4_compat._quantization.experts import NAMES, all_experts, quantized_parameter, tail_of
 
-#: Beside the packed bytes in a checkpoint, ``<parameter>.<name>``: bitsandbytes' own, and one offset for each expert.
+#: Tensors beside the packed bytes in a checkpoint, ``<parameter>.<name>``: bitsandbytes' own, and an offset per
+#: expert.
 STORED = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", "nested_offset")
 STORED_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 
@@ -30,13 +31,13 @@ STORED_STATES = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4
 
 
 def prepare(model: Any, config: Any, chosen: Callable[[str], bool], *, prequantized: bool) -> None:
-    """Mark experts on meta as weights that are to become 4-bit ones, of the kind ``config`` describes.
+    """Mark experts on meta as weights to be quantized to 4 bits as ``config`` describes.
 
     Args:
         model: on meta.
         config: a ``BitsAndBytesConfig``.
         chosen: which parameters, by path.
-        prequantized: they come from the checkpoint as they are.
+        prequantized: whether the checkpoint already has them in 4 bits.
     """
     for path, module in all_experts(model).items():
         for name in NAMES:
@@ -45,8 +46,8 @@ def prepare(model: Any, config: Any, chosen: Callable[[str], bool], *, prequanti
                 continue
             new = _empty(old.data, config)
             if old[0].numel() % new.blocksize:
-                continue  # scales would cross experts; the report says that these stay
-            if prequantized:  # older releases cast what they read to the dtype of what is there
+                continue  # scales would span experts; the report says that these stay
+            if prequantized:  # older releases cast loaded values to the existing dtype
                 new.data = new.data.to(config.bnb_4bit_quant_storage)
             module._parameters[name] = new
             _remember_states(module)
@@ -65,7 +66,7 @@ def _empty(data: Any, config: Any) -> Any:
 
 
 def quantize_module(module: Any, config: Any) -> None:
-    """Quantize the experts of a loaded module where they are; what is quantized already stays.
+    """Quantize the experts of a loaded module on their current device; quantized ones stay as they are.
 
     Raises:
         Gemma4CompatError: an expert's matrix is not a multiple of a block; nothing was changed.
@@ -78,7 +79,7 @@ def quantize_module(module: Any, config: Any) -> None:
 
 
 def dequantize_module(module: Any, dtype: Any = None) -> None:
-    """Give an experts module the bf16 (``dtype``) weights that its 4-bit ones stand for; offloaded ones too."""
+    """Replace the 4-bit weights of an experts module by their bf16 (``dtype``) values, also if offloaded."""
     import torch
 
     with placement.weights_brought_in(module):
@@ -94,8 +95,8 @@ def dequantize_module(module: Any, dtype: Any = None) -> None:
 
 
 def quantized(values: Any, like: Any) -> Any:
-    """``values`` (experts, rows, columns), bf16, fp16 or fp32, as a ``Params4bit`` of the kind of ``like``, on the
-    device they are on.
+    """``values`` (experts, rows, columns), bf16, fp16 or fp32, as a ``Params4bit`` with the settings of ``like``, on
+    the same device.
 
     Raises:
         Gemma4CompatError: rows x columns is not a multiple of the block size.
@@ -137,7 +138,7 @@ def quantized(values: Any, like: Any) -> Any:
 
 
 def _joined(states: list[Any], shape: Any) -> Any:
-    """One state for all experts: scales, nested scales and offsets have a row for each."""
+    """One state for all experts: scales, nested scales and offsets have one row per expert."""
     import torch
 
     joined = copy.copy(states[0])
@@ -151,13 +152,13 @@ def _joined(states: list[Any], shape: Any) -> Any:
 
 
 def dequantized(parameter: Any, chosen: Any = None, rows: Callable[[Any, Any], Any] | None = None) -> Any:
-    """The values of the experts with the numbers ``chosen`` (an int tensor; None: all), (experts, rows, columns), in
-    the dtype they were quantized from.
+    """The values of the experts ``chosen`` (indices; None: all), (experts, rows, columns), in the dtype from which
+    they were quantized.
 
     Args:
-        parameter: 4-bit, of all experts.
+        parameter: the 4-bit parameter of all experts.
         chosen: int64, of any length.
-        rows: in place of :func:`rows_of`.
+        rows: replaces :func:`rows_of`.
     """
     import torch
     from bitsandbytes import functional
@@ -184,20 +185,20 @@ def dequantized(parameter: Any, chosen: Any = None, rows: Callable[[Any, Any], A
 
 
 class Reader(Protocol):
-    """Another way to the weights of the experts that are hit, with the same bits."""
+    """Another way to read the weights of the experts that are hit, with the same bits."""
 
     def dequantized(self, parameter: Any, chosen: Any) -> Any:
-        """As :func:`dequantized`; None for a parameter that it does not read."""
+        """Like :func:`dequantized`; None for a parameter that it does not read."""
 
     def positions(self, top_k_index: Any) -> Any:
-        """``arange`` in the shape of ``top_k_index``, to read its experts in its order; None: read them ascending."""
+        """``arange`` in the shape of ``top_k_index``, to read the experts in that order; None: read them ascending."""
 
 
 _reader: contextvars.ContextVar[Reader | None] = contextvars.ContextVar("gemma4_compat_expert_reader", default=None)
 
 
 def reading() -> Reader | None:
-    """What reads the experts that are hit just now, if it is not PyTorch's operations."""
+    """The current reader of experts that are hit; None for PyTorch's operations."""
     import torch
 
     return None if torch.compiler.is_compiling() else _reader.get()
@@ -205,7 +206,7 @@ def reading() -> Reader | None:
 
 @contextlib.contextmanager
 def read_by(reader: Reader) -> Iterator[None]:
-    """Inside, ``reader`` is asked first."""
+    """Inside, ``reader`` is tried first."""
     token = _reader.set(reader)
     try:
         yield
@@ -214,7 +215,7 @@ def read_by(reader: Reader) -> Iterator[None]:
 
 
 def _scales(state: Any, those: Callable[[Any], Any]) -> Any:
-    """fp32, a row an expert. Under double quantization as bitsandbytes computes them, operation by operation."""
+    """The fp32 scales, one row per expert; with double quantization computed exactly as bitsandbytes does."""
     scales = those(state.absmax)
     if not state.nested:
         return scales
@@ -223,11 +224,11 @@ def _scales(state: Any, those: Callable[[Any], Any]) -> Any:
 
 
 def rows_of(tensor: Any, chosen: Any) -> Any:
-    """``tensor[chosen]``, read in the widest words that fit: over PCIe twice as fast as byte by byte.
+    """``tensor[chosen]``, read in the widest words that fit; over PCIe that is twice as fast as byte by byte.
 
     Args:
-        tensor: (experts, ...), contiguous, of any dtype, in any memory that the device of ``chosen`` reads.
-        chosen: int64, the numbers of experts.
+        tensor: (experts, ...), contiguous, of any dtype, in any memory that the device of ``chosen`` can read.
+        chosen: int64, indices of experts.
 
     Returns:
         (len(chosen), ...), on the device of ``chosen``.
@@ -237,7 +238,7 @@ def rows_of(tensor: Any, chosen: Any) -> Any:
 
 
 def in_words(tensor: Any) -> Any:
-    """A contiguous tensor, (experts, ...), as (experts, words) of 8 bytes, or of fewer where it is not aligned."""
+    """A contiguous tensor, (experts, ...), as (experts, words) of 8 bytes, or of fewer if it is not aligned."""
     import torch
 
     flat = tensor.detach().view(len(tensor), -1)
@@ -252,7 +253,7 @@ def in_words(tensor: Any) -> Any:
 
 
 def _remember_states(module: Any) -> None:
-    """Have the scales of a module's experts in its state dict, beside the packed bytes."""
+    """Add the scales of a module's experts to its state dict, beside the packed bytes."""
     if add_states not in module._state_dict_hooks.values():
         module._register_state_dict_hook(add_states)
 
@@ -270,12 +271,14 @@ def _as_dict(parameter: Any) -> dict[str, Any]:
     if not state.nested:
         return dict(state.as_dict(packed=True))
     one = copy.copy(state)
-    one.offset = state.offset.new_zeros(())  # bitsandbytes writes one number; there is one for each expert
+    one.offset = state.offset.new_zeros(())  # bitsandbytes writes one number, experts have one each
     return {**one.as_dict(packed=True), "nested_offset": state.offset}
 
 
 def from_checkpoint(tensors: dict[str, Any]) -> Any:
-    """The ``Params4bit`` of one checkpoint's tensors: ``""`` are the packed bytes, the others as in :data:`STORED`."""
+    """The ``Params4bit`` made of a checkpoint's tensors: ``""`` is the packed bytes, the others as in
+    :data:`STORED`.
+    """
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
@@ -297,8 +300,8 @@ def from_checkpoint(tensors: dict[str, Any]) -> Any:
 
 
 def in_checkpoint(files: Iterable[Any]) -> frozenset[str]:
-    """Which parameters of experts are quantized in these files, as ``layers.<number>.experts.<name>``."""
-    from gemma4_compat._checkpoint import header  # with json, which importing the package does not load
+    """The experts' parameters that are quantized in these files, as ``layers.<number>.experts.<name>``."""
+    from gemma4_compat._checkpoint import header  # imports json, which the package does not load at import
 
     found = set()
     for file in map(Path, files):

@@ -1,4 +1,4 @@
-"""The experts of a mixture of experts: which modules and parameters they are, and what is quantized of them.
+"""The experts of a mixture of experts: their modules and parameters, and which of them are quantized.
 
 :mod:`~gemma4_compat._quantization.expert_storage` makes them 4-bit weights,
 :mod:`~gemma4_compat._quantization.expert_forward` computes with these. Imports nothing upstream at module level.
@@ -38,7 +38,7 @@ def is_moe(model: Any) -> bool:
 
 
 def owner_of(model: Any, name: str) -> Any:
-    """The experts module whose parameter the path ``name`` is; None where it is something else."""
+    """The experts module that owns the parameter with the path ``name``; None if it is something else."""
     path, _, last = name.rpartition(".")
     if last not in NAMES:
         return None
@@ -50,22 +50,22 @@ def owner_of(model: Any, name: str) -> Any:
 
 
 def quantized_parameter(module: Any, name: str) -> Any:
-    """The 4-bit parameter ``name`` of an experts module (quantized, or to be while loading); else None."""
+    """The 4-bit parameter ``name`` of an experts module (quantized, or to be quantized while loading); else None."""
     parameter = module._parameters.get(name) if is_experts(module) else None
-    # What was pickled comes back as a plain parameter with the attributes of a Params4bit.
+    # Unpickling gives a plain parameter with the attributes of a Params4bit.
     return parameter if parameter is not None and "quant_state" in vars(parameter) else None
 
 
 def tail_of(name: str) -> str | None:
-    """What names a parameter of experts in every class of the model: ``layers.<number>.experts.<name>``."""
+    """The part of the name of an experts' parameter that all classes share: ``layers.<number>.experts.<name>``."""
     match = re.search(rf"(?:^|\.)(layers\.\d+\.experts\.(?:{'|'.join(NAMES)}))$", name)
     return match[1] if match else None
 
 
 def report(model: Any, bits: int) -> None:
-    """One line for a quantized model whose experts are not, or not all: how much that is, and what to do.
+    """Log one line for a quantized model with unquantized experts: their size, and what to do.
 
-    A warning, as the line about offloaded modules is: a model "in 4 bits" of almost the size it had looks like a
+    Like the line about offloaded modules it is a warning: a "4-bit" model of almost its original size looks like a
     defect.
     """
     plain: dict[str, int] = {}  # bytes by dtype
@@ -81,7 +81,7 @@ def report(model: Any, bits: int) -> None:
     hint = "load inside gemma4_compat.quantize_experts() to quantize them too"
     if bits != 4:
         hint = (
-            f"experts can be quantized to 4 bits alone (load_in_4bit, gemma4_compat.quantize_experts()), not to {bits}"
+            f"experts can only be quantized to 4 bits (load_in_4bit, gemma4_compat.quantize_experts()), not to {bits}"
         )
     elif opt_in.EXPERTS.is_enabled():
         hint = "they are skipped (llm_int8_skip_modules, offloaded), or are not a multiple of a block"
@@ -97,7 +97,7 @@ def gigabytes(nbytes: int) -> str:
 
 
 def refuse_merge(model: Any) -> None:
-    """Raise :class:`Gemma4CompatError` where an adapter on 4-bit experts would be merged into them."""
+    """Raise :class:`Gemma4CompatError` if an adapter on 4-bit experts would be merged into them."""
     for name, module in model.named_modules():
         parameter = getattr(module, "parameter_name", None)
         if parameter is None or not hasattr(module, "get_base_layer"):

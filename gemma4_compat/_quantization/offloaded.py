@@ -1,4 +1,4 @@
-"""What a device map offloads of a quantized model, and a report of the precision these parts are in.
+"""The parts of a quantized model that a device map offloads, and a report of their precision.
 
 Imports nothing upstream.
 """
@@ -14,7 +14,8 @@ from gemma4_compat._engine.text import runs_text, scaled_text
 from gemma4_compat._models import device_maps
 from gemma4_compat._quantization.bytes import stored_bytes
 
-#: Entries of a device map that offload: these strings alone, to accelerate; ``torch.device("cpu")`` is a main device.
+#: Entries of a device map that offload. For accelerate only these strings do; ``torch.device("cpu")`` is a main
+#: device.
 OFFLOADED = frozenset({"cpu", "disk"})
 _LOGGER = logging.getLogger("gemma4_compat")
 
@@ -23,12 +24,12 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def main_accelerator(placement: Mapping[str, Any]) -> Any:
-    """Where a model with this map computes, by accelerate's rule: the first device that offloads nothing; or None."""
+    """Where a model with this map computes, by accelerate's rule: the first entry that is not offloaded; or None."""
     return next((device for device in placement.values() if device not in OFFLOADED), None)
 
 
 def device_of(name: str, placement: Mapping[str, Any]) -> str | None:
-    """``"cpu"`` or ``"disk"`` for a tensor that the map puts there, else None."""
+    """``"cpu"`` or ``"disk"`` if the map puts the tensor there, else None."""
     entry = device_maps.entry_for(name, placement)
     device = None if entry is None else placement[entry]
     return device if device in OFFLOADED else None
@@ -41,13 +42,13 @@ def precision(parameter: Any) -> str:
 
 
 def report(model: Any, placement: Mapping[str, Any], skipped: Iterable[str]) -> None:
-    """One line for a quantized model with offloaded parts: which of them are quantized and which are not.
+    """Log one line for a quantized model with offloaded parts: which of them are quantized and which are not.
 
-    A warning, because it shows without configuring ``logging``, and because a model that is bigger than expected and
-    gives different outputs looks like a defect.
+    It is a warning because a warning shows without configuring ``logging``, and because a model that is bigger than
+    expected and gives different outputs looks like a defect.
 
     Args:
-        model: it, with its weights.
+        model: the loaded model.
         placement: its device map.
         skipped: modules that the user wants unquantized.
     """
@@ -92,7 +93,7 @@ def _block(name: str, placement: Mapping[str, Any]) -> str:
 
 
 def compact(names: Iterable[str]) -> list[str]:
-    """Names, with runs of numbered ones joined: ``layers.0``, ``layers.1`` and ``layers.2`` become ``layers.0-2``."""
+    """Names with runs of numbers joined: ``layers.0``, ``layers.1`` and ``layers.2`` become ``layers.0-2``."""
     numbers: dict[str, list[int]] = {}
     others: list[str] = []
     for name in names:

@@ -1,4 +1,4 @@
-"""What a user has to enable: quantizing experts, and quantizing what is offloaded. Imports nothing upstream."""
+"""Features a user must enable: quantizing experts and quantizing offloaded modules. Imports nothing upstream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gemma4_compat._engine import settings
 
 
 class OptIn:
-    """A choice made for the models loaded inside :meth:`enabled`, or for the whole process in its environment."""
+    """A feature switched on for models loaded inside :meth:`enabled`, or by the environment for the whole process."""
 
     def __init__(self, id: str) -> None:
         self.id = id
@@ -18,7 +18,7 @@ class OptIn:
 
     @contextlib.contextmanager
     def enabled(self) -> Iterator[None]:
-        """Inside, in this thread (and task) alone, it is enabled. Nests."""
+        """Inside, the feature is enabled, only in this thread (and task). Can be nested."""
         token = self._enabled.set(True)
         try:
             yield
@@ -26,11 +26,11 @@ class OptIn:
             self._enabled.reset(token)
 
     def is_enabled(self) -> bool:
-        """Whether it is enabled here (:meth:`enabled`), or for the process (``GEMMA4_COMPAT_ENABLE``)."""
+        """Whether the feature is enabled here (:meth:`enabled`) or for the process (``GEMMA4_COMPAT_ENABLE``)."""
         return self._enabled.get() or settings.is_enabled(self.id)
 
 
-#: Experts are quantized to 4 bits, too.
+#: Experts are also quantized to 4 bits.
 EXPERTS = OptIn("transformers-quantized-experts")
 #: Modules that a device map offloads are quantized like the others.
 OFFLOADED = OptIn("transformers-quantize-offloaded")

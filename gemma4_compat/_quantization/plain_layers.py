@@ -1,4 +1,4 @@
-"""PEFT's adapter layers for bitsandbytes, and the plain ones that take their place over an ``nn.Linear``."""
+"""PEFT's adapter layers for bitsandbytes, and the plain ones that replace them over an ``nn.Linear``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import types
 from typing import Any
 
 _QUANTIZED = ("Params4bit", "Int8Params")
-#: What the plain layers have and those for bitsandbytes may not: the values for a base that is an ``nn.Linear``.
+#: Attributes that plain layers have and those for bitsandbytes may lack -> their values over an ``nn.Linear``.
 _PLAIN_ATTRIBUTES = {"fan_in_fan_out": False, "is_target_conv_1d_layer": False}
 
 
 def is_quantized(module: Any) -> bool:
-    """Whether this layer's own weight is one that bitsandbytes packed."""
+    """Whether bitsandbytes packed this layer's own weight."""
     return type(vars(module).get("_parameters", {}).get("weight")).__name__ in _QUANTIZED
 
 
 def plain_class(layer: Any) -> Any:
-    """The class PEFT uses in place of this adapter layer's where the base is an ``nn.Linear``; None for a layer that
-    is not a variant for bitsandbytes.
+    """The class PEFT uses instead of this adapter layer's if the base is an ``nn.Linear``; None if the layer is not a
+    variant for bitsandbytes.
     """
     kind = type(layer)
     package, _, module = kind.__module__.rpartition(".")
@@ -30,7 +30,7 @@ def plain_class(layer: Any) -> Any:
 
 
 def make_plain(layer: Any) -> None:
-    """Turn an adapter layer over a base that was quantized, and is an ``nn.Linear`` now, into the plain one."""
+    """Turn an adapter layer into the plain one, after its quantized base was replaced by an ``nn.Linear``."""
     attributes = vars(layer)
     if "quantization_backend" in attributes:  # a tuner with one class for all kinds of base layers
         attributes["quantization_backend"] = None
@@ -40,7 +40,7 @@ def make_plain(layer: Any) -> None:
     layer.__class__ = after
     for name, value in _PLAIN_ATTRIBUTES.items():
         attributes.setdefault(name, value)
-    # A hook of accelerate around this layer holds the forward that the class had.
+    # An accelerate hook around this layer holds the forward of the old class.
     for name, value in list(attributes.items()):
         if isinstance(value, types.MethodType) and value.__self__ is layer:
             method = value.__func__.__name__
@@ -49,7 +49,7 @@ def make_plain(layer: Any) -> None:
 
 
 def scales(base: Any) -> Any:
-    """The scales of an 8-bit layer's weight as they are now (a merge throws them away); None for a 4-bit layer."""
+    """The current scales of an 8-bit layer's weight (a merge discards them); None for a 4-bit layer."""
     state = getattr(base, "state", None)
     if state is None:
         return None
@@ -83,7 +83,7 @@ def over_plain_weight(layer: Any, weight: Any = None) -> Any:
 
 
 def shallow_copy(base: Any) -> Any:
-    """A quantized layer over the same packed weight, without hooks. What a forward changes is the copy's own."""
+    """A quantized layer over the same packed weight, without hooks. A forward changes only the copy."""
     import torch
 
     copied, weight = copy.copy(base), base.weight
@@ -96,14 +96,14 @@ def shallow_copy(base: Any) -> Any:
     own = torch.Tensor._make_subclass(type(weight), weight.data, weight.requires_grad)
     vars(own).update(vars(weight))
     copied._parameters["weight"] = own
-    for holder, name in ((own, "quant_state"), (copied, "quant_state"), (copied, "state")):  # in 4-bit, and in 8-bit
+    for holder, name in ((own, "quant_state"), (copied, "quant_state"), (copied, "state")):  # 4-bit, and 8-bit
         if name in vars(holder):
             setattr(holder, name, copy.copy(vars(holder)[name]))
     return copied
 
 
 def with_base(layer: Any, base: Any) -> Any:
-    """Another layer with the same adapters over ``base``. Merging it leaves ``layer`` as it is."""
+    """Another layer with the same adapters over ``base``. Merging it does not change ``layer``."""
     copied = copy.copy(layer)
     attributes = vars(copied)
     attributes.pop("merge", None)

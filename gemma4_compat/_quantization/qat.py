@@ -1,7 +1,7 @@
-"""Layers of Google's quantization-aware-trained checkpoints (``quant_method: "gemma"``), as transformers has them.
+"""transformers' layers for Google's quantization-aware-trained checkpoints (``quant_method: "gemma"``).
 
 ``QuantizedLinear`` and ``QuantizedEmbedding`` of ``transformers.integrations.gemma_quant`` hold integers of 2, 4 or 8
-bits, packed, and dequantize them in each forward. A linear layer also rounds what goes in and what comes out to 256
+bits, packed, and dequantize them in each forward. A linear layer also rounds its inputs and outputs to 256
 steps. Imports nothing upstream at module level.
 """
 
@@ -17,12 +17,12 @@ _MODULE = "transformers.integrations.gemma_quant"
 
 
 def is_linear(module: Any) -> bool:
-    """Whether this is one of their linear layers."""
+    """Whether this is one of these linear layers."""
     return _is(module, "QuantizedLinear")
 
 
 def is_embedding(module: Any) -> bool:
-    """Whether this is one of their embeddings."""
+    """Whether this is one of these embeddings."""
     return _is(module, "QuantizedEmbedding")
 
 
@@ -31,23 +31,23 @@ def _is(module: Any, name: str) -> bool:
 
 
 def is_method(settings: Any) -> bool:
-    """Whether a ``quantization_config``, an object or a dict, is of such a checkpoint."""
+    """Whether a ``quantization_config``, an object or a dict, belongs to such a checkpoint."""
     method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
     return str(getattr(method, "value", method)) == METHOD
 
 
 def refuse_plan(settings: Any) -> None:
-    """Raise ``Gemma4CompatError`` if a checkpoint's quantization is this one: no plan is made for it."""
+    """Raise ``Gemma4CompatError`` for this quantization: the planner does not support it."""
     if is_method(settings):
         raise Gemma4CompatError(
-            "the checkpoint is one of Google's QAT (quant_method 'gemma'); plans know bitsandbytes and bf16, and "
-            "not the memory in which its layers dequantize. Load it with device_map='auto' and max_memory, or "
-            "with a map of your own; to plan for other quantizations, call model.dequantize() and save it first"
+            "the checkpoint is one of Google's QAT (quant_method 'gemma'); plans support bitsandbytes and bf16, but "
+            "not the memory in which QAT layers dequantize. Load it with device_map='auto' and max_memory, or with "
+            "your own map; to plan for other quantizations, call model.dequantize() and save the model first"
         )
 
 
 def converted(model: Any) -> Any:
-    """A model on meta, built from the configuration of such a checkpoint, with those layers in place of its own.
+    """A model on meta, built from the configuration of such a checkpoint, with these layers in place of its own.
 
     Raises:
         Gemma4CompatError: the installed transformers does not have them.
@@ -69,16 +69,17 @@ def converted(model: Any) -> Any:
 
 
 def packed(model: Any) -> dict[str, Any]:
-    """Those layers of a model, by name."""
+    """These layers of a model, by name."""
     return {name: module for name, module in model.named_modules() if is_linear(module) or is_embedding(module)}
 
 
 def below_multimodal_names(model: Any, settings: Any) -> Any:
     """``model``, or a stand-in that gives the modules of a text-only model their names in a multimodal one.
 
-    The patterns of a multimodal checkpoint (``module_quant_configs``) are about ``model.language_model.layers.0``, and
-    a text-only model calls it ``model.layers.0``. What replaces a module of the stand-in replaces the model's own,
-    but for the head: see :func:`take_head`.
+    The patterns of a multimodal checkpoint (``module_quant_configs``) name ``model.language_model.layers.0``, which a
+    text-only model calls ``model.layers.0``. Replacing a module of the stand-in replaces the model's own, except for
+    the
+    head: see :func:`take_head`.
     """
     import torch
 
@@ -100,7 +101,7 @@ def below_multimodal_names(model: Any, settings: Any) -> Any:
 
 
 def take_head(model: Any, stand_in: Any) -> None:
-    """Give the text-only model of :func:`below_multimodal_names` what its head was replaced by."""
+    """Give the text-only model of :func:`below_multimodal_names` the layer that replaced its head."""
     if stand_in is not model:
         if hasattr(stand_in, "lm_head"):
             model.lm_head = stand_in.lm_head
@@ -108,7 +109,7 @@ def take_head(model: Any, stand_in: Any) -> None:
 
 
 def note_dtype(model: Any, dtype: Any) -> None:
-    """Have the linear layers of a model know the dtype that it computes in."""
+    """Tell the linear layers of a model the dtype that it computes in."""
     for module in model.modules():
         if is_linear(module):
             module.gemma4_compat_dtype = dtype
@@ -117,7 +118,7 @@ def note_dtype(model: Any, dtype: Any) -> None:
 def values(module: Any) -> Any:
     """The weight that one of their linear layers computes with, of shape ``(out, in)``.
 
-    It has the dtype of :func:`note_dtype`; that of the scales, float32, where the model was not loaded with it.
+    Its dtype is that of :func:`note_dtype`, or, without such a call, that of the scales: float32.
     """
     import torch
 
@@ -126,9 +127,9 @@ def values(module: Any) -> Any:
 
 
 def dequantized(model: Any, dtype: Any) -> Any:
-    """Replace those layers by plain ones of ``dtype`` that hold the values they compute with, and return the model.
+    """Replace these layers by plain ones of ``dtype`` that hold the values they compute with; return the model.
 
-    What they do to activations is gone with them. Other parameters stay as they are.
+    Activations are then no longer rounded. Other parameters stay as they are.
     """
     for name, module in packed(model).items():
         plain = _plain_linear(module, dtype) if is_linear(module) else _plain_embedding(model, name, module, dtype)
@@ -150,7 +151,7 @@ def _plain_linear(module: Any, dtype: Any) -> Any:
 
 
 def _plain_embedding(model: Any, name: str, module: Any, dtype: Any) -> Any:
-    """An embedding of the class that the model has without quantization, which scales rows, too."""
+    """An embedding of the class that the unquantized model has, which also scales rows."""
     import torch
 
     owner = model.get_submodule(name.rpartition(".")[0])

@@ -1,7 +1,7 @@
 """Copies of a bitsandbytes ``QuantState``: pristine ones on the host, fresh ones on a device, unpacked ones.
 
-What we know about a state is kept as plain attributes on it, so it pickles and deep-copies as before, and loads where
-this package is not installed. Tensors of a state are never written in place, by us or by bitsandbytes.
+Facts about a state are kept as plain attributes on it, so it pickles and deep-copies as before, and loads without this
+package. Neither this package nor bitsandbytes writes a state's tensors in place.
 """
 
 from __future__ import annotations
@@ -12,18 +12,27 @@ from typing import Any
 from gemma4_compat._errors import Gemma4CompatError
 
 PRISTINE = "_gemma4_compat_pristine"  # True on the host copy that belongs to an offloaded weight
-ORIGIN = "_gemma4_compat_origin"  # on a state that has one: its pristine host copy
-UNPACKED = "_gemma4_compat_unpacked"  # on a state repacked for the CPU: its attributes before that
+ORIGIN = "_gemma4_compat_origin"  # on a state: its pristine host copy
+UNPACKED = "_gemma4_compat_unpacked"  # on a state repacked for the CPU: its previous attributes
 
 
 def is_pristine(state: Any) -> bool:
-    """Whether this is the host copy of an offloaded state, to be copied and never moved or changed."""
+    """Whether this is the host copy of an offloaded state, which may be copied but never moved or changed."""
     return bool(vars(state).get(PRISTINE, False))
 
 
 def is_packed(state: Any) -> bool:
     """Whether state and weight are in the layout bitsandbytes uses on CPUs with AVX512-BF16."""
     return bool(getattr(state, "packing_format_for_cpu", False))
+
+
+def unpacked_on_meta(state: Any) -> Any:
+    """A meta tensor with the shape and the dtype that the weight of a packed state has when it is unpacked."""
+    import torch
+
+    stored = torch.empty(state.original_qshape, dtype=torch.uint8, device="meta")
+    dtype = vars(state).get("original_storage_type")
+    return stored if dtype is None else stored.view(dtype)
 
 
 def host_copy(state: Any) -> Any:
@@ -33,16 +42,16 @@ def host_copy(state: Any) -> Any:
     if ORIGIN in vars(state):
         note_dtype(state)
         return vars(state)[ORIGIN]
-    copied = _copy(state, "cpu", copy=False)  # what is on the host already is shared
+    copied = _copy(state, "cpu", copy=False)  # tensors already on the host are shared
     setattr(copied, PRISTINE, True)
     setattr(state, ORIGIN, copied)  # accelerate moves each parameter twice; one copy serves both
     return copied
 
 
 def note_dtype(state: Any) -> None:
-    """Let the pristine state, if there is one, have the dtype that a forward gave to its copy.
+    """Give the pristine state, if there is one, the dtype that a forward gave to its copy.
 
-    On a CPU bitsandbytes before 0.50 sets it to that of the input. From then on the weight is dequantized to it.
+    On a CPU, bitsandbytes before 0.50 sets it to the input's dtype, and from then on dequantizes the weight to it.
     """
     pristine = vars(state).get(ORIGIN)
     if pristine is not None:
@@ -63,7 +72,7 @@ def device_copy(pristine: Any, device: Any) -> Any:
 
 
 def check_not_lost(state: Any) -> None:
-    """Raise :class:`Gemma4CompatError` when the state's scales went to meta before anybody kept them."""
+    """Raise :class:`Gemma4CompatError` if the state's scales were moved to meta before a copy was made."""
     if state.absmax is not None and state.absmax.device.type == "meta":
         raise Gemma4CompatError(
             f"the quantization state of a 4-bit weight of shape {tuple(state.shape or ())} was destroyed by an "
@@ -73,7 +82,7 @@ def check_not_lost(state: Any) -> None:
 
 
 def tensors(state: Any) -> Iterator[Any]:
-    """Every tensor of a state, those of the nested one included."""
+    """Every tensor of a state, including those of its nested state."""
     import torch
 
     for name, value in vars(state).items():
@@ -84,7 +93,9 @@ def tensors(state: Any) -> Iterator[Any]:
 
 
 def with_tensors(pristine: Any, known: Mapping[int, Any]) -> Any:
-    """A state like a pristine one that remembers it, with other tensors, by the ``id`` of those they stand for."""
+    """A copy of a pristine state that remembers it, with its tensors replaced; ``known`` maps ``id`` of a tensor to
+    its replacement.
+    """
     import torch
 
     copied = object.__new__(type(pristine))
@@ -100,7 +111,7 @@ def with_tensors(pristine: Any, known: Mapping[int, Any]) -> Any:
 
 
 def replace_tensors(pristine: Any, known: Mapping[int, Any]) -> None:
-    """Let a pristine state keep the same values in other tensors, by the ``id`` of those it has."""
+    """Let a pristine state keep its values in other tensors; ``known`` maps ``id`` of a tensor to its replacement."""
     import torch
 
     for name, value in list(vars(pristine).items()):
@@ -111,7 +122,7 @@ def replace_tensors(pristine: Any, known: Mapping[int, Any]) -> None:
 
 
 def _copy(state: Any, device: Any, *, copy: bool) -> Any:
-    """``state`` with every tensor on ``device``, the nested state included; all other attributes as they are."""
+    """``state`` with every tensor on ``device``, the nested state included; other attributes are unchanged."""
     import torch
 
     copied = object.__new__(type(state))

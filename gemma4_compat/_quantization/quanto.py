@@ -1,4 +1,4 @@
-"""Layers that quanto quantized. Imports nothing upstream at module level."""
+"""Layers quantized by quanto. Imports nothing upstream at module level."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def is_quantized(module: Any) -> bool:
-    """Whether this layer's own weight is one that quanto packed."""
+    """Whether quanto packed this layer's own weight."""
     weight = vars(module).get("_parameters", {}).get("weight")
     return type(weight).__module__.startswith("optimum.quanto")
 

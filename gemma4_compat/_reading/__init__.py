@@ -1,1 +1,1 @@
-"""Files that users have, read within bounds: a file that is too large, too deep or of other types is one error."""
+"""Read users' files within bounds: a file that is too large, nested too deeply or has wrong types is an error."""

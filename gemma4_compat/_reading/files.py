@@ -1,4 +1,4 @@
-"""Read a file as a whole, if it is a regular one and not larger than any real file of its kind."""
+"""Read a whole file, if it is a regular file and not larger than any real file of its kind."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def read_bytes(path: Path, limit: int, what: str, *, included_by: str = "", reme
     """The content of a file.
 
     Args:
-        path: of the file. A device or a pipe has no size and may have no end, so it is refused.
+        path: of the file. A device or a pipe is refused, because it has no size and may have no end.
         limit: in bytes.
-        what: it is, for the message, such as "a configuration".
+        what: the kind of file, for the message, such as "a configuration".
         included_by: the place that names the file, for the message.
         remedy: for a file that cannot be read.
 
     Raises:
-        Gemma4CompatError: it cannot be read, is no regular file, or is larger than ``limit``.
+        Gemma4CompatError: it cannot be read, is not a regular file, or is larger than ``limit``.
     """
     before, name = f"{included_by}: " if included_by else "", _shortened(os.fspath(path))
     try:
@@ -45,10 +45,10 @@ def read_bytes(path: Path, limit: int, what: str, *, included_by: str = "", reme
 
 
 def exists(path: Path, kind: str = "file") -> bool:
-    """Whether there is a "file" or a "folder" of that name.
+    """Whether a "file" or a "folder" of that name exists.
 
     Raises:
-        Gemma4CompatError: the name cannot be one (too long, or with a null character), or may not be looked up.
+        Gemma4CompatError: the name is invalid (too long, or with a null character), or may not be looked up.
     """
     try:
         mode = path.stat().st_mode

@@ -1,7 +1,7 @@
-"""The types of the JSON files that are read, as far as this package or the libraries' loops depend on them.
+"""The types of JSON files, as far as this package or loops in the libraries depend on them.
 
-Imports msgspec, so it is imported where a file is read. Fields that are not named here are allowed and kept. Bounds
-are far above every real file, and low enough that what follows takes seconds.
+Imports msgspec, so import it only where a file is read. Other fields are allowed and kept. Bounds are far above every
+real file, and low enough that later steps take only seconds.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _Size = Annotated[int, Meta(ge=0, le=2**62)]
 #: A dimension of a weight. The largest in Gemma 4 are the 262,144 tokens of the vocabulary.
 _Width = Annotated[int, Meta(ge=0, le=2**31)]
 _Positive = Annotated[int, Meta(ge=1, le=2**31)]
-#: Layers of one model: Gemma 4 has at most 60, and the deepest models that are released about 130.
+#: Layers of one model: Gemma 4 has at most 60, the deepest released models about 130.
 _Layers = Annotated[int, Meta(ge=0, le=200)]
 #: A name of a tensor or a module; real ones have at most 150 characters.
 Name = Annotated[str, Meta(max_length=1000)]
-#: Names of modules. A Gemma 4 with every expert by itself has 12,000.
+#: Names of modules. A Gemma 4 with one module per expert has 12,000.
 _Names = Annotated[list[Name], Meta(max_length=20_000)]
 #: A regular expression. Unsloth writes the longest ones, of 600 characters.
 _Pattern = Annotated[str, Meta(max_length=10_000)]
-#: By pattern. Full names of all linears of the 31B, towers included, are 620.
+#: Entries by pattern. The 31B has 620 linears with full names, towers included.
 _ByPattern = Annotated[dict[_Pattern, Any], Meta(max_length=1000)]
 #: A name, a path or a version.
 _Word = Annotated[str, Meta(max_length=5000)]
@@ -31,7 +31,7 @@ _Numbers = Annotated[list[int], Meta(max_length=300_000)]
 
 
 class AdapterConfig(Struct):
-    """``adapter_config.json`` of any PEFT type; what the types share, and what LoRA has beside it."""
+    """``adapter_config.json`` of any PEFT type: the fields that the types share, and those of LoRA."""
 
     auto_mapping: dict[str, Any] | None = None
     base_model_name_or_path: _Word | None = None
@@ -57,7 +57,7 @@ class AdapterConfig(Struct):
 
 
 class _Part(Struct):
-    """What the configurations of the text model and of the towers share."""
+    """The fields that the configurations of the text model and of the towers share."""
 
     hidden_size: _Positive | None = None
     intermediate_size: _Positive | None = None
@@ -110,7 +110,7 @@ class ShardIndex(Struct):
 
 
 class Tensor(Struct):
-    """An entry of a safetensors header. ``__metadata__`` stands beside them, whose values are strings."""
+    """An entry of a safetensors header. The header also has ``__metadata__``, whose values are strings."""
 
     dtype: Annotated[str, Meta(max_length=100)] | UnsetType = UNSET
     shape: Annotated[list[_Size], Meta(max_length=64)] | str | UnsetType = UNSET

@@ -1,7 +1,7 @@
-"""The one reader of JSON files, for configurations, indices of shards and headers of safetensors files.
+"""Read JSON files: configurations, indices of shards and headers of safetensors files.
 
-A type (:mod:`gemma4_compat._reading.formats`) says which fields are looked at and what they may hold; fields that it
-does not name stay as they are, because newer releases add some.
+A type (:mod:`gemma4_compat._reading.formats`) says which fields are checked and what they may hold; other fields stay
+as they are, because newer releases add some.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gemma4_compat._reading.files import MIB
 #: 262,144 tokens, 3.6 MB as PEFT writes it; a model's is a few kB.
 SETTINGS_LIMIT = 8 * MIB
 #: Bytes of an index of shards, or of a safetensors header. Qwen3-235B's index, 36,000 tensors, has 3.5 MB; a Gemma 4
-#: with every expert by itself has 12,000.
+#: with one module per expert has 12,000.
 TENSORS_LIMIT = 16 * MIB
 #: Objects and lists inside each other. Real configurations have five.
 DEEPEST = 64
@@ -32,8 +32,8 @@ def settings(file: Path, format: type | None = None) -> dict[str, Any]:
     """The object in a configuration, as plain data with all its fields.
 
     Args:
-        file: of the configuration.
-        format: the type it must have, as far as that names its fields.
+        file: the configuration file.
+        format: the type of the fields that it names.
 
     Raises:
         Gemma4CompatError: it cannot be read, is too large or too deep, or a field has another type.
@@ -52,10 +52,10 @@ def settings(file: Path, format: type | None = None) -> dict[str, Any]:
 
 
 def of_format(data: bytes, format: type[_Format], wrong: str) -> _Format:
-    """``data`` as an object of that type; other fields are skipped while it is read.
+    """``data`` as an object of that type; other fields are skipped.
 
     Raises:
-        Gemma4CompatError: it is not JSON, or of another type; the message begins with ``wrong``.
+        Gemma4CompatError: it is not JSON, or has another type; the message begins with ``wrong``.
     """
     import msgspec
 
@@ -66,7 +66,7 @@ def of_format(data: bytes, format: type[_Format], wrong: str) -> _Format:
 
 
 def _plain(file: Path, data: bytes) -> Any:
-    """JSON as Python and PEFT write it, which may hold Infinity and NaN."""
+    """JSON as Python and PEFT write it, possibly with Infinity and NaN."""
     try:
         found = json.loads(data.decode("utf-8"), parse_int=_whole)
         _refuse_odd(found)
@@ -87,7 +87,7 @@ def _whole(text: str) -> int:
 
 
 def _refuse_odd(data: Any) -> None:
-    """Refuse what reads well and fails later: nesting that Python cannot walk, and halves of characters."""
+    """Refuse values that parse but fail later: nesting that Python cannot walk, and lone surrogates."""
     level = [data]
     for _ in range(DEEPEST):
         inner: list[Any] = []
@@ -106,14 +106,14 @@ def _refuse_odd(data: Any) -> None:
 
 
 def _too_deep(file: Path) -> Gemma4CompatError:
-    return Gemma4CompatError(f"{str(file)!r} is not JSON that is read: it is nested deeper than {DEEPEST} levels")
+    return Gemma4CompatError(f"{str(file)!r} cannot be read: its JSON is nested deeper than {DEEPEST} levels")
 
 
 def _said(error: Exception) -> str:
-    """What msgspec says, with the place first: ``rank_pattern: expected object | null, got array``."""
+    """The message of msgspec with the place first: ``rank_pattern: expected object | null, got array``."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if isinstance(error, UnicodeDecodeError):  # its text holds all of the file
+    if isinstance(error, UnicodeDecodeError):  # its text contains the whole file
         return "it is not UTF-8"
     said, _, place = str(error).replace("`", "").partition(" - at ")
     said = f"{said[:1].lower()}{said[1:]}"

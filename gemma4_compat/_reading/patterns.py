@@ -1,8 +1,8 @@
-"""Regular expressions of configurations: tried where they can be stopped, before PEFT matches them where it cannot.
+"""Try the regular expressions of configurations in a process that can be stopped, before PEFT matches them.
 
-PEFT matches with ``re``, which backtracks: ``(a+)+$`` takes longer than the universe on one name. No other engine says
-how long ``re`` takes, and no rule about an expression's text does. So ``re`` itself matches the same expressions with
-the same names in a child process that may compute for :data:`SECONDS`. Plain names need no trial.
+PEFT matches with ``re``, which backtracks: ``(a+)+$`` can take practically forever on one name. Neither another engine
+nor a rule about an expression's text predicts how long ``re`` takes. So ``re`` itself matches the same expressions
+with the same names in a child process that may compute for :data:`SECONDS`. Plain names need no trial.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONGEST = 200_000
 
 #: An expression that cannot backtrack: characters, and classes of one character.
 _PLAIN = re.compile(r"(?:[\w.\-]|\\[.\-_dws])*")
-_WALL = 60.0  # seconds; a busy machine gives the child less time than it takes
+_WALL = 60.0  # seconds of wall time; on a busy machine the child gets less CPU time
 
 _CHILD = """
 import json, re, signal, sys
@@ -45,12 +45,12 @@ else:
 
 
 def refuse_slow(config: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """Refuse a configuration whose expressions take too long on these names, or are none.
+    """Refuse a configuration whose expressions take too long on these names, or are invalid.
 
     Args:
-        config: of an adapter.
-        names: of modules, as the model and the file have them.
-        where: what has the configuration, for the message.
+        config: an adapter's configuration.
+        names: of modules, in the model and in the file.
+        where: the source of the configuration, for the message.
 
     Raises:
         Gemma4CompatError: the message names the expression.
@@ -60,8 +60,8 @@ def refuse_slow(config: Mapping[str, Any], names: Iterable[str], where: str) -> 
         return
     if sum(len(written) for written, *_ in found) > LONGEST:
         raise Gemma4CompatError(
-            f"the patterns in {where} have more than {LONGEST} characters together, which no real adapter's have; "
-            "write them shorter"
+            f"the patterns in {where} have more than {LONGEST} characters together, more than in any real adapter; "
+            "shorten them"
         )
     said = _trial([(way, expression) for _, way, expression in found], list(names))
     if said[-1:] == ["done"]:
@@ -70,15 +70,15 @@ def refuse_slow(config: Mapping[str, Any], names: Iterable[str], where: str) -> 
     written = found[number][0]
     shown = written if len(written) <= 200 else f"{written[:200]}..."
     if said and not said[-1].isdigit():
-        raise Gemma4CompatError(f"{shown!r} in {where} is no regular expression: {json.loads(said[-1])}")
+        raise Gemma4CompatError(f"{shown!r} in {where} is not a valid regular expression: {json.loads(said[-1])}")
     raise Gemma4CompatError(
-        f"the pattern {shown!r} in {where} takes more than {SECONDS:g} s to match with the modules' names: its "
+        f"the pattern {shown!r} in {where} takes more than {SECONDS:g} s to match the modules' names: its "
         "repetitions can divide a name in too many ways. Write it without a repetition inside another"
     )
 
 
 def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Each expression as it is written, the function of ``re`` that PEFT calls, and what it calls it with."""
+    """Each expression as written, the function of ``re`` that PEFT calls, and the pattern it passes."""
     for name in ("target_modules", "exclude_modules", "feedforward_modules"):
         if isinstance(value := config.get(name), str):
             yield value, "fullmatch", value
@@ -93,10 +93,10 @@ def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _trial(expressions: list[tuple[str, str]], names: list[str]) -> list[str]:
-    """What the child says: the number of each expression it began, and then "done" or what is wrong with the last."""
+    """The child's output: the number of each expression it began, then "done" or the error of the last."""
     if not sys.executable or getattr(sys, "frozen", False):
         raise Gemma4CompatError(
-            f"the pattern {expressions[0][1]!r} is tried in a process of its own, which this application cannot "
+            f"the pattern {expressions[0][1]!r} must be tried in a separate process, which this application cannot "
             "start; use an installed Python"
         )
     try:

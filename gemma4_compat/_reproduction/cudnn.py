@@ -1,7 +1,7 @@
 """cuDNN's attention on a Hopper GPU, or a stand-in for it: NaN gradients for queries that see no key.
 
-Where the GPU's own kernel gives none, ``scaled_dot_product_attention`` is lent a backward pass that does, and the
-device is said to be one on which PyTorch takes cuDNN.
+If the machine's own kernel does not give NaN, ``scaled_dot_product_attention`` gets a backward pass that does, and the
+device poses as one on which PyTorch uses cuDNN.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-#: The repair, told what device this is where it is loaded: a script of upstream's calls alone has none.
+#: The fix, which is told about the device if it is loaded; a standalone script does not load it.
 REPAIR = "gemma4_compat._models.unseen_keys"
-#: The widest head that cuDNN's attention takes.
+#: The widest head that cuDNN's attention supports.
 WIDEST = 256
-#: Tokens of a row: NaN was seen at this length.
+#: Tokens in a row; NaN was seen at this length.
 LENGTH = 64
 PADDED = 20
 
 
 def padded(device: Any, side: str = "left") -> dict[str, Any]:
-    """Two rows of text, the first of them padded, with labels."""
+    """Two rows of text with labels, the first of them padded."""
     import torch
 
     ids = torch.randint(3, 240, (2, LENGTH), generator=torch.Generator().manual_seed(11))
@@ -32,7 +32,7 @@ def padded(device: Any, side: str = "left") -> dict[str, Any]:
 
 
 def broken(model: Any, batch: dict[str, Any]) -> tuple[int, int]:
-    """In how many weights a training step's gradients have a NaN, and how many have gradients."""
+    """How many weights get NaN gradients in a training step, and how many get gradients."""
     model(**batch).loss.backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     model.zero_grad(set_to_none=True)
@@ -40,7 +40,7 @@ def broken(model: Any, batch: dict[str, Any]) -> tuple[int, int]:
 
 
 def gives_nan(device: Any) -> bool:
-    """Whether the attention that PyTorch takes by itself on ``device`` has the defect."""
+    """Whether the attention that PyTorch chooses on ``device`` has the defect."""
     import torch
 
     if not torch.cuda.is_available() or torch.device(device).type != "cuda":
@@ -57,7 +57,7 @@ def gives_nan(device: Any) -> bool:
 
 @contextlib.contextmanager
 def kernel(device: Any) -> Iterator[str]:
-    """Within it, attention on ``device`` has the defect: by itself, or by the stand-in. Its name."""
+    """Inside, attention on ``device`` has the defect, its own or the stand-in's. Yields the name of the kernel."""
     import torch
 
     if gives_nan(device):

@@ -1,6 +1,6 @@
-"""A flash kernel's stand-in: its functions in plain arithmetic, and what it refuses.
+"""A stand-in for a flash kernel: its functions in plain arithmetic, with the same refusals.
 
-Where no flash kernel runs, transformers is lent these in place of those of the package ``flash_attn``.
+If no flash kernel runs, transformers gets these functions instead of those of the package ``flash_attn``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-#: What it was called for: the widths of heads.
+#: The widths of heads in the calls so far.
 called: list[int] = []
 
 
@@ -29,7 +29,7 @@ def flash_attn_func(
     The last query is aligned with the last key.
 
     Raises:
-        RuntimeError: heads are wider than 256, as the kernel raises it.
+        RuntimeError: heads are wider than 256; the kernel raises the same.
     """
     import torch
 
@@ -87,10 +87,10 @@ def flash_attn_varlen_func(
 
 @contextlib.contextmanager
 def kernel() -> Iterator[tuple[str, Any]]:
-    """The name of a flash attention that runs here, and the dtype for it: the package's on a GPU that has it, else the
+    """The name of a flash attention that runs here, and its dtype: the package's on a GPU that has it, else the
     stand-in's.
 
-    transformers has no name for a stand-in: its own look-up of a kernel is replaced meanwhile.
+    transformers has no name for a stand-in, so its look-up of a kernel is replaced meanwhile.
     """
     import torch
     from transformers import modeling_flash_attention_utils as upstream

@@ -35,14 +35,14 @@ def _outcome(reproduce: Callable[[Workspace], Outcome], workspace: Workspace) ->
         return reproduce(workspace)
     except MissingPartError as error:
         return Outcome(False, str(error), applicable=False)
-    except Exception as error:  # the user's crash is the result here
+    except Exception as error:  # here the user's crash is the result
         return Outcome.of_error(error)
 
 
 def assisted(workspace: Workspace, *, without_arguments: bool = False) -> Outcome:
     """Whether generation with an assistant model gives the same tokens as without.
 
-    ``without_arguments``: raise the crash that transformers-assistant-arguments repairs.
+    ``without_arguments``: raise the crash that transformers-assistant-arguments fixes.
     """
     import torch
 
@@ -94,7 +94,7 @@ def promised_states(model: Any, batch: dict[str, Any]) -> list[str]:
 
 def features(model: Any, batch: dict[str, Any], modality: str) -> Any:
     """The features of the image (``modality`` "vision") or the audio ("audio") in ``batch`` that the language model
-    gets; float32, one row per soft token.
+    gets: float32, one row per soft token.
     """
     import torch
 
@@ -112,7 +112,7 @@ def features(model: Any, batch: dict[str, Any], modality: str) -> Any:
 
 def compare_quantized_tower(workspace: Workspace, quantization: str, modality: str) -> tuple[float, float]:
     """Relative differences of a quantized tower's features: from those of the dequantized weights, and between two
-    very different inputs. About 0 and 1.4 are perfect.
+    very different inputs. The ideal is about 0 and 1.4.
     """
     batch = workspace.inputs()
     other = dict(batch, pixel_values=1 - batch["pixel_values"])

@@ -1,12 +1,12 @@
 """A second device on any machine: the CPU under another name, whose tensors refuse to be mixed with others.
 
-What a model on two GPUs gets wrong, a tensor left on the other one, is an error here as it is there. Values are those
-of the CPU's kernels, so a model on both devices has the bits of one on the CPU, gradients included. It is a backend of
-PyTorch written in Python (``torch.utils.backend_registration``, experimental): a tensor of it holds one of the CPU, on
-which every operation runs. PyTorch supports one such device, so it is the second beside ``torch.device("cpu")``;
-accelerate takes that for a device to compute on, where ``"cpu"`` is one to offload to.
+The mistake of a model on two GPUs, a tensor left on the other GPU, is an error here as it is there. Values come from
+the CPU's kernels, so a model on both devices has the bits of one on the CPU, gradients included. It is a PyTorch
+backend written in Python (``torch.utils.backend_registration``, experimental): each of its tensors holds a CPU tensor,
+on which every operation runs. PyTorch supports one such device, so it is the second beside ``torch.device("cpu")``;
+accelerate treats that as a device to compute on, while it offloads to ``"cpu"``.
 
-The backend stays registered until the process ends: use it in a process of its own.
+The backend stays registered until the process ends, so use it in a separate process.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 TYPE = "second"
-#: As a device map names it.
+#: Its name in a device map.
 DEVICE = f"{TYPE}:0"
 
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
-#: Their indices may be on the CPU.
+#: Operations whose indices may be on the CPU.
 _INDEXED = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default)
 _SET_DATA = torch.Tensor.data.__set__
-#: An attribute of tensors that ``torch.tensor(number)`` made: they would be on the host, not on the other GPU.
+#: Marks tensors made by ``torch.tensor(number)``, which would be on the host, not on the other GPU.
 _NUMBER = "made_of_a_number"
-_kernels: list[Any] = []  # what is registered, once
+_kernels: list[Any] = []  # registered once
 
 
 def available() -> bool:
-    """Whether this PyTorch takes backends that are written in Python."""
+    """Whether this PyTorch accepts backends written in Python."""
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 
 
 class SecondTensor(torch.Tensor):  # type: ignore[misc]
-    """A tensor on the second device. ``on_cpu`` has its values, in the same layout."""
+    """A tensor on the second device; ``on_cpu`` has its values in the same layout."""
 
     on_cpu: torch.Tensor
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, requires_grad: bool | None = None, **_: Any) -> Any:
-        """With ``requires_grad`` a parameter, on the device of ``data``: accelerate makes them of any class so."""
+        """With ``requires_grad`` a parameter on the device of ``data``; accelerate builds parameters of any class
+        so.
+        """
         if requires_grad is not None:
             return torch.nn.Parameter(data, requires_grad=requires_grad)
         how: dict[str, Any] = {"layout": data.layout}
@@ -97,7 +99,7 @@ class SecondTensor(torch.Tensor):  # type: ignore[misc]
 
 
 def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``func`` by the CPU's kernels; results are on the device that real kernels would have left them on.
+    """Run ``func`` with the CPU's kernels; results are on the device where real kernels would leave them.
 
     Raises:
         RuntimeError: the arguments are on several devices.
@@ -111,7 +113,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         here = torch.device(asked).type == TYPE
         kwargs = kwargs | ({"device": torch.device("cpu")} if here else {})
     plain_args, plain_kwargs = tree_map_only(SecondTensor, lambda tensor: tensor.on_cpu, (args, kwargs))
-    if here and func is _ATEN.histc.default:  # which takes whole numbers everywhere but on a CPU
+    if here and func is _ATEN.histc.default:  # which accepts integers everywhere except on a CPU
         output = func(plain_args[0].float(), *plain_args[1:], **plain_kwargs).to(plain_args[0].dtype)
     else:
         output = func(*plain_args, **plain_kwargs)
@@ -123,7 +125,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _refuse_mixed(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
-    """Of tensors on the CPU, which stands for another GPU, only indices go with any, and numbers made on the host."""
+    """Refuse CPU tensors (the CPU stands for another GPU), except indices and numbers made on the host."""
     if func in _INDEXED:
         tensors = [tensor for tensor in (args[0], *args[2:3]) if isinstance(tensor, torch.Tensor)]
     devices = {str(tensor.device) for tensor in tensors if not hasattr(tensor, _NUMBER)}
@@ -135,17 +137,16 @@ def _refuse_mixed(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
 
 
 class _Factories(TorchDispatchMode):  # type: ignore[misc]
-    """What is created on the second device has no tensor of it among its arguments."""
+    """Handles creation on the second device, where no argument is one of its tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _computed(func, args, kwargs or {})
 
 
 class _SameKernels(TorchFunctionMode):  # type: ignore[misc]
-    """Attention is composed of other operations on devices that PyTorch does not know: other bits.
+    """Uses the CPU's attention: on unknown devices PyTorch composes it from other operations, with other bits.
 
-    And ``.data =`` moves a parameter from the one device to the other, as it does between a CPU and a GPU. Numbers are
-    marked as such.
+    Also lets ``.data =`` move a parameter between devices, as between a CPU and a GPU, and marks numbers.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,10 +169,10 @@ class _SameKernels(TorchFunctionMode):  # type: ignore[misc]
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Attention by the CPU's kernel, which to autograd is one operation on the second device.
+    """Attention by the CPU's kernel that autograd sees as one operation on the second device.
 
-    By way of ``.cpu()`` its backward pass would be in the CPU's thread, and the device's would do something else
-    meanwhile: gradients would be added up in another order in each run.
+    With ``.cpu()`` its backward pass would run in the CPU's thread, concurrently with the device's thread, so
+    gradients would be added up in a different order in each run.
     """
 
     @staticmethod
@@ -194,7 +195,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Backend:
-    """What PyTorch asks the module of a device."""
+    """The functions that PyTorch expects in the module of a device."""
 
     def is_available(self) -> bool:
         return True
@@ -212,7 +213,7 @@ class _Backend:
         return 0
 
     def manual_seed_all(self, seed: int) -> None:
-        """It draws nothing itself."""
+        """Does nothing: the device draws no random numbers itself."""
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.get_rng_state()
@@ -225,7 +226,7 @@ class _Backend:
 
 
 def _register() -> None:
-    """Tell PyTorch of the device, and of what ``torch.tensor`` calls beneath every mode."""
+    """Register the device with PyTorch, and the operations that ``torch.tensor`` calls below every mode."""
     if _kernels:
         return
     backend_registration._setup_privateuseone_for_python_backend(TYPE, backend_module=_Backend())

@@ -1,7 +1,7 @@
-"""FSDP2 over two ranks in one process, and how a GPU copies 16-bit floats, or a stand-in for it.
+"""FSDP2 over two ranks in one process, and a GPU's copy of 16-bit floats, or a stand-in for it.
 
-torch's ``fake`` process group has one rank that runs; a collective gives each rank what this one has. What the group
-gathers is therefore right in the part that is the rank's own.
+In torch's ``fake`` process group only one rank runs, and a collective gives every rank this rank's data. So what the
+group gathers is only right in this rank's own part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ RANKS = 2
 
 
 def missing() -> str | None:
-    """Why FSDP2 cannot be tried here; None where it can."""
+    """Why FSDP2 cannot be tried here; None if it can."""
     import torch
 
     if not torch.distributed.is_available():
@@ -33,7 +33,7 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def two_ranks(device: Any) -> Iterator[Any]:
-    """Within it this process is the first of two ranks. A mesh of both."""
+    """Inside, this process is the first of two ranks. Yields a mesh of both."""
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -45,7 +45,7 @@ def two_ranks(device: Any) -> Iterator[Any]:
 
 
 def packed(workspace: Workspace) -> Any:
-    """A language model in 4 bits, frozen, whose packed bytes are stored as bf16: what FSDP2 can shard."""
+    """A frozen 4-bit language model whose packed bytes are stored as bf16, which FSDP2 can shard."""
     import torch
     import transformers
 
@@ -63,7 +63,7 @@ def packed(workspace: Workspace) -> Any:
 def gathered(model: Any, mesh: Any, dtype: Any = None) -> tuple[int, int]:
     """How many of this rank's packed bytes FSDP2 changes in mixed precision, and how many it has.
 
-    ``dtype`` is what FSDP2 casts to; bf16 if None.
+    ``dtype`` is the dtype that FSDP2 casts to; bf16 if None.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -80,7 +80,7 @@ def gathered(model: Any, mesh: Any, dtype: Any = None) -> tuple[int, int]:
 
 
 def own_bytes(weight: Any) -> Any:
-    """Those of the first rank's shard."""
+    """The bytes of the first rank's shard."""
     import torch
 
     return weight.detach().chunk(RANKS)[0].contiguous().clone().flatten().view(torch.uint8)
@@ -98,7 +98,7 @@ def loses_bits(device: Any) -> bool:
 
 @contextlib.contextmanager
 def copies(device: Any) -> Iterator[str]:
-    """Within it 16-bit floats are copied on ``device`` by way of float32: by itself, or by the stand-in. Its name."""
+    """Inside, 16-bit floats are copied on ``device`` via float32, natively or by the stand-in. Yields its name."""
     import torch
 
     if loses_bits(device):

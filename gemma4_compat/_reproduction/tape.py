@@ -1,12 +1,12 @@
-"""A stand-in for a CUDA graph: a tape records the operations of a step on the CPU, and plays them again.
+"""A stand-in for a CUDA graph: a tape records the operations of a step on the CPU and replays them.
 
-As a graph does, it holds addresses, not modules: a replay reads what is in a weight's memory now, and nothing of a
-weight, adapter or hook that was put in its place. It keeps no memory alive but what the step allocated. As in a
-capture, nothing that the step does to memory happens; what it does to Python objects does. What no capture permits is
-refused: a value that Python asks for, or ``torch.tensor(a_list)``, which copies from the host.
+Like a graph, it holds addresses, not modules: a replay reads the current contents of a weight's memory, and ignores a
+weight, adapter or hook that has replaced it. It keeps only the memory alive that the step allocated. As in a capture,
+the step's changes to memory are not carried out, but its changes to Python objects are. Operations that no capture
+permits are refused: reading a value in Python, or ``torch.tensor(a_list)``, which copies from the host.
 
-Where it differs: host and device are one. So a copy from the host is an operation like others, and what would be
-permitted on the host, such as ``.item()``, is refused, too.
+It differs in that host and device are one. So a copy from the host is an ordinary operation, and operations that would
+be permitted on the host, such as ``.item()``, are also refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _under_way = threading.Lock()
 
 @contextlib.contextmanager
 def standing_in(recorders: dict[str, Any]) -> Iterator[None]:
-    """Inside, tapes record on the CPU, unless something does already, and it has events: nothing there is late.
+    """Inside, tapes record on the CPU, unless a recorder exists already, and events work there (nothing is ever late).
 
     Args:
         recorders: ``gemma4_compat._decoding.recording.RECORDERS``.
@@ -59,20 +59,20 @@ class Tape:
 
     @staticmethod
     def obstacle() -> str | None:
-        """A CPU can always do it."""
+        """None: a CPU can always record."""
         return None
 
     @staticmethod
     def new_pool() -> Any:
-        """Nothing: each tape has its own memory."""
+        """None: each tape has its own memory."""
 
     def capture(self, run: Callable[[], T]) -> T:
         """Call ``run`` once and record it. The tensors that it returns are garbage until a replay.
 
         Raises:
-            RuntimeError: it did what no capture permits, caught or not; or another capture is under way.
+            RuntimeError: it did something that no capture permits, caught or not; or another capture is under way.
         """
-        if not _under_way.acquire(blocking=False):  # in the process: the same holds for CUDA graphs in torch
+        if not _under_way.acquire(blocking=False):  # per process, as for CUDA graphs in torch
             raise RuntimeError("only one capture may be under way")
         recorder = _Recorder()
         try:
@@ -87,10 +87,10 @@ class Tape:
         return result
 
     def replay(self) -> None:
-        """Do what was recorded, to the memory as it is now.
+        """Replay the recorded operations on the memory as it is now.
 
         Raises:
-            RuntimeError: nothing is recorded; or memory from before the capture has been freed, in it or since.
+            RuntimeError: nothing is recorded, or memory from before the capture has been freed during it or since.
         """
         if self._recorder is None:
             raise RuntimeError("a replay without a capture")
@@ -99,21 +99,21 @@ class Tape:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """What is done to which memory, by storage: one that was there before, one that an operation gave, or a pool's."""
+    """Records what is done to which storage: one from before, one returned by an operation, or one from a pool."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.refused = ""  # why the capture is invalid, whoever caught the error
+        self.refused = ""  # why the capture is invalid, even if the error was caught
         self._operations: list[tuple[Any, Any, Any, list[tuple[int, Any]]]] = []
-        # Memory from before: the storage (weakly), its address and size, and the tensors in recorded operations that
-        # a replay places there, each with its offset, sizes and strides.
+        # Memory from before: the storage (weakly referenced), its address and size, and the tensors in recorded
+        # operations that a replay places there, each with its offset, sizes and strides.
         self._before: dict[int, tuple[Any, int, int]] = {}
         self._placed: list[tuple[Any, int, tuple[Any, ...]]] = []
         self._saved: dict[int, tuple[Any, Any]] = {}  # storage, and its bytes before the first write
-        self._results: dict[int, Any] = {}  # storages that operations gave
-        self._aliases: dict[int, list[Any]] = {}  # of those, in recorded operations
-        # What a storage resized in the capture has there is the graph's, and stays: recorded operations have another
-        # storage in its place. Both, with the aliases that still have to move there.
+        self._results: dict[int, Any] = {}  # storages returned by operations
+        self._aliases: dict[int, list[Any]] = {}  # aliases of those in recorded operations
+        # The contents of a storage resized in the capture belong to the graph and stay: recorded operations use
+        # another storage instead. Holds both, with the aliases that still have to move there.
         self._pool: dict[int, tuple[Any, Any]] = {}
         self._moves: list[tuple[list[Any], Any]] = []
 
@@ -139,8 +139,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 self._results[storage._cdata] = storage
                 fresh.append((position, tensor))
         if op.overloadpacket.__name__.startswith(("empty", "new_empty")):
-            return output  # no kernel
-        if written or fresh:  # not a view, which is the same memory
+            return output  # no kernel runs
+        if written or fresh:  # not a view, which shares the memory
             args, kwargs, fresh = _pytree.tree_map_only(torch.Tensor, self._alias, (args, kwargs, fresh))
             self._operations.append((op, args, kwargs, fresh))
         return output
@@ -155,7 +155,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._saved[key] = storage, storage.clone()
 
     def _alias(self, tensor: Any) -> Any:
-        """A tensor of the same memory that stays there, whatever Python does to this one (``.data = ``)."""
+        """A tensor over the same memory that stays there, whatever Python does to this one (``.data = ``)."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         alias = torch.ops.aten.alias.default(tensor)
@@ -170,9 +170,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Notice the memory that this thread frees or takes by ``UntypedStorage.resize_``, which is no operation.
+        """Notice memory that this thread frees or allocates by ``UntypedStorage.resize_``, which is not an operation.
 
-        And tell whoever asks, as transformers does before it looks at a mask, that a stream is capturing.
+        Also report that a stream is capturing, which transformers checks before it reads a mask.
         """
         thread, original = threading.get_ident(), torch.UntypedStorage.resize_
 
@@ -194,13 +194,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         key = storage._cdata
         self._saved.pop(key, None)
         if key in self._before:
-            self._before[key] = storage, 0, -1  # freed: no replay may read it
+            self._before[key] = storage, 0, -1  # freed, so no replay may read it
         if self._aliases.get(key):
             self._moves.append((self._aliases.pop(key), torch.UntypedStorage(storage.nbytes())))
         self._pool[key] = storage, torch.UntypedStorage(size)
 
     def undo(self) -> None:
-        """Memory from before gets its bytes back; what was allocated since holds garbage, for no kernel ran."""
+        """Restore the bytes of memory from before; memory allocated since holds garbage, because no kernel ran."""
         with torch.inference_mode():
             for aliases, storage in self._moves:
                 for alias in aliases:
@@ -224,7 +224,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             storage = memory[key] = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None or (storage.data_ptr(), storage.nbytes()) != (address, size):
                 raise RuntimeError("an illegal memory access was encountered: the replay reads memory that was freed")
-        with torch.inference_mode(), torch.autocast("cpu", enabled=False):  # kernels, and nothing around them
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):  # only kernels, nothing around them
             for tensor, key, layout in self._placed:
                 tensor.set_(memory[key], *layout)
             try:
@@ -251,11 +251,11 @@ def _needs_a_value(op: Any, args: Any, kwargs: Any) -> bool:
     aten, tags = torch.ops.aten, op.tags
     if op.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index_put):
         masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        # With a number for its value, `x[mask] = 0`, it is `masked_fill_`.
+        # With a number as value, `x[mask] = 0` is `masked_fill_`.
         return bool(masked and (op.overloadpacket is aten.index or args[2].dim() > 0))
     if op.overloadpacket is aten.repeat_interleave:
         return kwargs.get("output_size") is None
-    if op.name().startswith("bitsandbytes::int8_vectorwise_quant"):  # it looks for outliers itself
+    if op.name().startswith("bitsandbytes::int8_vectorwise_quant"):  # it searches for outliers itself
         threshold = args[1] if len(args) > 1 else kwargs.get("threshold", 0.0)
         return bool(threshold > 0)
     if op is aten.lift_fresh.default:  # torch.tensor: a single number can be an argument of a kernel
@@ -266,8 +266,8 @@ def _needs_a_value(op: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _is_unknown(args: Any, kwargs: Any) -> bool:
-    """Whether it makes a tensor of a storage, as ``copy.deepcopy`` does: of one from before, or of a new one that no
-    operation gave; or has a sparse tensor.
+    """Whether the operation makes a tensor from a storage, as ``copy.deepcopy`` does: one from before, or a new one
+    that no operation returned; or has a sparse tensor.
     """
     given = _pytree.tree_leaves((args, kwargs))
     storages = (torch.UntypedStorage, torch.TypedStorage)

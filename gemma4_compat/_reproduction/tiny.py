@@ -1,6 +1,6 @@
-"""A tiny Gemma 4: loaded, quantized and dispatched the way users do it, and inputs for it.
+"""A tiny Gemma 4, loaded, quantized and dispatched as users do it, and inputs for it.
 
-Everything here imports upstream inside its functions: the module itself may be imported before them.
+Upstream is imported only inside functions, so this module may be imported first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def load(
     dtype: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """The checkpoint through ``from_pretrained``, in eval mode.
+    """Load the checkpoint through ``from_pretrained``, in eval mode.
 
     Args:
         checkpoint: folder written by :func:`tiny_models.build_checkpoint`.
@@ -33,8 +33,8 @@ def load(
         device: for the whole model.
         device_map: a map for ``from_pretrained`` instead of ``device``.
         skip_modules: further modules that stay unquantized.
-        towers: quantize the vision and the audio tower on every release, see :func:`quantization_config`.
-        cls: the class that loads it; the multimodal one if None.
+        towers: quantize the vision and audio towers on every release; see :func:`quantization_config`.
+        cls: the class to load; the multimodal one if None.
         dtype: of unquantized weights and of 4-bit computation; bf16 if None.
         kwargs: for ``from_pretrained``.
     """
@@ -75,12 +75,12 @@ def quantization_config(
 ) -> Any:
     """The ``BitsAndBytesConfig`` for a name that :func:`load` knows.
 
-    ``cpu_offload`` must be set for a map with CPU entries and others; transformers then leaves those unquantized.
-    Unless ``towers``, the towers stay in bf16 before transformers 5.13, where quantized towers give wrong features
-    (F9) or raise (F10); the multimodal embedders of a ``unified`` model stay in bf16 on every release.
+    ``cpu_offload`` must be set for a map with both CPU and other entries; transformers then leaves CPU entries
+    unquantized. Unless ``towers``, the towers stay in bf16 before transformers 5.13, where quantized towers give wrong
+    features (F9) or raise (F10); the multimodal embedders of a ``unified`` model stay in bf16 on every release.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is unknown.
     """
     if quantization is None:
         return None
@@ -105,7 +105,7 @@ def quantization_config(
 
 
 def plain_towers(unified: bool = False) -> list[str]:
-    """What :func:`quantization_config` leaves in bf16 unless told to quantize ``towers``."""
+    """Modules that :func:`quantization_config` leaves in bf16 unless ``towers`` is set."""
     import transformers
 
     if unified:
@@ -152,7 +152,8 @@ def towers(model: Any) -> list[str]:
 def skip_keys(model: Any) -> list[str]:
     """The arguments that accelerate's hooks must not move, as the model itself lists them.
 
-    That of transformers 5.5.2 lacks ``shared_kv_states``. That of 5.23 and later has it no more: there they are moved.
+    In transformers 5.5.2 the list lacks ``shared_kv_states``. From 5.23 on it no longer has that key: there they are
+    moved.
     """
     own = list(model._skip_keys_device_placement)
     return [*own, "shared_kv_states"] if versions.admits("<5.5.3", versions.current("transformers") or "") else own
@@ -166,9 +167,9 @@ def dispatch(model: Any, placement: dict[str, Any], folder: Path) -> Any:
 
 
 def dispatch_to_two(model: Any, second: str, there: list[str] | None = None) -> Any:
-    """The same for a model on the CPU, parts of which go to a second device; nothing is offloaded.
+    """Dispatch a model on the CPU so that parts go to a second device; nothing is offloaded.
 
-    ``there``: names of modules as :func:`device_map` has them; some of the decoder layers if None.
+    ``there``: names of modules as in :func:`device_map`; some of the decoder layers if None.
     """
     import torch
     from accelerate import dispatch_model
@@ -176,12 +177,12 @@ def dispatch_to_two(model: Any, second: str, there: list[str] | None = None) -> 
     main, other = torch.device("cpu"), torch.device(second)
     placement = device_map(model, "layers" if there is None else "none", main=main, offloaded=other)
     placement |= dict.fromkeys(there or [], other)
-    # accelerate would take any of them for the main device
+    # accelerate would take any of them as the main device
     return dispatch_model(model, placement, main_device=main, skip_keys=skip_keys(model))
 
 
 def dequantize(model: Any) -> Any:
-    """Replace each quantized linear of ``model`` by an ``nn.Linear`` with its dequantized weight and return it."""
+    """Replace each quantized linear of ``model`` by an ``nn.Linear`` with its dequantized weight; return the model."""
     import torch
     from bitsandbytes import functional
 
@@ -241,9 +242,9 @@ def without(batch: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def several_media(batch: dict[str, Any]) -> dict[str, Any]:
-    """Two prompts, of which the first has two images and two sounds, and the second one of each.
+    """Two prompts: the first has two images and two sounds, the second one of each.
 
-    ``batch``: of :func:`inputs`; without sounds where it has none.
+    ``batch``: from :func:`inputs`; without sounds if it has none.
     """
     import torch
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gemma4_compat._reproduction import tiny
 
-#: Adapter targets by what they cover. In the towers they match clipped linears, a wrapper that PEFT does not know.
+#: Adapter targets by what they cover. In the towers they match clipped linears, wrappers that PEFT does not support.
 TARGETS: dict[str, str] = {
     "language": r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)",
     "towers": r".*(vision_tower|audio_tower)\..*\.(q_proj|k_proj|v_proj|gate_proj|down_proj|ffw_layer_1)",
@@ -22,12 +22,12 @@ _UNIFIED_TARGETS = {
 }
 
 
-#: Of the language model's decoder layers a few linears, for tuners that are slow on all of them.
+#: A few linears of the language model's decoder layers, for tuners that are slow on all of them.
 SOME_LINEARS = r".*language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.up_proj)"
 
 
 def tuned(model: Any, config: Any) -> Any:
-    """``model`` with a new adapter of PEFT, whose weights are moved so that it has an effect."""
+    """``model`` with a new PEFT adapter whose weights are changed so that it has an effect."""
     import peft
     import torch
 
@@ -43,7 +43,7 @@ def tuned(model: Any, config: Any) -> Any:
 def build_adapter(checkpoint: Path, folder: Path, targets: str = "language", *, rank: int = 4, seed: int = 1) -> Path:
     """Write a LoRA adapter with non-zero weights for ``TARGETS[targets]`` into ``folder`` and return it.
 
-    Wrapper targets are written the way published adapters have them, on the inner ``.linear``; that needs no patch.
+    Wrapper targets are written on the inner ``.linear``, as in published adapters; that needs no patch.
     """
     model = tiny.load(checkpoint)
     wrapped = {name for name, module in model.named_modules() if type(module).__name__ == "Gemma4ClippableLinear"}

@@ -1,10 +1,10 @@
 """Configurations of tiny Gemma 4 models, with the real configuration classes.
 
-The shape keeps what breaks: clipped linears in vision and audio towers, layers that share their keys and values,
+The shape keeps the parts that break: clipped linears in vision and audio towers, layers that share keys and values,
 per-layer embeddings, tied head, sliding and full attention. Linear widths suit bitsandbytes on the CPU (inputs are a
 multiple of 64, outputs a multiple of 32).
 
-Everything here imports upstream inside its functions: the module itself may be imported before them.
+Upstream is imported only inside functions, so this module may be imported first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 2,
 }
 _LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
-#: The settings of a released variant's text model: no larger variant has KV-shared layers or per-layer embeddings.
+#: Settings of each variant's text model: the larger variants have no KV-shared layers and no per-layer embeddings.
 _LARGE: dict[str, Any] = {
     "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 0,
@@ -111,8 +111,8 @@ def config(
         positions: patches that an image may have per side.
         text_variant: a key of :data:`TEXT_VARIANTS`.
         variant: a released variant instead of the above.
-        full_width: of a head in full attention; 512 in released models.
-        width: of the text model's layers; the root of 64 is a whole number, that of a released model's is not.
+        full_width: width of a head in full attention; 512 in released models.
+        width: of the text model's layers; the root of 64 is an integer, that of a released width is not.
 
     Raises:
         Gemma4CompatError: the installed transformers has no such variant.
@@ -160,9 +160,9 @@ def _scaled(variant: str, layers: int, per_layer_vocabulary: int, sizes: dict[st
 def scaled_text(shape: dict[str, Any], layers: int) -> dict[str, Any]:
     """The settings of a variant's text model, scaled down.
 
-    Every switch keeps its value, and the pattern of layers stays: one period of it, two where layers share keys and
-    values (the second period shares), more to reach ``layers``. Head counts keep their order: full attention has fewer
-    key-value heads than sliding attention, and that has fewer than query heads, where the variant does.
+    Every switch keeps its value, and so does the pattern of layers: one period, two if layers share keys and values
+    (the second period shares), more to reach ``layers``. Head counts keep the variant's order of full attention's
+    key-value heads, sliding attention's key-value heads and query heads.
     """
     real = shape["text"]
     period = shape["layer_types"].index("full_attention") + 1

@@ -46,7 +46,7 @@ def build_checkpoint(
             elif not name.endswith("per_dim_scale"):
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            # Bounds that clip: a repair that loses the wrapper's clamps must fail.
+            # Bounds that clip, so that a fix that loses the wrapper's clamps fails.
             if name.endswith(("input_min", "output_min")):
                 buffer.fill_(-1.25)
             elif name.endswith(("input_max", "output_max")):
@@ -145,8 +145,8 @@ def build_text_copy(checkpoint: Path, folder: Path) -> Path:
 
 
 def build_released(checkpoint: Path, folder: Path, *, seed: int = 1) -> Path:
-    """Write a copy of a checkpoint with random keys and values for its KV-shared layers, as released ones have them,
-    and return ``folder``. A model without such layers is copied as it is.
+    """Write a copy of a checkpoint with random keys and values for its KV-shared layers, as in released checkpoints,
+    and return ``folder``. A model without such layers is copied unchanged.
     """
     import shutil
 
@@ -217,7 +217,7 @@ def _class_of(unified: bool, *, text_only: bool = False) -> str:
 
 
 def class_name(checkpoint: Path, *, text_only: bool = False) -> str:
-    """The class that loads a checkpoint of any variant, or its language model alone."""
+    """The class that loads a checkpoint of any variant, or only its language model."""
     kind = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"]
     return _class_of(kind.startswith("gemma4_unified"), text_only=text_only)
 
@@ -227,7 +227,7 @@ def empty_model(checkpoint: Path, dtype: Any) -> Any:
 
     Raises:
         LookupError: the checkpoint has other names for some weights. transformers converts names while it loads (those
-            of the 12B model's embedders), accelerate does not: it cannot load this checkpoint.
+            of the 12B's embedders); accelerate does not, so it cannot load this checkpoint.
     """
     import transformers
     from accelerate import init_empty_weights

@@ -1,11 +1,11 @@
 """A tiny checkpoint in the format of Google's quantization-aware-trained Gemma 4 (``quant_method: "gemma"``).
 
-transformers reads that format, with its own layers, and writes none: the values are rounded and packed here. What is
-in how many bits follows the released E2B, ``google/gemma-4-E2B-it-qat-mobile-transformers``: two bits for the head,
+transformers reads that format with its own layers but cannot write it, so the values are rounded and packed here. The
+bits follow the released E2B, ``google/gemma-4-E2B-it-qat-mobile-transformers``: two bits for the head,
 the embedding and part of the MLPs, four for attention, one scale for each layer's block of the per-layer embeddings,
 calibrated activations, and scales for a quantized cache, which transformers ignores.
 
-Everything here imports upstream inside its functions: the module itself may be imported before them.
+Upstream is imported only inside functions, so this module may be imported first.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ def build_qat_checkpoint(checkpoint: Path, folder: Path, *, calibrated: bool = T
     """Write the model in ``checkpoint`` (bf16) in that format into ``folder`` and return it.
 
     Args:
-        checkpoint: of :func:`tiny_models.build_checkpoint`.
-        folder: may be missing.
+        checkpoint: from :func:`tiny_models.build_checkpoint`.
+        folder: is created if missing.
         calibrated: activations are rounded, as in the released models; otherwise their scales are zero.
-        grouped: the per-layer embeddings have a scale for each layer, as in the released models; otherwise for a row.
+        grouped: the per-layer embeddings have a scale per row and layer, as in the released models; otherwise one per
+            row.
     """
     import torch
     import transformers
@@ -107,9 +108,10 @@ def rounded(weight: Any, bits: int, groups: int = 1) -> tuple[Any, Any]:
 
 
 def pack(values: Any, bits: int) -> Any:
-    """Signed integers of ``bits`` bits, int8 [rows, columns], as they are stored.
+    """Signed integers of ``bits`` bits, int8 [rows, columns], in their storage format.
 
-    2 and 4 bits: 4 and 2 of them in a byte, the first lowest, zero in the middle of the range (uint8). 8 bits: int8.
+    With 2 and 4 bits, 4 and 2 of them per byte, the first lowest, with zero in the middle of the range (uint8). With 8
+    bits, int8.
     """
     import torch
 

@@ -23,9 +23,9 @@ from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_configs, tiny_
 
 ADAPTERS = ("language", "towers", "all")
 NEW_TOKENS = 6
-#: Models that nobody has used yet, by checkpoint and quantization.
+#: Loaded models that are not used yet, by checkpoint and quantization.
 _preloaded: dict[tuple[Path, str | None], list[Any]] = {}
-#: What :meth:`Workspace.reference` gives, by the same.
+#: Results of :meth:`Workspace.reference`, by the same.
 _references: dict[tuple[Path, str | None], Outputs] = {}
 
 
@@ -38,7 +38,7 @@ class Outputs:
 
 
 class MissingPartError(Exception):
-    """The variant in the workspace lacks the part that a reproduction is about."""
+    """The variant in the workspace lacks the part that a reproduction needs."""
 
 
 class Workspace:
@@ -69,7 +69,7 @@ class Workspace:
         return workspace
 
     def copied(self, folder: Path) -> Workspace:
-        """Copy it to ``folder``, and have the copies of the adapters name the copy of the checkpoint as their base."""
+        """Copy it to ``folder``; the copied adapters name the copied checkpoint as their base."""
         copy = Workspace(shutil.copytree(self.folder, folder, dirs_exist_ok=True))
         for name, written in (("adapter_config.json", _quoted), ("README.md", str)):
             for file in folder.glob(f"adapter-*/{name}"):
@@ -81,7 +81,7 @@ class Workspace:
         """Require ``part``, one of :data:`variants.PARTS`.
 
         Raises:
-            MissingPartError: the variant has none, so the reproduction is not applicable.
+            MissingPartError: the variant lacks it, so the reproduction is not applicable.
         """
         if self.variant is not None and part not in variants.parts(self.variant):
             raise MissingPartError(f"the {self.variant} has no {variants.PARTS[part]}")
@@ -117,7 +117,7 @@ class Workspace:
             try:
                 unfinished.rename(folder)
             except OSError:
-                if not folder.exists():  # no other process has built it meanwhile
+                if not folder.exists():  # no other process has built it in the meantime
                     raise
                 shutil.rmtree(unfinished)
         return folder
@@ -150,11 +150,11 @@ class Workspace:
         return self.cached(tiny_models.build_checkpoint, **options, **variant)
 
     def qat(self, **options: bool) -> Path:
-        """The checkpoint as one of Google's quantization-aware-trained ones; see
+        """The checkpoint in the format of Google's quantization-aware-trained ones; see
         :func:`tiny_qat.build_qat_checkpoint` for ``options``.
 
         Raises:
-            MissingPartError: the installed transformers reads none, so the reproduction is not applicable.
+            MissingPartError: the installed transformers cannot read it, so the reproduction is not applicable.
         """
         if importlib.util.find_spec("transformers.integrations.gemma_quant") is None:
             raise MissingPartError("this release of transformers reads no QAT checkpoints")
@@ -217,8 +217,7 @@ class Workspace:
     def preload(self, quantization: str | None = None, count: int = 1) -> None:
         """Load the base model for the next ``count`` calls of :meth:`load`, in this process or in a fork of it.
 
-        Random numbers drawn afterwards are those that would have been drawn without. What cannot be loaded is left to
-        :meth:`load`, which raises the error.
+        Does not change the random numbers drawn afterwards. If loading fails, :meth:`load` raises the error later.
         """
         if not self.checkpoint.is_dir():
             return
@@ -230,12 +229,12 @@ class Workspace:
                 ready.append(tiny.load(self.checkpoint, quantization, device=self.main))
 
     def reference(self, quantization: str | None = None) -> Outputs:
-        """The outputs of a model of :meth:`load` that is as it was loaded; those of :meth:`prepare`, if it ran."""
+        """The outputs of an unchanged model of :meth:`load`, or those computed by :meth:`prepare`."""
         ready = _references.get((self.checkpoint, quantization))
         return ready or self.outputs(self.load(quantization))
 
     def prepare(self, quantization: str | None = None) -> None:
-        """Compute what :meth:`reference` gives, for this process and its forks; otherwise like :meth:`preload`."""
+        """Compute the result of :meth:`reference` for this process and its forks; otherwise like :meth:`preload`."""
         if not self.checkpoint.is_dir():
             return
         import torch
@@ -245,13 +244,13 @@ class Workspace:
             _references[self.checkpoint, quantization] = self.outputs(model)
 
     def forget(self) -> None:
-        """Load and compute what :meth:`preload` and :meth:`prepare` have once more."""
+        """Drop the results of :meth:`preload` and :meth:`prepare`, so that they are loaded and computed again."""
         _preloaded.clear()
         _references.clear()
 
     def load_text(self) -> Any:
-        """The language model of :meth:`load` as a ``Gemma4ForCausalLM`` (or the 12B's class), from a checkpoint of its
-        own with the same weights.
+        """The language model of :meth:`load` as a ``Gemma4ForCausalLM`` (or the 12B's class), from a separate
+        checkpoint with the same weights.
         """
         checkpoint = self.cached(self._text_copy)
         return tiny.load(checkpoint, device=self.main, cls=tiny_models.class_name(checkpoint, text_only=True))
@@ -295,7 +294,7 @@ class Workspace:
 
 
 def _quoted(path: Path) -> str:
-    """A path as it is between the quotes of a JSON file: on Windows each backslash is two."""
+    """A path as written between the quotes of a JSON file: on Windows each backslash is doubled."""
     return json.dumps(str(path))[1:-1]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Config:
-    """What transformers keeps of a DeepSpeed configuration."""
+    """The parts of a DeepSpeed configuration that transformers keeps."""
 
     def __init__(self) -> None:
         self.config = {"zero_optimization": {"stage": 3}}
@@ -40,8 +40,8 @@ def _modules() -> dict[str, Any]:
 def standing_in() -> Iterator[None]:
     """Inside, ``from_pretrained`` loads as under ZeRO-3, by transformers' own code.
 
-    The module ``deepspeed`` has what that code calls to gather and partition parameters, which does nothing here; the
-    process is a group of its own.
+    The module ``deepspeed`` provides the functions that this code calls to gather and partition parameters; they do
+    nothing here, and the process is its own group.
     """
     import torch
     from transformers.integrations import deepspeed as integration

@@ -1,1 +1,1 @@
-"""For a user with an error in hand: which patch it is about, and what a report says. Imports nothing upstream."""
+"""For a user with an error: which patch it concerns, and what to put into a report. Imports nothing upstream."""

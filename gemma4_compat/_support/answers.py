@@ -1,4 +1,4 @@
-"""What a user is told of an error, as text and as JSON-able data."""
+"""What a user is told about an error, as text and as JSON-able data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gemma4_compat._errors import Gemma4CompatError, printable
 from gemma4_compat._support.messages import Said
 from gemma4_compat._support.search import Answer, Match
 
-#: Matches that are shown one by one; the others are named.
+#: How many matches are shown in full; the others are only named.
 _SHOWN = 3
 _LONGEST = 400
-#: What a report of an error needs.
+#: What a bug report needs.
 REPORT = (
     f"if a program with Gemma 4 raises this, please {report_request()}, with the whole traceback, the lines that load "
     "and place the model, and what `gemma4-compat env` prints."
@@ -24,7 +24,7 @@ REPORT = (
 
 
 def sorted_answer(answer: Answer, statuses: Mapping[str, PatchStatus]) -> Answer:
-    """The same, with patches that can be needed here before those that are not; certain matches stay first."""
+    """The answer with patches that may be needed here before the others; certain matches stay first."""
 
     def order(match: Match) -> tuple[bool, bool]:
         return not match.certain, words.state_word(statuses[match.patch.id]) == words.NOT_NEEDED
@@ -33,12 +33,12 @@ def sorted_answer(answer: Answer, statuses: Mapping[str, PatchStatus]) -> Answer
 
 
 def remedy(status: PatchStatus) -> str:
-    """What to do about an error that a patch repairs, in the state the patch has here."""
+    """What to do about an error that a patch fixes, given the patch's state here."""
     state, name, word = status.state, status.id, words.state_word(status)
     if word == words.NOT_NEEDED:
         return (
-            "if the program runs with the releases that are installed here, this is not its error, for they do not "
-            "have the defect: report it. If it runs elsewhere, run this command there."
+            "if the program runs with the releases installed here, this is not its error, because they do not have "
+            "the defect: report it. If it runs elsewhere, run this command there."
         )
     if state is PatchState.SKIPPED:
         return f"the patch is off here: {status.reason}. Change that, and put `import gemma4_compat` into the program."
@@ -53,13 +53,13 @@ def remedy(status: PatchStatus) -> str:
 
 
 def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus], width: int | None = None) -> str:
-    """The error, what repairs it and what to do; or what to report. Lines of ``width`` characters; None: any."""
+    """The error, its fix and what to do, or what to report. Lines have up to ``width`` characters; None: any."""
     if not answer.matches:
         parts = [_cut(str(message)) for message in said.messages[:1]]
         if said.messages[:1] and said.messages[0].kind == Gemma4CompatError.__name__:
-            parts.append("gemma4_compat raises this itself, before anything is changed. The message says what to do.")
+            parts.append("gemma4_compat itself raises this, before anything is changed. The message says what to do.")
         else:
-            parts.append("No patch is known to be about this error.")
+            parts.append("No known patch concerns this error.")
         if answer.nearest:
             parts.append(f"The most similar errors: {', '.join(answer.nearest)} (`gemma4-compat explain ID`).")
         return "\n\n".join(wrapped(part, width) for part in [*parts, f"What to report: {REPORT}"])
@@ -67,9 +67,9 @@ def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus],
     if not answer.matches[0].certain:
         more = "." if said.frames else "; the whole traceback tells more: gemma4-compat explain - < traceback.txt"
         parts.append(
-            wrapped(f"Programs without Gemma 4 raise this text, too. With Gemma 4 it is one of these{more}", width)
+            wrapped(f"Programs without Gemma 4 also raise this text. With Gemma 4 it is one of these{more}", width)
         )
-    # Where one is certain, those that any program raises are only named.
+    # If one is certain, those that any program raises are only named.
     shown = ([match for match in answer.matches if match.certain] or answer.matches)[:_SHOWN]
     parts += [table_text(_rows(match, statuses[match.patch.id]), width=width) for match in shown]
     if left := [match.patch.id for match in answer.matches if match not in shown]:

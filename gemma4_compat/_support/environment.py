@@ -1,4 +1,4 @@
-"""What a bug report must say of an environment. For it nothing is imported, no GPU is started, no secret is read."""
+"""What a bug report must say about an environment. Imports nothing, starts no GPU, reads no secret."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ DISTRIBUTIONS = (
     *("trl", "unsloth", "axolotl", "llamafactory", "ms-swift", "deepspeed", "triton", "kernels", "flash-attn"),
     *("xformers", "liger-kernel", "torchao", "vllm", "numpy", "wrapt", "packaging", "typer"),
 )
-#: Variables that change what these libraries do. Only these are read, and none holds a credential.
+#: Variables that change what these libraries do. Only these are read; none holds a credential.
 VARIABLES = (
     *("GEMMA4_COMPAT_DISABLE", "GEMMA4_COMPAT_ENABLE", "GEMMA4_COMPAT_STRICT", "CUDA_VISIBLE_DEVICES"),
     *("HIP_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_LAUNCH_BLOCKING"),
     *("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"),
     *("FSDP_CPU_RAM_EFFICIENT_LOADING", "BNB_CUDA_VERSION", "WORLD_SIZE", "LOCAL_RANK"),
 )
-#: Where NVIDIA's driver says which GPUs there are; reading it starts nothing on them.
+#: Where NVIDIA's driver lists the GPUs; reading it does not start them.
 DRIVER = Path("/proc/driver/nvidia")
 _LONGEST = 500
-#: Patches in these states are named; of the others their number says enough.
+#: Patches in these states are named; the others are only counted.
 _NAMED = (PatchState.FAILED, PatchState.REVERTED)
 
 
 def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]:
     """The facts, as plain data.
 
-    ``devices`` has names of GPUs, as far as they are known without starting one; None where they are not.
+    ``devices`` lists the names of GPUs that are known without starting one; None if they are unknown.
 
     Args:
         package: the release of this package.
@@ -67,10 +67,10 @@ def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]
 
 
 def text(data: Mapping[str, Any]) -> str:
-    """The facts as a block for an issue: Markdown that is readable as it is."""
+    """The facts as a block for an issue, in Markdown that is readable as plain text."""
     libraries = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     states = ", ".join(f"{count} {word}" for word, count in data["states"].items())
-    devices = "not known: asking would start them" if data["devices"] is None else ", ".join(data["devices"])
+    devices = "unknown: asking would start them" if data["devices"] is None else ", ".join(data["devices"])
     driver = f" (driver {data['driver']})" if data["driver"] else ""
     rows = [
         ("gemma4_compat", data["gemma4_compat"] + (" (editable)" if data["editable"] else "")),
@@ -101,7 +101,7 @@ def _is_editable() -> bool:
 
 
 def _torch() -> str | None:
-    """What torch was built for, by its version ("2.9.1+cu130"), or by its module where that is imported."""
+    """What torch was built for, from its version ("2.9.1+cu130"), or from its module if that is imported."""
     release = versions.installed("torch")
     if release is None:
         return None
@@ -112,7 +112,7 @@ def _torch() -> str | None:
 
 
 def _devices() -> list[str] | None:
-    """Names of GPUs: of torch where this process uses them already, else what the driver wrote into /proc."""
+    """Names of GPUs: from torch if this process already uses them, else from what the driver wrote to /proc."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         return [cuda.get_device_name(index) for index in range(cuda.device_count())]
@@ -132,7 +132,7 @@ def _driver() -> str | None:
 
 
 def _beginning(file: Path) -> str:
-    """The first characters of a file; "" where it cannot be read."""
+    """The first characters of a file; "" if it cannot be read."""
     try:
         with file.open(encoding="utf-8", errors="replace") as opened:
             return opened.read(4000)

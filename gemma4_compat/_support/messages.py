@@ -1,4 +1,4 @@
-"""Read errors and the frames of tracebacks out of any text: one line, a log, what a notebook or torchrun prints."""
+"""Extract errors and frames of tracebacks from any text: one line, a log, output of a notebook or torchrun."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-#: Characters that are looked at, from the end: a traceback ends with its error.
+#: How many characters are read, from the end: a traceback ends with its error.
 LONGEST = 1 << 18
-#: Characters of one message that are compared.
+#: How many characters of one message are compared.
 LONGEST_MESSAGE = 4000
-#: Errors of one text that are compared, the last ones: a chain of causes, or the same error of every rank.
+#: How many errors of one text are compared, the last ones: a chain of causes, or the same error of every rank.
 _MOST = 8
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]{0,16}[ -/]?[@-~]")
 # "[rank0]: ", "[rank0]:[E123 ...] ", "E   " (pytest), "(worker pid=12) "; each at most a few times.
 _PREFIX = re.compile(r"(?:\[(?:rank|default)?\d{1,5}\]:? ?|E {2,6}|\(\w{1,40} pid=\d{1,9}\) ?|\| {1,9}){1,3}")
 _ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,120}(?:Error|Exception|Warning))(?:: ?(.{0,4000})|$)")
-#: An error in the middle of a line, as loggers and commands of other programs write it.
+#: An error in the middle of a line, as loggers and other programs write it.
 _INSIDE = re.compile(r"\b([A-Z]\w{0,120}(?:Error|Exception|Warning)): (.{1,4000})$")
 _FRAME = re.compile(r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)(?:in (\w{1,120}))?')
 
 
 class Frame(NamedTuple):
-    """A frame of a traceback: the file as it is written there, with ``/``, and the function, "" where it is not."""
+    """A frame of a traceback: the file as written there, with ``/``, and the function ("" if not given)."""
 
     file: str
     function: str
@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """An error: the class without its module ("" where only a message was given) and the message, on one line."""
+    """An error: the class without its module ("" if only a message was given) and the message, on one line."""
 
     kind: str
     text: str
@@ -42,19 +42,19 @@ class Message:
 
 @dataclass(frozen=True)
 class Said:
-    """What a text says: its errors, the last one first, and the frames of all its tracebacks."""
+    """The content of a text: its errors, the last one first, and the frames of all its tracebacks."""
 
     messages: tuple[Message, ...]
     frames: tuple[Frame, ...]
 
 
 def looks_like_an_error(text: str) -> bool:
-    """Whether ``text`` is more likely an error than a misspelt name of a patch."""
+    """Whether ``text`` is more likely an error than a misspelt patch id."""
     return bool(re.search(r"[\s:'\"(]", text.strip()) or _ERROR.fullmatch(text.strip()))
 
 
 def read(text: str) -> Said:
-    """The errors and frames in ``text``. Takes time and memory that :data:`LONGEST` bounds, whatever is in it.
+    """The errors and frames in ``text``. :data:`LONGEST` bounds time and memory, whatever the text.
 
     A text in which no line looks like an error is one message.
     """
@@ -70,7 +70,7 @@ def read(text: str) -> Said:
 
 
 def _errors(lines: list[str]) -> list[Message]:
-    """Errors that begin a line, each with the lines that follow it, up to a blank one or the next traceback."""
+    """Errors that begin a line, each with the lines after it, up to a blank line or the next traceback."""
     found: list[Message] = []
     index = 0
     while index < len(lines):

@@ -1,8 +1,8 @@
-"""A reproduction as a script of its own: calls of the libraries alone, for a report to their maintainers.
+"""A reproduction as a standalone script that calls only the libraries, for a report to their maintainers.
 
-The script is the source of a patch's ``reproduce`` and of what that uses of this package's reproductions, as it is
-written here: definitions that are not needed are left out, and imports of this package are replaced by what they
-would have imported. Nothing is run for it.
+The script consists of the source of a patch's ``reproduce`` and of the parts of this package's reproductions that it
+uses. Unused definitions are left out, and imports of this package are replaced by what they would have imported.
+Making the script runs none of this code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gemma4_compat._engine.patch import Patch
 from gemma4_compat._errors import Gemma4CompatError
 
 _PACKAGE = "gemma4_compat"
-#: What reproductions are made of. Anything else would be a part of the repair.
+#: Modules that reproductions may use. Anything else would be part of the fix.
 _ALLOWED = re.compile(
     rf"{_PACKAGE}\.(_reproduction\.\w+|_models\.(variants|shared_weights)|_engine\.(patch|versions)|_errors)"
 )
@@ -27,8 +27,8 @@ _HEAD = '''\
 
 {symptom}
 
-Made by `gemma4-compat reproduce {id}`: calls of the libraries alone, on a tiny random checkpoint that it builds in a
-temporary folder. Exit code 1: the defect is there; 0: it is not.
+Made by `gemma4-compat reproduce {id}`: calls only the libraries, not gemma4_compat, on a tiny random checkpoint that
+it builds in a temporary folder. Exit code 1: the defect is there; 0: it is not.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 @dataclass
 class _Module:
-    """A module's source, and what its names are.
+    """A module's source, and what its names refer to.
 
     Attributes:
         definitions: top-level name -> the statement that binds it.
@@ -75,13 +75,13 @@ class _Module:
 
 
 class _Collector:
-    """Finds what a definition uses, and what that uses."""
+    """Finds everything a definition uses, directly or indirectly."""
 
     def __init__(self, patch: Patch) -> None:
         self.patch = patch
-        self.modules: dict[str, _Module] = {}  # a module comes after those that it imports
+        self.modules: dict[str, _Module] = {}  # a module comes after the modules it imports
         self.needed: dict[str, dict[str, None]] = {}  # module -> names of definitions
-        self.members: dict[str, dict[str, dict[str, None]]] = {}  # module that is used -> alias -> attributes
+        self.members: dict[str, dict[str, dict[str, None]]] = {}  # used module -> alias -> attributes
         self.imports: dict[str, None] = {}
 
     def add(self, module_name: str, name: str) -> None:
@@ -99,8 +99,8 @@ class _Collector:
         if name not in self.modules:
             if not _ALLOWED.fullmatch(name) and not name.startswith(f"{_PACKAGE}.patches."):
                 raise Gemma4CompatError(
-                    f"the reproduction of {self.patch.id} uses {name}, a part of the repair, so no script of upstream "
-                    f"calls alone can be made; `gemma4-compat doctor {self.patch.id}` runs it"
+                    f"the reproduction of {self.patch.id} uses {name}, which is part of the fix, so no standalone "
+                    f"script can be made; `gemma4-compat doctor {self.patch.id}` runs it"
                 )
             found = _read(name)
             for statement in found.order:
@@ -139,7 +139,7 @@ def script(patch: Patch) -> str:
     """The source of a script that shows the defect of ``patch``.
 
     Raises:
-        Gemma4CompatError: there is no source, or the reproduction uses a part of the repair.
+        Gemma4CompatError: there is no source, or the reproduction uses a part of the fix.
     """
     home = patch.reproduce.__module__
     collector = _Collector(patch)
@@ -162,7 +162,7 @@ def script(patch: Patch) -> str:
 
 
 def report(patch: Patch, versions: Mapping[str, str]) -> str:
-    """The text of a report to upstream's maintainers, in Markdown."""
+    """A report to upstream's maintainers, in Markdown."""
     parts = re.split(r"\n\n(Symptom|Cause|Fix|Remove when): ", "\n\n" + patch.documentation)
     named = dict(zip(parts[1::2], parts[2::2]))
     stack = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -173,8 +173,8 @@ def report(patch: Patch, versions: Mapping[str, str]) -> str:
             f"**Why.** {' '.join(named.get('Cause', '').split()).replace('``', '`')}",
             f"**Where.** {', '.join(f'`{target}`' for target in patch.targets)}; releases: "
             f"`{patch.distribution}{patch.affected}`, measured up to {patch.measured}. Seen with {stack}.",
-            "**To reproduce.** The attached script builds a tiny random model and shows it; exit code 1: the "
-            "defect is there. It needs no GPU and downloads nothing, unless the defect is one of a GPU.",
+            "**To reproduce.** The attached script builds a tiny random model and shows the defect (exit code 1). "
+            "It downloads nothing and needs no GPU, unless the defect only occurs on one.",
         ]
     )
 
@@ -184,7 +184,7 @@ def _read(name: str) -> _Module:
     try:
         source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise Gemma4CompatError(f"the source of {name} is not there, and a script is made of it: {error}") from error
+        raise Gemma4CompatError(f"a script needs the source of {name}, which is missing: {error}") from error
     module = _Module(name, source.splitlines())
     for statement in ast.parse(source).body:
         module.order.append(statement)
@@ -203,7 +203,7 @@ def _read(name: str) -> _Module:
 
 
 def _target(module: str, name: str) -> tuple[str, str]:
-    """(module, name) of what ``from module import name`` binds; the name is "" where it is a module itself."""
+    """(module, name) of what ``from module import name`` binds; the name is "" if that is a module itself."""
     inner = f"{module}.{name}"
     if inner.count(".") < 4 and importlib.util.find_spec(module) is not None and _is_module(inner):
         return inner, ""
@@ -213,7 +213,7 @@ def _target(module: str, name: str) -> tuple[str, str]:
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # its parent is no package
+    except ModuleNotFoundError:  # its parent is not a package
         return False
 
 
@@ -245,13 +245,13 @@ def _refuse_collisions(collector: _Collector) -> None:
         for name in [*names, *aliases]:
             if owner.setdefault(name, module) != module:
                 raise Gemma4CompatError(
-                    f"no script can be made of the reproduction of {collector.patch.id}: {name} is defined in "
+                    f"no script can be made from the reproduction of {collector.patch.id}: {name} is defined in "
                     f"{owner[name]} and in {module}"
                 )
 
 
 def _part(collector: _Collector, name: str) -> str:
-    """The needed definitions of a module in their order, then names for those who use it as a module."""
+    """The needed definitions of a module in their order, then aliases for code that uses it as a module."""
     module, needed = collector.modules[name], collector.needed.get(name, {})
     statements = [
         statement for statement in module.order if any(module.definitions.get(item) is statement for item in needed)
@@ -264,7 +264,7 @@ def _part(collector: _Collector, name: str) -> str:
 
 
 def _source(module: _Module, statement: ast.stmt) -> str:
-    """A statement as it is written, without its imports of this package."""
+    """A statement as written, without its imports of this package."""
     decorators = getattr(statement, "decorator_list", [])
     first = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
     dropped: dict[int, str] = {}

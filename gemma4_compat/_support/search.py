@@ -1,10 +1,10 @@
-"""Which patch an error is about.
+"""Find the patch that an error concerns.
 
-What is known of errors is what patches say: the messages that the ``Symptom:`` of their files quotes, and those that
-their reproductions raised in the measured releases (``RAISED``). Numbers, shapes, devices and paths in a message are
-not compared. A text that names nothing of these libraries may be another program's: it is a possible match, unless the
-traceback goes through what the patch replaces. A class that only these libraries raise says enough where the message
-was cut short.
+Known errors come from the patches: the messages quoted in the ``Symptom:`` of their files, and those that their
+reproductions raised in the measured releases (``RAISED``). Numbers, shapes, devices and paths
+in a message are not compared. Other programs may also raise a text that names nothing of these libraries, so it is
+only a possible match, unless the traceback goes through code that the patch replaces. If a message was cut short, a
+class that only these libraries raise is enough.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from gemma4_compat._engine.patch import Patch
 from gemma4_compat._support.messages import Frame, Message, Said
 from gemma4_compat.patches.measured import RAISED
 
-#: A message is one of a pattern when so much of the pattern's weight is in it, in its order.
+#: A message matches a pattern if it has this share of the pattern's weight, in the same order.
 _ENOUGH = 0.82
-#: Below, nothing is worth to be named as the nearest.
+#: Below this share, no pattern is named as the nearest.
 _NEAR = 0.4
-#: Words of a message that are compared.
+#: How many words of a message are compared.
 _WORDS = 400
 _ERROR_NAME = re.compile(r"\w+(?:Error|Exception|Warning)")
 _PATH = re.compile(r"[\w.\-]*[\\/][\w.\-\\/]+|\.{2,}")
-_MODULE = re.compile(r"(?:\w+\.){2,}\w+")  # model.layers.3.mlp: another one in every message
+_MODULE = re.compile(r"(?:\w+\.){2,}\w+")  # model.layers.3.mlp, which varies between messages
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _NAME = re.compile(r"[a-z]_[a-z]|[a-z][A-Z]|\d[a-z]")  # quant_state, PeftModel, Params4bit
-# Names of devices, and what a number or a shape leaves.
+# Names of devices, and the remains of a number or a shape.
 _LEFT_OUT = frozenset({"cpu", "cuda", "xpu", "mps", "npu", "hpu", "x", "e", "a", "an", "the"})
-#: Names that errors of any program have.
+#: Names that occur in errors of any program.
 _ANYBODYS = frozenset(dir(builtins)) | {"NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half"}
-#: Classes of errors that other programs raise, beside Python's own.
+#: Error classes, beside Python's own, that other programs raise.
 _COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}
-_SAME = frozenset({"RuntimeError", "NotImplementedError"})  # torch raises the one or the other, by release
+_SAME = frozenset({"RuntimeError", "NotImplementedError"})  # torch raises one or the other, depending on the release
 
 
 @dataclass(frozen=True)
 class Match:
-    """A patch that an error is about.
+    """A patch that an error concerns.
 
     Attributes:
         patch: the patch.
         message: the error as it was given.
         known: the known message that it resembles.
-        certain: no other program raises this; False where the text alone does not tell.
-        quoted: the patch's ``Symptom:`` quotes it; False where only its reproduction raised it.
+        certain: whether no other program raises this; False if the text by itself does not tell.
+        quoted: whether the patch's ``Symptom:`` quotes it; False if only its reproduction raised it.
     """
 
     patch: Patch
@@ -61,7 +61,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Answer:
-    """Matches, best first; where there are none, the ids of patches with the most similar messages."""
+    """Matches, best first; if there are none, the ids of patches with the most similar messages."""
 
     matches: tuple[Match, ...]
     nearest: tuple[str, ...]
@@ -74,11 +74,11 @@ class _Pattern:
     kind: str
     words: tuple[str, ...]
     quoted: bool
-    names: frozenset[str]  # of these libraries: the words that no other program's errors have
+    names: frozenset[str]  # words of these libraries, which no other program's errors have
 
 
 def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[str]] = RAISED) -> Answer:
-    """The patches that the errors of a text are about, the last error first."""
+    """The patches that the errors of a text concern, the last error first."""
     patterns = [pattern for patch in patches for pattern in _patterns(patch, raised.get(patch.id, ()))]
     weights = _weights(patterns)
     near = dict.fromkeys((patch.id for patch in patches), 0.0)
@@ -109,7 +109,7 @@ def _patterns(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
     first = patch.symptom.startswith("``")
     found = []
     for index, text in enumerate(quoted):
-        # A class alone says something only where the symptom begins with it.
+        # A bare class is meaningful only if the symptom begins with it.
         is_error = _ERROR_NAME.match(text) and (": " in text or (first and index == 0))
         if is_error or _is_sentence(text):
             found.append(_pattern(patch, text, quoted=True))
@@ -141,7 +141,7 @@ def _words(text: str) -> list[str]:
 
 
 def _weights(patterns: Sequence[_Pattern]) -> dict[str, float]:
-    """Of each word: a word that few patterns have says more."""
+    """The weight of each word: a word that few patterns have counts more."""
     count = Counter(word for pattern in patterns for word in set(pattern.words))
     return {word: math.log(1 + len(patterns) / number) for word, number in count.items()}
 
@@ -156,12 +156,12 @@ def _is_cut_short(pattern: _Pattern, words: Sequence[str]) -> bool:
 
 
 def _fits(pattern: _Pattern, words: Sequence[str]) -> bool:
-    """A pattern of a word or two is found in any long message; so the message must be as short."""
+    """A pattern of a word or two occurs in any long message, so the message must be as short."""
     return len(pattern.words) > 3 or len(words) <= len(pattern.words) + 3
 
 
 def _covered(pattern: _Pattern, words: Sequence[str], weights: dict[str, float]) -> float:
-    """Share of the pattern's weight that is in ``words``, in its order and not scattered over a long message."""
+    """The share of the pattern's weight in ``words``, in its order and not scattered over a long message."""
     whole = sum(weights[word] for word in pattern.words)
     present = set(words)
     if not whole or sum(weights[word] for word in pattern.words if word in present) < _NEAR * whole:
@@ -185,7 +185,7 @@ def _common(first: Sequence[str], second: Sequence[str], weights: dict[str, floa
 
 
 def _seen(patch: Patch, frames: Sequence[Frame]) -> int:
-    """How much of what a patch is about a traceback goes through: what it replaces, and what its symptom names."""
+    """How much a traceback goes through what a patch concerns: what it replaces, and what its symptom names."""
     if not frames:
         return 0
     targets = [(target.module.replace(".", "/") + ".py", target.name.rpartition(".")[2]) for target in patch.targets]

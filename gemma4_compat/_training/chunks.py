@@ -1,9 +1,10 @@
-"""Cross entropy of the logits of a language model's head, some tokens at a time.
+"""Cross entropy of the logits of a language model's head, a few tokens at a time.
 
 The logits of 2,048 tokens over 262,144 words are 1 GiB in bfloat16, and autograd keeps more than three times as much.
-Here the head runs on a few tokens, the gradient of their logits is written over them, and the head's own backward pass
-follows at once. What is kept for the backward pass of the model is the gradient of the hidden states, as large as
-these, and that of the head's weights where they are trained. The head runs once: nothing is recomputed.
+Here the head runs on a few tokens, their logits are overwritten with their gradient, and the head's own backward pass
+follows at once. Only two things are kept for the backward pass of the model: the gradient of the hidden states, which
+is as large as they are, and, if they are trained, that of the head's weights. The head runs once; nothing is
+recomputed.
 
 Per token the arithmetic is upstream's, operation by operation and dtype by dtype: the soft cap in the dtype of the
 logits, log-softmax in float32, the gradient rounded where autograd rounds it. Two things differ, both by rounding: the
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 #: Bytes of the logits that a head computes at once.
 LOGITS_BYTES = 96 * 2**20
-#: Bytes of a block of them in float32. The loss needs about four times as much for a moment.
+#: Bytes of a block of them in float32. The loss briefly needs about four times as much.
 BLOCK_BYTES = 2**24
-#: A head that is more than one linear layer, such as an adapted one, holds so many copies of its output for a moment.
+#: A head of more than one linear layer, such as an adapted one, briefly holds this many copies of its output.
 _COPIES = 3
 
 
@@ -45,11 +46,11 @@ def cross_entropy(
     Args:
         head: hidden states, (1, n, hidden) -> logits, (1, n, vocabulary), of any floating dtype.
         hidden_states: (tokens, hidden).
-        targets: (tokens,), the next words, none of them to be ignored; int64.
-        vocabulary: words.
-        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``.
+        targets: (tokens,), int64: the next words, without ignored ones.
+        vocabulary: number of words.
+        soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``; None for no cap.
         trained: the weights of the head that get a gradient.
-        plain: the head is one linear layer.
+        plain: whether the head is one linear layer.
 
     Returns:
         A float32 scalar on the device of the logits.
@@ -59,7 +60,7 @@ def cross_entropy(
     """
     import torch
 
-    if not torch.is_grad_enabled():  # which a Function is not told
+    if not torch.is_grad_enabled():  # a Function does not see this
         hidden_states, trained = hidden_states.detach(), ()
     rows = max(1, LOGITS_BYTES // (vocabulary * hidden_states.element_size()))
     rows = max(1, rows // (1 if plain else _COPIES))
@@ -91,10 +92,10 @@ def _function() -> Any:
         def backward(ctx: Any, gradient: Any) -> Any:
             if torch.is_grad_enabled():
                 raise Gemma4CompatError(
-                    "create_graph=True asks for a second derivative, and a loss in chunks has only the first. Call "
+                    "create_graph=True asks for a second derivative, but a loss in chunks has only the first. Call "
                     "gemma4_compat.chunked_loss(model, enabled=False) for it."
                 )
-            if ctx.empty:  # the mean of nothing: upstream's loss is NaN, and its gradients are zeros
+            if ctx.empty:  # the mean of nothing: upstream's loss is NaN and its gradients are zeros
                 gradient = torch.ones_like(gradient)
             hidden, *trained = ctx.saved_tensors
             scaled: list[Any] = [None] * ctx.weights
@@ -109,7 +110,7 @@ def _function() -> Any:
 
 
 class _Gradients:
-    """Of the sum of the losses: those of the hidden states, and of the head's weights."""
+    """The gradients of the sum of the losses: for the hidden states and for the head's weights."""
 
     def __init__(self, hidden: Any, weights: list[Any]) -> None:
         import torch
@@ -123,7 +124,7 @@ class _Gradients:
         return self.hidden is not None or bool(self.weights)
 
     def add(self, part: slice, inputs: Any, logits: Any, gradient: Any) -> None:
-        """Those of one chunk, from the gradient of its logits."""
+        """Add those of one chunk, from the gradient of its logits."""
         import torch
 
         asked = ([] if self.hidden is None else [inputs]) + self.weights
@@ -157,7 +158,7 @@ def _chunk(head: Any, hidden: Any, targets: Any, soft_cap: float | None, gradien
 
 
 def _block(values: Any, targets: Any, soft_cap: float | None, gradient: bool) -> Any:
-    """The losses of some tokens, float32; ``values``, their logits, become the gradient of their sum."""
+    """The float32 losses of some tokens. ``values``, their logits, are overwritten with the gradient of the sum."""
     import torch
 
     if soft_cap is not None:

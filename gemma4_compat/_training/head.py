@@ -1,4 +1,4 @@
-"""The head of a language model as it is called for several chunks of tokens."""
+"""Call the head of a language model for several chunks of tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gemma4_compat._models import placement
 def onloaded(head: Any) -> Iterator[None]:
     """Inside, the offloaded weights of ``head`` and of the modules in it are on the device they compute on.
 
-    A call of an offloaded module brings its weights in and takes them out: with it, a head of several chunks would be
-    copied for each of them. Does nothing where nothing is offloaded.
+    Each call of an offloaded module onloads its weights and offloads them again, so without this the head would be
+    copied once per chunk. Does nothing if nothing is offloaded.
     """
     with contextlib.ExitStack() as stack:
         for module in list(head.modules()):
@@ -27,7 +27,7 @@ def onloaded(head: Any) -> Iterator[None]:
 
 
 def device(head: Any) -> Any:
-    """Where the head, onloaded, computes; None for one without weights."""
+    """The device on which the onloaded head computes; None if it has no weights."""
     return next((weight.device for weight in head.parameters()), None)
 
 

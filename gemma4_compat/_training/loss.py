@@ -17,13 +17,13 @@ ID = "transformers-chunked-loss"
 _Model = TypeVar("_Model")
 _TRAINING, _ALWAYS = "training", "always"
 _ATTRIBUTE = "_gemma4_compat_chunked_loss"  # of a model: one of the two
-_TOLD = "_gemma4_compat_chunked_loss_told"  # of a model: what it was warned of
+_TOLD = "_gemma4_compat_chunked_loss_told"  # of a model: what was already warned about
 _IGNORED = -100
-_EAGER: list[Callable[..., Any]] = []  # `_mean`, run as it is between the graphs of torch.compile
+_EAGER: list[Callable[..., Any]] = []  # `_mean`, run eagerly between the graphs of torch.compile
 
 
 def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = False) -> _Model:
-    """Have a Gemma 4 model compute its loss from some tokens at a time: logits of all tokens never exist.
+    """Have a Gemma 4 model compute its loss a few tokens at a time: the logits of all tokens never exist at once.
 
     >>> model = gemma4_compat.chunked_loss(model)
     >>> loss = model(input_ids=ids, labels=ids).loss
@@ -31,16 +31,16 @@ def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = Fals
     Head, soft cap and cross entropy run on a few hundred tokens at once, each followed by the head's own backward
     pass; tokens whose label is -100 are left out. The logits of 2,048 tokens over 262,144 words are 1 GiB in bfloat16,
     and autograd keeps more than three times as much; here at most 96 MiB of them exist (docs/TRAINING.md has the
-    measured peaks). ``outputs.logits`` is None then. The head may be quantized, offloaded (it is copied in once a
+    measured peaks). ``outputs.logits`` is then None. The head may be quantized, offloaded (it is copied in once a
     step), adapted, trained, or tied to the embedding.
 
     Loss and gradients differ from upstream's by rounding: a matrix product of fewer rows may be summed in another
     order, and the division by the number of tokens comes after the head instead of before it. docs/TRAINING.md has the
-    measured bounds. ``num_items_in_batch``, ``shift_labels`` and ``ignore_index`` mean what they mean upstream.
+    measured bounds. ``num_items_in_batch``, ``shift_labels`` and ``ignore_index`` work as upstream.
 
-    A forward without labels gives logits as ever, and so ``generate`` does. So do a Trainer with
-    ``label_smoothing_factor`` or ``compute_loss_func``, which take the labels away and read logits: a warning says so.
-    TRL's SFTTrainer (1.16) has a head of its own that works in pieces, and does not ask for this loss.
+    Forwards without labels, and so ``generate``, return logits as usual. A Trainer with ``label_smoothing_factor`` or
+    ``compute_loss_func`` removes the labels and reads logits; a warning says so. TRL's SFTTrainer (1.16) has its own
+    head that works in pieces, and does not use this loss.
 
     ``GEMMA4_COMPAT_ENABLE=transformers-chunked-loss`` does the same for every Gemma 4 model of the process.
 
@@ -55,7 +55,7 @@ def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = Fals
         ``model`` itself.
 
     Raises:
-        Gemma4CompatError: it is no Gemma 4 model that has a loss, or the patch ``transformers-chunked-loss`` is off.
+        Gemma4CompatError: it is not a Gemma 4 model with a loss, or the patch ``transformers-chunked-loss`` is off.
     """
     inner: Any = model
     while not hasattr(inner, "get_base_model") and hasattr(inner, "module"):  # DDP
@@ -63,12 +63,12 @@ def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = Fals
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     if not family.is_gemma4(inner) or not _has_a_loss(inner):
         raise Gemma4CompatError(
-            f"chunked_loss needs a Gemma 4 model with a language modeling head, and {type(inner).__name__} is none. "
+            f"chunked_loss requires a Gemma 4 model with a language modeling head; got {type(inner).__name__}. "
             "Load it with AutoModelForCausalLM or AutoModelForImageTextToText."
         )
     if enabled and not changes.is_on(type(inner).forward, ID):
         raise Gemma4CompatError(
-            f"chunked_loss needs the patch {ID}, which does not repair {type(inner).__name__}.forward here: "
+            f"chunked_loss needs the patch {ID}, which is not applied to {type(inner).__name__}.forward here: "
             f"gemma4_compat.status()[{ID!r}] says why."
         )
     vars(inner).pop(_TOLD, None)
@@ -79,7 +79,7 @@ def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = Fals
 
 
 def ask(model: Any, *, evaluation: bool = False) -> None:
-    """Note that the loss is wanted in chunks; whether a patch is there to see it is not looked at."""
+    """Mark the model for a loss in chunks, without checking whether the patch is applied."""
     _run_eagerly()
     setattr(model, _ATTRIBUTE, _ALWAYS if evaluation else _TRAINING)
 
@@ -89,7 +89,7 @@ def _has_a_loss(model: Any) -> bool:
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a model with a head. Its loss is computed in chunks where that was asked for."""
+    """The forward of a model with a head. Its loss is computed in chunks if that was requested."""
     if not _is_asked_for(self):
         return original(self, *args, **kwargs)
     if args:
@@ -111,7 +111,7 @@ def _is_asked_for(model: Any) -> bool:
 
 
 def _obstacle(model: Any, given: dict[str, Any]) -> str | None:
-    """None where the loss can be computed in chunks; else why it is not, or "" where nobody expects it to be."""
+    """None if the loss can be computed in chunks; else the reason, or "" if no loss in chunks is expected."""
     import torch
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -123,7 +123,7 @@ def _obstacle(model: Any, given: dict[str, Any]) -> str | None:
     if not isinstance(keep, int) or keep:
         return ""
     if model.loss_function is not ForCausalLMLoss:
-        return f"the model has a loss function of its own, {model.loss_function!r}"
+        return f"the model has its own loss function, {model.loss_function!r}"
     return None
 
 
@@ -133,7 +133,7 @@ def _tell(model: Any, obstacle: str) -> None:
         told.add(obstacle)
         notice.warn_user(
             f"the loss of {type(model).__name__} is not computed in chunks, and the logits of all tokens take their "
-            f"memory: {obstacle}. Call chunked_loss(model, enabled=False) if that is meant."
+            f"memory: {obstacle}. Call chunked_loss(model, enabled=False) if this is intended."
         )
 
 
@@ -145,7 +145,7 @@ def _positional(function: Callable[..., Any]) -> tuple[str, ...]:
 def _forward(
     original: Callable[..., Any], model: Any, labels: Any = None, logits_to_keep: int = 0, **kwargs: Any
 ) -> Any:
-    """Upstream's output with a loss, and without logits."""
+    """Upstream's output with a loss and without logits."""
     upstream = inspect.unwrap(original)
     if "pixel_values" in upstream.__code__.co_varnames[: upstream.__code__.co_argcount]:
         outputs = model.model(**kwargs, labels=labels, return_dict=True)
@@ -160,7 +160,7 @@ def _forward(
 
 
 def _as_before_5_6(labels: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Labels and options of a loss that leaves out padding and averages what is left, whatever it is told."""
+    """Labels and options of a loss that always leaves out padding and averages the rest, whatever the options say."""
     mask = kwargs.get("attention_mask")
     if mask is not None:
         labels = labels.masked_fill(mask[:, -labels.shape[1] :].to(labels.device) == 0, _IGNORED)
@@ -168,7 +168,7 @@ def _as_before_5_6(labels: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, 
 
 
 def _returned(model: Any, return_dict: bool | None, outputs: Any) -> Any:
-    """As upstream's ``can_return_tuple``."""
+    """Return ``outputs`` as upstream's ``can_return_tuple`` does."""
     wanted = getattr(model.config, "return_dict", True) if return_dict is None else return_dict
     return outputs if wanted else outputs.to_tuple()
 
@@ -219,7 +219,7 @@ def _mean(
     import torch
 
     targets = targets.reshape(-1)
-    if torch_internals.is_fake(targets):  # nobody knows its values: none is ignored
+    if torch_internals.is_fake(targets):  # its values are unknown: none is ignored
         rows = torch.arange(len(targets), device=targets.device)
     else:
         rows = (targets != ignored).nonzero()[:, 0]

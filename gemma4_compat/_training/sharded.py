@@ -1,8 +1,8 @@
-"""A head that FSDP shards as a unit of its own: its weights are gathered once a forward, whatever the chunks.
+"""A head that FSDP shards as its own unit: its weights are gathered once a forward, however many chunks there are.
 
-A call of a sharded module gathers its weights, and a backward pass through that call reduces their gradients. Chunk by
-chunk that would be one gathering each, as many as a process has chunks while another has fewer; and the gradients of
-the head would be those of weights that are gone by the time they are asked for.
+A call of a sharded module gathers its weights, and a backward pass through that call reduces their gradients. One call
+per chunk would gather once per chunk, and processes may have different numbers of chunks. The gradients of the head
+would belong to weights that are gone by the time they are needed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_WRAPPED = "_fsdp_wrapped_module"  # what FSDP1 wraps is this child of its wrapper
+_WRAPPED = "_fsdp_wrapped_module"  # the child of FSDP1's wrapper that it wraps
 
 
 def call(head: Any, states: Any, function: Callable[[Any], Any]) -> Any:
     """``function(states)`` within one call of each module in ``head`` that is such a unit.
 
-    Inside, their weights are whole, and calls of them neither gather nor reduce. ``function`` returns a scalar that
-    ``states`` and the head's weights lead to.
+    Inside, their weights are whole, and calling them neither gathers nor reduces. ``function`` returns a scalar that
+    depends on ``states`` and the head's weights.
     """
     for module in reversed(list(head.modules())):
         if _WRAPPED in module._modules:
@@ -34,7 +34,7 @@ def _is_fsdps(hook: Any) -> bool:
 
 
 def _between_hooks(module: Any, function: Callable[[Any], Any], states: Any) -> Any:
-    """FSDP2: hooks before and after a call."""
+    """FSDP2, which uses hooks before and after a call."""
     policy = module._get_fsdp_state()._mp_policy
     inputs_as = policy.param_dtype if policy.cast_forward_inputs else None
 
@@ -48,10 +48,10 @@ def _between_hooks(module: Any, function: Callable[[Any], Any], states: Any) -> 
         with _exchanged(module._forward_hooks, cast_output) as after:
             for hook in before:
                 (given,), _ = hook(module, (states,), {})
-                states = given if given.dtype == states.dtype else states  # else it is cast in each chunk
+                states = given if given.dtype == states.dtype else states  # otherwise it would be cast in each chunk
             total = function(states)
         for hook in after:
-            hook(module, (states,), total)  # what it returns may be cast, and is the same otherwise
+            hook(module, (states,), total)  # its result may be cast and is otherwise the same
     return total
 
 
@@ -64,7 +64,7 @@ def _cast(value: Any, dtype: Any) -> Any:
 
 @contextlib.contextmanager
 def _exchanged(hooks: dict[int, Any], other: Callable[..., Any]) -> Iterator[list[Any]]:
-    """Inside, FSDP's hooks are ``other``, at their places among the user's; yields FSDP's."""
+    """Inside, ``other`` takes the places of FSDP's hooks among the user's; yields FSDP's hooks."""
     own = {key: hook for key, hook in hooks.items() if _is_fsdps(hook)}
     hooks.update(dict.fromkeys(own, other))
     try:
@@ -74,7 +74,7 @@ def _exchanged(hooks: dict[int, Any], other: Callable[..., Any]) -> Iterator[lis
 
 
 def _in_wrapper(module: Any, function: Callable[[Any], Any], states: Any) -> Any:
-    """FSDP1: the wrapper's forward, around that of what it wraps."""
+    """FSDP1, whose wrapper has a forward around that of the wrapped module."""
     import torch
 
     wrapped = module._modules[_WRAPPED]

@@ -18,6 +18,7 @@ RELEASES: dict[str, tuple[str, ...]] = {
 
 MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-cast-offloaded": ("accelerate.big_modeling",),
+    "accelerate-ddp-offloaded": ("torch.nn.parallel.distributed",),
     "accelerate-disk-buffers": ("accelerate.utils.modeling",),
     "accelerate-dispatch-adapters": ("accelerate.big_modeling",),
     "accelerate-embedding-lookup": ("accelerate.hooks",),
@@ -37,7 +38,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "accelerate-subclass-offload": ("accelerate.big_modeling",),
     "accelerate-tied-devices": ("accelerate.utils.modeling",),
     "accelerate-tied-on-disk": ("accelerate.hooks",),
-    "accelerate-train-offloaded": ("accelerate.accelerator",),
+    "accelerate-train-offloaded": ("accelerate.big_modeling", "accelerate.accelerator"),
     "bitsandbytes-cpu-packing": ("bitsandbytes.functional", "bitsandbytes.nn.modules"),
     "bitsandbytes-cpu-strides": ("bitsandbytes.functional",),
     "bitsandbytes-fsdp-packed-weights": ("torch.distributed.fsdp._fully_shard._fsdp_collectives", "torch.distributed.fsdp._fully_shard._fsdp_param"),
@@ -360,6 +361,7 @@ KNOWN: dict[str, dict[str, str]] = {
 }
 
 RAISED: dict[str, tuple[str, ...]] = {
+    "accelerate-ddp-offloaded": ("ValueError: DistributedDataParallel's input module must be on the same type of devices, but input module parameters locate in {'cpu', 'meta'}.", "ValueError: DistributedDataParallel's input module must be on the same type of devices, but input module parameters locate in {'meta', 'cpu'}."),
     "accelerate-hf-initialized": ("TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'",),
     "accelerate-int8-offload": ("RuntimeError: Cannot access accelerator device when none is available.",),
     "accelerate-load-tied": ("RuntimeError: Tensor on device meta is not on the expected device cpu!",),

@@ -36,6 +36,7 @@ PATCHES: tuple[str, ...] = (
     "checkpoints.accelerate_load_offloaded",
     "checkpoints.accelerate_save_state_offloaded",
     "training.accelerate_train_offloaded",
+    "training.accelerate_ddp_offloaded",
     "offload.bitsandbytes_meta_quant_state",
     "quantization.bitsandbytes_cpu_packing",
     "quantization.bitsandbytes_cpu_strides",

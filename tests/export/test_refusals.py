@@ -75,11 +75,11 @@ def test_dora(workspace: Any, tmp_path: Path, target: str) -> None:
 @pytest.mark.parametrize(
     "target, name, reason",
     [
-        ("sglang", "towers", r"text layers of the same numbers \(\d+ of its modules, such as 'model.vision_tower"),
-        ("sglang", "inputs", r"nothing but q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj there"),
-        ("sglang", "experts", r"nothing but q_proj, k_proj, v_proj, o_proj there"),
-        ("sglang", "router", r"nothing but q_proj, k_proj, v_proj, o_proj there"),
-        ("gguf", "towers", r"linears and experts of decoder layers alone"),
+        ("sglang", "towers", r"text layers with the same numbers \(\d+ of its modules, such as 'model.vision_tower"),
+        ("sglang", "inputs", r"adapters only on q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
+        ("sglang", "experts", r"adapters only on q_proj, k_proj, v_proj, o_proj"),
+        ("sglang", "router", r"adapters only on q_proj, k_proj, v_proj, o_proj"),
+        ("gguf", "towers", r"only on the linears and experts of decoder layers"),
         ("gguf", "inputs", r"such as 'model.language_model.per_layer_model_projection'"),
     ],
 )
@@ -98,7 +98,7 @@ def test_the_tied_embedding(workspace: Any, tmp_path: Path, target: str, module:
     refused(adapter, tmp_path / "place" / "out", target, workspace.checkpoint, "whole weights, such as")
     file = adapter / "adapter_model.safetensors"  # as with save_embedding_layers=False
     save_file({key: value for key, value in load_file(file).items() if "base_layer" not in key}, file)
-    refused(adapter, tmp_path / "place" / "out", target, workspace.checkpoint, "embedding|nothing but")
+    refused(adapter, tmp_path / "place" / "out", target, workspace.checkpoint, "embedding|only on")
 
 
 def test_experts_of_llama_cpp_take_the_weights_of_the_base(adapters: Any, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_ranks_that_vllm_lacks(tmp_path: Path) -> None:
         {"peft_type": "LORA", "r": 600, "lora_alpha": 8, "target_modules": ["q_proj"]},
     )
     (tmp_path / "place").mkdir()
-    refused(adapter, tmp_path / "place" / "out", "vllm", "E2B", "vLLM has ranks up to 512, and this adapter 600")
+    refused(adapter, tmp_path / "place" / "out", "vllm", "E2B", "vLLM supports ranks up to 512, this adapter has 600")
 
 
 @pytest.mark.parametrize("target", [*READERS, "peft"])
@@ -149,7 +149,7 @@ def test_an_adapter_of_another_model(workspace: Any, tmp_path: Path, target: str
     [
         (lora("model.layers.0.self_attn.q_proj", width=32), r"is \[4, 32\] instead of \[4, 64\]"),
         (lora("model.layers.0.self_attn.q_proj", rank=3), r"is \[3, 64\] instead of \[4, 64\]"),
-        ({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (4, 64)}, "not the other half"),
+        ({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (4, 64)}, "but not the other half"),
         ({"base_model.model.model.embed_tokens.weight": (256, 64), **lora("model.layers.0.self_attn.q_proj")},
          r"1 of its tensors are whole weights"),
         ({}, "has no weights"),
@@ -168,7 +168,7 @@ def test_bad_arguments(workspace: Any, tmp_path: Path) -> None:
     refused(adapter, out, "ollama", base, "'ollama' is unknown; it is one of vllm, sglang, mlx, gguf, peft")
     refused(tmp_path / "none", out, "vllm", base, "does not exist")
     refused(adapter, out, "vllm", "no-such-model", "is not a folder, not a variant")
-    refused(adapter, out, "vllm", None, r"no id of the hub; give the base \(--base\)")
+    refused(adapter, out, "vllm", None, r"not a hub id; give the base \(--base\)")
     (out / "file").mkdir(parents=True)
     with pytest.raises(Gemma4CompatError, match="nothing is overwritten"):
         gemma4_compat.export_adapter(adapter, out, "vllm", base=base)

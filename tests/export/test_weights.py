@@ -27,7 +27,7 @@ def exported(adapters: Any, name: str, target: str, out: Path) -> tuple[gemma4_c
     adapter, base = adapters(name)
     with contextlib.ExitStack() as stack:
         if target == "sglang" or (target, name) in (("mlx", "towers"), ("mlx", "embedders")):
-            reason = "SGLang 0.5.23 stops" if target == "sglang" else "mlx-vlm 0.7.10 loads no adapter"
+            reason = "SGLang 0.5.23 stops" if target == "sglang" else "mlx-vlm 0.7.10 cannot load an adapter"
             stack.enter_context(pytest.warns(gemma4_compat.Gemma4CompatWarning, match=reason))
         report = gemma4_compat.export_adapter(adapter, out, target, base=base)
     return report, deltas.of_mlx(out) if target == "mlx" else deltas.of_server(out)

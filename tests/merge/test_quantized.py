@@ -133,7 +133,7 @@ def test_unknown_names_and_numbers_too_large_for_float16(workspace: Any, tmp_pat
     from safetensors.torch import load_file, save_file
 
     adapter = workspace.adapter("language")
-    with pytest.raises(Gemma4CompatError, match="quantize_result is 4bit, 4bit-double or 8bit, not '2bit'"):
+    with pytest.raises(Gemma4CompatError, match="quantize_result must be 4bit, 4bit-double or 8bit, not '2bit'"):
         gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "out", quantize_result="2bit")
     with pytest.raises(Gemma4CompatError, match="--quantize-result 4bit"):
         gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "out", quantize="4bit")

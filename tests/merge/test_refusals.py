@@ -35,7 +35,7 @@ from tests.merge.adapters import assert_same, broken, digests, reheadered, tenso
         ("overlap", r"is damaged: .* shares \d+ bytes with"),
         ("gap", r"is damaged: .* begins 8 bytes after the end of"),
         ("gap at the start", r"is damaged: .* begins 8 bytes after the end of 'the header'"),
-        ("unknown dtype", r"is damaged: .* is of the type 'I3', which safetensors does not have"),
+        ("unknown dtype", r"is damaged: .* has the dtype 'I3', which safetensors does not have"),
         ("no config", r"there is no adapter_config.json"),
         ("no JSON", r"adapter_config.json' is not JSON"),
         ("empty", r"has no weights"),
@@ -65,7 +65,7 @@ def test_a_pickle_is_read_when_allowed_and_never_runs_code(workspace: Any, tmp_p
         gemma4_compat.merge_adapter(workspace.checkpoint, folder, tmp_path / name, check=0, **options)
     assert_same(tensors(tmp_path / "out"), tensors(tmp_path / "same"))
     torch.save({"weight": Trap(tmp_path / "ran")}, adapter / "adapter_model.bin")
-    with pytest.raises(Gemma4CompatError, match="cannot be read as tensors alone"):
+    with pytest.raises(Gemma4CompatError, match="cannot be read as plain tensors"):
         gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "new", check=0, allow_pickle=True)
     assert not (tmp_path / "ran").exists()
 
@@ -144,14 +144,14 @@ def test_a_bad_base_is_one_clear_error(workspace: Any, base: Path, tmp_path: Pat
         ({"start": "other"}, "base 'other' is unknown"),
         ({"dtype": "int8"}, "dtype 'int8' is unknown"),
         ({"dtype": ["bf16"]}, r"dtype \['bf16'\] is unknown"),
-        ({"check": -1}, "check is a number of prompts, 0 for none, not -1"),
-        ({"check": "0"}, "check is a number of prompts, 0 for none, not '0'"),
-        ({"check": None}, "check is a number of prompts, 0 for none, not None"),
-        ({"check": 0.5}, "check is a number of prompts, 0 for none, not 0.5"),
-        ({"tolerance": -1.0}, "tolerance is a difference of logits"),
-        ({"tolerance": "1"}, "tolerance is a difference of logits, 0 or more, not '1'"),
-        ({"skip_modules": "lm_head", "start": "dequantized"}, "skip_modules is a list of names, not 'lm_head'"),
-        ({"quantize": 4, "start": "dequantized"}, "quantize is 4bit, 8bit or a BitsAndBytesConfig, not 4"),
+        ({"check": -1}, r"check must be a number of prompts \(0 for none\), not -1"),
+        ({"check": "0"}, r"check must be a number of prompts \(0 for none\), not '0'"),
+        ({"check": None}, r"check must be a number of prompts \(0 for none\), not None"),
+        ({"check": 0.5}, r"check must be a number of prompts \(0 for none\), not 0.5"),
+        ({"tolerance": -1.0}, "tolerance must be a difference of logits"),
+        ({"tolerance": "1"}, "tolerance must be a difference of logits, 0 or more, not '1'"),
+        ({"skip_modules": "lm_head", "start": "dequantized"}, "skip_modules must be a list of names, not 'lm_head'"),
+        ({"quantize": 4, "start": "dequantized"}, "quantize must be 4bit, 8bit or a BitsAndBytesConfig, not 4"),
         ({"max_shard_size": "much"}, "'much' is not a size"),
         ({"max_shard_size": "5"}, r"did you mean 5GiB\?"),
         ({"device_map": "mars:9"}, "'mars:9': no such device"),
@@ -183,7 +183,7 @@ def test_a_bad_output_is_refused_before_anything_is_read(
     targets = {"inside": folder / "new" / "out", "link": tmp_path / "link", "long": tmp_path / ("x" * 300)}
     before = digests(folder)
     monkeypatch.setattr(shards, "checkpoint", lambda _: pytest.fail("the base was read"))
-    with pytest.raises(Gemma4CompatError, match=r"is inside of|is a link|is longer than"):
+    with pytest.raises(Gemma4CompatError, match=r"is inside|is a link|is longer than"):
         gemma4_compat.merge_adapter(folder, workspace.adapter("language"), targets[place], check=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "empty", "link"]
     assert digests(folder) == before

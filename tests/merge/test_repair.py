@@ -181,9 +181,12 @@ REFUSALS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "quantized": (
         lambda settings: settings.update(quantization_config={"quant_method": "bitsandbytes"}),
-        "is quantized: readers would take plain weights",
+        "is quantized: readers would mistake plain weights",
     ),
-    "another family": (lambda settings: settings.update(model_type="llama"), "is no Gemma 4: .* model_type 'llama'"),
+    "another family": (
+        lambda settings: settings.update(model_type="llama"),
+        "is not a Gemma 4 model: .* model_type 'llama'",
+    ),
     "no number": (
         lambda settings: settings["text_config"].update(num_hidden_layers="many"),
         "a setting in .* cannot be right: text_config.num_hidden_layers",
@@ -218,7 +221,7 @@ def test_another_original_is_refused(workspace: Any, saved: Path, original: Path
     (tmp_path / "out" / "mine").write_text("kept")
     with pytest.raises(Gemma4CompatError, match="exists; nothing is overwritten"):
         repair(saved, original, tmp_path / "out")
-    with pytest.raises(Gemma4CompatError, match="is inside of"):
+    with pytest.raises(Gemma4CompatError, match="is inside"):
         repair(saved, original, saved / "out")
 
 

@@ -84,10 +84,7 @@ def test_the_same_merge_goes_on_and_trusts_nothing_else(workspace: Any, base: Pa
     report = again("same")
     assert report.resumed == tuple(names[:2])
     assert weights(tmp_path / "same" / "out") == weights(tmp_path / "whole")
-    assert (
-        "2 files are those that a killed merge had written"
-        in (tmp_path / "same" / "out" / "merge_report.txt").read_text()
-    )
+    assert "2 files were kept from a killed merge" in (tmp_path / "same" / "out" / "merge_report.txt").read_text()
 
     def spoil(folder: Path) -> None:
         file = folder / names[0]
@@ -124,7 +121,7 @@ def test_the_same_merge_goes_on_and_trusts_nothing_else(workspace: Any, base: Pa
 def test_a_result_in_4_bits_goes_on_with_what_is_merged(workspace: Any, base: Path, tmp_path: Path) -> None:
     adapter = workspace.adapter("language")
     killed(base, adapter, tmp_path / "work", "4bit")
-    with pytest.warns(Gemma4CompatWarning, match="2 files of it are whole and are kept"):
+    with pytest.warns(Gemma4CompatWarning, match="2 complete files are kept"):
         report = merged(base, adapter, tmp_path / "work" / "out", quantize_result="4bit")
     assert [name.rpartition("-of")[0] for name in report.resumed] == ["merged/model-00001", "merged/model-00002"]
     merged(base, adapter, tmp_path / "whole", quantize_result="4bit")
@@ -164,13 +161,13 @@ def test_quantized_files_are_kept_too(workspace: Any, base: Path, tmp_path: Path
         again = tmp_path / str(number)
         shutil.copytree(tmp_path / "work", again)
         change(again / left.name)
-        with pytest.warns(Gemma4CompatWarning, match=f"{len(wanted)} files of it are whole and are kept"):
+        with pytest.warns(Gemma4CompatWarning, match=f"{len(wanted)} complete files are kept"):
             report = merged(base, adapter, again / "out", quantize_result=name, max_shard_size=SMALL)
         assert sorted(report.resumed) == sorted(wanted)
         assert weights(again / "out") == weights(tmp_path / "whole")
         assert [path.name for path in again.iterdir()] == ["out"]
         assert not [path for path in (again / "out").iterdir() if path.name.startswith(".")]
-    with pytest.warns(Gemma4CompatWarning, match="what it left"):
+    with pytest.warns(Gemma4CompatWarning, match="its folder"):
         report = merged(base, adapter, tmp_path / "work" / "out", quantize_result=name, max_shard_size="151KB")
     assert report.resumed == ()
 

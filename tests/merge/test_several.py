@@ -106,7 +106,7 @@ def test_what_has_no_sum_is_refused(workspace: Any, tmp_path: Path, kind: str) -
         "loha": "is of type LOHA: weights are for LoRA",
         "saved": "replaces .*norm.* as a whole",
         "tokens": "trains single tokens of",
-        "nan": "is a number, not nan",
+        "nan": "must be a number, not nan",
         "none": "no adapter was given",
     }[kind]
     other = workspace.adapter("towers") if config is None else make(workspace.checkpoint, tmp_path / "a", config())

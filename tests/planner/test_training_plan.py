@@ -93,13 +93,15 @@ def test_a_4_bit_step_keeps_what_bitsandbytes_and_peft_keep(workspace: Any, monk
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": 0 * tokens}
     inputs["attention_mask"][0, 0] = 0
     counted = training_step.storage_counter(model)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
+    ask = torch.is_autocast_enabled  # of the CPU it must tell the truth: leaving an autocast restores what this said
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: ask(*device) if device else True)
     with counted, torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(**inputs, labels=tokens, use_cache=False).loss
     forward = counted.reset_peak()
     with counted:
         loss.backward()
     monkeypatch.undo()
+    assert not torch.is_autocast_enabled("cpu")
     planned = training._measure(str(workspace.checkpoint), "4bit", Step(sequence=512, rank=4))
     assert (planned.forward, planned.backward) == (forward, counted.peak)
 

@@ -65,7 +65,7 @@ def test_mlx_vlm_and_images(checkpoint: Any, tmp_path: Path, variant: str, targe
     base = checkpoint(variant)
     folder = tiny_adapters.write_adapter(tiny.load(base), targets, tmp_path / "adapter")
     report = gemma4_compat.export_adapter(folder, tmp_path / "out", "mlx", base=base)
-    assert report.notes == ("mlx-lm has no vision and audio and refuses it; mlx-vlm reads it",)
+    assert report.notes == ("mlx-lm has no vision and audio and refuses the adapter; mlx-vlm reads it",)
     model = load_adapters(utils.load_model(base), tmp_path / "out")
     there = {name: value.shape for name, value in tree_flatten(model.parameters()) if ".lora_" in name}
     written = load_file(tmp_path / "out" / "adapters.safetensors")

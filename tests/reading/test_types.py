@@ -85,7 +85,7 @@ def test_a_configuration_at_the_size_of_the_largest_real_ones_is_read(tmp_path: 
 
 def test_a_name_that_no_file_can_have_is_one_error(tmp_path: Path) -> None:
     for name in ("a" * 300, "a/" + "b" * 300, "a\0b", "/".join(["a"] * 3000)):
-        with pytest.raises(Gemma4CompatError, match=r"cannot be read|does not exist|is no folder") as caught:
+        with pytest.raises(Gemma4CompatError, match=r"cannot be read|does not exist|is neither a folder") as caught:
             gemma4_compat.scan_adapter(name)
         assert len(str(caught.value)) < 7000
 

@@ -241,7 +241,7 @@ def test_a_folder_that_holds_none_or_several(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
 def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    assert f"there is {name} in {str(tmp_path)!r} and no adapter_config.json" in refusal(tmp_path)
+    assert f"there is {name} in {str(tmp_path)!r} but no adapter_config.json" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_weights_without_a_configuration(tmp_path: Path, name: str) -> None:
         ('{"lora_parameters": {}, "fine_tune_type": "lora"}', "looks like one of mlx-lm"),
         ('{"peft_type": "TELEPATHY"}', "the peft_type 'TELEPATHY'"),
         ('{"peft_type": ["LORA"]}', r"the peft_type ['LORA']"),
-        ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is no regular expression"),
+        ('{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 2}}', "is not a valid regular expression"),
         ('{"peft_type": "LORA", "r": 4, "rank_pattern": [1]}', "rank_pattern: expected object | null, got array"),
         ('{"peft_type": "LORA", "r": "4"}', "r: expected int | null, got str"),
         ('{"peft_type": "LORA", "r": 0}', "they must be a positive number"),

@@ -186,4 +186,19 @@ REGRESSIONS = [
         ),
         id="capture-that-copies-a-weight",
     ),
+    # Seed 633: on a CPU, DoRA moves its 4-bit weight to where it is. That unpacked it, also in a capture.
+    pytest.param(
+        Sequence(
+            case=Case(
+                quantization="4bit",
+                placement=(("", "main"),),
+            ),
+            operations=(
+                operation("new_adapter", adapter="a", seed=33, tuner="dora"),
+                operation("threads", seed=26),
+                operation("generate", cache="static", mode="greedy", new=4, seed=26),
+            ),
+        ),
+        id="dora-that-unpacks-a-weight",
+    ),
 ]

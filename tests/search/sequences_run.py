@@ -91,11 +91,14 @@ REPAIRED: dict[str, str] = {
     "bitsandbytes-cpu-strides": "CPUs with AVX512-BF16: an audio tower in 4-bit returns garbage",
     "peft-adalora-ranks": "PEFT 0.21: an adapter loaded with is_trainable=False onto a bf16 base is trained",
     "peft-kbit-dtypes": "prepare_model_for_kbit_training makes float32 of embeddings, experts and unquantized layers",
+    "transformers-audio-mask": "transformers < 5.20: with eager attention the audio tower attends to what is masked",
     "transformers-quantized-router": "4- and 8-bit: routers are quantized and send tokens to other experts",
     "transformers-reentrant-checkpointing": "use_reentrant=True: wrong gradients where layers share keys and values",
     "transformers-rotary-cast": "a cast rounds the float32 frequencies of rotary embeddings",
     "transformers-sliding-cache": "transformers < 5.14: sliding layers of a model without KV-shared layers cache the "
     "whole text; the masked keys change the order of the sums",
+    "transformers-static-images": "12B, 26B-A4B, 31B: with a static cache image tokens do not attend to each other",
+    "transformers-vision-masks": "26B-A4B, 31B in 5.13 to 5.16: masks of images have another layer's size",
 }
 
 

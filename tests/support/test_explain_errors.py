@@ -106,7 +106,7 @@ def test_errors_of_other_programs_are_not_claimed(text: str) -> None:
     assert found_for(text) == []
     done = CliRunner().invoke(cli.app, ["explain", text])
     assert done.exit_code == 1
-    assert "No patch is known to be about this error." in done.stdout
+    assert "No known patch concerns this error." in done.stdout
     assert "gemma4-compat env" in done.stdout
 
 
@@ -151,7 +151,7 @@ def test_a_text_that_any_program_raises_is_a_possible_match_and_said_to_be_one()
     answer = search.search(messages.read(text), PATCHES)
     assert answer.matches
     assert not any(match.certain for match in answer.matches)
-    assert "Programs without Gemma 4 raise this text, too." in CliRunner().invoke(cli.app, ["explain", text]).stdout
+    assert "Programs without Gemma 4 also raise this text." in CliRunner().invoke(cli.app, ["explain", text]).stdout
 
 
 def traceback(*frames: tuple[str, str], error: str) -> str:

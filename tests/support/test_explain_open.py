@@ -100,14 +100,14 @@ def test_an_error_finds_its_patch_or_no_verdict(points: str, text: str) -> None:
 def test_an_error_of_this_package_is_said_to_be_one(text: str) -> None:
     done = CliRunner().invoke(cli.app, ["explain", text])
     assert done.exit_code == 1
-    assert "gemma4_compat raises this itself, before anything is changed." in done.stdout
-    assert "No patch is known" not in done.stdout
+    assert "gemma4_compat itself raises this, before anything is changed." in done.stdout
+    assert "No known patch" not in done.stdout
 
 
 def test_a_patch_that_is_not_needed_here_is_no_verdict_of_an_error_that_is_seen_here() -> None:
     status = PatchStatus(id="x", state=PatchState.NOT_NEEDED, reason="transformers 5.24.0 is outside <5.18.0")
     said = answers.remedy(status)
-    assert said.startswith("if the program runs with the releases that are installed here, this is not its error")
+    assert said.startswith("if the program runs with the releases installed here, this is not its error")
     assert "not have this defect" not in said
 
 

@@ -1,17 +1,17 @@
-"""A model that has adapters already can be dispatched: they stay on the device, in a layer that is offloaded, too.
+"""A model that already has adapters can be dispatched: the adapters of offloaded layers stay on the device.
 
 Symptom: silent: after ``dispatch_model`` of a model with adapters, those of offloaded layers get no gradient, and
 ``save_pretrained`` raises. A LoRA on ``embed_tokens``, or trained tokens: ``RuntimeError: Tensor on device meta is not
 on the expected device``, ``Cannot copy out of meta tensor`` or, from ``dispatch_model``, ``ValueError: ... is on the
 meta device, we need a `value` to put in on 0``.
 
-Cause: ``dispatch_model`` takes an adapter for a part of the layer that a map offloads. Some adapters are in containers
+Cause: ``dispatch_model`` treats an adapter as part of the layer that a map offloads. Some adapters are in containers
 (``nn.ParameterDict``), which are never called, so accelerate's hook never onloads them. Embedding and head share one
 container of trained tokens: one entry of the map offloads it, another wants it on the device. Layers that read the
 base weight in their own forward (DoRA, trained tokens) find it on meta.
 
-Fix: accelerate does not see the adapters of a module that a map offloads. They are placed on the device where the
-module computes, as if they had been loaded after the dispatch.
+Fix: The patch hides the adapters of offloaded modules from accelerate and places them on the device where the module
+computes, as if they had been loaded after the dispatch.
 
 Remove when: ``dispatch_model`` leaves the adapters of offloaded modules on their execution device.
 """
@@ -53,7 +53,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     def _embedding_adapter(folder: Path) -> Path:
         from gemma4_compat._reproduction import tiny_adapters
 
-        # Not the linears of the towers, which are another patch's business.
+        # Not the linears of the towers, which another patch covers.
         return tiny_adapters.write_adapter(workspace.load(), r".*language_model\.(embed_tokens|.*\.up_proj)", folder)
 
     reference = workspace.outputs(with_adapter().eval(), text_only=True)

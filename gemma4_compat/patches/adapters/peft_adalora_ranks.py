@@ -1,11 +1,11 @@
-"""AdaLoRA does not train its number of ranks, so an adapter has the same outputs after saving and loading.
+"""AdaLoRA does not train its number of ranks, so a saved adapter gives the same outputs when it is loaded again.
 
 Symptom: silent: an AdaLoRA adapter trained on a bf16 base gives different outputs once it is saved and loaded again.
 
-Cause: Each layer divides by its number of ranks (``AdaLoraLayer.ranknum``), which PEFT keeps as a frozen parameter
-and does not save. Where the base is not float32, ``cast_adapter_dtype`` changes its dtype by replacing it with
-another parameter, which is trainable; since PEFT 0.21 nothing freezes that one again. The optimizer then changes the
-number, but a loaded adapter has the correct number again.
+Cause: Each layer divides by its number of ranks (``AdaLoraLayer.ranknum``), which PEFT keeps as a frozen parameter and
+does not save. If the base is not float32, ``cast_adapter_dtype`` changes its dtype by replacing it with a new,
+trainable parameter; since PEFT 0.21 nothing freezes that one again. The optimizer then changes the number, but a
+loaded adapter has the correct number again.
 
 Fix: The number of ranks stays frozen. So do the weights of other tuners' adapters that were loaded for use and not
 for training.

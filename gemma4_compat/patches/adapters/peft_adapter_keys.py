@@ -9,13 +9,13 @@ Cause: The decoder layers are ``model.layers`` in one class and ``model.language
 ``set_peft_model_state_dict`` loads with ``strict=False``, which drops every key that has no place. Other tools write
 still other prefixes.
 
-Fix: The patch translates the keys of the file to the names of the model at hand; docs/ADAPTERS.md lists the
-supported dialects. It also makes the config target the layers for which the file has weights, so the towers get no
-idle adapter layers and the adapter loads again after it is saved.
+Fix: The patch translates the keys of the file to the names of the model at hand; docs/ADAPTERS.md lists the supported
+dialects. It also makes the config target the layers for which the file has weights, so the towers get no idle adapter
+layers and the adapter loads again after it is saved.
 
 Keys of k/v projections that a KV-shared layer does not have in this model are left out. Other keys without a place
-give one warning. A load in which no key fits is an error, and the rollback of failed loads (a patch of its own)
-leaves the model as it was. An adapter whose keys already fit is loaded by upstream's code alone.
+give one warning. A load in which no key fits is an error, and the rollback of failed loads (a separate patch) leaves
+the model as it was. If the keys of an adapter already fit, only upstream's code loads it.
 
 Remove when: PEFT translates adapter keys between a model's classes and refuses an adapter in which nothing fits.
 """
@@ -64,7 +64,7 @@ def _load(original: Callable[..., Any], model: Any, source: Any, args: tuple[Any
 
 
 def _shapes(source: Any, kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes in the adapter's file; none where it has no config (upstream says so) or no weights there."""
+    """Keys and shapes in the adapter's file; empty if it has no config (upstream says so) or no weights there."""
     folder = Path(str(source), kwargs.get("subfolder") or "")
     if Path(str(source)).is_dir():
         files = [folder / f"adapter_model.{end}" for end in ("safetensors", "bin")]
@@ -76,7 +76,7 @@ def _shapes(source: Any, kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         from peft.utils import load_peft_weights
 
         hub, _ = PeftModel._split_kwargs(kwargs)
-        PeftConfig._get_peft_type(source, **hub)  # upstream's own error for a name that is none
+        PeftConfig._get_peft_type(source, **hub)  # upstream's own error for an invalid name
         weights: dict[str, Any] = load_peft_weights(source, device="cpu", **hub)
         return weights
 
@@ -84,7 +84,7 @@ def _shapes(source: Any, kwargs: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:
-    # The last step before the matching, for every tuner: "all-linear" and default targets are resolved by then.
+    # The last step before the matching, for every tuner: "all-linear" and default targets are already resolved.
     peft_config = original(peft_config, model)
     adapter = fitting.being_loaded()
     if adapter is not None and family.is_gemma4(model):
@@ -130,12 +130,12 @@ def set_peft_model_state_dict(
 
 
 def _plain(name: str, adapter_name: str) -> str:
-    """A name as it is in a file, without the adapter's name that PEFT put in."""
+    """A name as in a file, without the adapter's name that PEFT inserted."""
     return ".".join(part for part in name.removeprefix(PREFIX).split(".") if part != adapter_name)
 
 
 def _is_of_a_layer(name: str) -> bool:
-    """Not what a tuner keeps once for the whole model, and looks after itself (``base_model.vera_A``)."""
+    """Not weights that a tuner keeps once for the whole model and handles itself (``base_model.vera_A``)."""
     return len(name.removeprefix(PREFIX).split(".")) > 2
 
 

@@ -1,16 +1,16 @@
-"""Loading an adapter costs what its weights cost, not several times as much.
+"""Loading an adapter takes only the time that its weights need, not several times as much.
 
 Symptom: silent: ``PeftModel.from_pretrained``, ``load_adapter`` and ``model.load_adapter`` take a second and more
 for an adapter on all linears of a Gemma 4.
 
-Cause: PEFT draws random weights for every layer, three times as many numbers as it keeps, casts them, and reads the
-adapter's file over them. It compares every module's name with every name in ``target_modules``. And it walks through
-all modules again and again, with a nested generator for each.
+Cause: PEFT draws random weights for every layer, three times as many numbers as it keeps, casts them, and then
+overwrites them with the adapter's file. It compares every module's name with every name in ``target_modules``. And it
+walks through all modules repeatedly, with a nested generator for each.
 
-Fix: Layers for which the file has both weights get memory without values, and torch's generator is advanced past the
-numbers that would have been drawn (a jump of the Mersenne Twister), so that what is drawn later is the same. Weights
-that the file lacks are drawn as ever. Names are looked up instead of compared, casts and moves that change nothing are
-left out, and the walks are loops. Modules, parameters, dtypes, devices and ``requires_grad`` are those of upstream.
+Fix: Layers for which the file has both weights get uninitialized memory, and torch's generator is advanced past the
+numbers that would have been drawn (a jump of the Mersenne Twister), so that later draws are the same. Weights that the
+file lacks are drawn as usual. Names are looked up instead of compared, casts and moves that change nothing are
+skipped, and the walks are loops. Modules, parameters, dtypes, devices and ``requires_grad`` are upstream's.
 
 Remove when: PEFT neither draws the weights that a load replaces nor compares all names with all targets.
 """
@@ -70,7 +70,7 @@ def inject_adapter(
 
 
 def _covered(adapter: fitting.Loading, model: Any) -> dict[str, tuple[int, ...]]:
-    """The modules for which the file has both weights of a LoRA layer, with the rank, the inputs and the outputs."""
+    """Modules for which the file has both weights of a LoRA layer -> rank, inputs and outputs."""
     names = fitting.translate(adapter.keys, model).names
     shapes = {name: adapter.shapes[key] for key, name in names.items() if len(adapter.shapes.get(key, ())) == 2}
     found: dict[str, tuple[int, ...]] = {}
@@ -115,7 +115,7 @@ def update_layer(
 
 
 def _update_ordinary(created: creation.Creation, layer: Any, name: str, r: int, lora_alpha: Any) -> None:
-    """What upstream does in this case, without values for the weights."""
+    """As upstream in this case, but without values for the weights."""
     import torch
 
     config = created.config
@@ -135,7 +135,7 @@ def _update_ordinary(created: creation.Creation, layer: Any, name: str, r: int, 
     layer.scaling[name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
     layer.use_rslora[name] = config.use_rslora
     layer.use_dora[name] = config.use_dora
-    if not known:  # upstream finds the place, and for a layer that is offloaded a repair of it
+    if not known:  # upstream finds the place; for an offloaded layer, a patched upstream
         layer._move_adapter_to_device_of_base_layer(name)
     if len(layer.lora_A) == 1:
         layer._active_adapter = active
@@ -144,7 +144,7 @@ def _update_ordinary(created: creation.Creation, layer: Any, name: str, r: int, 
 
 
 def _place(layer: Any) -> tuple[Any, Any] | None:
-    """Where upstream would move a layer's weights, and as what; None where that is not known at once."""
+    """The device and dtype to which upstream would move a layer's weights; None if not known at once."""
     import torch
 
     if not hasattr(layer, "_get_base_layer_device_and_dtype"):  # PEFT 0.18
@@ -167,7 +167,7 @@ def replace_module(
 
 
 def _is_there(layer: Any, base: Any, device: Any) -> bool:
-    """Whether all that a layer adds is on the device, so that upstream would move nothing."""
+    """Whether everything that a layer adds is on the device, so upstream would move nothing."""
     if hasattr(base, "qweight") or hasattr(base, "W_q"):
         return False
     return all(
@@ -208,7 +208,7 @@ def _is_low(dtype: Any) -> bool:
 
 
 def _tuner_layers(model: Any) -> Iterator[Any]:
-    """PEFT's layers, without those that are in another one."""
+    """PEFT's layers, without those inside other PEFT layers."""
     kind = vars(sys.modules[_UTILS])["BaseTunerLayer"]
     waiting, seen = [model], set()
     while waiting:
@@ -223,7 +223,7 @@ def _tuner_layers(model: Any) -> Iterator[Any]:
 
 
 def _values(layer: Any, adapter_name: str) -> Iterator[Any]:
-    """All that a layer's containers may have of an adapter."""
+    """Everything that a layer's containers may hold for an adapter."""
     for module in walk.modules(layer):
         if adapter_name in module._modules:
             for inner in walk.modules(module._modules[adapter_name]):
@@ -248,7 +248,7 @@ def check_target_module_exists(original: Callable[..., Any], config: Any, key: s
     targets = getattr(config, "target_modules", None)
     if type(targets) is not set or creation.being_created() is None:
         return original(config, key)
-    # Only the name itself, or what follows one of its dots, can be a target of it.
+    # Only the name itself, or its part after one of its dots, can match a target.
     targets = targets & _ends(key)
     if not targets and not config.modules_to_save and not getattr(config, "exclude_modules", None):
         return False
@@ -275,7 +275,7 @@ def mark_only_adapters_as_trainable(original: Callable[..., None], self: Any, mo
 
 
 def _frozen(tuner: Any, model: Any) -> list[Any] | None:
-    """The parameters of the base that are trainable, with LoRA layers only; None where upstream must look."""
+    """The trainable parameters of the base, if there are only LoRA layers; None if upstream must look."""
     kinds = vars(sys.modules[_UTILS])
     layers, wrapper = kinds["BaseTunerLayer"], kinds["AuxiliaryTrainingWrapper"]
     found: list[Any] = []

@@ -1,15 +1,15 @@
-"""Prompt tuning, P-tuning and prefix tuning generate what they were trained for.
+"""Prompt tuning, P-tuning and prefix tuning generate with their virtual tokens.
 
 Symptom: silent: with transformers 5.24.0, ``generate`` of a ``PeftModel`` with prompt tuning or P-tuning inserts the
 virtual tokens anew before every token, and one with prefix tuning generates without its prefix. A forward is right.
 
-Cause: transformers 5.24.0 calls the cache of a generate ``cache``; before, it was ``past_key_values``.
-``PeftModelForCausalLM.prepare_inputs_for_generation`` looks for it by the old name, to tell the first step from the
-others, and puts a prefix under that name.
+Cause: transformers 5.24.0 renamed the cache of ``generate`` from ``past_key_values`` to ``cache``.
+``PeftModelForCausalLM.prepare_inputs_for_generation`` looks for it under the old name, to tell the first step from the
+others, and stores a prefix under that name.
 
-Fix: There it is called by the old name, and what comes of it by the new one.
+Fix: The wrapped call uses the old name; its result uses the new one.
 
-Remove when: transformers 5.24.0 with a PEFT that knows the old name alone is no longer supported.
+Remove when: transformers 5.24.0 with a PEFT that knows only the old name is no longer supported.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from gemma4_compat._models import cache_names
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Of the largest logit, in float32: a step by step generate, and one forward.
+#: Allowed difference between step-by-step generation and one forward, relative to the largest logit, in float32.
 BOUND = 1e-4
 
 
 class _ByTheOldName:
-    """A ``PeftModel`` whose base gives the cache by its old name. Everything else is the model's."""
+    """A ``PeftModel`` whose base passes the cache under its old name. Everything else is the model's."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -54,7 +54,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny, tiny_models
 
     checkpoint = workspace.checkpoint
-    if workspace.variant is None:  # prompt tuning of one with per-layer embeddings is for another patch
+    if workspace.variant is None:  # prompt tuning with per-layer embeddings is covered by another patch
         checkpoint = workspace.cached(tiny_models.build_checkpoint, text_variant="31B")
     ids = tiny.inputs(workspace.main, text_only=True)["input_ids"][:1]
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -78,7 +78,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         found = model.generate(input_ids=ids, **options)
         whole = model(input_ids=found.sequences).logits[:, -5:-1]
         generated = torch.stack(found.logits, dim=1)
-        if seen == "the first token":  # the others differ from a forward in older releases, too
+        if seen == "the first token":  # in older releases the others also differ from a forward
             whole, generated = model(input_ids=ids).logits[:, -1:], generated[:, :1]
     off = (generated.float() - whole.float()).abs().max().item()
     bound = BOUND * whole.abs().max().item()

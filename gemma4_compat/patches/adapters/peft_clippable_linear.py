@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def maybe_include_all_linear_layers(original: Callable[..., Any], peft_config: Any, model: Any) -> Any:
-    # The last step before the matching, for every tuner: "all-linear" and default targets are resolved by then.
+    # The last step before the matching, for every tuner: "all-linear" and default targets are already resolved.
     peft_config = original(peft_config, model)
     if getattr(peft_config, "target_modules", None):
         clipped.redirect(peft_config, model)

@@ -4,12 +4,12 @@ Symptom: silent: after an adapter failed to load (``RuntimeError: Error(s) in lo
 mismatch for ...``), the base model gives different outputs: the layers of that adapter are still in it, half filled.
 
 Cause: ``PeftModel.from_pretrained`` and ``PeftModel.load_adapter`` inject the adapter's layers first and read its
-weights afterwards. When that fails, they take nothing out again.
+weights afterwards. When that fails, they remove nothing.
 
-Fix: A load that raises, for whatever reason, leaves the model as it was. An adapter of the wrong shape gives one
-error that names the first module, instead of one line per tensor.
+Fix: A load that raises, for whatever reason, leaves the model as it was. An adapter of the wrong shape raises an error
+that names the first module, instead of one line per tensor.
 
-Remove when: PEFT takes back what it injected when a load fails.
+Remove when: PEFT removes what it injected when a load fails.
 """
 
 from __future__ import annotations

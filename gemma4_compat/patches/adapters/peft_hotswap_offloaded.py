@@ -1,12 +1,12 @@
-"""A split model is prepared for the hot swap of its adapters.
+"""Adapters of a model with offloaded layers can be prepared for hot swapping.
 
 Symptom: ``RuntimeError: Tensor on device meta is not on the expected device cpu!`` (or the GPU) from the first forward
-after ``prepare_model_for_compiled_hotswap`` of a split model.
+after ``prepare_model_for_compiled_hotswap`` of a model with offloaded layers.
 
-Cause: PEFT makes a tensor of each LoRA's scaling, on the device of the layer's weight. That is meta where the layer is
-offloaded, so the number is lost.
+Cause: PEFT turns the scaling of each LoRA into a tensor on the device of the layer's weight. For an offloaded layer
+that is meta, so the number is lost.
 
-Fix: Meanwhile the weights of offloaded layers look as if they were where their layers compute.
+Fix: During that call, the weights of offloaded layers report the device where their layers compute.
 
 Remove when: in all supported releases PEFT puts these tensors on the device of the adapter's own weights.
 """

@@ -4,13 +4,14 @@ Symptom: ``RuntimeError: Expected all tensors to be on the same device`` from a 
 with LoRA or another tuner on ``lm_head``, ``embed_tokens`` or ``embed_tokens_per_layer``, with
 ``trainable_token_indices``, or with ``modules_to_save`` and ``ensure_weight_tying``.
 
-Cause: accelerate's hook that brings inputs to the device of a module is on the module. What PEFT puts around it, or in
-its place, has none, and computes with the input as it comes. Inside a decoder layer that is the right device, for the
-hook of the layer has brought it there. A module with an entry of its own in the device map has no such layer.
+Cause: accelerate's hook brings inputs to the device of the module that it is attached to. PEFT's layer around that
+module, or the copy that replaces it, has no such hook and computes with the input as it arrives. Inside a decoder
+layer that is the right device, because the hook of the layer has brought it there. A module with its own entry in the
+device map has no such layer around it.
 
 Fix: After adapters are created, PEFT's layer around a module that is the first on its device brings its inputs there,
-and a copy in the place of a module gets a hook like that module's. Outputs are where upstream leaves them. A model on
-one device, and a layer whose inputs are brought to its device anyway, stay as they are.
+and a copy that replaces a module gets a hook like that module's. Outputs stay where upstream leaves them. Nothing
+changes for a model on one device, or for a layer whose inputs arrive on its device anyway.
 
 Remove when: PEFT brings inputs to the device of the base layer in all supported releases.
 """
@@ -41,9 +42,10 @@ def inject_adapter(original: Callable[..., Any], self: Any, model: Any, *args: A
 
 
 def _entrances(module: Any) -> tuple[set[Any], list[Any]]:
-    """The devices that ``module`` and all in it compute on, and PEFT's layers whose inputs no hook above brings there.
+    """The devices on which ``module`` and everything in it compute, and the PEFT layers whose inputs no outer hook
+    brings there.
 
-    A hook above does where all below it is on its device.
+    An outer hook does so if everything below it is on its device.
     """
     devices: set[Any] = set()
     found: list[Any] = []
@@ -52,7 +54,7 @@ def _entrances(module: Any) -> tuple[set[Any], list[Any]]:
             below, layers = _entrances(child)
             devices |= below
             found += layers
-    # Not of a wrapper that only shows the hook of what is in it.
+    # Not if a wrapper only exposes the hook of the module inside it.
     own = placement.hook_device(module) if "_hf_hook" in vars(module) else None
     if own is not None:
         devices.add(own)
@@ -73,7 +75,7 @@ def _bring_inputs(layer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _hook_copies(wrapper: Any) -> None:
-    """A copy has the hook of the module it was copied from; one that was made for a tied weight has none."""
+    """A copy has the hook of the module it was copied from; a copy made for a tied weight has no hook."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     device = placement.hook_device(wrapper.original_module)

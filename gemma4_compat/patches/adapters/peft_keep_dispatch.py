@@ -63,14 +63,14 @@ def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: 
 
 
 def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None:
-    """Before the base model is touched; upstream would take the folder for a name on the hub, and complain of that."""
-    from gemma4_compat._reading import json_files  # with json, which importing the package does not load
+    """Check before the base model is touched; upstream would treat the folder as a hub id and report that instead."""
+    from gemma4_compat._reading import json_files  # imports json, which the package does not load at import
 
     folder = Path(model_id, subfolder or "")
     config = folder / "adapter_config.json"
     if not config.is_file() or any((folder / name).is_file() for name in _WEIGHTS):
         return
-    if json_files.settings(config).get("peft_type") != "XLORA":  # it has files of other names
+    if json_files.settings(config).get("peft_type") != "XLORA":  # its files have other names
         raise _caught_as_upstream()(
             f"the adapter folder {str(folder)!r} has an adapter_config.json but no weights ({' or '.join(_WEIGHTS)}). "
             "Was the save interrupted, or the file not downloaded? Copy it there, or give another folder."
@@ -79,7 +79,7 @@ def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None
 
 @functools.cache
 def _caught_as_upstream() -> type[Gemma4CompatError]:
-    """The class of an error that is caught as those which upstream raises there."""
+    """An error class that is caught like those which upstream raises there."""
     from huggingface_hub.errors import HFValidationError
 
     class MissingWeightsError(Gemma4CompatError, HFValidationError, OSError):  # type: ignore[misc]
@@ -89,7 +89,7 @@ def _caught_as_upstream() -> type[Gemma4CompatError]:
 
 
 def _without_placement(model: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``kwargs`` less those about placement when the base has one, with a notice where that could surprise."""
+    """``kwargs`` without placement arguments if the base is already placed, with a warning if that could surprise."""
     owner = map_owner(model)
     if owner is None:
         return kwargs

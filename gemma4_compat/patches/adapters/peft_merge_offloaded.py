@@ -1,20 +1,20 @@
-"""A merge into offloaded layers, and what takes it back, gives the outputs it gives on one device.
+"""Merging into offloaded layers, and undoing it, gives the same outputs as on one device.
 
 Symptom: silent: after ``merge_adapter()`` with an offloaded layer, ``disable_adapter()``, ``set_adapter`` and
 ``load_adapter`` leave the adapter in the base weights; from then on its change is applied twice. With quantized layers
-an error, raised when some of the layers are unmerged already. A LoRA on ``embed_tokens`` or ``lm_head`` is merged into
-only one of the two tied weights when they are apart. A layer's own ``merge()`` changes
-nothing, or fails, and a later ``unmerge`` takes out what never was in.
+an error is raised after some of the layers have already been unmerged. A LoRA on ``embed_tokens`` or ``lm_head`` is
+merged into only one of the two tied weights if they are separate. A layer's own ``merge()`` changes nothing, or fails,
+and a later ``unmerge`` subtracts a change that was never added.
 
 Cause: ``BaseTuner.merge_adapter`` and ``unmerge_adapter`` onload a layer (``onload_layer``). ``set_adapter``, and the
 forward of a layer with disabled adapters, call its ``unmerge`` with the base weight on meta, or with a copy that the
-next forward reads anew. A layer's own ``merge`` gets a weight on meta in the same way. Weights that are one parameter
-on one device are two where a device map separates them, and ``onload_layer`` knows of one. ``merge_and_unload`` also
-calls it for every module that only contains others: the whole model is then on the device at once.
+next forward replaces. A layer's own ``merge`` also gets a weight on meta. Weights that are one parameter on one device
+are two if a device map separates them, and ``onload_layer`` handles only one. ``merge_and_unload`` also calls it for
+every module that only contains others, which puts the whole model on the device at once.
 
-Fix: A layer is onloaded, and its new weight stored, whoever merges or unmerges it; every weight tied to it gets the
-same value. Only adapter layers are onloaded, one at a time. Layers with disabled adapters are unmerged before the
-model's next forward. ``merge_and_unload`` leaves ``tie_word_embeddings`` on where the two weights are still equal.
+Fix: Every merge or unmerge, whatever calls it, onloads the layer and stores its new weight; every weight tied to it
+gets the same value. Only adapter layers are onloaded, one at a time. Layers with disabled adapters are unmerged before
+the model's next forward. ``merge_and_unload`` leaves ``tie_word_embeddings`` on if the two weights are still equal.
 
 Remove when: PEFT onloads a layer, and stores its new weight, in ``merge`` and ``unmerge`` themselves, and changes tied
 weights together.
@@ -74,12 +74,12 @@ def onload_layer(original: Callable[..., Any], layer: Any) -> contextlib.Abstrac
 def check_adapters_to_merge(
     original: Callable[..., Any], module: Any, adapter_names: list[str] | None = None
 ) -> list[str]:
-    """The first that a ``merge`` calls; it returns when no adapter is left to merge."""
+    """The first function that ``merge`` calls; it returns when no adapter is left to merge."""
     if merged_layers.is_merged_alone(module):
         frame: Any = sys._getframe(1)
         while frame and (frame.f_locals.get("self") is not module or "safe_merge" not in frame.f_locals):
             frame = frame.f_back
-        if frame:  # else it is no merge that asks
+        if frame:  # otherwise the caller is not a merge
             merged_layers.merge_alone(module, safe_merge=frame.f_locals["safe_merge"], adapter_names=adapter_names)
             return []
     found: list[str] = original(module, adapter_names)
@@ -89,7 +89,7 @@ def check_adapters_to_merge(
 def merge_osf(
     original: Callable[..., Any], self: Any, safe_merge: bool = False, adapter_names: list[str] | None = None
 ) -> None:
-    """It does not call that."""
+    """Merge here, because this tuner does not call that function."""
     if merged_layers.is_merged_alone(self):
         merged_layers.merge_alone(self, safe_merge=safe_merge, adapter_names=adapter_names)
     else:

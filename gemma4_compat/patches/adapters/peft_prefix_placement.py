@@ -1,12 +1,12 @@
-"""Prefix tuning computes on a split model.
+"""Prefix tuning works on a model with several devices.
 
 Symptom: ``AttributeError: 'Gemma4Config' object has no attribute 'num_hidden_layers'`` from a forward of a model with
 prefix tuning whose device map has several entries.
 
-Cause: PEFT moves the prefix of each layer to the device of that layer. It asks the configuration how many layers there
-are, which that of a multimodal model does not say, and finds layers in the map by their number, which those of the
-towers have, too. A text model whose layers share keys and values is an ``AttributeError`` or an ``IndexError``, for
-these layers have none in the cache; a map without a GPU is a ``StopIteration``.
+Cause: PEFT moves the prefix of each layer to the device of that layer. It reads ``num_hidden_layers``, which a
+multimodal config lacks, and matches map entries by layer number, which also matches the towers' layers. A text model
+whose layers share keys and values raises ``AttributeError`` or ``IndexError``, because these layers have none in the
+cache; a map without a GPU raises ``StopIteration``.
 
 Fix: The prefix of each layer goes to where that layer's attention computes.
 
@@ -32,7 +32,7 @@ def map_cache(original: Callable[..., Any], model: Any, cache: Any) -> None:
     if not known or not hasattr(model, "hf_device_map"):
         original(model, cache)
         return
-    # Layers that share the keys and values of an earlier one are at the end; a cache may leave these out.
+    # Layers that share an earlier layer's keys and values are at the end; a cache may leave them out.
     for layer, kept in zip(model.get_decoder().layers, cache.layers):
         if getattr(kept, "keys", None) is not None:
             kept.device = _attention_device(layer)
@@ -40,7 +40,7 @@ def map_cache(original: Callable[..., Any], model: Any, cache: Any) -> None:
 
 
 def _attention_device(layer: Any) -> Any:
-    projection = layer.self_attn.q_proj  # the one that every layer has
+    projection = layer.self_attn.q_proj  # every layer has this one
     device = placement.hook_device(projection)
     return projection.weight.device if device is None else device
 
@@ -54,7 +54,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     def tuned(*, split: bool) -> Any:
         model = workspace.load()
-        if split:  # a CPU that a map names like this computes, as a GPU does
+        if split:  # a CPU named like this in a map computes, as a GPU does
             main = torch.device(workspace.main)
             placement = tiny.device_map(model, "both", main=main, offloaded=workspace.offloaded)
             model = workspace.dispatch_map(model, placement)
@@ -63,7 +63,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     try:
         expected = workspace.outputs(tuned(split=False), text_only=True)
-    except RuntimeError as error:  # of a PEFT that knows no layers of several widths
+    except RuntimeError as error:  # a PEFT that does not support layers of several widths
         return Outcome(False, f"this release of PEFT has no prefix for such layers: {error}", applicable=False)
     found = workspace.outputs(tuned(split=True), text_only=True)
     return Outcome.of_parity(difference(expected, found), "prefix tuning on a split model")

@@ -1,17 +1,17 @@
-"""DoRA runs on the layers of a QAT checkpoint; a merge into them is one refusal that says how to merge.
+"""DoRA runs on the layers of a QAT checkpoint; a merge into them is refused with a way to merge.
 
 Symptom: ``RuntimeError: The size of tensor a (32) must match the size of tensor b (64)`` from ``merge_and_unload()``
 and ``merge_adapter()``, or ``result type Float can't be cast to the desired output type Char``, with part of the model
-already merged. The same error of sizes from ``get_peft_model`` and ``PeftModel.from_pretrained`` with
-``use_dora=True``; layers of 8 bits raise nothing and have magnitudes that are the norms of integers.
+already merged. The same size error from ``get_peft_model`` and ``PeftModel.from_pretrained`` with ``use_dora=True``;
+8-bit layers raise nothing and get magnitudes that are norms of integers.
 
-Cause: PEFT takes ``QuantizedLinear`` for the ``nn.Linear`` that it inherits from, and adds the adapter's change to
-its packed integers.
+Cause: ``QuantizedLinear`` inherits from ``nn.Linear``, so PEFT treats it as one and adds the adapter's change to its
+packed integers.
 
-Fix: ``dequantize_module_weight``, through which DoRA reads a base weight, gives the values that the layer computes
-with, in the model's dtype. No integer that such a layer stores is the exact sum with an adapter, and it rounds its
-activations, which an adapter beside it does not. So the merge is refused before anything is changed, and the error
-says how to merge: into the model that ``dequantize()`` gives.
+Fix: ``dequantize_module_weight``, through which DoRA reads a base weight, returns the values that the layer computes
+with, in the model's dtype. A merge cannot be exact: no integer that such a layer stores is the exact sum with an
+adapter, and the layer rounds its activations, which an adapter beside it does not. So a merge is refused before
+anything is changed, and the error says how to merge: into the model that ``dequantize()`` returns.
 
 Remove when: PEFT dequantizes layers whose weights are packed integers, and refuses to merge into them.
 """

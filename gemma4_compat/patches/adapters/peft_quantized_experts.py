@@ -7,11 +7,10 @@ mat_a to be Float32, BFloat16 or Float16 matrix, got Byte``.
 
 Cause: ``ParamWrapper`` reads shape and dtype off the parameter and adds to its stored contents.
 
-Fix: For experts that this package's expert quantization has quantized, PEFT gets the shape and dtype of their
-values. Its own code then adds the LoRA delta to the dequantized values, also where the experts are offloaded; in a
-step of few tokens without gradients, to those of the experts that are hit. A
-merge into such experts is one error, raised before anything is changed, that says how to merge without loss. Other
-parameters are left to PEFT.
+Fix: For experts that this package quantized, PEFT gets the shape and dtype of their values. Its own code then adds the
+LoRA delta to the dequantized values, also if the experts are offloaded; in a step of few tokens without gradients,
+only to those of the experts that are hit. A merge into such experts raises an error, before anything is changed, that
+says how to merge without loss. Other parameters are left to PEFT.
 
 Remove when: PEFT adapts parameters that bitsandbytes has quantized.
 """
@@ -44,7 +43,7 @@ def activate_lora(original: Callable[..., Any], self: Any, active_adapters: list
 
 @contextlib.contextmanager
 def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list[str]) -> Iterator[None]:
-    """PEFT activates its adapters on a stand-in for the experts; what it adds there is then added to their values."""
+    """PEFT activates its adapters on a stand-in for the experts; what they add there is then added to the values."""
     import torch
 
     module, name = wrapper.get_base_layer(), wrapper.parameter_name
@@ -55,7 +54,7 @@ def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(original(wrapper, active_adapters))
-            if torch.nn.utils.parametrize.is_parametrized(holder, name):  # else no adapter is active
+            if torch.nn.utils.parametrize.is_parametrized(holder, name):  # otherwise no adapter is active
                 for add in holder.parametrizations[name]:
                     stack.enter_context(expert_forward.adding(module, name, add))
             yield

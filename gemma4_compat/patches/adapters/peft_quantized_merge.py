@@ -9,9 +9,9 @@ raises ``RuntimeError: The size of tensor a (2048) must match the size of tensor
 Cause: The ``merge`` of PEFT's bitsandbytes layers quantizes the merged weight again, and the change that an adapter
 makes is often smaller than one step of a 4-bit grid.
 
-Fix: On Gemma 4 models the merge produces the same bits as before. While it runs, the patch compares the new weight
-of each layer with the exact sum. One warning says which share of the adapter's change was lost and how to merge
-without loss; it replaces upstream's. A tuner that cannot merge into quantized layers is one error before anything is
+Fix: On Gemma 4 models the merge produces the same bits as before. While it runs, the patch compares the new weight of
+each layer with the exact sum. One warning, which replaces upstream's, says which share of the adapter's change was
+lost and how to merge without loss. A tuner that cannot merge into quantized layers raises one error before anything is
 changed.
 
 Remove when: PEFT measures what a merge into quantized weights loses.
@@ -58,7 +58,7 @@ def unload_and_optionally_merge(
 
 @contextlib.contextmanager
 def _measured(tuner: Any) -> Iterator[None]:
-    """Inside, adapter layers over quantized weights measure what their merges lose; afterwards it is said."""
+    """Inside, adapter layers over quantized weights measure what their merges lose; afterwards it is reported."""
     layers = _quantized_layers(tuner.model) if family.is_gemma4(tuner.model) else {}
     if not layers:
         yield
@@ -105,7 +105,7 @@ def _merge(layer: Any, name: str, losses: dict[str, tuple[float, float]], *args:
         wanted = copied.get_base_layer().weight.detach()
         lost, change = dequantized(base.weight, scales(base)).sub_(wanted), wanted.sub_(old)
         losses[name] = (float(lost.square().sum()), float(change.square().sum()))
-    except torch.OutOfMemoryError:  # the merge is done, only its error is not measured
+    except torch.OutOfMemoryError:  # the merge is done; only its error is not measured
         losses[name] = (float("nan"), float("nan"))
 
 

@@ -17,14 +17,14 @@ DoRA and other tuners on layers of quanto: ``ValueError: The dtype of a weights 
 
 Cause: The bitsandbytes layers of the first group convert their input to float32 and return that dtype, while the
 bitsandbytes layer below returns the dtype of its input. The next unquantized layer has bfloat16 weights, and each
-Gemma 4 block has several of those. The second group uses the base weight as it is stored, as packed bytes.
-Quanto's weights can have no other dtype, which such tuners ask for.
+Gemma 4 block has several of those. The second group uses the base weight as stored, as packed bytes. quanto's weights
+cannot change their dtype, which such tuners request.
 
-Fix: Layers of the first group return the dtype of their input (outside of autocast). For the second group, on Gemma
-4 models, the patch runs one layer of each kind once it is created, and compares it with the same layer over the
-unpacked weight. If the outputs differ, or if the layer cannot be created, one error names the layer and what works
-instead, and the model is as it was. Trained copies of quantized modules are refused the same way, and adapters on
-compressed layers.
+Fix: Layers of the first group return the dtype of their input (outside autocast). For the second group, on Gemma 4
+models, the patch runs one layer of each kind once it is created, and compares it with the same layer over the unpacked
+weight. If the outputs differ, or if the layer cannot be created, one error names the layer and what works instead, and
+the model stays as it was. Trained copies of quantized modules and adapters on compressed layers are refused the same
+way.
 
 Remove when: PEFT's layers for bitsandbytes return the dtype of their input, and the other tuners refuse quantized
 layers.
@@ -91,7 +91,7 @@ def _is_packed(module: Any) -> bool:
 
 
 def _compressed_refusal(error: AttributeError) -> Gemma4CompatError:
-    """What to say where PEFT finds no weight to put an adapter beside."""
+    """The message if PEFT finds no weight to put an adapter beside."""
     return Gemma4CompatError(
         "the adapter targets layers of compressed-tensors, which have no weight before the first forward: "
         f"{error}. Nothing was changed. {compressed.DEQUANTIZE[0].upper()}{compressed.DEQUANTIZE[1:]}"
@@ -137,7 +137,7 @@ def _try_one_of_each_kind(config: Any, model: Any, adapter_name: str) -> None:
         if not _is_packed(base) or layer.base_layer is not base or adapter_name not in layer.active_adapters:
             continue
         if any(value.device.type == "meta" for value in [*layer.parameters(), *layer.buffers()]):
-            continue  # offloaded, or created on meta: its values are not there yet
+            continue  # offloaded, or created on meta: it has no values yet
         tried.add(type(layer))
         for created in adapter.created if adapter is not None else ():
             created.zero(walk.modules(layer))
@@ -161,23 +161,23 @@ def _difference(layer: Any, dtype: Any) -> str | None:
                 found = type(layer).forward(layer, x).detach()
         except (RuntimeError, TypeError, ValueError) as error:
             return " ".join(str(error).split())
-        except KeyError:  # its tuner completes it once all layers are there, as UniLora does
+        except KeyError:  # its tuner completes it once all layers exist, as UniLora does
             return None
         copied = over_plain_weight(layer, quanto.dequantized(base) if quanto.is_quantized(base) else None)
         copied.get_base_layer().to(dtype)
         try:
             wanted = type(copied).forward(copied, x)
-        except (RuntimeError, TypeError):  # then the comparison tells nothing about the layer
+        except (RuntimeError, TypeError):  # then the comparison says nothing about the layer
             return None
     share = float((found.float() - wanted.float()).norm() / wanted.float().norm())
     return None if share < _TOLERANCE else f"its output is wrong by {share:.1f} times its size"
 
 
 def _settled(layer: Any) -> Any:
-    """A copy over a copy of the base, its adapter weights in float32 as PEFT makes them once all layers are there.
+    """A copy over a copy of the base, its adapter weights in float32 as PEFT makes them once all layers exist.
 
-    Until then VeRA's weights have mixed dtypes before PEFT 0.19, and no layer runs, over any weight. The base is
-    another one because bitsandbytes notes the dtype of an input: in the layer, and before 0.50 in the weight's state.
+    Before PEFT 0.19, VeRA's weights have mixed dtypes until then, and no layer runs over any weight. The base is
+    copied because bitsandbytes records the dtype of an input: in the layer and, before 0.50, in the weight's state.
     """
     base = layer.base_layer
     copied = with_base(layer, copy.copy(base) if quanto.is_quantized(base) else shallow_copy(base))
@@ -208,7 +208,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._errors import Gemma4CompatError
     from gemma4_compat._reproduction.workspace import difference
 
-    works = (  # each leaves the model as it is until it is trained
+    works = (  # each leaves the outputs unchanged until it is trained
         ("4bit", IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"])),
         ("8bit", RoadConfig(group_size=32, target_modules=["q_proj", "up_proj"])),
     )

@@ -1,14 +1,14 @@
-"""An adapter of a model with new tokens is saved with their rows.
+"""An adapter of a model with new tokens is saved with the embedding rows of those tokens.
 
-Symptom: silent: after ``resize_token_embeddings`` an adapter that is saved and loaded again gives other outputs, for
-the rows of the new tokens are random ones. With ``save_embedding_layers=True``, through ``Gemma4ForCausalLM`` and with
-``trainable_token_indices`` those of the per-layer embedding still are, in E2B and E4B.
+Symptom: silent: after ``resize_token_embeddings`` an adapter that is saved and loaded again gives different outputs,
+because the rows of the new tokens are random. With ``save_embedding_layers=True``, through ``Gemma4ForCausalLM`` and
+with ``trainable_token_indices``, the rows of the per-layer embedding are still random in E2B and E4B.
 
 Cause: ``save_embedding_layers="auto"`` compares ``model.config.vocab_size`` with that of the base's checkpoint. In
-multimodal classes it is in ``text_config``, so nothing is compared. And PEFT knows an input and an output embedding,
-no third one.
+multimodal classes the setting is in ``text_config``, so nothing is compared. And PEFT knows an input and an output
+embedding, but no third one.
 
-Fix: On Gemma 4 models the sizes in the text configurations are compared. Where they differ, the embeddings are saved,
+Fix: On Gemma 4 models the sizes in the text configurations are compared. If they differ, the embeddings are saved,
 each once: the input's, the per-layer one, and the output's unless it is tied. ``save_embedding_layers=True`` includes
 the per-layer embedding, and ``False`` saves none.
 
@@ -48,7 +48,7 @@ def get_peft_model_state_dict(
     for module in _embeddings(fitting.base_of(inner)):
         names = [f"{name}.weight" for name, other in inner.named_modules(remove_duplicate=False) if other is module]
         if not any(name in found for name in names):
-            # Below trained tokens it has two names; transformers reads the last one.
+            # Below trained tokens it has two names; transformers reads the last.
             found[names[-1]] = given.get(names[-1], module.weight.detach())
             added.append(names[-1])
     if added and save_embedding_layers == "auto":
@@ -62,25 +62,25 @@ def get_peft_model_state_dict(
 
 
 def _is_resized(model: Any, config: Any) -> bool:
-    """Whether the model has another number of tokens than the checkpoint that it was loaded from."""
+    """Whether the model's number of tokens differs from that of the checkpoint it was loaded from."""
     source = getattr(config, "base_model_name_or_path", None) or getattr(model.config, "_name_or_path", None)
     if not source:
         return False
     try:
         before = type(model.config).from_pretrained(source)
-    except (OSError, ValueError):  # upstream has said that there is no configuration
+    except (OSError, ValueError):  # upstream has already said that there is no configuration
         return False
     return bool(before.get_text_config().vocab_size != model.config.get_text_config().vocab_size)
 
 
 def _embeddings(base: Any) -> list[Any]:
-    """The embeddings of a model, below PEFT's layers; without a head that is tied to one of them."""
+    """The embeddings of a model, below PEFT's layers, without a head tied to one of them."""
     found = [base.get_input_embeddings()]
     if not getattr(base.config, "tie_word_embeddings", True):
         found.append(base.get_output_embeddings())
     text = base.config.get_text_config()
     if getattr(text, "hidden_size_per_layer_input", None) and hasattr(base, "get_per_layer_input_embeddings"):
-        found.append(base.get_per_layer_input_embeddings())  # without that, transformers does not resize it
+        found.append(base.get_per_layer_input_embeddings())  # without this method, transformers does not resize it
     return [walk.innermost(module) for module in found if module is not None]
 
 

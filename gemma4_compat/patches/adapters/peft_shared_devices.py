@@ -1,15 +1,16 @@
-"""Lily computes, and RandLora is merged, on a model whose layers are on several devices.
+"""Lily computes, and RandLora merges, on a model whose layers are on several devices.
 
 Symptom: ``RuntimeError: Expected all tensors to be on the same device, but got mat2 is on cuda:0, different from other
-tensors on cuda:1`` from a forward with Lily, and the like from ``merge_and_unload`` with RandLora, once layers are on
-two GPUs.
+tensors on cuda:1`` from a forward with Lily, and a similar error from ``merge_and_unload`` with RandLora, once layers
+are on two GPUs.
 
-Cause: Layers of both share weights, which are on one device. Lily's computes with them as they are. RandLora's forward
-takes them to its input, its merge computes where they are, and adds the result to a weight that is elsewhere.
+Cause: Layers of both tuners share weights, which are on one device. Lily computes with them where they are. RandLora's
+forward moves them to its input, but its merge computes where they are and adds the result to a weight that is
+elsewhere.
 
-Fix: Lily's forward sees shared weights on the device of its input, and RandLora merges on the device of the weight.
+Fix: Lily's forward gets shared weights on the device of its input, and RandLora merges on the device of the weight.
 
-Remove when: both take the shared weights to their layer's device in all supported releases of PEFT.
+Remove when: both move the shared weights to their layer's device in all supported releases of PEFT.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def lily_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **
 
 
 class _LilyOn:
-    """A Lily layer as its forward sees it: with the shared linears of its active adapters on one device."""
+    """Stands in for a Lily layer in its forward, with the shared linears of its active adapters on one device."""
 
     def __init__(self, layer: Any, device: Any) -> None:
         self._layer = layer
@@ -45,7 +46,7 @@ class _LilyOn:
 
 
 class _LinearOn:
-    """A linear without a bias, its weight on one device; gradients reach the weight itself."""
+    """A linear without a bias and with its weight on one device; gradients reach the original weight."""
 
     def __init__(self, linear: Any, device: Any) -> None:
         self.weight = linear.weight.to(device)
@@ -57,7 +58,7 @@ class _LinearOn:
 
 
 def randlora_bases(original: Callable[..., Any], self: Any, adapter: str, device: Any = None) -> Any:
-    """``device`` is None where an adapter is merged."""
+    """``device`` is None while an adapter is merged."""
     if device is None:
         base = self.get_base_layer()
         device = placement.execution_device(base) or base.weight.device

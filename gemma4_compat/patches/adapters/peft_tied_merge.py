@@ -1,12 +1,12 @@
-"""An adapter on the head or the embedding is merged into that one, not into the other one tied to it.
+"""An adapter on the head or the embedding is merged only into that one, not into the other, tied to it.
 
 Symptom: silent: after ``merge_and_unload()`` or ``merge_adapter()`` of a LoRA on ``lm_head`` or ``embed_tokens`` the
-model gives other outputs than with the adapter loaded, and so does the checkpoint that is saved.
+model, and the checkpoint saved from it, give different outputs than the loaded adapter.
 
-Cause: The head and the embedding of Gemma 4 are one parameter, and PEFT adds a layer's change to the parameter in its
+Cause: The head and the embedding of Gemma 4 are one parameter, and PEFT adds a layer's change to that parameter in
 place. With ``ensure_weight_tying`` the same change is added twice.
 
-Fix: Before the merge the head gets a weight of its own. If the two are equal afterwards, they are one parameter again;
+Fix: Before the merge the head gets its own weight. If the two are equal afterwards, they become one parameter again;
 if not, the unloaded model has ``tie_word_embeddings`` off, so that both are saved and loaded. ``unmerge_adapter`` ties
 them again. Trained tokens, which PEFT puts on both, are left to it.
 
@@ -73,7 +73,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
         return tiny_adapters.write_adapter(workspace.load(), ["lm_head"], folder)
 
-    def loaded() -> Any:  # float32, in which a merge hardly rounds
+    def loaded() -> Any:  # in float32 a merge hardly rounds
         return PeftModel.from_pretrained(workspace.load().float(), workspace.cached(head_adapter)).eval()
 
     expected, model = workspace.outputs(loaded()), loaded()

@@ -1,17 +1,17 @@
 """UniLora works on offloaded and on quantized layers, FRoD on offloaded ones.
 
-Symptom: silent: UniLora on layers of bitsandbytes changes nothing and is not trained, whatever its weights are. On
-offloaded layers ``Function MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu``
-from its training, and a merge that leaves it out; with FRoD ``NotImplementedError: Cannot copy out of meta tensor``.
+Symptom: silent: UniLora on layers of bitsandbytes changes nothing and is not trained, whatever its weights. On
+offloaded layers its training raises ``Function MmBackward0 returned an invalid gradient at index 1 - expected device
+meta but got cpu``, and a merge leaves it out; FRoD raises ``NotImplementedError: Cannot copy out of meta tensor``.
 
-Cause: Both tuners make a part that all their layers share, outside of the call that makes a layer. UniLora casts its
-scales, which are below 1 as soon as a value is used twice, to the device and the dtype of the base weight: meta, or
-whole numbers. FRoD reads all base weights.
+Cause: Both tuners create a part that all their layers share, outside the call that creates a layer. UniLora casts its
+scales, which are below 1 as soon as a value is used twice, to the device and the dtype of the base weight: meta, or an
+integer dtype. FRoD reads all base weights.
 
-Fix: UniLora's scales go to where the layer computes, and stay float32 beside packed weights. FRoD reads the stored
-weights, in host memory or mapped from their files.
+Fix: UniLora's scales go to the device where the layer computes, and stay float32 beside packed weights. FRoD reads the
+stored weights, in host memory or mapped from their files.
 
-Remove when: in all supported releases PEFT casts UniLora's scales to a floating-point dtype only, and asks offloaded
+Remove when: in all supported releases PEFT casts UniLora's scales only to floating-point dtypes, and asks offloaded
 layers for neither device nor values.
 """
 
@@ -53,7 +53,7 @@ def init_projections(original: Callable[..., None], self: Any, *args: Any, **kwa
 
 @contextlib.contextmanager
 def _stored_weights(modules: list[Any]) -> Iterator[None]:
-    """Inside, offloaded linears have their weights, on the host and not loaded."""
+    """Inside, offloaded linears have their weights on the host, without loading them to the device."""
     import torch
 
     before = []

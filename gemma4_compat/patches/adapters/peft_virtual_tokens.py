@@ -1,19 +1,19 @@
-"""Prompt tuning, P-tuning and CPT work on E2B and E4B, and beside images on the larger models.
+"""Prompt tuning, P-tuning and CPT work on E2B and E4B, and with images on the larger models.
 
-Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
-`input_ids` `` from a forward or a ``generate`` with virtual tokens, or no memory: 1,690 GiB are asked for.
-Silent: with images, other tokens than those of the image attend to each other on the 12B, the 26B-A4B and the 31B.
+Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`
+`` from a forward or a ``generate`` with virtual tokens, or an out-of-memory error that asks for 1,690 GiB. Silent:
+with images, tokens other than those of the image attend to each other on the 12B, the 26B-A4B and the 31B.
 
-Cause: ``PeftModelForCausalLM`` has the tokens, and gives the model only their embeddings, after those of the virtual
-tokens. E2B and E4B look for the tokens of embeddings, to look up per-layer embeddings; virtual tokens are none.
-``mm_token_type_ids``, which mark the tokens of images, go on as they are: too far to the left.
+Cause: ``PeftModelForCausalLM`` has the tokens, but passes the model only their embeddings, after those of the virtual
+tokens. E2B and E4B search for the tokens of embeddings, to look up per-layer embeddings; a virtual token has no such
+token. ``mm_token_type_ids``, which mark the tokens of images, are passed on unchanged, too far to the left.
 
-Fix: The model gets the per-layer embeddings beside, by the tokens. A virtual token has those of the padding token, as
-an image's have; one of CPT, which starts from a token, has that token's. Types of tokens begin with those of virtual
-ones, which are text.
+Fix: The model also gets the per-layer embeddings, found by token. A virtual token gets those of the padding token, as
+image tokens do; a virtual token of CPT, which starts from a real token, gets that token's. The types of virtual tokens
+(text) are put in front of the others.
 
-Remove when: PEFT gives ``per_layer_inputs``, and types of virtual tokens, beside ``inputs_embeds`` in all supported
-releases.
+Remove when: PEFT passes ``per_layer_inputs``, and types of virtual tokens, together with ``inputs_embeds`` in all
+supported releases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 def prepare_inputs_for_generation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = original(self, *args, **kwargs)
     if _inserts_tokens(self) and inputs.get("inputs_embeds") is not None:
-        # Of what the base model prepared, PEFT has put embeddings in the place of the tokens.
+        # PEFT has replaced the tokens that the base model prepared by embeddings.
         embeds = inputs["inputs_embeds"][:, self.active_peft_config.num_virtual_tokens :]
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         inputs |= _beside(self, inputs, tokens[:, -embeds.shape[1] :], None)
@@ -54,7 +54,9 @@ def _inserts_tokens(model: Any) -> bool:
 
 
 def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict[str, Any]:
-    """What the base model gets beside the embeddings of virtual tokens and ``tokens``, or ``embeds``."""
+    """The arguments that the base model gets beside the embeddings of virtual tokens and ``tokens`` (or
+    ``embeds``).
+    """
     import torch
 
     config, base = model.active_peft_config, model.get_base_model()
@@ -64,7 +66,7 @@ def _beside(model: Any, given: dict[str, Any], tokens: Any, embeds: Any) -> dict
     text = per_layer.text_model(base)
     if text is None:
         return found
-    inputs = given.get("per_layer_inputs")  # the caller's, without those of virtual tokens
+    inputs = given.get("per_layer_inputs")  # the caller's, without virtual tokens
     if inputs is None:
         inputs = per_layer.inputs_of(base, tokens) if embeds is None else text.get_per_layer_inputs(None, embeds)
     virtual = getattr(config, "cpt_token_ids", None) or [text.config.pad_token_id] * config.num_virtual_tokens
@@ -91,7 +93,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     tuned = get_peft_model(workspace.load(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
     rows = tuned.prompt_encoder["default"].embedding.weight.data
-    # The same as tokens: a model whose embeddings of these are the virtual ones.
+    # The same with real tokens: a model in which their embeddings are the virtual ones.
     other = workspace.load()
     text = other.model.language_model
     text.embed_tokens.weight.data[tokens] = 2 * text.embed_tokens.weight.data[tokens]

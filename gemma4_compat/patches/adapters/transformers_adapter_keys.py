@@ -1,15 +1,15 @@
 """The load_adapter of transformers accepts adapters saved by other Gemma 4 classes and tools.
 
-Symptom: silent: ``model.load_adapter`` of an adapter that another Gemma 4 class created does nothing, such as one of
-``Gemma4ForCausalLM`` on ``Gemma4ForConditionalGeneration``. The load report lists its keys as UNEXPECTED and the new
-layers as MISSING.
+Symptom: silent: ``model.load_adapter`` does nothing for an adapter that another Gemma 4 class created, such as an
+adapter of ``Gemma4ForCausalLM`` on ``Gemma4ForConditionalGeneration``. The load report lists its keys as UNEXPECTED
+and the new layers as MISSING.
 
 Cause: ``PeftAdapterMixin.load_adapter`` strips PEFT's prefix and matches names, and ``model.layers`` is not
 ``model.language_model.layers``. PEFT's own loaders have the same defect.
 
-Fix: Where the keys need translating, the patch reads the weights and hands them over under the names of the model at
-hand. The patch for PEFT's own loaders fits the config while the layers are created. A load in which nothing fits is
-an error before anything is changed; if only some keys do not fit, there is one warning.
+Fix: If the keys need translating, the patch reads the weights and passes them on under the names of the model at hand.
+The patch for PEFT's own loaders fits the config while the layers are created. A load in which nothing fits is an error
+before anything is changed; if only some keys do not fit, there is one warning.
 
 Remove when: ``PeftAdapterMixin.load_adapter`` translates adapter keys between a model's classes.
 """
@@ -59,13 +59,11 @@ def load_adapter(
         try:
             shapes = fitting.shapes_in(peft_model_id, read=read, subfolder=hub.get("subfolder"))
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
-            return original(
-                *arguments, **kwargs
-            )  # what cannot be read is an error in upstream's words, and of its type
+            return original(*arguments, **kwargs)  # unreadable files raise upstream's own error
     keys = tuple(shapes)
     brings = any(key.endswith(".weight") and "embed_tokens" in key for key in keys)  # weights of the base
     tied = tied_weights.kept(self) if brings else contextlib.nullcontext()
-    with tied, fitting.loading(source, shapes), walk.quick(self):  # in it what is found once is kept
+    with tied, fitting.loading(source, shapes), walk.quick(self):  # caches lookups inside
         found = fitting.translate(keys, self)
         if keys and not found.names:
             raise fitting.nothing_matched(source, self, keys)
@@ -91,7 +89,7 @@ def _reader(source: Any, given: Any, kwargs: dict[str, Any]) -> Callable[[], dic
 
 
 def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Which file it is, where it is on the hub."""
+    """The file's location on the hub."""
     named = {**kwargs, **(kwargs.get("adapter_kwargs") or {})}
     return {name: named[name] for name in _HUB if named.get(name) is not None}
 
@@ -103,7 +101,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     text = workspace.load_text()
     try:
         text.load_adapter(adapter)
-    except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
+    except (ImportError, ValueError) as error:  # incompatible releases of transformers and PEFT
         return Outcome(False, f"load_adapter does not run here: {error}", applicable=False)
     reference = workspace.outputs(text, text_only=True)
     model = workspace.load()

@@ -9,10 +9,10 @@ weights under a "disk" entry are treated as offloaded and stay on meta. Those un
 while their layer computes on the GPU.
 
 Fix: While the adapter loads, the map names the device where each module *computes* instead of the one where its
-weights are stored. Where the hooks were removed and the map was left behind, it names the device where the weights
-are. The map is restored afterwards. Base weights that the adapter brings (its embeddings) replace those that
-accelerate's hook reads. The patch that keeps PEFT from dispatching a base model again creates the adapter layers in
-the right place.
+weights are stored. If the hooks were removed but the map was left behind, it names the device where the weights are.
+The map is restored afterwards. Base weights that the adapter brings (its embeddings) replace those that accelerate's
+hook reads. The patch that keeps PEFT from dispatching a base model again creates the adapter layers in the right
+place.
 
 Remove when: ``PeftAdapterMixin.load_adapter`` loads adapter weights onto the execution device of their layer.
 """
@@ -40,14 +40,14 @@ def load_adapter(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         for name, device in placement.items()
     }
     try:
-        with stored_weights.replaced(self):  # an adapter may come with the embeddings of its base
+        with stored_weights.replaced(self):  # an adapter may bring the embeddings of its base
             return original(self, *args, **kwargs)
     finally:
         self.hf_device_map = placement
 
 
 def _main_device(model: Any) -> Any:
-    """The device accelerate computes offloaded modules on: all of them on one, so the first hook tells."""
+    """The device on which accelerate computes offloaded modules; it is the same for all, so the first hook decides."""
     for module in model.modules():
         hook = offload_hook(module)
         if hook is not None and hook.execution_device is not None:
@@ -56,7 +56,7 @@ def _main_device(model: Any) -> Any:
 
 
 def _device(model: Any, name: str, default: Any) -> Any:
-    """Where the weights under ``name`` are, once the hooks were removed and the map tells the past."""
+    """Where the weights under ``name`` are after the hooks were removed and the map is outdated."""
     prefix = f"{name}." if name else ""
     return next((value.device for key, value in model.named_parameters() if f"{key}.".startswith(prefix)), default)
 
@@ -68,7 +68,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     model = workspace.load()
     try:
         model.load_adapter(adapter)
-    except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
+    except (ImportError, ValueError) as error:  # incompatible releases of transformers and PEFT
         return Outcome(False, f"load_adapter does not run here, on one device either: {error}", applicable=False)
     reference = workspace.outputs(model)
     model = workspace.split()

@@ -9,10 +9,10 @@ the model is loaded in 4-bit mode``. Without any error, every dequantized base w
 Cause: ``dequantize_and_replace`` replaces the bitsandbytes layer inside the adapter layer with an ``nn.Linear``. The
 adapter layer itself is still PEFT's variant for bitsandbytes, which unpacks its base weight.
 
-Fix: Once the base layers are plain, each adapter layer becomes PEFT's plain variant, the same that loading the
-adapter onto the dequantized model gives. Adapters, their parameters and hooks stay the same objects. Frozen weights
-stay frozen, and ``is_loaded_in_4bit`` and ``is_loaded_in_8bit`` become False. In a model without adapters the
-dequantized weights stay trainable, as upstream leaves them.
+Fix: Once the base layers are plain, each adapter layer becomes PEFT's plain variant, the same as when the adapter is
+loaded onto the dequantized model. Adapters, their parameters and hooks stay the same objects. Frozen weights stay
+frozen, and ``is_loaded_in_4bit`` and ``is_loaded_in_8bit`` become False. In a model without adapters the dequantized
+weights stay trainable, as upstream leaves them.
 
 Quantized layers whose weights are offloaded cannot be dequantized; transformers fails there with half of the model
 replaced. The patch raises one error before anything is replaced.

@@ -6,8 +6,8 @@ the model gives different outputs. The layers of the adapter that failed to load
 Cause: ``PeftAdapterMixin.load_adapter`` injects the adapter's layers first and reads its weights afterwards. When
 reading fails, it removes nothing.
 
-Fix: A load that raises, for any reason, leaves the model as it was. An adapter of the wrong shape raises one error
-that names the first module with a mismatch.
+Fix: A load that raises, for any reason, leaves the model as it was. An adapter of the wrong shape raises an error that
+names the first module with a mismatch.
 
 Remove when: ``PeftAdapterMixin.load_adapter`` removes what it injected when a load fails.
 """
@@ -42,7 +42,7 @@ def load_adapter(
             try:
                 return original(self, peft_model_id, adapter_name, *args, **kwargs)
             except RuntimeError:
-                found += _mismatches(self, peft_model_id, name)  # while its layers are still there
+                found += _mismatches(self, peft_model_id, name)  # while its layers still exist
                 raise
     except RuntimeError as error:
         if not found:
@@ -51,7 +51,7 @@ def load_adapter(
 
 
 def _mismatches(model: Any, folder: Any, adapter_name: str) -> Iterator[tuple[str, Any, Any]]:
-    """Tensors of a local adapter whose shape is not that of the layer they belong to."""
+    """Tensors of a local adapter whose shape differs from that of their layer."""
     from safetensors import safe_open
 
     file = Path(folder or "", "adapter_model.safetensors")
@@ -77,7 +77,7 @@ def reproduce(workspace: Workspace) -> Outcome:
         reference = workspace.reference()
         try:
             base.load_adapter(str(workspace.mismatched_adapter()))
-        except (ImportError, ValueError) as error:  # releases of transformers and PEFT that do not go together
+        except (ImportError, ValueError) as error:  # incompatible releases of transformers and PEFT
             return Outcome(False, f"load_adapter does not run here: {error}", applicable=False)
         except RuntimeError as error:
             message = str(error).splitlines()[0]

@@ -1,13 +1,13 @@
-"""Adapters of a transformers model work with the PEFT that can be installed.
+"""Adapters of a transformers model work with the released PEFT versions.
 
 Symptom: ``ValueError: The version of PEFT you are using is not compatible, please use a version >= 0.22.0``, raised by
 transformers 5.24.0 from ``add_adapter``, ``set_adapter``, ``disable_adapters``, ``enable_adapters`` and
 ``active_adapters`` of a model, and from ``delete_adapter``, with any released PEFT.
 
-Cause: ``transformers.integrations.peft`` asks for PEFT 0.22.0, which is not released. In 5.23.0 it asked for 0.20.0,
-and that number is all that has changed in the module since.
+Cause: ``transformers.integrations.peft`` requires PEFT 0.22.0, which is not released. In 5.23.0 it required 0.20.0,
+and that number is the only change in the module since.
 
-Fix: Where it asks for 0.22.0, it gets what it would get for 0.20.0: an older PEFT is refused as ever.
+Fix: A check for 0.22.0 is answered as a check for 0.20.0; an older PEFT is still refused.
 
 Remove when: transformers 5.24.0 with a PEFT before 0.22.0 is no longer supported.
 """
@@ -22,7 +22,7 @@ from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: What transformers asks for, and what the same code asked for in the release before.
+#: The release that transformers requires, and the one that the same code required before.
 _ASKED, _BEFORE = "0.22.0", "0.20.0"
 
 

@@ -1,19 +1,19 @@
-"""``load_state_dict`` of a model with offloaded modules loads their weights, too.
+"""``load_state_dict`` of a model with offloaded modules also loads their weights.
 
-Symptom: silent: ``load_state_dict`` of a dispatched model returns ``<All keys matched successfully>``, and whatever
-is on the CPU or on disk has its old weights. torch warns, for each of them, of ``copying from a non-meta parameter in
-the checkpoint to a meta parameter in the current model, which is a no-op``. With ``assign=True`` the modules have the
-new weights until their first forward, which computes with the old ones.
+Symptom: silent: ``load_state_dict`` of a dispatched model returns ``<All keys matched successfully>``, but modules on
+the CPU or on disk keep their old weights. For each of them torch warns of ``copying from a non-meta parameter in the
+checkpoint to a meta parameter in the current model, which is a no-op``. With ``assign=True`` the modules have the new
+weights until their first forward, which computes with the old ones.
 
 Cause: Between two forwards the parameters of an offloaded module are on meta. Their values are in the ``weights_map``
 of accelerate's hook, which torch does not know.
 
-Fix: In its turn an offloaded module has parameters to load into. What torch has loaded into them, after all its
-checks, is stored where the old values were: in host memory, or in a new file in the offload folder. Of two tied
-weights that a device map separates, both are loaded, as on one device. An entry on meta, as in the model's own state
-dict, has no value and leaves the stored one.
+Fix: For the load, each offloaded module gets parameters to load into. What torch has loaded into them, after all its
+checks, is stored where the old values were: in host memory, or in a new file in the offload folder. If a device map
+separates two tied weights, both are loaded, as on one device. An entry on meta, as in the model's own state dict, has
+no value and keeps the stored one.
 
-Remove when: accelerate's hooks take what ``load_state_dict`` loads.
+Remove when: accelerate's hooks accept what ``load_state_dict`` loads.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""``Accelerator.save_state`` saves a split model, and ``load_state`` resumes it.
+"""``Accelerator.save_state`` saves a model with offloaded modules, and ``load_state`` resumes it.
 
-Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``Accelerator.save_state`` of a split
-model, after ``Removed shared tensor`` with the name of each offloaded weight, and no file. With
-``safe_serialization=False`` offloaded weights are in the file without their values, and so they are in what
-``Accelerator.get_state_dict`` returns. ``load_state`` of a 4-bit model, split or not, raises ``Unexpected key(s) in
-state_dict`` with the names of its scales.
+Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``Accelerator.save_state`` of a model
+with offloaded modules, after ``Removed shared tensor`` with the name of each offloaded weight; no file is written.
+With ``safe_serialization=False`` offloaded weights are in the file without their values, as in the result of
+``Accelerator.get_state_dict``. ``load_state`` of any 4-bit model raises ``Unexpected key(s) in state_dict`` with the
+names of its scales.
 
-Cause: ``get_state_dict`` is ``model.state_dict()``, where offloaded weights are on meta. safetensors takes those for
-one shared tensor, and reads them. When it loads, it looks in the model's state dict for tied weights, which on meta
-are not seen. bitsandbytes' layers save the scales of a 4-bit weight, and do not know them when they are loaded.
+Cause: ``get_state_dict`` is ``model.state_dict()``, in which offloaded weights are on meta. safetensors takes them for
+one shared tensor, and reads them. When it loads, it looks in the model's state dict for tied weights, which it cannot
+recognize on meta. bitsandbytes' layers save the scales of a 4-bit weight, but do not expect them when they are loaded.
 
-Fix: ``get_state_dict`` has the values that are stored: tensors over host memory or over the files, not copies. The
-files are those of the same model on one device, and either resumes from the other's. While ``load_state`` runs, scales
-that are those of their layer are not unexpected; others still are.
+Fix: ``get_state_dict`` returns the stored values, as tensors over host memory or over the files, not copies. The files
+are those of the same model on one device, and either can resume from the other's. While ``load_state`` runs, scales
+that belong to their layer are expected; others still raise.
 
 Remove when: ``Accelerator.get_state_dict`` reads offloaded weights through accelerate's hooks, and bitsandbytes loads
 the scales that it saves.
@@ -51,7 +51,7 @@ def load_accelerator_state(
 
 @contextlib.contextmanager
 def _loadable(model: Any) -> Iterator[None]:
-    """Inside, the model's state dict has all values, and its 4-bit layers know their scales."""
+    """Inside, the model's state dict has all values, and its 4-bit layers accept their scales."""
 
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         found = type(model).state_dict(model, *args, **kwargs)
@@ -73,7 +73,7 @@ def _loadable(model: Any) -> Iterator[None]:
 
 
 def _take_scales(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
-    """Take the scales of the module's weight out of what it loads, where they are the same."""
+    """Remove the scales of the module's weight from the loaded state if they are equal."""
     own = module.weight.quant_state.as_dict(packed=True)
     names = [f"{prefix}weight.{name}" for name in own]
     if all(

@@ -4,10 +4,10 @@ Symptom: ``RuntimeError: Loading a quantized checkpoint into non-quantized Linea
 module.cuda() before module.load_state_dict()`` from ``load_state_dict`` with the model's own state dict, and from
 ``Accelerator.load_state``, once the model has computed something.
 
-Cause: The first forward of ``Linear8bitLt`` moves the scales from the parameter to the layer's state. They are saved
-from there. To load them, the layer looks at the parameter only.
+Cause: The first forward of ``Linear8bitLt`` moves the scales from the parameter to the layer's state, from where they
+are saved. To load them, the layer looks only at the parameter.
 
-Fix: While it loads, the parameter has the scales of the state. They are loaded in place, as before the first forward.
+Fix: During the load the parameter has the scales of the state. They are loaded in place, as before the first forward.
 
 Remove when: ``Linear8bitLt._load_from_state_dict`` looks for the scales in the layer's state.
 """

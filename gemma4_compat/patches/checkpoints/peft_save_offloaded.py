@@ -1,7 +1,7 @@
-"""An adapter whose file also has the embedding or the head is saved with these offloaded.
+"""An adapter whose file also contains the embedding or the head can be saved while these are offloaded.
 
 Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``save_pretrained`` of a PEFT model
-with a LoRA on ``embed_tokens`` or ``lm_head``, or with ``save_embedding_layers=True``, and one of the two offloaded.
+with a LoRA on ``embed_tokens`` or ``lm_head``, or with ``save_embedding_layers=True``, if one of the two is offloaded.
 
 Cause: With such an adapter ``get_peft_model_state_dict`` also takes the base weights of embedding and head, from
 ``model.state_dict()``, where offloaded ones are on meta.

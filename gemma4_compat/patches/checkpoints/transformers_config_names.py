@@ -1,14 +1,14 @@
 """A saved ``config.json`` names the head size and the key-value heads of full attention, as released ones do.
 
-Symptom: silent: ``config.json`` of a saved 12B, 26B-A4B or 31B has no ``num_global_key_value_heads``, and that of no
-model a ``global_head_dim``. mlx-lm and mlx-vlm then build layers of other shapes: ``Expected shape ... but received
-shape ... for parameter ...self_attn.k_proj.weight``. transformers before 5.15.0 says ``size mismatch``.
+Symptom: silent: ``config.json`` of a saved 12B, 26B-A4B or 31B lacks ``num_global_key_value_heads``, and that of every
+model lacks ``global_head_dim``. mlx-lm and mlx-vlm then build layers of other shapes: ``Expected shape ... but
+received shape ... for parameter ...self_attn.k_proj.weight``. transformers before 5.15.0 says ``size mismatch``.
 
-Cause: transformers 5.15.0 turned the two settings into ``per_layer_config``, which other readers do not know. It
-understands both, and writes that alone.
+Cause: transformers 5.15.0 turned the two settings into ``per_layer_config``, which other readers do not know. It reads
+both forms but writes only that one.
 
-Fix: A text model's configuration is written with both. The values are those of its full-attention layers. Where these
-differ from each other the names cannot say it, and nothing is added.
+Fix: A text model's configuration is written with both. The values are those of its full-attention layers. If these
+layers differ from each other, the names cannot express it, and nothing is added.
 
 Remove when: the configuration's ``to_dict`` has ``global_head_dim`` and ``num_global_key_value_heads``, or readers
 understand ``per_layer_config``.

@@ -5,14 +5,14 @@ Symptom: ``AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attr
 and from ``getattr(config, "head_dim", None)`` and ``hasattr`` as well. ``AttributeError: 'Gemma4TextConfig' object has
 no attribute 'global_head_dim'``.
 
-Cause: transformers 5.15.0 keeps the settings in which layers differ by layer. A read of one without a layer is a
+Cause: transformers 5.15.0 stores settings that differ between layers per layer. Reading one without a layer raises a
 ``RuntimeError``, which neither a default nor ``hasattr`` catches. ``global_head_dim`` and
-``num_global_key_value_heads`` are gone. Other software reads all four, as in every release before.
+``num_global_key_value_heads`` are gone. Other software reads all four, as in every earlier release.
 
 Fix: The names have the values of ``config.json`` again: ``head_dim`` and ``num_key_value_heads`` are those of sliding
-attention, the other two those of full attention. A value that is set goes to these layers. Where full-attention layers
-differ from each other, or ``allow_global_per_layer_attribute_access`` was set to False, the error is an
-``AttributeError`` as well.
+attention, the other two those of full attention. Setting a value sets it for these layers. If full-attention layers
+differ from each other, or ``allow_global_per_layer_attribute_access`` was set to False, the error is also an
+``AttributeError``.
 
 Remove when: ``getattr(config, "head_dim", None)`` and ``global_head_dim`` of a Gemma 4's text model are numbers in all
 supported releases.
@@ -54,7 +54,7 @@ def write(original: Callable[..., None], self: Any, key: str, value: Any) -> Non
 
 
 def keys(original: Callable[..., Iterator[str]], self: Any) -> Iterator[str]:
-    """``in`` asks this."""
+    """Used by ``in``."""
     found = dict.fromkeys(original(self))
     if _is_said(self):
         found |= dict.fromkeys([*self.per_layer_attributes, *config_names.of(self)])

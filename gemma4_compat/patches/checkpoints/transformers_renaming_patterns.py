@@ -1,15 +1,15 @@
-"""Loading and saving compile no regular expression for each tensor.
+"""Loading and saving do not compile a regular expression for each tensor.
 
-Symptom: silent: part of the time of every ``from_pretrained``, ``save_pretrained`` and ``model.load_adapter`` goes
-into regular expressions that nobody uses.
+Symptom: silent: every ``from_pretrained``, ``save_pretrained`` and ``model.load_adapter`` spends part of its time on
+regular expressions that nothing uses.
 
 Cause: transformers makes a ``WeightRenaming`` from the name of every tensor, and each compiles a pattern of it, as if
-it were to be looked for in other names. They are all different, so that the cache of ``re`` is of no use, and what
-others have in it is lost.
+it had to be found in other names. All these patterns differ, so the cache of ``re`` does not help, and other code's
+entries are evicted from it.
 
-Fix: A ``WeightRenaming`` from one plain name to another (letters, digits, ``_`` and dots) compiles its pattern when
-that is first used. Its attributes are those of upstream, the pattern included, which upstream's code makes. Other
-patterns and other classes are left as they are.
+Fix: A ``WeightRenaming`` from one plain name to another (letters, digits, ``_`` and dots) compiles its pattern on
+first use. Its attributes are upstream's, including the pattern, which upstream's code makes. Other patterns and other
+classes are unchanged.
 
 Remove when: transformers makes none of these objects for single tensors, or compiles a pattern when it is used.
 """
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 _MODULE, _CLASS = "transformers.core_model_loading", "WeightRenaming"
 _LISTS = ("source_patterns", "target_patterns", "_original_source_patterns", "_original_target_patterns")
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-#: What upstream compiles in place of a name: the same text each time, so ``re`` has it in its cache.
+#: What upstream compiles instead of a name: always the same text, so ``re`` has it in its cache.
 _STAND_IN = "weight"
 
 
 class Later:
     """The pattern of a ``WeightRenaming``, compiled when it is first used.
 
-    Two threads that come first at once both compile it, and have equal patterns.
+    Two threads that use it first at the same time both compile it, with equal results.
     """
 
     __slots__ = ("_found", "_kind", "_names", "_original")
@@ -68,7 +68,7 @@ class Later:
     def __hash__(self) -> int:
         return hash(self._pattern())
 
-    # Copies of a pattern are the pattern.
+    # A copy of a pattern is the pattern itself.
 
     def __copy__(self) -> Later:
         return self
@@ -116,7 +116,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def compiled(names: Collection[str], action: Callable[[], Any]) -> int:
-    """How many regular expressions with one of the names in them are compiled in ``action``, by this thread."""
+    """How many regular expressions that contain one of the names ``action`` compiles in this thread."""
     texts: list[str] = []
 
     def watch(frame: Any, event: str, _argument: Any) -> None:

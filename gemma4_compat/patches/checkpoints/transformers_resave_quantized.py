@@ -1,16 +1,17 @@
 """A model loaded from a 4-bit or 8-bit checkpoint can be saved again.
 
-Symptom: ``NotImplementedError`` without a message from ``save_pretrained`` of a model that was loaded from a
-checkpoint that bitsandbytes quantized. One that was quantized while loading is saved.
+Symptom: ``NotImplementedError`` without a message from ``save_pretrained`` of a model loaded from a checkpoint that
+bitsandbytes quantized. A model quantized while loading can be saved.
 
-Cause: ``revert_weight_conversion`` takes every operation back that loading needed, to write the names of the original
-checkpoint. What builds a quantized weight from its stored parts (``Bnb4bitDeserialize``, ``Bnb8bitDeserialize``) has
-no reverse operation. It needs none: ``state_dict`` of bitsandbytes' layers gives those parts again.
+Cause: ``revert_weight_conversion`` reverses every operation that loading needed, to write the names of the original
+checkpoint. The operations that build a quantized weight from its stored parts (``Bnb4bitDeserialize``,
+``Bnb8bitDeserialize``) cannot be reversed. They need not be: the ``state_dict`` of bitsandbytes' layers contains those
+parts.
 
-Fix: These operations are left out of what is taken back. All others, such as renamed weights, are taken back as
-before. ``save_original_format=False``, which takes nothing back, is not needed.
+Fix: These operations are not reversed. All others, such as renamed weights, are reversed as before.
+``save_original_format=False``, which reverses nothing, is not needed.
 
-Remove when: transformers takes bitsandbytes' deserialization back.
+Remove when: transformers reverses bitsandbytes' deserialization.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = []
     for quantization in ("4bit", "8bit"):
         model = workspace.load(quantization)
-        for _ in range(2):  # the second time it comes from a quantized checkpoint
+        for _ in range(2):  # the second time from a quantized checkpoint
             folder = Path(tempfile.mkdtemp(prefix="saved-", dir=workspace.folder))
             model.save_pretrained(folder)
             model = tiny.load(folder, device=workspace.main)

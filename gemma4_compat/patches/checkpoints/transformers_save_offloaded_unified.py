@@ -7,9 +7,8 @@ Cause: The checkpoint uses other names for the tensors of that embedder than the
 first renames all tensors to the names of the checkpoint. Then ``load_offloaded_parameter`` looks for the hooks of
 offloaded tensors under the new names. From 5.14.0 on, transformers loads offloaded tensors before it renames them.
 
-Fix: ``load_offloaded_parameter`` looks up a tensor that is saved under another name under the name that the model
-has for it. Every tensor is saved as it is from a model on one device, bit for bit. Names that the model has are
-looked up as before.
+Fix: ``load_offloaded_parameter`` looks up a tensor that is saved under another name by the model's own name for it.
+Every tensor is saved as from a model on one device, bit for bit. Names that the model has are looked up as before.
 
 Remove when: transformers below 5.14.0 is no longer supported.
 """

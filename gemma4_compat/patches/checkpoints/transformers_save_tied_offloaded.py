@@ -1,20 +1,20 @@
-"""``save_pretrained`` saves a tied weight once, wherever its embedding and its head are, and weights in their dtype.
+"""``save_pretrained`` saves a tied weight once, wherever embedding and head are, and weights in their dtype.
 
 Symptom: ``RuntimeError: Some tensors share memory`` from ``save_pretrained`` of a model with ``embed_tokens`` and
-``lm_head`` both on the CPU. With one of them there, or on disk, the checkpoint has the weight twice. After
+``lm_head`` both on the CPU. If only one of them is there, or on disk, the checkpoint has the weight twice. After
 ``model.to(torch.float32)`` or ``prepare_model_for_kbit_training``, the offloaded weights are still saved in bfloat16.
 ``AttributeError: `input_min` is not an nn.Parameter`` up to transformers 5.13.1, after a dispatch with
 ``offload_buffers=True``.
 
 Cause: ``remove_tied_weights_from_state_dict`` recognizes tied weights by their memory. Offloaded ones are on meta,
-where it compares the parameters instead, and accelerate gives each module a parameter of its own. Both are saved, and
-in host memory that is twice the same tensor. And ``load_offloaded_parameter`` returns a weight as it is stored: a
-change of dtype only reaches the placeholder on meta, and accelerate converts the weight for every forward.
-Up to 5.13.1 each name on meta is looked up among the parameters.
+where it compares the parameters instead, and accelerate gives each module its own parameter. So both are saved, and in
+host memory they are the same tensor twice. ``load_offloaded_parameter`` returns a weight as stored: a change of dtype
+only reaches the placeholder on meta, and accelerate converts the weight for every forward. Up to 5.13.1 each name on
+meta is looked up among the parameters.
 
-Fix: Of a tied weight with an offloaded name, only the one that owns it is saved, if both have the same values. The
-checkpoint is that of the same model on one device. An offloaded weight is saved in its parameter's dtype. The bytes of
-a quantized one stay as they are. Offloaded buffers are not looked up: no buffer is tied.
+Fix: If a tied weight has an offloaded name and both have the same values, only its owner is saved. The checkpoint is
+that of the same model on one device. An offloaded weight is saved in its parameter's dtype; the bytes of a quantized
+one stay as they are. Offloaded buffers are not looked up, because no buffer is tied.
 
 Remove when: ``save_pretrained`` recognizes offloaded tied weights by the model's ``all_tied_weights_keys``, and
 ``load_offloaded_parameter`` returns a weight in its parameter's dtype.

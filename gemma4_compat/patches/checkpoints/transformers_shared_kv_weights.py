@@ -4,14 +4,13 @@ Symptom: silent: the ``k_proj``, ``v_proj`` and ``k_norm`` weights of the KV-sha
 ``save_pretrained`` writes. Servers refuse that checkpoint: ``Following weights were not initialized from checkpoint``
 (vLLM), ``Missing 60 parameters`` (mlx-vlm), ``keyNotFound`` (mlx-swift).
 
-Cause: KV-shared layers compute with keys and values of earlier layers, so the model has no modules for their own. On
-load their weights are dropped (``_keys_to_ignore_on_load_unexpected``), without a word. Other readers have the modules
-and ask for the weights.
+Cause: KV-shared layers compute with the keys and values of earlier layers, so the model has no modules for their own.
+On load their weights are silently dropped (``_keys_to_ignore_on_load_unexpected``). Other readers have the modules and
+ask for the weights.
 
-Fix: ``from_pretrained`` notes where these weights are, and reads none. ``save_pretrained`` reads them there, and
-writes them in the dtype of the same layer's queries. If they cannot be read any more, one warning names
-``gemma4-compat repair``. Quantized models are saved without them, as before: in such a checkpoint other readers would
-take them for quantized weights.
+Fix: ``from_pretrained`` records where these weights are, and reads none. ``save_pretrained`` reads them there and
+writes them in the dtype of the same layer's queries. If they can no longer be read, one warning names ``gemma4-compat
+repair``. Quantized models are still saved without them, because other readers would take them for quantized weights.
 
 Remove when: ``save_pretrained`` writes the weights of KV-shared layers, or no reader asks for them.
 """

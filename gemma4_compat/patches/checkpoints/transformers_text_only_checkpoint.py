@@ -1,21 +1,21 @@
 """The text-only classes load the language model of a multimodal checkpoint.
 
-Symptom: silent: ``Gemma4ForCausalLM.from_pretrained`` of a multimodal checkpoint has random weights. A load report
-lists every weight of the language model as MISSING and every weight of the file as UNEXPECTED, and the model
-produces noise. The same happens with ``Gemma4TextModel`` and the unified (12B) classes, and before 5.6 with
+Symptom: silent: ``Gemma4ForCausalLM.from_pretrained`` of a multimodal checkpoint has random weights and generates
+gibberish. The load report lists every weight of the language model as MISSING and every weight of the file as
+UNEXPECTED. The same happens with ``Gemma4TextModel`` and the unified (12B) classes, and before 5.6 with
 ``Gemma4Model``.
 
 Cause: The checkpoint calls the language model ``model.language_model``, and the text-only classes call it ``model``.
-Gemma 4 has no entry in transformers' conversion mapping. Models that have one, such as Qwen 3.5, load.
+transformers' conversion mapping has no entry for Gemma 4. Models that have one, such as Qwen 3.5, load.
 
-Fix: ``PreTrainedModel._load_pretrained_model`` gets such a rename, added to the conversions of that load. So it
-works with shards, device maps, disk offload and quantization like any other conversion. Weights of the file that are
-not part of the language model are left out of the load report. The rename is not kept for saving:
-``save_pretrained`` writes the names of the class that is saved.
+Fix: ``PreTrainedModel._load_pretrained_model`` gets such a rename, added to the conversions of that load. So it works
+with shards, device maps, disk offload and quantization like any other conversion. Weights of the file that are not
+part of the language model are left out of the load report. The rename is not kept for saving: ``save_pretrained``
+writes the names of the class that is saved.
 
-A checkpoint that was *saved* quantized says so in a part of its config that the text-only class does not read. That
-is refused with a ``Gemma4CompatError``. Checkpoints that are not in safetensors format, and the loading of adapters,
-are left alone.
+A checkpoint that was *saved* quantized says so in a part of its config that the text-only class does not read. That is
+refused with a ``Gemma4CompatError``. Checkpoints that are not in safetensors format, and the loading of adapters, are
+left to upstream.
 
 Remove when: transformers has conversions for ``gemma4_text`` and ``gemma4_unified_text``.
 """
@@ -34,12 +34,12 @@ from gemma4_compat._models import family
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: The one weight that every language model has under one name, so it tells what comes before.
+#: The one weight that has the same name in every language model, so it shows the prefix.
 _ANCHOR = "embed_tokens.weight"
 #: The same in a QAT checkpoint (``quant_method: "gemma"``).
 _PACKED_ANCHOR = "embed_tokens.embedding_quantized"
 _INSIDE = "language_model"
-#: What is saved beside a quantized weight: bitsandbytes, QAT, compressed-tensors, GPTQ, AWQ.
+#: Tensors saved beside a quantized weight: bitsandbytes, QAT, compressed-tensors, GPTQ, AWQ.
 _QUANTIZED = (".SCB", ".absmax", ".quant_map", ".weight_scale", ".embedding_scale", ".weight_packed", ".qweight")
 
 
@@ -52,7 +52,7 @@ def load_pretrained_model(
     expected_keys: Any = None,
 ) -> Any:
     arguments = (model, state_dict, checkpoint_files, load_config, expected_keys)
-    # expected_keys are given where an adapter is loaded
+    # expected_keys are given when an adapter is loaded
     if expected_keys is not None or not family.is_gemma4(model):
         return original(*arguments)
     keys = _keys(state_dict, checkpoint_files, load_config.sharded_metadata)
@@ -63,7 +63,7 @@ def load_pretrained_model(
     from transformers.core_model_loading import WeightRenaming
 
     before, after = rename
-    # the whole name, as every occurrence of what is matched is replaced: "model." is in "language_model." too
+    # the whole name, because every occurrence of a match is replaced and "language_model." contains "model."
     conversion = WeightRenaming(source_patterns=rf"^{re.escape(before)}(.+)", target_patterns=rf"{after}\1")
     load_config = dataclasses.replace(load_config, weight_mapping=[conversion, *(load_config.weight_mapping or [])])
     info, index = original(model, state_dict, checkpoint_files, load_config)
@@ -75,13 +75,13 @@ def load_pretrained_model(
 
 
 def _keys(state_dict: Any, checkpoint_files: Any, sharded: Any) -> list[str]:
-    """The names of what is loaded, without reading any of it."""
+    """The names of the tensors to load, without reading them."""
     if state_dict is not None:
         return list(state_dict)
     if sharded is not None:
         return list(sharded["weight_map"])
     if not checkpoint_files or not str(checkpoint_files[0]).endswith(".safetensors"):
-        return []  # pickled: no Gemma 4 was released like that, and its names cannot be had without its weights
+        return []  # pickled: no Gemma 4 was released that way, and its names cannot be read without its weights
     from safetensors import safe_open
 
     with safe_open(checkpoint_files[0], framework="pt") as file:
@@ -89,7 +89,7 @@ def _keys(state_dict: Any, checkpoint_files: Any, sharded: Any) -> list[str]:
 
 
 def _rename(there: Iterable[str], here: Iterable[str], base_model_prefix: str) -> tuple[str, str] | None:
-    """What names begin with in the checkpoint, and here; None where transformers finds its way without help."""
+    """The prefixes of names in the checkpoint and here; None if transformers needs no help."""
     prefixes = [_prefix(there), _prefix(here)]
     saved, wanted = (prefix.split(".")[:-1] if prefix is not None else None for prefix in prefixes)
     if saved is None or wanted is None or _INSIDE not in saved:
@@ -103,7 +103,7 @@ def _rename(there: Iterable[str], here: Iterable[str], base_model_prefix: str) -
 
 
 def _prefix(keys: Iterable[str]) -> str | None:
-    """What stands before the input embedding's name."""
+    """The prefix of the input embedding's name."""
     found = [
         key[: -len(anchor)]
         for key in keys

@@ -21,12 +21,12 @@ from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: What has no default, in order.
+#: Parameters without a default, in order.
 ORDER = ("input_ids", "assistant_model", "target_model_input_embeddings", "generation_config", "model_kwargs")
 
 
 def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    # By position: by name upstream warns that they are deprecated.
+    # By position, because upstream warns that the names are deprecated.
     rest = [kwargs.pop(name, None) for name in ORDER[len(args) :]]
     original(self, *args, *rest, **kwargs)
 

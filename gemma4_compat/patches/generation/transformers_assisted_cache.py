@@ -5,12 +5,12 @@ window`` from assisted generation and prompt lookup.
 
 Cause: Candidate tokens that the model rejects are removed from the cache again, and a sliding layer has already
 discarded what that needs. So ``generate`` creates a cache that keeps everything, ``"dynamic_full"``. In 5.12.0 to
-5.13.1 ``_prepare_cache_for_generation`` gave that cache sliding layers too, for the model and for its assistant. In
-no release before 5.15.0 does a ``DynamicCache`` that the caller created from the configuration keep everything.
+5.13.1 ``_prepare_cache_for_generation`` also gave that cache sliding layers, for the model and for its assistant.
+Before 5.15.0, a ``DynamicCache`` that the caller created from the configuration never keeps everything.
 
 Fix: Before the first token, the patch replaces the sliding layers of a Gemma 4 model's cache for assisted generation
 with layers that keep everything, contents included. The outputs are the same; the cache grows with the context. A
-cache that has already discarded tokens is refused with one clear error and stays unchanged.
+cache that has already discarded tokens is refused with a clear error and stays unchanged.
 
 Remove when: transformers below 5.15.0, where sliding layers cannot be cropped, is no longer supported.
 """
@@ -50,7 +50,7 @@ def keep_everything(cache: Any) -> None:
     """Replace the dynamic sliding layers of ``cache`` by layers of full attention that hold the same tokens.
 
     Raises:
-        Gemma4CompatError: one of them has forgotten tokens; nothing has been changed.
+        Gemma4CompatError: a layer has already dropped tokens; nothing has been changed.
     """
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 

@@ -42,7 +42,7 @@ def prefill(
     size, kinds = generation_config.prefill_chunk_size, model_kwargs.get("mm_token_type_ids")
     if (
         isinstance(size, int)
-        and size > 0  # what is not a size is for transformers to refuse
+        and size > 0  # transformers refuses other values itself
         and kinds is not None
         and is_gemma4_config(self.config)
         and getattr(self.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
@@ -52,20 +52,20 @@ def prefill(
         inside = (vision[:, 1:] & vision[:, :-1]).any(dim=0).tolist()
         if any(inside[size - 1 :: size]):
             generation_config = copy.copy(generation_config)
-            generation_config.prefill_chunk_size = chunks(inside, size)  # torch.split takes a size, or sizes
+            generation_config.prefill_chunk_size = chunks(inside, size)  # torch.split accepts a size or sizes
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 def _new_tokens(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> int:
-    """How many of ``input_ids`` are read, as ``_prefill`` finds out: all, or those that the cache does not hold."""
+    """How many of ``input_ids`` are read, computed as in ``_prefill``: all, or those that the cache does not hold."""
     whole, mask, cache = input_ids.shape[1], model_kwargs.get("attention_mask"), cache_names.cache_in(model_kwargs)
     told = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
     return int(whole - cache.get_seq_length()) if cache is not None and told == whole else int(whole)
 
 
 def chunks(inside: list[bool], size: int) -> list[int]:
-    """The sizes of the chunks of a prompt, at most ``size`` each where that is possible. ``inside[i]``: a cut between
-    its tokens i and i + 1 goes through an image, in any row of the batch.
+    """The sizes of the chunks of a prompt, at most ``size`` each if possible. ``inside[i]``: whether a cut between its
+    tokens i and i + 1 would go through an image in any row of the batch.
     """
     sizes, start, end = [], 0, len(inside) + 1
     while start < end:
@@ -93,12 +93,12 @@ def reproduce(workspace: Workspace) -> Outcome:
     options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     try:
         expected, *found = (model.generate(**batch, **options, prefill_chunk_size=size) for size in (None, 6, 8))
-    except Gemma4CompatError:  # before 5.23.0, where transformers-chunked-media is on
+    except Gemma4CompatError:  # before 5.23.0, if transformers-chunked-media is on
         return Outcome(False, "prompts with images are not read in chunks")
     cut, between = ((expected.logits[0] - one.logits[0]).abs().max().item() for one in found)
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
     return Outcome(
-        cut > rounding >= between,  # where images are left out, chunks between them are wrong, too
+        cut > rounding >= between,  # if images are left out, chunks between them are also wrong
         f"where a chunk ends inside an image the logits are off by {cut:.2g}, elsewhere by {between:.2g}",
     )
 

@@ -7,7 +7,7 @@ Cause: ``GenerationMixin._prefill`` prepares each chunk of the prompt as if it w
 longer needs any media.
 
 Fix: For Gemma 4, a prompt with media that fits into one chunk is not cut. One that would have to be cut is refused
-with one clear error. From 5.23.0 on, transformers itself reads images in chunks and refuses a prompt with audio that
+with a clear error. From 5.23.0 on, transformers itself reads images in chunks and refuses a prompt with audio that
 would have to be cut. Text-only prompts are still read in chunks.
 
 Remove when: transformers below 5.23.0 is no longer supported.
@@ -26,8 +26,8 @@ from gemma4_compat._models.family import is_gemma4_config
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: What a caller gives, and under which name transformers from 5.20.0 on encodes it before the first chunk
-#: (``mm_encoder_outputs``; a sound stays as it was given).
+#: The caller's argument -> the name under which transformers from 5.20.0 on encodes it before the first chunk
+#: (``mm_encoder_outputs``; audio is passed on unchanged).
 _MEDIA = (
     ("images", "pixel_values", "image"),
     ("videos", "pixel_values_videos", "video"),
@@ -68,8 +68,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
 
     model, batch = workspace.load().float(), workspace.inputs()
-    sounds = {"sounds alone": tiny.without(batch, "image")} if "input_features" in batch else {}
-    found = {"images alone": tiny.without(batch, "input_features"), **sounds, "all": batch}
+    sounds = {"only sounds": tiny.without(batch, "image")} if "input_features" in batch else {}
+    found = {"only images": tiny.without(batch, "input_features"), **sounds, "all": batch}
     outcomes = [_compare(model, media, name) for name, media in found.items()]
     defects = [outcome for outcome in outcomes if outcome.defect]
     return Outcome(
@@ -89,7 +89,7 @@ def _compare(model: Any, batch: dict[str, Any], media: str) -> Outcome:
         chunked = model.generate(**batch, **options, prefill_chunk_size=8)
         wrong = (expected.logits[0] - chunked.logits[0]).abs().max().item()
         said = f"in several they are off by {wrong:.2g}"
-    except (Gemma4CompatError, ValueError):  # ours, and that of transformers
+    except (Gemma4CompatError, ValueError):  # ours, and transformers'
         wrong, said = 0.0, "more than one is refused"
     rounding = 1e-4 * expected.logits[0].abs().max().item()  # float32, other kernels for other lengths
     return Outcome(off > 0 or wrong > rounding, f"{media}: in one chunk the logits are off by {off:.2g}; {said}", off)

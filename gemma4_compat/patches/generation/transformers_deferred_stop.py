@@ -1,15 +1,15 @@
-"""While tokens are decoded by replay, the host does not wait for each of them.
+"""The host does not wait for each token that a replayed step (a CUDA graph) decodes.
 
-Symptom: silent: between two replayed steps the GPU has nothing to do until ``generate`` has read the last token and
-run its Python for the next: 2 to 4 ms with the E2B and the 12B on an H200, as much as half of a step.
+Symptom: silent: between two replayed steps the GPU idles until ``generate`` has read the last token and run its Python
+code for the next: 2 to 4 ms with the E2B and the 12B on an H200, as much as half of a step.
 
-Cause: ``StopCheck`` reads on the host, after every token, whether the text is over. transformers has a
-``DeferredStopCheck`` that reads it while the next step is running, and uses it on Apple's ``mps`` alone.
+Cause: ``StopCheck`` reads on the host, after every token, whether the text is finished. transformers has a
+``DeferredStopCheck`` that reads it while the next step is running, but uses it only on Apple's ``mps``.
 
-Fix: Where steps of a Gemma 4 are replayed as a CUDA graph, transformers' own deferred check is used on CUDA, too. A
-text that ends before its limit costs one step more, whose token is dropped; a draw of random numbers is taken back. So
-the first steps wait as before, until waiting has cost this text as much as a step. Whatever could notice the step too
-many waits, too: logits processors and stopping criteria that are not transformers' own or call a function of the
+Fix: If steps of a Gemma 4 are replayed as a CUDA graph, transformers' own deferred check is also used on CUDA. A text
+that ends before its limit runs one extra step; its token is discarded and the RNG state restored. So the first steps
+wait as before, until waiting has cost this text as much as a step. ``generate`` also waits if anything could notice
+the extra step: logits processors and stopping criteria that are not transformers' own or call a function of the
 user's, a cache of the user's, ``return_dict_in_generate``, ``synced_gpus``. A streamer gets the same tokens, each one
 step later.
 
@@ -58,7 +58,7 @@ def check(original: Callable[..., bool], self: Any, unfinished: Any, tokens: Any
     if running.defers():
         running.note_random_state(tokens.device)
         return original(self, unfinished, tokens, length)
-    found: bool = type(self).__mro__[1].__call__(self, unfinished, tokens, length)  # which waits
+    found: bool = type(self).__mro__[1].__call__(self, unfinished, tokens, length)  # this waits
     return found
 
 
@@ -75,7 +75,7 @@ def finish(original: Callable[..., int], self: Any) -> int:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How often the host waits for a token. Without a GPU a stand-in captures."""
+    """How often the host waits for a token. Without a GPU, a stand-in captures."""
     import sys
     from unittest import mock
 

@@ -1,17 +1,18 @@
-"""E2B and E4B take ``inputs_embeds``, and find the per-layer embeddings of their tokens.
+"""E2B and E4B accept ``inputs_embeds`` and find the per-layer embeddings of their tokens.
 
-Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing
-`input_ids`, and that the `inputs_embeds` you provided do not exactly match the embedding weights`` for embeddings that
-are just that, or ``OutOfMemoryError``: 128 tokens of E2B take 48 GiB.
+Symptom: ``RuntimeError: It seems like you tried to call `forward` from `inputs_embeds` without providing `input_ids`,
+and that the `inputs_embeds` you provided do not exactly match the embedding weights`` although the embeddings do
+match, or ``OutOfMemoryError``: 128 tokens of E2B take 48 GiB.
 
-Cause: ``Gemma4TextModel.get_per_layer_inputs`` looks for each embedding among the rows of the weight, times the root
-of the width. The embedding multiplies with that root in the dtype of the weight, where it is rounded: 39.25 for the
-39.19 of E2B. The row of the padding token, which stands for images, is not multiplied at all. All rows are compared
-with all embeddings at once. ``generate`` with ``input_ids`` and ``inputs_embeds`` leaves the ids out, and hands
+Cause: ``Gemma4TextModel.get_per_layer_inputs`` searches for each embedding among the rows of the weight times the root
+of the width. But the embedding multiplies by that root in the dtype of the weight, where the root is rounded: 39.25
+instead of 39.19 for E2B. The row of the padding token, which stands for images, is not multiplied at all. All rows are
+compared with all embeddings at once. ``generate`` with ``input_ids`` and ``inputs_embeds`` drops the ids, and passes
 ``per_layer_inputs`` on to ``Gemma4ForCausalLM`` for the second token, which has ids.
 
-Fix: The embeddings are looked for among what the embedding returns, a part of it at a time. ``generate`` takes tokens
-that are given beside them, where these are embeddings of no token as well, and ``per_layer_inputs`` for the prompt.
+Fix: The embeddings are compared with what the embedding module returns, a part of it at a time. ``generate`` uses
+tokens that are passed beside them, which also works for embeddings that match no token, and uses ``per_layer_inputs``
+for the prompt.
 
 Remove when: transformers finds the tokens of what ``embed_tokens`` returns, in memory that does not grow with prompt
 times vocabulary, in all supported releases.

@@ -1,16 +1,16 @@
 """Each beam, and each returned sequence, gets the media of its own prompt.
 
-Symptom: silent: with ``num_beams`` or ``num_return_sequences``, a prompt with several sounds is answered as if it had
-one of them several times, or as if it had those of another prompt. Before 5.19.0 images, and several videos in a
-prompt, are mixed up the same way.
+Symptom: silent: with ``num_beams`` or ``num_return_sequences``, a prompt with several audio clips is answered as if it
+had one of them several times, or those of another prompt. Before 5.19.0, images and several videos in a prompt are
+mixed up the same way.
 
-Cause: ``GenerationMixin._expand_inputs_for_generation`` repeats each row of a tensor where it is: [a, b] becomes
-[a, a, b, b]. Rows of media are not rows of the batch. A prompt has any number of them, and its copies need all of them
-one after another: [a, b, a, b]. From 5.19.0 on that is so for images and videos, which are encoded before.
+Cause: ``GenerationMixin._expand_inputs_for_generation`` repeats each row of a tensor in place: [a, b] becomes [a, a,
+b, b]. Rows of media are not rows of the batch. A prompt has any number of them, and its copies need all of them one
+after another: [a, b, a, b]. From 5.19.0 on this is right for images and videos, which are encoded before.
 
-Fix: The media of each prompt, whose placeholders say how many they are, are repeated together.
+Fix: The media of each prompt are repeated together; its placeholders say how many there are.
 
-Remove when: transformers repeats the sounds of each prompt together in all supported releases.
+Remove when: transformers repeats the audio clips of each prompt together in all supported releases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gemma4_compat._models.family import is_gemma4_config
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: In the order of ``get_placeholder_mask``: what it is called once encoded, and the inputs with a row for each.
+#: In the order of ``get_placeholder_mask``: the name once encoded -> the inputs with a row for each item.
 _MEDIA = (
     ("image", ("pixel_values", "image_position_ids")),
     ("video", ("pixel_values_videos", "video_position_ids")),
@@ -35,7 +35,7 @@ _MEDIA = (
 )
 
 
-#: The model whose ``generate`` runs: before 5.18.0 what it calls is a static method.
+#: The model whose ``generate`` runs, because before 5.18.0 it calls a static method.
 _generating: ContextVar[Any] = ContextVar("gemma4_compat_generating", default=None)
 
 
@@ -60,7 +60,7 @@ def expand_inputs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _repeat_media(model: Any, times: int, input_ids: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with media, repeated; without a kind whose items are not those that the prompts ask for."""
+    """The arguments with media, repeated; a kind whose items do not match the prompts' placeholders is left out."""
     encoded = dict(given.get("mm_encoder_outputs") or {})
     kinds = [kind for kind, names in _MEDIA if kind in encoded or given.get(names[0]) is not None]
     if not kinds:
@@ -89,17 +89,17 @@ def _repeat_media(model: Any, times: int, input_ids: Any, given: dict[str, Any])
 
 
 def _sizes(model: Any, kind: str, last: Any) -> list[int]:
-    """The tokens of each image, video or sound: ``last`` is its positions, or the mask of its sound."""
+    """The number of tokens of each image, video or sound; ``last`` is its positions, or its audio mask."""
     unified = model.config.model_type.startswith("gemma4_unified")
     if kind == "audio":
-        heard = last if unified else last[:, ::2][:, ::2]  # as the two convolutions of the tower
+        heard = last if unified else last[:, ::2][:, ::2]  # like the tower's two convolutions
         return list(heard.sum(-1).tolist())
     patches = (last != -1).all(-1).flatten(1).sum(-1)
     return list((patches if unified else patches // model.config.vision_config.pooling_kernel_size**2).tolist())
 
 
 def _order(sizes: list[int], asked: list[int], times: int) -> list[int] | None:
-    """Which item stands at each place, those of each prompt ``times`` in a row; None where they do not fit.
+    """The item at each place, with those of each prompt repeated ``times``; None if they do not match.
 
     Args:
         sizes: tokens of each item.
@@ -151,7 +151,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             for beams in (1, 2)
         )
         difference = (repeated - expected.repeat_interleave(2, dim=0)).abs().max()
-        # float32: another size of a batch may round in another way.
+        # In float32, because another batch size may round differently.
         if not torch.isfinite(difference) or difference > 1e-4 * expected.abs().max():
             found["images" if kind == "image" else "sounds"] = difference.item()
     said = " and ".join(f"several {kind} in a prompt: the logits are off by {off:.2g}" for kind, off in found.items())

@@ -1,15 +1,15 @@
-"""``generate`` takes ``inputs_embeds``.
+"""``generate`` accepts ``inputs_embeds``.
 
 Symptom: ``ValueError: You passed `inputs_embeds` to `.generate()`, but the model class Gemma4ForConditionalGeneration
 doesn't have its forwarding implemented`` (or ``Gemma4UnifiedForConditionalGeneration``), from transformers 5.15.0 on.
 
 Cause: ``GenerationMixin._prepare_model_inputs`` looks for an argument of that name in the signature of
-``prepare_inputs_for_generation``. Since 5.15.0 that of the multimodal models hands it on among its other keyword
+``prepare_inputs_for_generation``. Since 5.15.0 the multimodal models' method passes it on among its other keyword
 arguments.
 
-Fix: It looks at a signature that names the argument.
+Fix: The check gets a signature that names the argument.
 
-Remove when: transformers looks at what the method hands on, or the method names the argument, in all supported
+Remove when: transformers looks at what the method passes on, or the method names the argument, in all supported
 releases.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Named:
-    """A model whose ``prepare_inputs_for_generation`` names the argument. Everything else is the model's."""
+    """A view of a model whose ``prepare_inputs_for_generation`` names the argument."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -36,12 +36,12 @@ class _Named:
         return getattr(self._model, name)
 
     def prepare_inputs_for_generation(self, *, inputs_embeds: Any = None) -> None:
-        """Only looked at."""
+        """Only its signature is read."""
 
 
 def prepare_model_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     model = self
-    # Not that of a PEFT model with virtual tokens, which takes its place and hands nothing on.
+    # Not for a PEFT model with virtual tokens, whose method replaces it and passes nothing on.
     if is_gemma4_config(self.config) and "prepare_inputs_for_generation" not in vars(self):
         named = inspect.signature(self.prepare_inputs_for_generation).parameters
         model = self if "inputs_embeds" in named else _Named(self)

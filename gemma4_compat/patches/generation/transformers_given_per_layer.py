@@ -1,12 +1,12 @@
-"""``Gemma4ForConditionalGeneration`` takes ``per_layer_inputs`` beside ``inputs_embeds``.
+"""``Gemma4ForConditionalGeneration`` accepts ``per_layer_inputs`` together with ``inputs_embeds``.
 
 Symptom: ``TypeError: Gemma4TextModel got multiple values for keyword argument 'per_layer_inputs'`` from a forward with
 both.
 
-Cause: ``Gemma4Model.forward`` looks for the tokens of the embeddings in any case, and hands all other arguments on to
-the text model beside what it has found.
+Cause: ``Gemma4Model.forward`` always searches for the tokens of the embeddings, and passes the given
+``per_layer_inputs`` on to the text model beside the ones it has found.
 
-Fix: What is given is taken for what the search would find.
+Fix: The given ones are used instead of the search.
 
 Remove when: transformers below 5.9.0 is no longer supported.
 """

@@ -1,21 +1,21 @@
-"""With a static cache, the decoding step of a quantized, offloaded or adapted model is replayed as one CUDA graph.
+"""With a static cache, decoding a quantized, offloaded or adapted model replays one CUDA graph per token.
 
 Symptom: silent: ``generate(cache_implementation="static")`` decodes a 4-bit or offloaded Gemma 4 at the speed of
-Python: 11 to 19 tokens a second on any GPU, where the same kernels take a fifth of the time.
+Python: 11 to 19 tokens a second on any GPU, although the same kernels take a fifth of the time.
 
 Cause: A static cache exists to be compiled, but ``GenerationMixin._valid_auto_compile_criteria`` is False for every
 model quantized by bitsandbytes and for every device map with ``"cpu"`` or ``"disk"`` in it. Each token then costs
 22,000 to 36,000 calls of Python functions, and the GPU waits for them.
 
-Fix: For Gemma 4 on CUDA, where transformers takes its compiled call, it gets one that replays: the step of one token
-is captured once as a CUDA graph and launched again for each token after it. The kernels are those of the step run
-eagerly, so tokens and logits are the same bits; after a while small ones are fused, where that keeps the bits.
-Weights, hooks, adapters and the cache are looked at before each replay. What transformers compiles itself is left to
-it, unless ``gemma4_compat.decode_fast(model)`` asked for a replay. What cannot be captured (8-bit layers, weights on
-disk, hooks of users, several devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
+Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the step of one token is captured once as a
+CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
+bit-identical; after a while small kernels are fused if that keeps the bits. Weights, hooks, adapters and the cache are
+checked before each replay. Models that transformers compiles itself are left to it, unless
+``gemma4_compat.decode_fast(model)`` asked for a replay. What cannot be captured (8-bit layers, weights on disk, user
+hooks, several devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
 
-Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call for
-each kernel.
+Remove when: transformers decodes quantized and offloaded models with a static cache faster than one Python call per
+kernel.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gemma4_compat._models import cache_names
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# The decoder that `_sample` asks for next, of each thread: it asks for the criteria and the call in one expression.
+# Per thread, the decoder that `_sample` asks for next: it asks for the criteria and the call in one expression.
 _next = threading.local()
-#: Of ``transformers.generation.GenerationMode``: those that read one token at a time.
+#: The modes of ``transformers.generation.GenerationMode`` that read one token at a time.
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _TOKENS = 8
 
@@ -58,7 +58,7 @@ def prepare_cache(
     ):
         refused = obstacles.of_virtual_tokens(self)
         if refused is None:
-            generation_config.cache_implementation = "static"  # of this call: it is a copy
+            generation_config.cache_implementation = "static"  # only for this call: it is a copy
         else:
             decoder.of(self).reason(refused)
     return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
@@ -95,7 +95,7 @@ def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
 
 
 class _Called:
-    """A model whose call is a decoder's. Everything else is the model's."""
+    """A view of a model that calls a decoder. Everything else is the model's."""
 
     def __init__(self, model: Any, given: decoder.Decoder) -> None:
         self._model, self._given = model, given
@@ -108,7 +108,7 @@ class _Called:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How often the Python of a layer runs while tokens are decoded. Without a GPU a stand-in captures."""
+    """How often the Python of a layer runs while tokens are decoded. Without a GPU, a stand-in captures."""
     import torch
 
     from gemma4_compat._reproduction import tape, tiny

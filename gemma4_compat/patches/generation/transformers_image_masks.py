@@ -1,17 +1,17 @@
-"""The tokens of an image attend to each other where the model was trained so: in sliding layers (26B-A4B, 31B).
+"""The tokens of an image attend to each other only in sliding layers, as in training (26B-A4B, 31B).
 
-Symptom: silent: different outputs for images on the 26B-A4B and the 31B than on transformers 5.13 and newer. From
-5.9.0 on for every image, before for one with more tokens than the sliding window, and before 5.6.0 for one without
-``pixel_values`` in a later part of a text.
+Symptom: silent: images give different outputs on the 26B-A4B and the 31B than on transformers 5.13 and newer. From
+5.9.0 on this affects every image; before, images with more tokens than the sliding window; and before 5.6.0, also
+images without ``pixel_values`` in a later part of a text.
 
-Cause: From 5.9.0 to 5.12.1 the masks of all layers let an image's tokens attend to later ones of the same image.
-Layers of full attention were trained with a causal mask. Until 5.12.1 the mask of the sliding layers lets them attend
-to all of the image, also to tokens that are out of the window. Before 5.6.0 the model makes no mask for an image where
-its cache holds tokens already, unless it is given ``pixel_values``.
+Cause: From 5.9.0 to 5.12.1 the masks of all layers let an image's tokens attend to later ones of the same image, but
+layers of full attention were trained with a causal mask. Until 5.12.1 the mask of the sliding layers lets them attend
+to the whole image, even outside the window. Before 5.6.0 the model makes no mask for an image if its cache already
+holds tokens, unless it is given ``pixel_values``.
 
 Fix: The masks are those of 5.13 and newer: causal in full attention; in sliding layers an image's tokens attend to
 each other inside the window, wherever the image is. Prompts without an image keep upstream's masks, and so does the
-12B, which has the same ones in every release. Logits equal those of 5.23.0 up to rounding.
+12B, whose masks are the same in every release. Logits equal those of 5.23.0 up to rounding.
 
 Remove when: transformers before 5.13 is no longer supported.
 """
@@ -54,7 +54,7 @@ def create_causal_mask_mapping(  # before 5.9.0
 
 
 def get_block_sequence_ids_for_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # For a prompt without images the model makes its own, of int64. To look at their values would cost a sync.
+    # For a prompt without images the model makes its own int64 types. Reading their values would cost a sync.
     import torch
 
     return original(*args, **kwargs).to(torch.int32)

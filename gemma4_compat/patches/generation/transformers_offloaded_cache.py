@@ -1,12 +1,12 @@
-"""Offloaded caches give a layer the keys and values that it stored.
+"""Offloaded caches return the keys and values that a layer stored.
 
 Symptom: silent: with ``cache_implementation="offloaded"`` or ``"offloaded_static"`` a layer may attend to keys and
 values that were fetched before they were stored.
 
 Cause: A layer's keys and values are copied to pinned host memory on the compute stream. ``Cache.prefetch`` fetches
-them again on another stream, which waits for nothing. With few offloaded layers (the E2B has seven full-attention
-layers, and three of them have keys of their own) the next token fetches them soon after. Observed on a GPU with
-5.6.2; judging by their source, the other releases up to 5.19.0 copy in the same way.
+them again on another stream without waiting. With few offloaded layers (the E2B has seven full-attention layers, three
+of them with their own keys) the next token fetches them soon after. Observed on a GPU with 5.6.2; judging by their
+source, the other releases up to 5.19.0 copy in the same way.
 
 Fix: The prefetch stream waits for the compute stream, as from transformers 5.20.0 on.
 
@@ -24,7 +24,7 @@ from gemma4_compat._models.host import has_cuda
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Cycles that a copy to the host takes longer in the reproduction; on current GPUs 25 to 50 ms.
+#: Cycles by which the reproduction delays a copy to the host; 25 to 50 ms on current GPUs.
 DELAY = 50_000_000
 
 

@@ -1,19 +1,18 @@
-"""Continuous batching gives the tokens of ``generate``, or one error before it starts.
+"""Continuous batching gives the tokens of ``generate``, or raises an error before it starts.
 
 Symptom: ``AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute`` from ``generate_batch`` and
 ``cache_implementation="paged"``. Before 5.15 ``ValueError: num_key_value_heads or num_attention_heads could not be
-found in the config`` or ``AttributeError: 'Gemma4Config' object has no attribute 'num_attention_heads'``; a
-text model logs ``RuntimeError: index_copy_(): Source/destination tensor must have same slice shapes`` and answers
-``{}``.
+found in the config`` or ``AttributeError: 'Gemma4Config' object has no attribute 'num_attention_heads'``; a text model
+logs ``RuntimeError: index_copy_(): Source/destination tensor must have same slice shapes`` and answers ``{}``.
 
-Cause: The paged cache has one head size and one number of key-value heads for all layers. In Gemma 4 those of full
-attention are others than those of sliding attention.
+Cause: The paged cache has one head size and one number of key-value heads for all layers. In Gemma 4, full attention
+and sliding attention have different ones.
 
-Fix: From 5.18.0 on each kind of attention has a part of the cache to itself, and that gets the shape of its layers.
-Flash kernels take no heads as wide as these, so the attention stays what it was, and where that is flash an error says
-what to set. Before 5.18.0 all layers share one tensor: that is one clear error.
+Fix: From 5.18.0 on each kind of attention has its own part of the cache, which gets the shape of its layers. Flash
+kernels do not support heads this wide, so the attention implementation stays as it was; if that is flash, an error
+says what to set. Before 5.18.0 all layers share one tensor, and a clear error says so.
 
-Remove when: the paged cache of all supported releases has a head size for each kind of attention.
+Remove when: the paged cache of all supported releases has a separate head size for each kind of attention.
 """
 
 from __future__ import annotations
@@ -32,6 +31,10 @@ _LAYERS = "_gemma4_compat_layers"
 _SHAPE = ("num_key_value_heads", "head_dim")
 
 
+class _OneHeadSizeError(Gemma4CompatError, ValueError, AttributeError):
+    """Upstream raises ``ValueError``, or ``AttributeError`` before 5.13."""
+
+
 def start(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if family.is_gemma4(self) and _differ(self.config.get_text_config()):
         from transformers.generation.continuous_batching import cache
@@ -39,7 +42,7 @@ def start(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
         if not hasattr(cache, "ATTN_TYPE_TO_ALLOCATOR"):
             import transformers
 
-            raise Gemma4CompatError(
+            raise _OneHeadSizeError(
                 f"continuous batching (generate_batch, cache_implementation='paged') of transformers "
                 f"{transformers.__version__} has one head size for all layers, and Gemma 4 has several. "
                 "Use generate, with a batch of padded prompts, or transformers 5.18.0 or newer."
@@ -58,7 +61,7 @@ def choose_attention(original: Callable[..., Any], self: Any, model: Any, *args:
         )
     from unittest import mock
 
-    with mock.patch.object(model, "_supports_flash_attn", False):  # else it changes to flash where that is installed
+    with mock.patch.object(model, "_supports_flash_attn", False):  # otherwise it changes to flash if that is installed
         return original(self, model, *args, **kwargs)
 
 
@@ -90,7 +93,7 @@ def make_part(original: Callable[..., None], self: Any, **arguments: Any) -> Non
 
 
 def _differ(text: Any) -> bool:
-    """Whether the keys of layers have several shapes."""
+    """Whether the keys of layers differ in shape."""
     if layers := getattr(text, "per_layer_config", None):
         return len({tuple(getattr(layer, name) for name in _SHAPE) for layer in layers}) > 1
     heads = text.num_global_key_value_heads if text.attention_k_eq_v else None

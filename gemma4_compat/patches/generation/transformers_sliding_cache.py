@@ -1,8 +1,8 @@
 """Sliding layers of models without KV-shared layers (12B, 26B-A4B, 31B) cache no more than their window.
 
-Symptom: silent: the cache of the 12B, the 26B-A4B and the 31B grows with the context in the sliding layers too. Five
-of six layers attend to no more than the last 1024 tokens, but keep all of them. The outputs are right, but a long
-context does not fit where it should.
+Symptom: silent: the cache of the 12B, the 26B-A4B and the 31B grows with the context even in the sliding layers. Five
+of six layers attend only to the last 1024 tokens, but keep all of them. The outputs are right, but a long context does
+not fit where it should.
 
 Cause: ``DynamicCache.__init__`` takes the layer types from ``layer_types[:-num_kv_shared_layers]``. These models
 share nothing, so that is ``[:-0]``: no layers. The cache then creates its layers on first use, and treats each one
@@ -11,9 +11,9 @@ as a full attention layer.
 Fix: For Gemma 4 models without KV-shared layers, the cache is built from a view of the configuration that does not
 mention KV-shared layers. The outputs are the same.
 
-The patch is limited to Gemma 4. A sliding layer that has dropped tokens beyond its window can no longer be cropped.
-On such models, assisted decoding with a cache of the caller's own did so without an error. A separate patch for the
-cache of assisted generation takes care of that for Gemma 4.
+The patch is limited to Gemma 4, because a sliding layer that has dropped tokens beyond its window can no longer be
+cropped. On such models, assisted decoding with the caller's own cache used to work without an error. For Gemma 4, the
+separate patch for the cache of assisted generation takes care of that.
 
 Remove when: transformers below 5.14.0 is no longer supported.
 """

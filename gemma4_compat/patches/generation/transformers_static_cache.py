@@ -1,7 +1,7 @@
 """Static caches work on models without KV-shared layers (26B-A4B, 31B).
 
 Symptom: ``IndexError: list index out of range`` in ``Cache.update`` on the 26B-A4B and the 31B, with
-``cache_implementation="static"``, its offloaded variant, or a ``StaticCache`` of the caller's own.
+``cache_implementation="static"``, its offloaded variant, or the caller's own ``StaticCache``.
 
 Cause: ``StaticCache.__init__`` creates one cache layer for each layer of the model that is not KV-shared:
 ``layer_types[:-num_kv_shared_layers]``. The larger models share nothing, and ``[:-0]`` is ``[:0]``: no layer at all.

@@ -8,8 +8,8 @@ Cause: For a chunked prefill, ``generate`` allocates the static cache in advance
 ``GenerationMixin._get_static_cache_init_shape`` returns one head width for all layers, but Gemma 4's full attention
 layers have wider heads than its sliding layers.
 
-Fix: For Gemma 4, that function returns no shape. The layers are allocated when they get their first keys, as they
-are without chunks and in every other release. Other models are left alone.
+Fix: For Gemma 4, that function returns no shape. The layers are allocated when they get their first keys, as they are
+without chunks and in every other release. Other models keep upstream's behaviour.
 
 Remove when: transformers 5.13 to 5.17 are no longer supported.
 """
@@ -38,7 +38,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     model = workspace.load().float()
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**options)
-    options["disable_compile"] = True  # on a GPU upstream compiles with a static cache: another thing
+    options["disable_compile"] = True  # on a GPU upstream compiles with a static cache, which is not tested here
     found = model.generate(**options, cache_implementation="static", prefill_chunk_size=5)
     same = torch.equal(expected, found)
     return Outcome(not same, f"a static cache filled in chunks gives {'the same' if same else 'other'} tokens")

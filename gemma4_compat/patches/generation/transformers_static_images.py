@@ -57,8 +57,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     elif workspace.variant != variants.UNIFIED:
         off[f"the {workspace.variant}"] = _off(workspace.load().float(), batch)
     if workspace.variant in (None, variants.UNIFIED):
-        # One with a full layer before its last: of the last one's image tokens nothing is read.
-        with contextlib.suppress(ImportError):  # there is no 12B before 5.10.1
+        # A model with a full layer before its last, because the last layer's image tokens are never read.
+        with contextlib.suppress(ImportError):  # before 5.10.1 there is no 12B
             text = {name: batch[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
             off["the 12B"] = _off(tiny_models.unified_model().to(workspace.main), text)
     said = ", ".join(f"{value:.2g} on {name}" for name, value in off.items())
@@ -68,7 +68,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _off(model: Any, batch: dict[str, Any]) -> float:
-    """How far the first token's logits with a static cache are from those with the default one."""
+    """How far the first token's logits with a static cache are from those with the default cache."""
     options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     expected, found = (model.generate(**batch, **options, **kind) for kind in ({}, {"cache_implementation": "static"}))
     return float((expected.logits[0] - found.logits[0]).abs().max())

@@ -37,9 +37,9 @@ _FLAGS = (
     ("sdpa", "_supports_sdpa"),
     ("flash", "_supports_flash_attn"),
 )
-#: The config of the model that is being built: the inner model finds there what the outer one has made of a request.
+#: The config of the model being built, in which the inner model finds how the outer one resolved a request.
 _building: contextvars.ContextVar[Any] = contextvars.ContextVar("gemma4_compat_building", default=None)
-#: What ``set_attn_implementation`` was asked for the whole model.
+#: The request that ``set_attn_implementation`` got for the whole model.
 _asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("gemma4_compat_attention", default=None)
 
 
@@ -75,20 +75,20 @@ def get_correct_attn_implementation(
 
 
 def _settle(config: Any) -> None:
-    """Let the audio tower have eager attention where the whole model is asked for one it does not declare."""
+    """Give the audio tower eager attention if the request for the whole model is one it does not declare."""
     asked, audio = getattr(config, "_attn_implementation", None), getattr(config, "audio_config", None)
     if asked is None or audio is None:
         return
-    # A dict that names the tower alone leaves the others without a request.
+    # A dict that names only the tower makes no request for the others.
     if not asked == audio._attn_implementation == config.text_config._attn_implementation:
         return
     if not _declares(sys.modules[_GEMMA4].Gemma4AudioModel, asked):
         _say(asked)
-        audio._attn_implementation_internal = "eager"  # as upstream writes what it has decided
+        audio._attn_implementation_internal = "eager"  # where upstream stores its decision
 
 
 def _declares(tower: Any, implementation: str) -> bool:
-    """Whether a model class says that it runs this attention; a name of the user's own is that of a backend."""
+    """Whether a model class declares this attention; a user's own name counts as a backend."""
     name = implementation.removeprefix("paged|")
     if name == "eager":
         return True

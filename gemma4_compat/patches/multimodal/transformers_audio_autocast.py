@@ -25,8 +25,8 @@ from gemma4_compat._models import autocast
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Of the relative difference from float32: 0.003 on transformers 5.23, 0.01 on 5.5.0;
-#: a tower without its mask is at 0.3.
+#: Bound for the relative difference from float32: 0.003 on transformers 5.23, 0.01 on 5.5.0; 0.3 for a tower without
+#: its mask.
 BOUND = 0.05
 _LARGEST = 65504.0  # float16
 
@@ -51,7 +51,7 @@ def _makes_half(tensor: Any) -> bool:
 
 
 class _Instead:
-    """An object, but for the attributes given."""
+    """An object with some attributes replaced."""
 
     def __init__(self, of: Any, **attributes: Any) -> None:
         self._of = of
@@ -69,7 +69,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     workspace.needs("audio_tower")
     batch = tiny.inputs(workspace.main)
-    # Longer than the tower's window, and the second half of it padding: the mask has something to do.
+    # Longer than the tower's window, with padding in the second half, so that the mask matters.
     generator = torch.Generator().manual_seed(11)
     batch["input_features"] = torch.randn(1, 200, 128, generator=generator).to(batch["input_ids"].device)
     batch["input_features_mask"] = (torch.arange(200) < 120)[None].to(batch["input_ids"].device)

@@ -8,8 +8,8 @@ float16 towers and a float32 language model, as used on GPUs without bfloat16, a
 Cause: ``Gemma4Model.forward`` casts image and video features to the dtype of the embeddings they are inserted into.
 It only moves audio features to the device of those embeddings.
 
-Fix: ``Gemma4Model.get_audio_features`` returns the features in the dtype of the token embedding. Features that
-already have this dtype, tuple outputs (``return_dict=False``) and embeddings of an integer dtype are left alone.
+Fix: ``Gemma4Model.get_audio_features`` returns the features in the dtype of the token embedding. Features that already
+have this dtype, tuple outputs (``return_dict=False``) and embeddings of an integer dtype are not changed.
 
 Remove when: transformers below 5.15.0 is no longer supported.
 """
@@ -48,7 +48,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = []
     for way in (autocast, contextlib.nullcontext()):
         with way:
-            # What a user would do about it: cast what goes into the prompt.
+            # What a user would do: cast what goes into the prompt.
             hook = bridge.register_forward_hook(lambda _module, _args, features: features.float())
             reference = workspace.outputs(model)
             hook.remove()

@@ -38,7 +38,7 @@ def blocked(original: Callable[..., Any], self: Any, mask_4d: Any) -> Any:
 
 
 def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    found = original(self, *args, **kwargs)  # raises for what is unknown or not installed
+    found = original(self, *args, **kwargs)  # raises if it is unknown or not installed
     if found in _KNOWN:
         return found
     _say(found)

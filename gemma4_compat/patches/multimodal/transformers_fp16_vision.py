@@ -3,12 +3,12 @@
 Symptom: silent: in float16 the features of an image, and with them all logits of the prompt, are NaN in the 26B-A4B
 and the 31B.
 
-Cause: ``Gemma4VisionPooler`` multiplies by the square root of the hidden size in the dtype of the model. Where the
-features are standardized afterwards (``vision_config.standardize``), they are in the thousands before, and the
-product exceeds 65504, the largest float16. The standardized features are small again.
+Cause: ``Gemma4VisionPooler`` multiplies by the square root of the hidden size in the dtype of the model. If the
+features are standardized afterwards (``vision_config.standardize``), they are in the thousands before, and the product
+exceeds 65504, the largest float16. The standardized features are small again.
 
 Fix: A pooler that gets float16 works in float32. The features are standardized in float32 and become float16 again
-when they leave the tower. Other dtypes are left alone.
+when they leave the tower. Other dtypes are not affected.
 
 Remove when: transformers below 5.10.1 is no longer supported.
 """
@@ -24,7 +24,7 @@ from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Of the image features' relative difference from float32: 0.006 on transformers 5.23, 0.008 on 5.5.0.
+#: Bound for the image features' relative difference from float32: 0.006 on transformers 5.23, 0.008 on 5.5.0.
 BOUND = 0.03
 
 
@@ -40,7 +40,7 @@ def tower(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
     import torch
 
     found = original(self, *args, **kwargs)
-    # Not quantized with the linears, so it tells the dtype that the tower works in.
+    # Not quantized with the linears, so it shows the dtype in which the tower works.
     if self.patch_embedder.position_embedding_table.dtype is torch.float16:
         if isinstance(found, tuple):
             return found[0].half(), *found[1:]
@@ -49,7 +49,7 @@ def tower(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
 
 
 def _build_standardized(folder: Path) -> None:
-    """A checkpoint whose image features are in the thousands until they are standardized, as those of the 26B are."""
+    """A checkpoint whose image features, like the 26B's, are in the thousands until they are standardized."""
     import torch
     from transformers import Gemma4ForConditionalGeneration
 

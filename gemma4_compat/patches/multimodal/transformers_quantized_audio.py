@@ -47,8 +47,8 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.scenarios import compare_quantized_tower, features
 
     workspace.needs("audio_tower")
-    # One quantization is measured where its kernels take any input; that of the other, whose defect is the business of
-    # bitsandbytes-cpu-strides or bitsandbytes-int8-strides, has to run.
+    # The features are measured in the quantization whose kernels accept any input. The other one, whose defect
+    # bitsandbytes-cpu-strides or bitsandbytes-int8-strides fixes, only has to run.
     measured, other = ("8bit", "4bit") if workspace.main == "cpu" else ("4bit", "8bit")
     error, contrast = compare_quantized_tower(workspace, measured, "audio")
     if not error < BOUND or contrast < BOUND:

@@ -1,6 +1,6 @@
 """Audio input works in a quantized gemma4_unified model (the 12B).
 
-Symptom: silent: a quantized ``gemma4_unified`` model (the 12B) gets noise, if anything, in place of audio. Its audio
+Symptom: silent: a quantized ``gemma4_unified`` model (the 12B) hears noise, if anything, instead of audio. Its audio
 features have nothing to do with those of the same weights, dequantized.
 
 Cause: The 12B has no towers. ``Gemma4UnifiedMultimodalEmbedder`` projects pieces of audio, and the output of the

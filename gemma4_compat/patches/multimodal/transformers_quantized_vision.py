@@ -7,7 +7,7 @@ Cause: ``Gemma4VisionPatchEmbedder.forward`` casts the pixels to ``input_proj.we
 that is ``uint8`` or ``int8``, and little is left of values between -1 and 1.
 
 Fix: Upstream's function runs with linears that report the dtype of the unquantized parameters beside them, to which
-the unquantized model casts. With this the tower need not be excluded from quantization.
+the unquantized model casts. So the tower need not be excluded from quantization.
 
 Remove when: transformers below 5.13.0 is no longer supported: later releases do not cast to an integer dtype.
 """
@@ -23,8 +23,9 @@ from gemma4_compat._quantization import compute_dtype
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: How far the features of the tiny random tower may be from those of the same weights, dequantized. It magnifies the
-#: rounding of the kernels: 0.07 in 4-bit and 0.06 in 8-bit on transformers 5.23, 1.2 to 1.3 without the patch.
+#: How far the features of the tiny random tower may be from those of the same weights, dequantized. The tower
+#: magnifies the rounding of the kernels: 0.07 in 4-bit and 0.06 in 8-bit on transformers 5.23, 1.2 to 1.3 without the
+#: patch.
 BOUND = 0.15
 
 

@@ -10,11 +10,11 @@ of the model, and first casts them to ``patch_dense.weight.dtype``. In a quantiz
 them. In both cases the norm before the linear layer is bfloat16.
 
 Fix: Upstream's function runs with a stand-in for the linear layer, which reports the dtype of the unquantized
-parameters next to it. The unquantized model casts to the same dtype. The result matches the dequantized weights up
-to the rounding of the quantized kernels; it is not bit-exact.
+parameters next to it. The unquantized model casts to the same dtype. The result matches the dequantized weights up to
+the rounding of the quantized kernels; it is not bit-exact.
 
-The second linear layer on the way of an image, in ``Gemma4UnifiedMultimodalEmbedder``, also has this defect before
-5.13. The patch for quantized audio of ``gemma4_unified`` repairs it.
+Before 5.13 the second linear layer that an image passes, in ``Gemma4UnifiedMultimodalEmbedder``, has the same defect.
+The patch for quantized audio of ``gemma4_unified`` fixes it.
 
 Remove when: ``Gemma4UnifiedVisionEmbedder`` casts the pixels of a quantized model to the dtype of its norms
 (``patch_ln1``).

@@ -8,9 +8,9 @@ Cause: The processor's ``pixel_values`` are float32. An unquantized tower casts 
 Since transformers 5.13 a quantized tower leaves them as they are, so its features are float32.
 ``Gemma4MultimodalEmbedder.forward`` does not cast its input.
 
-Fix: ``embed_vision`` gets the features in the dtype of its weight. If autocast is on, nothing is cast, because
-autocast does it. A quantized ``embed_vision`` is left alone, too. ``embed_audio`` is of the same class, so its input
-is cast in the same way.
+Fix: ``embed_vision`` gets the features in the dtype of its weight. Under autocast nothing is cast, because autocast
+does it. A quantized ``embed_vision`` is not affected either. ``embed_audio`` has the same class, so its input is cast
+in the same way.
 
 Remove when: transformers casts the pixel values of a quantized vision tower, or the features after it (in
 ``embed_vision``).
@@ -45,7 +45,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     skipped = ["lm_head", "model.embed_vision", "model.embed_audio"]
     model = tiny.load(workspace.checkpoint, "4bit", device=workspace.main, towers=True, skip_modules=skipped)
     batch = workspace.inputs()
-    # What a user would do about it: cast what comes out of the tower.
+    # What a user would do: cast what comes out of the tower.
     hook = model.model.embed_vision.embedding_projection.register_forward_pre_hook(
         lambda module, inputs: tuple(value.to(module.weight.dtype) for value in inputs)
     )

@@ -1,18 +1,18 @@
-"""A model with offloaded modules changes its dtype as one without does, step by step.
+"""A model with offloaded modules changes its dtype like a model without, one cast after another.
 
-Symptom: silent: after ``.half()`` and then ``.float()``, a bfloat16 model with offloaded modules gives other outputs
-than on one device. ``.to(torch.float32)``, which moves nothing, raises ``RuntimeError: You can't move a model that
-has some modules offloaded to cpu or disk.``
+Symptom: silent: after ``.half()`` and then ``.float()``, a bfloat16 model with offloaded modules gives different
+outputs than on one device. ``.to(torch.float32)``, which moves nothing, raises ``RuntimeError: You can't move a model
+that has some modules offloaded to cpu or disk.``
 
-Cause: A cast changes the dtype of an offloaded weight's placeholder on meta. The stored weight is not touched;
-``AlignDevicesHook.pre_forward`` converts it directly to the dtype that the placeholder has by then. So what a cast
-in between takes away on one device (float16 has no values as small as bfloat16 has) is still there. And the guard of
+Cause: A cast changes only the dtype of an offloaded weight's placeholder on meta, not the stored weight.
+``AlignDevicesHook.pre_forward`` converts that directly to the placeholder's current dtype. So precision that a cast in
+between removes on one device (float16 has no values as small as bfloat16 has) is still there. And the guard of
 ``dispatch_model`` refuses every ``to``, whatever its arguments.
 
-Fix: A cast to a dtype that cannot hold a stored weight's values is noted at its hook, and repeated whenever the
-weight is read. Nothing is written and no memory is taken. A cast of one of two tied weights casts the other, too:
-the halves are one parameter until one of them is onloaded. ``to`` with nothing but a dtype is let through. Of two
-assignments to ``parameter.data`` without another cast between them, only the second is noted.
+Fix: A cast to a dtype that cannot hold a stored weight's values is recorded at its hook and repeated whenever the
+weight is read. Nothing is written and no memory is taken. A cast of one of two tied weights also casts the other: the
+halves are one parameter until one of them is onloaded. ``to`` with only a dtype is let through. If ``parameter.data``
+is assigned twice without another cast in between, only the second assignment is recorded.
 
 The defect and the fix are the same for every model, so this patch is not restricted to Gemma 4.
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
-# By module of a tied pair with an offloaded half: its weight's name, and the other module with its name there.
+# Module of a tied pair with an offloaded half -> its weight's name, and the other module with its name there.
 _ties: weakref.WeakKeyDictionary[Any, list[tuple[str, weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
 
 
 def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    ties = _find_ties(model)  # before they are two weights on meta
+    ties = _find_ties(model)  # before they become two weights on meta
     model = original(model, *args, **kwargs)
     found = [module for module in model.modules() if placement.offload_hook(module) is not None]
     offloaded = set(found)
@@ -49,7 +49,7 @@ def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwarg
             _ties[module] = [(name, weakref.ref(other), its) for other, its in tied.items() if other is not module]
             found.append(module)
     for module in found:
-        # Partials and not closures: a deep copy gets its own.
+        # Partials, not closures, so that a deep copy gets its own.
         vars(module).setdefault("_apply", functools.partial(_apply, module))
     if offloaded and "to" in vars(model):
         guarded = functools.partial(_to, model, vars(model)["to"])
@@ -65,10 +65,10 @@ def _find_ties(model: Any) -> list[dict[Any, str]]:
             if weight is not None:
                 holders.setdefault(id(weight), {})[module] = name
     ties = [tied for tied in holders.values() if len(tied) > 1]
-    # Where transformers has loaded a pair to different places it is two weights already.
+    # If transformers loaded a pair to different devices, it already is two weights.
     for pair in getattr(model, "all_tied_weights_keys", {}).items():
         paths = [name.rpartition(".") for name in pair]
-        with contextlib.suppress(AttributeError):  # a pattern, or a name of the whole model in a part of it
+        with contextlib.suppress(AttributeError):  # a pattern, or a name that only exists in the whole model
             ties.append({model.get_submodule(path): name for path, _, name in paths})
     return ties
 
@@ -84,7 +84,7 @@ def _tied(module: Any) -> list[tuple[str, Any, str]]:
 
 
 def _apply(module: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of ``nn.Module._apply``, through which every cast of the module or of one around it goes."""
+    """Replaces ``nn.Module._apply``, which every cast of the module or of a module around it uses."""
     ties = _tied(module)
     if placement.offload_hook(module) is None and not ties:
         vars(module).pop("_apply", None)

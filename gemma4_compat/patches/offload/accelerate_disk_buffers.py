@@ -1,20 +1,20 @@
 """``load_checkpoint_and_dispatch`` also loads the buffers of modules that a device map puts on disk.
 
 Symptom: silent: a model loaded by ``load_checkpoint_and_dispatch`` or ``load_checkpoint_in_model`` with modules on
-disk computes with the values that their buffers had before the load. In Gemma 4 these are the ``layer_scalar`` of
-each decoder layer and the clipping bounds of the towers' linear layers. Without ``dtype``, modules on disk and those
-on the CPU beside them also have the dtype of the checkpoint, the others that of the model. A map with everything on
-disk ends in an error about the device ``disk``.
+disk computes with the values that their buffers had before the load. In Gemma 4 these are the ``layer_scalar`` of each
+decoder layer and the clipping bounds of the towers' linear layers. Without ``dtype``, modules on disk, and those on
+the CPU beside them, also have the dtype of the checkpoint, while the others have that of the model. A map with
+everything on disk ends in an error about the device ``disk``.
 
 Cause: ``load_checkpoint_in_model`` offloads buffers only with ``offload_buffers=True``. Without it, buffers stay in
-memory when their module is on disk, but the loop over the checkpoint skips them: no branch assigns their values. Where
-no ``dtype`` is given, a weight that stays in memory is cast to the parameter's dtype. One on disk is not, nor one on
-the CPU that ``offload_state_dict`` (the default with a disk) has kept in a file meanwhile.
+memory when their module is on disk, but the loop over the checkpoint skips them: no branch assigns their values.
+Without ``dtype``, a weight that stays in memory is cast to the parameter's dtype. A weight on disk is not, and neither
+is one on the CPU that ``offload_state_dict`` (the default with a disk) has kept in a file meanwhile.
 
 Fix: Without ``offload_buffers``, the load sees a map in which the buffers of modules on disk are on the CPU, so their
 values are read. ``dispatch_model`` moves them to the device that computes the module. This holds for models of every
 family: a buffer from the checkpoint replaces a value that the checkpoint does not have. Parameters of a Gemma 4 model
-keep their dtype unless ``dtype`` says another.
+keep their dtype unless ``dtype`` says otherwise.
 
 Remove when: ``load_checkpoint_in_model`` loads the buffers that it does not offload.
 """
@@ -58,7 +58,7 @@ def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _dtypes(model: Any) -> dict[str, Any]:
-    """Of the parameters that are not quantized. On meta it is what a forward reads the stored weight to."""
+    """The dtypes of parameters that are not quantized. For those on meta, a forward casts the stored weight to it."""
     import torch
 
     return {
@@ -69,7 +69,7 @@ def _dtypes(model: Any) -> dict[str, Any]:
 
 
 def scaled_checkpoint(workspace: Workspace) -> Path:
-    """The checkpoint of the workspace with a ``layer_scalar`` that is not 1: published ones have such layers."""
+    """The workspace's checkpoint with a ``layer_scalar`` that is not 1, as in published checkpoints."""
 
     def scaled_layers(folder: Path) -> None:
         from safetensors.torch import load_file, save_file

@@ -65,7 +65,7 @@ def _pre_forward(original: Callable[..., Any], self: Any, module: Any, *args: An
 def _post_forward(original: Callable[..., Any], self: Any, module: Any, output: Any) -> Any:
     lookup = row_lookup.current(self)
     if lookup is None:
-        # Unset where, in nested calls, only our pre_forward ran.
+        # Unset if, in nested calls, only our pre_forward ran.
         vars(self).setdefault("tied_pointers_to_remove", set())
         return original(self, module, output)
     lookup.leave(module)
@@ -77,7 +77,7 @@ def _post_forward(original: Callable[..., Any], self: Any, module: Any, output: 
 
 
 def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile runs it as it is between its graphs, as it runs upstream's hooks."""
+    """torch.compile runs it eagerly between its graphs, like upstream's hooks."""
     import torch
 
     if function not in _disabled:
@@ -85,7 +85,7 @@ def _outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
     return _disabled[function]
 
 
-_disabled: dict[Any, Callable[..., Any]] = {}  # no functools.cache: torch.compile warns of it
+_disabled: dict[Any, Callable[..., Any]] = {}  # not functools.cache, about which torch.compile warns
 
 
 def _is_embedding(module: Any) -> bool:

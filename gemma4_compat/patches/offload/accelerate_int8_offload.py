@@ -11,18 +11,19 @@ clears ``state.SCB``, so the backward pass finds no scales. It does not clear ``
 weight on the device until the next forward. After one forward, offloading has therefore saved no memory; after a
 forward *before* the dispatch it saves none until the first forward after the dispatch.
 
-``set_module_tensor_to_device`` sends an 8-bit weight that returns to the CPU through GPU 0 to quantize it, even when
-it is already quantized, or is to stay as it is (``llm_int8_has_fp16_weight=True``). One in float32 it makes float16.
+``set_module_tensor_to_device`` sends an 8-bit weight that returns to the CPU through GPU 0 to quantize it, even if it
+is already quantized or should stay as it is (``llm_int8_has_fp16_weight=True``). It turns a float32 weight into
+float16.
 
-Fix: When an 8-bit weight moves to meta, ``CB`` and ``SCB`` first return from the layer to the parameter, and the
-layer gets a new state without tensors. The state that the forward used belongs to its autograd graph alone and lives
-as long as the graph. The same happens when a hook onloads the weight, because checkpointing leaves a recomputed
-forward before its weights are offloaded again. A weight that is already 8-bit goes straight to the CPU, and one that
-is not to be 8-bit goes as it is, in its dtype.
+Fix: When an 8-bit weight moves to meta, ``CB`` and ``SCB`` first return from the layer to the parameter, and the layer
+gets a new state without tensors. The state that the forward used belongs only to its autograd graph and lives as long
+as the graph. The same happens when a hook onloads the weight, because checkpointing leaves a recomputed forward before
+its weights are offloaded again. A weight that is already 8-bit goes straight to the CPU, and one that should not
+become 8-bit keeps its dtype.
 
-The scales come from the parameter when it has them; the patch that keeps 8-bit scales through a move to meta puts
-them there. Code that changes the weight, such as a merge, changes the scales on the parameter and not in
-accelerate's weights map. When neither has the scales, one error says that an earlier move to meta destroyed them.
+The scales come from the parameter when it has them; the patch that keeps 8-bit scales through a move to meta puts them
+there. Code that changes the weight, such as a merge, changes the scales on the parameter and not in accelerate's
+weights map. If neither has the scales, an error says that an earlier move to meta destroyed them.
 
 Remove when: accelerate leaves the state of a ``Linear8bitLt`` forward alone and clears ``state.CB``, and its CPU
 branch checks the dtype instead of using GPU 0; no release does so far.
@@ -68,14 +69,14 @@ def set_module_tensor_to_device(
             return
         onloading = weight.dtype == torch.int8 and value is not None and value.dtype == torch.int8
         if weight.dtype == torch.int8 and (to_meta or (onloading and hooked)):
-            # On an onload as well: checkpointing leaves a recomputed forward early, before its weights are offloaded.
+            # Also on an onload: checkpointing leaves a recomputed forward before its weights are offloaded.
             _take_back(owner, weight)
         if onloading:
             if hooked:
                 fp16_statistics = _scales(weight, fp16_statistics)
             if device == "cpu":
-                # Upstream takes the string, and only the string, for a request to quantize on GPU 0. Its caches know
-                # the string too: there is nothing in them for a weight that is not shared.
+                # Upstream takes only the string as a request to quantize on GPU 0. Its caches also use the string as a
+                # key, but hold nothing for a weight that is not shared.
                 device, tied_params_map, clear_cache = torch.device("cpu"), None, False
     original(
         module,
@@ -91,7 +92,7 @@ def set_module_tensor_to_device(
 
 
 def _take_back(layer: Any, weight: Any) -> None:
-    """Give the parameter back what the layer's forward took from it; leave that forward's state to its graph."""
+    """Return to the parameter what the layer's forward took from it; leave that forward's state to its graph."""
     state = vars(layer).get("state")
     if state is None or (state.CB is None and state.SCB is None):
         return
@@ -101,7 +102,7 @@ def _take_back(layer: Any, weight: Any) -> None:
 
 
 def _scales(weight: Any, mapped: Any) -> Any:
-    """The scales for upstream to set on a weight that is onloaded; None: its parameter has them."""
+    """The scales for upstream to set on a weight being onloaded; None if its parameter has them."""
     own = vars(weight).get("SCB")
     if own is not None and own.device.type != "meta":
         return None

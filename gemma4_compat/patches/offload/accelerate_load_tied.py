@@ -1,18 +1,18 @@
 """``load_checkpoint_and_dispatch`` loads a tied weight under each of its names.
 
 Symptom: ``KeyError: "'lm_head.weight'"`` in the first forward of a model that ``load_checkpoint_and_dispatch`` loaded
-with the embedding and its tied head on disk, or with everything there. With the embedding alone on disk, ``ValueError:
+with the embedding and its tied head on disk, or with everything there. With only the embedding on disk, ``ValueError:
 weight is on the meta device``. With another ``dtype`` than the model was built with, ``RuntimeError: expected m1 and
-m2 to have the same dtype``. Nothing is raised where the model was built with weights: its embedding stays random.
+m2 to have the same dtype``. If the model was built with weights, nothing is raised, but its embedding stays random.
 
 Cause: A checkpoint holds a tied weight once, under the name of the embedding. ``load_checkpoint_in_model`` writes it
-to the offload folder under that name alone. Otherwise it ties the weight again after the load, to the first of its
-names that is in memory: the head, which has what it had before the load.
+to the offload folder only under that name. In memory it ties the weight again after the load, to the first of its
+names that is in memory: the head, which still has its old values.
 
-Fix: Before the load, tied weights are on meta, as ``init_empty_weights`` leaves them, so they are tied to what was
-loaded. After it, each name that is on disk has a file (a hard link where the file system allows one) and an entry in
-the folder's index. A name that is not on disk gets the value. All have the dtype that was asked for. A weight that the
-checkpoint lacks is as before.
+Fix: Before the load, tied weights are on meta, as ``init_empty_weights`` leaves them, so they are tied to the loaded
+weight. After it, each name that is on disk has a file (a hard link if the file system allows one) and an entry in the
+folder's index. A name that is not on disk gets the value. All have the requested dtype. A weight that the checkpoint
+lacks is not changed.
 
 Remove when: ``load_checkpoint_in_model`` loads a tied weight under all its names.
 """
@@ -40,7 +40,7 @@ def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs:
     model, placement, folder = given["model"], given.get("device_map"), given.get("offload_folder")
     if not isinstance(placement, Mapping):
         return original(*args, **kwargs)
-    groups = find_tied_parameters(model)  # the load ends what ties them
+    groups = find_tied_parameters(model)  # the load unties them
     before = [_empty(model, names) for names in groups]
     try:
         result = original(*args, **kwargs)
@@ -56,7 +56,7 @@ def load_checkpoint_in_model(original: Callable[..., Any], *args: Any, **kwargs:
 
 
 def _empty(model: Any, names: list[str]) -> Any:
-    """Put a tied weight on meta; what it was."""
+    """Put a tied weight on meta; returns its old value."""
     import torch
 
     weight = model.get_parameter(names[0])
@@ -78,7 +78,7 @@ def _tie(model: Any, names: list[str], weight: Any) -> None:
 
 
 def _complete(model: Any, names: list[str], placement: Mapping[str, Any], folder: Path) -> bool:
-    """Give every name of one tied weight a file if it is on disk, and else a value; False if none was put on disk."""
+    """Give every name of one tied weight a file if it is on disk, else a value; False if no name is on disk."""
     import json
 
     from accelerate.utils import load_offloaded_weight, set_module_tensor_to_device

@@ -1,4 +1,4 @@
-"""An offloaded model, wrapped or not, refuses to be moved before anything has been moved.
+"""An offloaded model, wrapped or not, comes whole to the CPU, and refuses other moves before anything is moved.
 
 Symptom: ``NotImplementedError: Cannot copy out of meta tensor`` from ``model.cpu()`` on a partly offloaded model,
 and from ``.to(device)``, ``.cuda()`` or ``.cpu()`` on a wrapper such as ``PeftModel``. The part before the first
@@ -7,9 +7,11 @@ offloaded module has already been moved, so the next forward finds the model's t
 Cause: ``dispatch_model`` guards ``to`` and ``cuda`` of the model it dispatches, but not ``cpu``. A move of a wrapper
 walks down the modules through ``nn.Module._apply`` and bypasses the guard.
 
-Fix: A dispatched model with offloaded modules also guards its ``_apply``, which every move uses. Before anything is
-moved, the guard raises accelerate's own message, with the number of offloaded modules and the name of the first one;
-the error is also the ``NotImplementedError`` that upstream raises.
+Fix: A dispatched model with offloaded modules also guards its ``_apply``, which every move uses. A move to the CPU
+brings the offloaded weights into host memory first and ends the dispatch: the model is then on one device. Before
+any other move, the guard raises accelerate's own message, with the number of offloaded modules and the name of the
+first one; the error is also the ``NotImplementedError`` that upstream raises. accelerate's own guard, of ``to`` of the
+dispatched model itself, still refuses every move.
 Changes of dtype pass: they move nothing, and offloaded weights are converted when they are onloaded. The guard
 removes itself once nothing is offloaded. A deep copy of the model has its own guard.
 
@@ -34,31 +36,43 @@ if TYPE_CHECKING:
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
     if _has_offload_hooks(model):
-        # A partial and not a closure: a deep copy of the model gets a guard of its own.
+        # A partial, not a closure, so that a deep copy of the model gets its own guard.
         vars(model)["_apply"] = functools.partial(_guarded_apply, model)
     return model
 
 
 def _guarded_apply(model: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     names = [name for name, module in model.named_modules() if placement.is_offloaded(module)]
-    if names and _moves(fn):
+    if names and _brings_to_cpu(fn):
+        _end_dispatch(model)
+    elif names and _moves(fn):
         raise OffloadedWeightsError(
             f"You can't move a model that has some modules offloaded to cpu or disk ({len(names)} here, {names[0]!r} "
-            "the first). Nothing was moved. accelerate.hooks.remove_hook_from_submodules(model) brings them back "
-            "first; or load the model with another device_map."
+            "the first). Nothing was moved. model.cpu() brings them into host memory first; or load the model with "
+            "another device_map."
         )
     if not names and not _has_offload_hooks(model):
         vars(model).pop("_apply", None)
     return type(model)._apply(model, fn, *args, **kwargs)
 
 
+def _end_dispatch(model: Any) -> None:
+    from accelerate.hooks import remove_hook_from_submodules
+
+    remove_hook_from_submodules(model)
+    vars(model).pop("hf_device_map", None)
+    vars(model).pop("_apply", None)
+
+
 def _has_offload_hooks(model: Any) -> bool:
-    """Also where nothing is on meta: accelerate ties an offloaded head to its embedding until its first forward."""
+    """Also if nothing is on meta: accelerate ties an offloaded head to its embedding until its first forward."""
     return any(placement.offload_hook(module) is not None for module in model.modules())
 
 
 def _moves(fn: Callable[[Any], Any]) -> bool:
-    """Whether ``fn`` gives tensors on meta another device (which torch refuses, or makes up values for)."""
+    """Whether ``fn`` moves tensors on meta to another device (which torch refuses, or for which it makes up
+    values).
+    """
     import torch
 
     try:
@@ -67,17 +81,15 @@ def _moves(fn: Callable[[Any], Any]) -> bool:
         return True
 
 
-def _refusal(model: Any, move: Callable[[], Any]) -> Outcome | None:
-    """The defect, when ``move`` raises something else than accelerate's guard."""
-    before = {name: parameter.device for name, parameter in model.named_parameters()}
+def _brings_to_cpu(fn: Callable[[Any], Any]) -> bool:
+    """Whether ``fn`` copies values to the CPU; ``to_empty`` makes them up."""
+    import torch
+
     try:
-        move()
-    except RuntimeError as error:  # NotImplementedError is one
-        if "You can't move a model" in str(error):
-            return None
-        moved = sum(parameter.device != before[name] for name, parameter in model.named_parameters())
-        return Outcome(True, f"{type(error).__name__}: {error} ({moved} tensors moved)")
-    return Outcome(True, "moved without an error")
+        fn(torch.empty(0, device="meta"))
+    except NotImplementedError:
+        return bool(fn(torch.empty(0)).device.type == "cpu")
+    return False
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -86,16 +98,21 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction.workspace import difference
 
     base = workspace.split()
-    found = _refusal(base, base.cpu)  # first alone: without other patches, PEFT's load undoes the offload
-    if found is not None:
-        return found
-    model = PeftModel.from_pretrained(base, workspace.adapter("language"))
-    for move in (model.cpu, functools.partial(model.to, workspace.main), functools.partial(model.to, "cpu")):
-        found = _refusal(model, move)
-        if found is not None:
-            return found
-    reference = workspace.outputs(PeftModel.from_pretrained(workspace.load(), workspace.adapter("language")))
-    return Outcome.of_parity(difference(reference, workspace.outputs(model)), "four refused moves change nothing")
+    base.cpu()  # first: without other patches, PEFT's load undoes the offload
+    found = [difference(*(workspace.outputs(model, device="cpu") for model in (workspace.load().cpu(), base)))]
+    pair = [
+        PeftModel.from_pretrained(model, workspace.adapter("language"))
+        for model in (workspace.load(), workspace.split())
+    ]
+    found.append(difference(*(workspace.outputs(model.to("cpu"), device="cpu") for model in pair)))
+    model = workspace.split()
+    before = {name: parameter.device for name, parameter in model.named_parameters()}
+    try:
+        model.to_empty(device="cpu")
+    except RuntimeError as error:
+        found.append(float({name: parameter.device for name, parameter in model.named_parameters()} != before))
+        return Outcome.of_parity(max(found), f"a split model after cpu(), and {type(error).__name__} of to_empty()")
+    return Outcome(True, "moved without an error, and without its values")
 
 
 PATCH = Patch(

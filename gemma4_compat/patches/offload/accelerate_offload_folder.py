@@ -8,12 +8,12 @@ Cause: ``dispatch_model`` writes nothing into a folder that has an ``index.json`
 prepared. It does not check whether it was prepared from *these* weights. ``OffloadedWeightsLoader.__getitem__``
 fails deep inside a forward and does not say what the file is for.
 
-Fix: Where the model still has the weights that belong on disk, they are first compared with the folder, byte by
-byte. Equal weights are used and missing ones are added. A different weight raises one error, and nothing is moved.
+Fix: If the model still has the weights that belong on disk, they are first compared with the folder, byte by byte.
+Equal weights are used and missing ones are added. A different weight raises one error, and nothing is moved.
 
-An error about a folder that cannot be written names the folder; one about a weight that cannot be read names the
-folder and the weight. The model is usable again as soon as the folder is. A folder for which the map selects no
-weight gets an empty index.
+An error about a folder that cannot be written names the folder; an error about a weight that cannot be read names the
+folder and the weight. The model is usable again as soon as the folder is. A folder for which the map selects no weight
+gets an empty index.
 
 Remove when: ``dispatch_model`` compares or refuses an ``offload_dir`` that was written from other weights, and its
 errors name the folder and the weight.
@@ -48,10 +48,10 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _complete(folder: Path, weights: Mapping[str, Any]) -> None:
-    """Add what the folder lacks of these weights.
+    """Add those of the weights that the folder lacks.
 
     Raises:
-        Gemma4CompatError: it has other weights under the same names.
+        Gemma4CompatError: the folder has different weights under the same names.
     """
     from accelerate.utils import OffloadedWeightsLoader, offload_state_dict
 
@@ -73,7 +73,7 @@ def _equal(first: Any, second: Any) -> bool:
 
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    # Bytes, not numbers: a NaN is not equal to itself.
+    # Bytes, not numbers, because a NaN does not equal itself.
     first, second = (part.detach().cpu().contiguous().view(-1).view(torch.uint8) for part in (first, second))
     return bool(torch.equal(first, second))
 
@@ -87,7 +87,7 @@ def offload_state_dict(original: Callable[..., None], save_dir: Any, *args: Any,
             "can be created or written, on a disk with room for the weights."
         ) from error
     index = Path(save_dir, "index.json")
-    if not index.exists():  # not one weight: an entry of the map that matches nothing, or has only buffers
+    if not index.exists():  # no weights: a map entry that matches nothing, or only buffers
         index.write_text("{}", encoding="utf-8")
 
 
@@ -96,7 +96,7 @@ def getitem(original: Callable[..., Any], self: Any, key: str) -> Any:
 
     try:
         return original(self, key)
-    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a file that was cut, in numpy's words
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: numpy's error for a truncated file
         folder = Path(self.index[key].get("safetensors_file") or Path(self.save_folder, key)).parent
         raise Gemma4CompatError(
             f"the offloaded weight {key!r} cannot be read from the folder {str(folder)!r}: {error}. What is offloaded "

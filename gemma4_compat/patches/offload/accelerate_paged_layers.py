@@ -8,23 +8,23 @@ hook, one constructor and one copy out of pageable memory for each. This takes a
 and the GPU waits meanwhile.
 
 Fix: The offloaded layers of a Gemma 4 model are streamed: each layer is one copy out of pinned memory, prefetched
-while the layer before it computes. The outputs are bit-identical. Whatever a map offloads besides layers is left as
-it is, and so are layers that compute on several devices or have offloaded buffers or tied weights.
+while the layer before it computes. The outputs are bit-identical. Other offloaded modules are not streamed, and
+neither are layers that compute on several devices or have offloaded buffers or tied weights.
 
-Experts of an offloaded layer, or experts that a map offloads alone, stay there in a step of few tokens without
-gradients, a decoding step for example: it looks up those that its tokens are sent to, out of pinned host memory, with
-the same outputs. The rest of the layer is streamed.
+Experts of an offloaded layer, or experts offloaded by themselves, are not streamed in a step of few tokens without
+gradients, such as a decoding step. They are looked up in pinned host memory: only the experts that the tokens are
+routed to are read, with the same outputs. The rest of the layer is streamed.
 
 Several threads may call such a model: a forward, or a backward pass, waits for that of another thread, and
 ``generate`` takes turns with it token by token. A model without offloaded parts has no such lock. The layers that a
 graph of gradients (``create_graph=True``) goes through stay on the device as long as the graph lives.
 
-Where torch lacks one of its private interfaces that this goes through, the layers stay with accelerate: the same
-outputs, slower, for one thread at a time. One warning says so.
+If torch lacks one of the private interfaces that this needs, the layers stay with accelerate: the same outputs,
+slower, for one thread at a time. One warning says so.
 
-During a forward, hooks that have nothing to do on the layers that stay on the accelerator are also out of the way.
+During a forward, hooks that have nothing to do on the layers that stay on the accelerator are also bypassed.
 
-Remove when: accelerate moves an offloaded block as one, ahead of the computation.
+Remove when: accelerate moves an offloaded block in one piece, ahead of the computation.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
 """Removing accelerate's hooks brings every weight back, also through PEFT wrappers.
 
-Symptom: ``AttributeError: 'PeftModel' object has no attribute '_hf_hook'`` when accelerate's hooks are removed from
-a model that PEFT has wrapped. On a model that was loaded from disk, the removal raises nothing, but the weights stay
-on meta without a hook that could onload them, and the next forward raises ``Tensor on device meta is not on the
-expected device``. A tied ``lm_head`` has a weight of its own from then on: it is saved, too, and is no longer trained
-with the embedding.
+Symptom: ``AttributeError: 'PeftModel' object has no attribute '_hf_hook'`` when accelerate's hooks are removed from a
+model that PEFT has wrapped. On a model that was loaded from disk, the removal raises nothing, but the weights stay on
+meta without a hook that could onload them, and the next forward raises ``Tensor on device meta is not on the expected
+device``. A tied ``lm_head`` then has its own weight: it is saved separately and no longer trained with the embedding.
 
-Cause: ``remove_hook_from_module`` checks ``hasattr(module, "_hf_hook")``, which PEFT's wrappers forward to the
-module they hold, and then deletes the attribute from the wrapper. ``AlignDevicesHook.detach_hook`` returns weights
-to where they were before they were offloaded, each for its module, and skips weights that were never anywhere but on
-disk.
+Cause: ``remove_hook_from_module`` checks ``hasattr(module, "_hf_hook")``, which PEFT's wrappers forward to the module
+they hold, and then deletes the attribute from the wrapper. ``AlignDevicesHook.detach_hook`` returns weights to where
+they were before they were offloaded, module by module, and skips weights that were only ever on disk.
 
-Fix: A wrapper without a hook of its own is skipped; the module it holds has its own turn. Weights that were only on
-disk are read into host memory, where they are exact and take no GPU memory; ``model.to(...)`` moves them on. A
-weight that was set in the meantime is kept. The halves of a tied weight are one parameter again, if they have the
-same values. Detaching a hook also ends this package's layer streaming for its module.
+Fix: A wrapper without its own hook is skipped; the module it holds has its own turn. Weights that were only on disk
+are read into host memory, where they are exact and take no GPU memory; ``model.to(...)`` moves them on. A weight that
+was set in the meantime is kept. The halves of a tied weight become one parameter again if they have the same values.
+Detaching a hook also ends this package's layer streaming for its module.
 
 Remove when: accelerate brings disk-offloaded weights back and checks a module's own attributes for a hook.
 """

@@ -44,7 +44,7 @@ def attach_align_device_hook_on_blocks(original: Callable[..., None], *args: Any
 
 
 def _addresses(model: Any, on_host: Mapping[str, Any]) -> set[int]:
-    """Where the data of the model's parameters, and of the host's copies of them, lie."""
+    """Addresses of the data of the model's parameters and of the host's copies of them."""
     tensors = [*model.parameters(), *on_host.values()]
     return {tensor.data_ptr() for tensor in tensors if tensor.device.type != "meta"}
 

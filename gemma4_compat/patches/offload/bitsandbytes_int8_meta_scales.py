@@ -6,12 +6,11 @@ parameter, buffer, nor extra state``) from ``save_pretrained`` on an 8-bit model
 attribute 'unsqueeze'``.
 
 Cause: ``Int8Params.to("meta")`` moves the scales (``SCB``, one for each output row) to meta with the weight, and
-nothing else keeps them on the layer. Forwards read them from accelerate's weights map, where they are until
-something rebuilds the map, as PEFT's merge does. accelerate before 1.14 does not read them from there when it
-removes its hooks.
+nothing else keeps them on the layer. Forwards read them from accelerate's weights map, where they are until something
+rebuilds the map, as PEFT's merge does. accelerate before 1.14 does not read them from there when it removes its hooks.
 
-A parameter whose scales the layer took over in its first forward becomes, when it is moved to the device where it
-already is, one that claims to have the weight but has no scales. This is the DoRA case.
+In its first forward the layer takes the scales over from the parameter. Moving such a parameter to the device where it
+already is gives one that claims to have the weight but has no scales. This is the DoRA case.
 
 Fix: On a move to meta the scales of the new parameter stay on the host, as the *pristine copy*. A move back to a
 real device makes a fresh copy that remembers it. When that copy moves to meta again, the pristine copy itself is
@@ -34,7 +33,7 @@ from gemma4_compat._quantization import quant_states
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# A tensor of scales has the attributes that a 4-bit weight's quantization state has.
+# A tensor of scales has the same attributes as a 4-bit weight's quantization state.
 PRISTINE, ORIGIN = quant_states.PRISTINE, quant_states.ORIGIN
 
 
@@ -48,12 +47,12 @@ def int8params_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     if scales is None:
         new = original(self, *args, **kwargs)
         if vars(self).get("CB") is None and new.device == self.device:
-            new.CB = None  # or the layer would take over a weight without scales
+            new.CB = None  # otherwise the layer would take over a weight without scales
         return new
     offloading = device.type == "meta"
     if scales.device.type == "meta" or not (offloading or hasattr(scales, PRISTINE)):
         return original(self, *args, **kwargs)
-    # Upstream moves `self.SCB` along. Without one it moves only the data.
+    # Upstream also moves `self.SCB`. Without it, only the data moves.
     self.SCB = None
     try:
         new = original(self, *args, **kwargs)
@@ -68,7 +67,7 @@ def _host_copy(scales: Any) -> Any:
     if hasattr(scales, PRISTINE):
         return scales
     if not hasattr(scales, ORIGIN):
-        pristine = scales.detach().to("cpu")  # what is on the host already is shared
+        pristine = scales.detach().to("cpu")  # tensors already on the host are shared
         setattr(pristine, PRISTINE, True)
         setattr(scales, ORIGIN, pristine)  # accelerate moves each parameter twice; one copy serves both
     return getattr(scales, ORIGIN)

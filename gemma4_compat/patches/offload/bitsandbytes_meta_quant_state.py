@@ -47,7 +47,7 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     ):
         return original(self, *args, **kwargs)
     moved = quant_states.host_copy(state) if offloading else quant_states.device_copy(state, device)
-    # Upstream moves `self.quant_state` in place and hands it on. Without one it moves only the data.
+    # Upstream moves `self.quant_state` in place and passes it on. Without it, only the data moves.
     self.quant_state = None
     try:
         new = original(self, *args, **kwargs)
@@ -56,7 +56,7 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     new.quant_state = moved
     module = self.module
     if offloading and module is not None and module.weight is self and module.quant_state is state:
-        module.quant_state = moved  # or the module would keep the device's copy alive
+        module.quant_state = moved  # otherwise the module would keep the device's copy alive
     return new
 
 

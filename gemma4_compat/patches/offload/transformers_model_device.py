@@ -1,4 +1,4 @@
-"""``model.device`` is where the model takes its inputs, offloaded modules or not.
+"""``model.device`` is the device where the model takes its inputs, with or without offloaded modules.
 
 Symptom: ``RuntimeError: Tensor.item() cannot be called on meta tensors`` from ``generate``, and ``NotImplementedError:
 Cannot copy out of meta tensor`` from a forward, for a batch that was moved ``.to(model.device)``: the line of every
@@ -9,10 +9,10 @@ Cause: ``model.device`` is the device of the first parameter. It belongs to the 
 parameter is on meta.
 
 Fix: While the first parameter is on meta and a hook of accelerate onloads it, ``model.device`` is where the input
-embedding computes (``gemma4_compat.input_device``); for a part that has none, such as a tower, it is where its first
-parameter does. PEFT's wrappers ask the model inside. Any other model answers as before: with the device of its first
-parameter, which is meta for one that really is there. ``generate`` still does not compile a model whose first
-parameter is offloaded.
+embedding computes (``gemma4_compat.input_device``); for a part without one, such as a tower, it is where its first
+parameter computes. PEFT's wrappers ask the model inside. Any other model answers as before, with the device of its
+first parameter, even if that really is meta. ``generate`` still does not compile a model whose first parameter is
+offloaded.
 
 Remove when: ``ModuleUtilsMixin.device`` of transformers takes accelerate's hooks into account.
 """
@@ -43,7 +43,7 @@ def valid_auto_compile_criteria(
     compilation = generation_config.compile_config
     if not found or (compilation is not None and compilation._compile_all_devices):
         return found
-    # Hooks crash in a compiled forward. Without a device map (`accelerate.cpu_offload`) meta was what kept it away.
+    # Hooks crash in a compiled forward. Without a device map (`accelerate.cpu_offload`), meta prevented compiling.
     return bool(next(self.parameters()).device.type != "meta")
 
 
@@ -55,7 +55,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     model = workspace.load()
     placement = tiny.device_map(model, "towers", main=workspace.main, offloaded=workspace.offloaded)
-    # Which of them comes first differs between releases.
+    # Their order differs between releases.
     placement |= dict.fromkeys(("model.language_model.embed_tokens", "lm_head"), workspace.offloaded)
     model = workspace.dispatch_map(model, placement)
     batch = {name: value.to(model.device) for name, value in workspace.inputs().items()}

@@ -9,9 +9,9 @@ accelerate's hook has not onloaded it. ``Gemma4Model.forward`` reads the row of 
 out which tokens they were.
 
 Fix: While such a model runs, an offloaded embedding has a stand-in weight between its own forwards, with the padding
-row in every place: one row, expanded without taking memory. The stand-in is removed for the forward of the
-embedding, including that of an adapter layer around it, which may need the real weight (DoRA). For the search
-through the whole weight, the embedding is onloaded as for a forward.
+row in every place: one row, expanded without taking memory. The stand-in is removed for the forward of the embedding,
+including that of an adapter layer around it, which may need the real weight (DoRA). To search the whole weight, the
+embedding is onloaded as for a forward.
 
 Remove when: transformers calls the embedding instead of reading ``embed_tokens.weight`` outside the embedding's
 forward.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     embedding = walk.in_use(self.language_model.embed_tokens)
     config = self.config.text_config
-    # One of a QAT checkpoint has no weight of its own, and is for another patch.
+    # A QAT checkpoint's embedding has no weight of its own; another patch covers it.
     if offload_hook(embedding) is None or "weight" not in embedding._parameters:
         return original(self, *args, **kwargs)
     if not config.hidden_size_per_layer_input:
@@ -54,8 +54,10 @@ def get_per_layer_inputs(original: Callable[..., Any], self: Any, input_ids: Any
 
 
 def _padding_row(embedding: Any, token: int) -> Any:
-    """The row of ``token``, from where it is stored, on the device that computes."""
-    stored = host_memory.stored(offload_hook(embedding).weights_map, "weight")  # the map itself would read all of it
+    """The row of ``token``, read from where it is stored, on the compute device."""
+    stored = host_memory.stored(
+        offload_hook(embedding).weights_map, "weight"
+    )  # the map itself would read the whole weight
     return host_memory.cast(stored.raw[token], (*stored.casts, embedding.weight.dtype)).to(execution_device(embedding))
 
 

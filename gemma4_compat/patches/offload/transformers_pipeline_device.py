@@ -1,16 +1,16 @@
-"""A pipeline takes a split model whose device map begins with an offloaded module.
+"""A pipeline accepts a model whose device map begins with an offloaded module.
 
 Symptom: ``RuntimeError: Expected one of cpu, cuda, ... device type at start of device string: disk`` from
 ``pipeline(...)``. With the vision tower in host memory the pipeline works, but keeps its tensors on the CPU and
 samples there.
 
-Cause: ``Pipeline.__init__`` takes the first entry of ``hf_device_map`` for the device of its tensors. In the map of a
-multimodal model that is the vision tower's, and ``"disk"`` is no device.
+Cause: ``Pipeline.__init__`` uses the first entry of ``hf_device_map`` as the device of its tensors. In the map of a
+multimodal model that is the vision tower's, and ``"disk"`` is not a device.
 
 Fix: If that entry is ``"disk"``, or ``"cpu"`` for a Gemma 4 that computes elsewhere, the pipeline's tensors go to
 ``model.device``, which is where the model takes its inputs. Any other pipeline is built as before.
 
-Remove when: ``Pipeline.__init__`` of transformers takes the execution device of an offloaded module.
+Remove when: ``Pipeline.__init__`` of transformers uses the execution device of an offloaded module.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def init(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwa
     offloaded = first == "disk" or (first == "cpu" and family.is_gemma4(model))
     if not offloaded or model.device.type in (first, "meta"):
         return original(self, model, *args, **kwargs)
-    # It is read for its first entry alone; a `device` beside a map is refused.
+    # Only its first entry is read; a `device` beside a map is refused.
     owner.hf_device_map = {"": model.device}
     try:
         return original(self, model, *args, **kwargs)

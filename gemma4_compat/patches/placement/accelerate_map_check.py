@@ -1,17 +1,17 @@
-"""Anything wrong with a device map is reported by ``dispatch_model`` before a module is moved.
+"""``dispatch_model`` reports everything wrong with a device map before it moves a module.
 
 Symptom: silent: ``dispatch_model`` ignores device-map entries that match no module of Gemma 4, such as
 ``multi_modal_projector``, and what they should have placed ends up elsewhere. A map that omits a module or names a
-device that does not exist ends in a list of every parameter concerned, or in a torch error after half of the model
-has been moved.
+device that does not exist ends in a list of all affected parameters, or in a torch error after half of the model has
+been moved.
 
-Cause: ``check_device_map`` lists the entries that match nothing and does no more. ``dispatch_model`` tests a device
-only by moving modules to it.
+Cause: ``check_device_map`` only lists the entries that match nothing. ``dispatch_model`` tests a device only by moving
+modules to it.
 
 Fix: For Gemma 4 models, a device that does not exist and a module without a device each raise one error before
 anything is moved. Entries that match nothing give one warning that names the nearest modules (Gemma 4's multimodal
 embedders are ``model.embed_vision`` and ``model.embed_audio``). ``offload_folder``, the name that transformers uses,
-is accepted for ``offload_dir``; a warning says that it is not without this patch, and two different folders are one
+is accepted for ``offload_dir``; a warning says that accelerate itself does not accept it. Two different folders are an
 error.
 
 Remove when: accelerate names the nearest modules of an entry that matches none, and reports bad devices and unplaced
@@ -47,7 +47,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _folder(offload_folder: Any, offload_dir: Any) -> Any:
-    """What is meant by the name that transformers uses, next to accelerate's own.
+    """The folder, given under transformers' name, accelerate's name, or both.
 
     Raises:
         Gemma4CompatError: the two name different folders.
@@ -56,7 +56,7 @@ def _folder(offload_folder: Any, offload_dir: Any) -> Any:
         raise Gemma4CompatError(
             f"dispatch_model was given offload_dir={os.fspath(offload_dir)!r} and "
             f"offload_folder={os.fspath(offload_folder)!r}: two folders for the same weights. Nothing was moved. Give "
-            "offload_dir alone."
+            "only offload_dir."
         )
     notice.warn_user(
         "dispatch_model calls it offload_dir: without gemma4_compat, the argument offload_folder is a TypeError. "

@@ -1,21 +1,20 @@
 """Device-map entries inside other entries, the catch-all ``""`` included, go straight to their device.
 
-Symptom: ``ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0`` from a
-device map with an entry inside another one, most often inside the catch-all ``""``: ``{"": 0, "model.vision_tower":
-"disk"}`` cannot be loaded. With "cpu" instead of "disk" nothing is raised, but everything that should stay on the
-CPU passes through the GPU first (E4B: 9.33 GiB while loading, for a model that ends at 3.2). ``{"": "disk",
-"lm_head": 0}`` ends in ``FileNotFoundError: ... index.json``. With ``{"": 1, "model.vision_tower": 0}`` everything is
-on GPU 0, silently.
+Symptom: ``ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0`` from a device
+map with an entry inside another, most often inside the catch-all ``""``: ``{"": 0, "model.vision_tower": "disk"}``
+cannot be loaded. With "cpu" instead of "disk" nothing is raised, but everything that should stay on the CPU passes
+through the GPU first (E4B: 9.33 GiB while loading, for a model that ends at 3.2). ``{"": "disk", "lm_head": 0}`` ends
+in ``FileNotFoundError: ... index.json``. With ``{"": 1, "model.vision_tower": 0}`` everything is silently on GPU 0.
 
 Cause: ``attach_align_device_hook_on_blocks`` lets the hook of an outer entry take everything inside it. The hook of
-the inner entry comes too late: the outer hook has already moved what it should have left, and what it should not
-have offloaded has no value any more. ``extract_submodules_state_dict`` selects the weights of an entry by its name
-and a dot, which for ``""`` matches none. ``dispatch_model`` writes the main device over the entry ``""``, and takes
-any GPU of the map for it.
+the inner entry comes too late: the outer hook has already moved what it should have left, and tensors that it should
+not have offloaded have lost their values. ``extract_submodules_state_dict`` selects the weights of an entry by its
+name and a dot, which matches none for ``""``. ``dispatch_model`` overwrites the entry ``""`` with the main device, for
+which it takes any GPU of the map.
 
-Fix: A nested map is read as its most specific entries. A module that an outer entry only covers in part keeps a hook
-for its own tensors. The same rule decides which weights are offloaded. ``hf_device_map`` remains the map that the
-user gave. The main device is that of ``""``, if it computes and no other was asked for.
+Fix: A nested map is read as its most specific entries. A module that an outer entry covers only in part keeps a hook
+for its own tensors. The same rule decides which weights are offloaded. ``hf_device_map`` remains the map that the user
+gave. The main device is that of ``""``, if it computes and no other was requested.
 
 Remove when: accelerate reads a nested device map as its most specific entries.
 """
@@ -32,7 +31,7 @@ from gemma4_compat._models import device_maps
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# The map of the dispatch that runs in this thread, for the function that collects the weights to offload.
+# The map of the dispatch running in this thread, for the function that collects the weights to offload.
 _dispatched: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("dispatched", default=None)
 
 
@@ -96,10 +95,10 @@ def attach_align_device_hook_on_blocks(
 
 
 def _most_specific(model: Any, placement: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """A nested map as entries none of which lies inside another.
+    """A nested map as entries that do not contain each other.
 
-    Returns two mappings of module names to keys of ``placement``: the entries, and the modules that had to be opened
-    into parts, whose own tensors still belong to the key. The second is empty for a map that is not nested.
+    Returns two mappings of module names to keys of ``placement``: the entries, and the modules that had to be split
+    into parts, whose own tensors still belong to the key. The second is empty if the map is not nested.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     keys = [key for key in placement if key in modules]
@@ -130,7 +129,7 @@ def _hook_own_tensors(
 
     own = any(True for _ in named_module_tensors(module))
     if not name and not own:
-        return  # accelerate gives the model itself a hook, and it has no tensors to place
+        return  # accelerate gives the model itself a hook; it has no tensors to place
     prefix = f"{name}." if name else ""
     hook = AlignDevicesHook(
         execution_device=device,

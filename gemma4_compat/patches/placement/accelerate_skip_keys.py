@@ -1,16 +1,16 @@
-"""Arguments that the model itself says must not be moved are left alone by ``dispatch_model``.
+"""``dispatch_model`` does not move arguments that the model itself says must not be moved.
 
 Symptom: ``KeyError: 13`` (a layer's index, or ``'sliding_attention'``) in the attention of a layer that shares the
 keys and values of another layer, once modules are on two devices.
 
 Cause: The text model passes one mapping, ``shared_kv_states``, from layer to layer: some layers write to it, later
 ones read it. accelerate's hooks rebuild every mapping among a forward's arguments to move its contents, except those
-that ``skip_keys`` names. ``dispatch_model`` names none by itself, so each layer writes to its own copy. transformers
-passes the model's own list when it loads; PEFT and most users do not. The container of transformers 5.23 survives
-the hooks.
+that ``skip_keys`` names. By default ``dispatch_model`` names none, so each layer writes to its own copy. transformers
+passes the model's own list when it loads; PEFT and most users do not. The container of transformers 5.23 survives the
+hooks.
 
 Fix: ``dispatch_model`` of a Gemma 4 without ``skip_keys`` takes the model's own list
-(``_skip_keys_device_placement``), through PEFT and any other wrapper. Keys that the caller names are used as they are.
+(``_skip_keys_device_placement``), through PEFT and any other wrapper. Keys that the caller names are used as given.
 
 Remove when: ``dispatch_model`` takes the model's own list by default, or the oldest supported transformers is 5.23.
 """
@@ -37,7 +37,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _own_skip_keys(model: Any) -> list[str]:
-    """The list of the outermost module that has one: the model's, inside whatever wraps it. Only a Gemma 4's."""
+    """The list of the outermost module that has one: the model's, inside any wrappers. Only for a Gemma 4."""
     for module in model.modules():
         keys = getattr(type(module), "_skip_keys_device_placement", None)
         if keys:

@@ -38,7 +38,7 @@ def check_device_map(original: Callable[..., Any], model: Any, device_map: Any, 
 
 
 def _without_tensors(model: Any, placement: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The map without its entries for single tensors, which upstream takes for mistakes; whole if it is incomplete."""
+    """The map without entries for single tensors, which upstream takes for mistakes; unchanged if it is incomplete."""
     modules = {name for name, _ in model.named_modules()}
     tensors = [name for name in placement if name not in modules and device_maps.exists(model, name)]
     if not tensors or any(device_maps.entry_for(name, placement) is None for name in model.state_dict()):

@@ -3,12 +3,12 @@
 Symptom: ``RuntimeError: Expected all tensors to be on the same device`` from every forward of a model that was
 dispatched with ``embed_tokens`` and the ``lm_head`` tied to it on different devices.
 
-Cause: ``dispatch_model`` puts a copy of the weight on each of the devices, with a hook that brings inputs there.
-Then ``retie_parameters`` gives all the modules the copy of the one whose name comes first in the alphabet, and
-leaves the hooks of the others as they are.
+Cause: ``dispatch_model`` puts a copy of the weight on each of the devices, with a hook that brings inputs there. Then
+``retie_parameters`` gives all the modules the copy of the one whose name comes first in the alphabet, but leaves the
+hooks of the others unchanged.
 
 Fix: The copy on the main device is kept, if there is one, and the others are freed. All the modules compute where it
-is, and it is one parameter that learns.
+is, and it is a single trainable parameter.
 
 Remove when: ``retie_parameters`` leaves no module with a weight on another device than its hook says.
 """
@@ -30,7 +30,7 @@ def retie_parameters(original: Callable[..., None], model: Any, tied_params: Any
     if main is None:
         original(model, tied_params)
         return
-    # Upstream takes the first that is not offloaded.
+    # Upstream takes the first entry that is not offloaded.
     original(model, [sorted(group, key=lambda name: _weight(model, name).device != main) for group in tied_params])
     for group in tied_params:
         for name in group:

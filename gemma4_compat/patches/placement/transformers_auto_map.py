@@ -1,8 +1,8 @@
 """With little memory, device_map="auto" offloads the per-layer embeddings first and keeps decoder layers.
 
-Symptom: ``RuntimeError: Tensor on device meta is not on the expected device``, or a similar error, from a model
-loaded with ``device_map="auto"`` and less memory than it needs. If the model is quantized, ``ValueError: Some
-modules are dispatched on the CPU or the disk``. Or nothing is raised, and the whole model is on the CPU.
+Symptom: ``RuntimeError: Tensor on device meta is not on the expected device``, or a similar error, from a model loaded
+with ``device_map="auto"`` and less memory than it needs. If the model is quantized, ``ValueError: Some modules are
+dispatched on the CPU or the disk``. Or nothing is raised, and the whole model is on the CPU.
 
 Cause: The map from ``_get_device_map`` assumes that every offloaded module fits on the accelerator beside the rest,
 because accelerate copies it there for each forward. The largest leaf therefore sets the smallest budget. In Gemma 4
@@ -11,16 +11,16 @@ rows. When it does not fit, layers that would have fitted are placed on the CPU.
 values or for activations.
 
 Fix: For Gemma 4 models on ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or ``"sequential"``, the patch uses
-upstream's map when it offloads nothing. Otherwise the per-layer embeddings leave the accelerator first, then the
-towers, then the experts of as few decoder layers as needed, then decoder layers, as few as needed. Offloaded layers
-are quantized like the others, as upstream does for these maps. A tower loaded alone and a model with a quantizer
+upstream's map if it offloads nothing. Otherwise the per-layer embeddings leave the accelerator first, then the towers,
+then the experts of as few decoder layers as needed, then as few decoder layers as needed. Offloaded layers are
+quantized like the others, as upstream does for these maps. A tower loaded on its own and a model with a quantizer
 other than bitsandbytes always get upstream's map.
 
-``max_memory`` is then the peak while loading and running, for the context length that one warning line names. A
-budget too small for that is filled with weights alone, as upstream does, and the line says so. On the CPU, all free
-memory may be used unless ``max_memory`` limits it; what does not fit there is placed on disk. A budget that holds no
-plan gets upstream's map and one line with the smallest budget that does; where upstream refuses its map, too, that
-line is the error.
+``max_memory`` is then the peak while loading and running, for the context length that one warning line names. If the
+budget is too small for that, it is filled with only weights, as upstream does, and the line says so. On the CPU, all
+free memory may be used unless ``max_memory`` limits it; the rest goes to disk. A budget for which there is no plan
+gets upstream's map and one line with the smallest budget that works; if upstream also refuses its map, that line is
+the error.
 
 Remove when: transformers plans for what a model needs to run, leaves room for it, and does not copy a whole
 embedding weight to the accelerator.
@@ -50,10 +50,10 @@ _LOGGER = logging.getLogger("gemma4_compat")
 _OFFLOADED = offloaded.OFFLOADED
 _CONTEXTS = (4096, 2048, 1024, 512, 256)  # the longest that fits is planned for
 _MODALITIES = {"images": "vision", "sound": "audio"}
-#: Of free memory nobody has set a limit for. Upstream leaves as much, for the same reason: fragments.
+#: Share of free memory without a user's limit that is used. Upstream leaves as much, for fragmentation.
 _SHARE = 0.9
 _MIB = 1 << 20
-#: For the reproduction: its model has per-layer embeddings of 24 MiB, and runs in this without them.
+#: For the reproduction, whose model has per-layer embeddings of 24 MiB and fits into this without them.
 _BUDGET = 22 << 20
 
 
@@ -91,7 +91,7 @@ def _offloaded(placement: dict[str, Any]) -> set[str]:
 
 
 def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
-    """Whether the layout knows the model and its quantization; a tower alone is not planned for."""
+    """Whether the layout supports the model and its quantization; there is no plan for a tower on its own."""
     return not str(model.config.model_type).endswith(("_vision", "_audio")) and (
         hf_quantizer is None or type(hf_quantizer).__name__ in ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
     )
@@ -101,7 +101,7 @@ def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
 def _maps_not_refused(hf_quantizer: Any) -> Iterator[None]:
     """Inside, the quantizer of this load does not refuse a map with offloaded modules.
 
-    Such a map only says that not everything fits on the accelerator; it is not used.
+    Such a map only shows that not everything fits on the accelerator; it is not used.
     """
     if hf_quantizer is None:
         yield
@@ -114,7 +114,7 @@ def _maps_not_refused(hf_quantizer: Any) -> Iterator[None]:
 
 
 def _check_not_refused(hf_quantizer: Any, placement: dict[str, Any], problem: str) -> None:
-    """Raise ``problem`` where upstream refuses this map, or loads it and cannot run it."""
+    """Raise ``problem`` if upstream refuses this map, or loads it but cannot run it."""
     if set(placement.values()) == {"disk"} and versions.admits("<5.13", versions.current("transformers") or ""):
         raise Gemma4CompatError(problem)
     if hf_quantizer is None:
@@ -126,9 +126,9 @@ def _check_not_refused(hf_quantizer: Any, placement: dict[str, Any], problem: st
 
 
 def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
-    """Bytes for each accelerator, for the CPU and for the disk (None: as much as it takes).
+    """Bytes for each accelerator, for the CPU and for the disk (None: unlimited).
 
-    Without an accelerator the CPU takes its place, and offloads to disk, as in upstream's maps.
+    Without an accelerator the CPU takes its place and offloads to disk, as in upstream's maps.
     """
     from transformers.integrations.accelerate import get_max_memory
 
@@ -145,7 +145,7 @@ def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
 def _plan(
     model: Any, budgets: dict[Any, int], host: int, disk: int | None, *, balanced: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """A map, and the line that says what it is; or None, and why there is none."""
+    """A map and the line that describes it; or None and the reason why there is none."""
     given = " and ".join(f"{_size(size)} on {device}" for device, size in budgets.items())
     try:
         blueprint = describe(model)
@@ -170,7 +170,7 @@ def _plan(
     room = f"room for {load.context} tokens of context ({kinds})"
     if load.weights_only:
         least = layout.smallest_budget(blueprint, replace(load, weights_only=False))
-        room = f"room for the weights alone; {room} would need {_size(least, up=True)} on one accelerator"
+        room = f"room for only the weights; {room} would need {_size(least, up=True)} on one accelerator"
     left = ", ".join(_left(placed.device_map, placed.use))
     over = (
         "" if disk is None or placed.disk <= disk else f"; {_size(placed.disk)} are on disk, more than {_size(disk)}"
@@ -189,7 +189,7 @@ def _left(placement: Mapping[str, Any], accelerators: Collection[Any]) -> list[s
 
 
 def _loads(model: Any, blueprint: Any) -> Iterator[Any]:
-    """What to plan for, the most first: the longest context, with every modality; the weights alone come last."""
+    """What to plan for, from most to least: the longest context with every modality first, only the weights last."""
     attention = "eager" if getattr(model.config, "_attn_implementation", None) == "eager" else "sdpa"
     modalities = {name: getattr(blueprint, name) is not None for name in _MODALITIES.values()}
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _CONTEXTS[0]

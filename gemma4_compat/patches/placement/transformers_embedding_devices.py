@@ -1,4 +1,4 @@
-"""What a model is given goes to the device of its embedding, where it meets rows of that embedding.
+"""Model inputs go to the device of the embedding, where they are compared with its rows.
 
 Symptom: ``RuntimeError: Expected all tensors to be on the same device`` from a forward with ``inputs_embeds``, and
 from ``generate`` with an assistant, of a model whose ``embed_tokens`` is on another device than its inputs. In early
@@ -6,11 +6,11 @@ releases (5.6.2 among them) from every forward of an E2B or E4B.
 
 Cause: ``Gemma4Model.forward`` compares ``inputs_embeds`` with what the embedding returns for a placeholder, and puts
 the row of the padding token there. ``Gemma4TextModel.get_per_layer_inputs`` compares them with the whole weight. An
-assistant's input is a hidden state and an embedding, joined. accelerate's main hook has inputs and outputs on the
-main device; the embedding, and what it returns, is on its own. In early releases the mask of placeholders in
-``input_ids`` stays on the main device, too.
+assistant's input is a hidden state joined with an embedding. accelerate's main hook keeps inputs and outputs on the
+main device; the embedding and its output are on the embedding's own. In early releases the mask of placeholders in
+``input_ids`` also stays on the main device.
 
-Fix: ``input_ids`` and ``inputs_embeds`` go to the device of the embedding first. An assistant gets embeddings where
+Fix: ``input_ids`` and ``inputs_embeds`` first go to the device of the embedding. An assistant gets embeddings where
 its tokens are.
 
 Remove when: all supported releases take ``inputs_embeds`` to the device of the embedding, and an assistant's
@@ -62,7 +62,7 @@ def candidate_generator(original: Callable[..., None], self: Any, *args: Any, **
 
 
 class _OfTokens:
-    """An embedding as an assistant calls it: what it returns is where the tokens were."""
+    """Stands in for an embedding that an assistant calls; its output is on the device of the tokens."""
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding

@@ -9,7 +9,7 @@ Cause: ``expand_device_map`` matches entries as prefixes of parameter names, not
 needs a map that names layer 1 and covers layer 10 with a more general entry, such as the catch-all ``""``.
 
 Fix: A parameter belongs to the most specific entry that names it or a module around it. A parameter without an entry
-is on the CPU, as upstream has it.
+is on the CPU, as upstream does it.
 
 Remove when: ``expand_device_map`` in transformers matches device-map entries at module boundaries.
 """

@@ -1,15 +1,15 @@
-"""A per-layer embedding on another device than its projection is added to it where the projection is.
+"""Per-layer embeddings are added to their projection on the projection's device.
 
 Symptom: ``RuntimeError: Expected all tensors to be on the same device`` from every forward of an E2B or E4B, in
-``project_per_layer_inputs``, where a device map ends a GPU between ``embed_tokens_per_layer`` and
-``per_layer_projection_norm``.
+``project_per_layer_inputs``, if a device map puts ``embed_tokens_per_layer`` and ``per_layer_projection_norm`` on
+different GPUs.
 
-Cause: ``Gemma4TextModel.project_per_layer_inputs`` adds what the two modules return. accelerate's hooks bring inputs
-to the device of their module, and leave its output there.
+Cause: ``Gemma4TextModel.project_per_layer_inputs`` adds the outputs of the two modules. accelerate's hooks bring
+inputs to the device of their module, and leave its output there.
 
-Fix: What was looked up goes to the device of the projection before they are added.
+Fix: The embeddings go to the device of the projection before the two are added.
 
-Remove when: ``project_per_layer_inputs`` takes both to one device in all supported releases of transformers.
+Remove when: ``project_per_layer_inputs`` brings both to one device in all supported releases of transformers.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Device-map and skip-list entries that match no module are reported, with what was probably meant.
+"""Device-map and skip-list entries that match no module are reported, with the likely intended names.
 
 Symptom: silent: an entry of ``device_map`` or ``llm_int8_skip_modules`` that matches no module is ignored. For
 example, most vision models call their projector ``model.multi_modal_projector``; Gemma 4 has ``model.embed_vision``
-and ``model.embed_audio``. What should have been offloaded, or kept from being quantized, is not, and nothing says
-so. The same goes for ``vision_tower`` in that list, without ``model.``.
+and ``model.embed_audio``. Modules are then not offloaded, or not kept from being quantized, and nothing says so. The
+same goes for ``vision_tower`` in that list, without ``model.``.
 
 Cause: transformers looks up each module in the map (``_get_device_map``) and in the list
 (``HfQuantizer.get_modules_to_not_convert``). It never looks up an entry among the modules. An entry of the list
 matches the start or the end of a path: ``vision_tower`` is the end of the tower's, not of those of its linear layers.
 
-Fix: For Gemma 4 models, one warning names the nearest modules, another the whole paths of modules whose linear layers
-would be quantized all the same. A map that has no device for a module, or names a device that does not exist, raises
-one error before anything is loaded; transformers fails in the middle or at the end of the load. A whole model on disk
-raises one too where transformers (before 5.13) cannot run it. A map that keeps more in host memory than is available
-gives one warning with both figures before anything is loaded.
+Fix: For Gemma 4 models, one warning names the nearest modules, another the full paths of modules whose linear layers
+would still be quantized. A map that has no device for a module, or names a device that does not exist, raises one
+error before anything is loaded; transformers fails in the middle or at the end of the load. A whole model on disk also
+raises one if transformers (before 5.13) cannot run it. A map that keeps more in host memory than is available gives
+one warning with both figures before anything is loaded.
 
 Remove when: transformers names the nearest modules of an entry that matches none.
 """
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def get_device_map(original: Callable[..., Any], model: Any, device_map: Any, *args: Any, **kwargs: Any) -> Any:
-    # Upstream checks a map's completeness only when it has several devices; the model then stays where it was loaded.
+    # Upstream checks a map's completeness only if it has several devices; otherwise the model stays where it was
+    # loaded.
     ours = family.is_gemma4(model)
     if isinstance(device_map, dict) and ours:
         device_maps.check(model, device_map)

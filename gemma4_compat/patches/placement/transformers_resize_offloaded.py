@@ -7,10 +7,10 @@ with ``mean_resizing`` the call itself ``RuntimeError: Tensor.item() cannot be c
 Cause: ``_resize_token_embeddings`` builds the new weight from the module's parameter, which is on meta, and does not
 know where the hook stores the values. The hook keeps the old ones.
 
-Fix: While they are resized, embedding and head hold their weights, tied ones one parameter, on the device where they
+Fix: During the call, embedding and head hold their weights (tied ones as one parameter) on the device where they
 compute, so the new rows are those of a model on one device with the same seed. Afterwards the new weights are stored
 where the old ones were: in host memory, or in a new file in the offload folder. A checkpoint's file is never changed.
-Where the device has no room for the computation, it is done on the host. Per-layer embeddings are resized in the same
+If the device has no room for the computation, it is done on the host. Per-layer embeddings are resized in the same
 way.
 
 Remove when: ``resize_token_embeddings`` resizes the weights that the hooks of accelerate store.
@@ -43,7 +43,7 @@ def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any,
 
 
 def resize_per_layer_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not self.config.get_text_config().hidden_size_per_layer_input:  # it has none
+    if not self.config.get_text_config().hidden_size_per_layer_input:  # there are none
         return original(self, *args, **kwargs)
     return _gathered(self, [self.get_per_layer_input_embeddings], original, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""KV-shared layers find the keys and values of earlier layers on split models and under FSDP.
+"""KV-shared layers find the keys and values of earlier layers on models over several devices and under FSDP.
 
 Symptom: ``KeyError: 13`` (or ``22``, ``'sliding_attention'``) in ``Gemma4TextAttention.forward``, where a KV-shared
 layer reads the keys and values of an earlier layer. With ``gemma4_unified`` (the 12B), ``KeyError:
@@ -7,12 +7,12 @@ empty container instead of the keys and values that the assistant needs.
 
 Cause: ``Gemma4TextModel.forward`` creates a dict (5.9.0: a ``UserDict``) and passes it to each layer as an argument.
 One layer writes to it and later layers read from it. accelerate's hooks rebuild every mapping among the arguments
-unless a skip key names it. So ``dispatch_model`` without ``skip_keys``, or with a list that lacks this key, loses
-what was written. transformers 5.5.2 lacks the key in its own list, and passes the dict by position, where no skip
-key applies. FSDP, and FSDP2 with ``cast_forward_inputs``, rebuild every plain dict (up to 5.8.1).
+unless a skip key names it. So ``dispatch_model`` without ``skip_keys``, or with a list that lacks this key, loses what
+was written. transformers 5.5.2 lacks the key in its own list, and passes the dict by position, where no skip key
+applies. FSDP, and FSDP2 with ``cast_forward_inputs``, rebuild every plain dict (up to 5.8.1).
 
-``gemma4_unified`` has a copy of these classes in a module of its own, and imports nothing from ``gemma4``. The two
-modules are separate groups of targets, so the patch of one does not wait for the other.
+``gemma4_unified`` has a copy of these classes in its own module, and imports nothing from ``gemma4``. The two modules
+are separate groups of targets, so that patching one does not wait for the other.
 
 Fix: If a hook or a wrapper sits between the text model and the attention of a layer, the layer gets the same
 container in a type that accelerate, FSDP and FSDP2 all pass on unchanged: writes and reads still reach the original.

@@ -4,11 +4,11 @@ Symptom: ``RuntimeError: aten.where.self got mixed torch.Tensor and DTensor, nee
 DTensor before calling distributed operators!`` from the first forward of an E2B or E4B whose token embedding is split
 between processes, as by ``tp_plan="auto"`` or torch's ``parallelize_module``.
 
-Cause: ``Gemma4Model.forward`` reads the row of the padding token from the embedding's weight, which is a ``DTensor``
-then, and puts it between embeddings, which are plain tensors.
+Cause: ``Gemma4Model.forward`` reads the row of the padding token from the embedding's weight, which is then a
+``DTensor``, and puts it between embeddings, which are plain tensors.
 
-Fix: While the model runs, the weight outside the embedding's own forward is that row as a plain tensor, gathered from
-the processes. Outputs are those of one process up to the rounding of sums that are split.
+Fix: While the model runs, the embedding's weight appears, outside the embedding's own forward, as that row: a plain
+tensor, gathered from the processes. Outputs are those of one process up to the rounding of sums that are split.
 
 Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
 """
@@ -52,7 +52,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     with _one_process():
         mesh = torch.distributed.device_mesh.init_device_mesh("cuda" if workspace.main != "cpu" else "cpu", (1,))
         model = tiny.load(workspace.checkpoint, device=workspace.main)
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())  # it stays a plain tensor
+        model.lm_head.weight = torch.nn.Parameter(
+            model.lm_head.weight.detach().clone()
+        )  # so that it stays a plain tensor
         split = {"model.language_model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
         parallelize_module(model, mesh, split)
         return Outcome.of_parity(difference(reference, workspace.outputs(model)), "a split embedding")
@@ -60,7 +62,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 @contextlib.contextmanager
 def _one_process() -> Iterator[None]:
-    """A group of one process, where there is none."""
+    """A group of one process, if there is no group."""
     import torch
 
     if torch.distributed.is_initialized():

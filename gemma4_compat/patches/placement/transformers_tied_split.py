@@ -8,16 +8,16 @@ Cause: A checkpoint holds a tied weight once, under the name of the embedding. `
 index of offloaded weights from the names in the checkpoint, so an offloaded head has no entry under its own name. A
 head that stays in memory is tied to an embedding that is on meta.
 
-Fix: The index gets an entry for every name of a tied weight that is on disk. A name that is not on disk gets its
-value before ``accelerate_dispatch`` runs. The head then has a copy of its own, as large as the embedding: the cost
-of a map that keeps one of them in memory and not the other.
+Fix: The index gets an entry for every name of a tied weight that is on disk. A name that is not on disk gets its value
+before ``accelerate_dispatch`` runs. The head then has its own copy, as large as the embedding: the price of a map that
+keeps one of them in memory and not the other.
 
-A checkpoint in torch's own format holds both names. ``PreTrainedModel.tie_weights`` compares their values there,
-which a tensor on meta does not have. With this patch, it skips such pairs.
+A checkpoint in torch's own format holds both names. ``PreTrainedModel.tie_weights`` compares their values there, which
+a tensor on meta does not have. With this patch, it skips such pairs.
 
-``tie_weights`` of a dispatched model, which ``resize_token_embeddings`` calls, too, would give both modules one
-parameter, be it on meta: NaN, or the old weight. Each keeps its place, and gets the value that is tied. Where an
-adapter's trainable copy stands in for the embedding (``modules_to_save``), upstream ties the head to the copy: the
+``tie_weights`` of a dispatched model, which ``resize_token_embeddings`` also calls, would give both modules one
+parameter, even one on meta: NaN, or the old weight. With this patch each keeps its place, and gets the tied value. If
+an adapter's trainable copy stands in for the embedding (``modules_to_save``), upstream ties the head to the copy: the
 head shares it on the device, learns with it, and is offloaded again when it is tied to the embedding. Outputs are
 bit-exact.
 
@@ -50,11 +50,13 @@ def accelerate_disk_offload(
     index = original(model, disk_offload_folder, checkpoint_files, device_map, *args, **kwargs)
     unknown = [names for names in _tied(model) if _on_disk(names, device_map) and not index.keys() & set(names)]
     if unknown:
-        # Upstream looks up what the map puts on disk; with everything there, it finds the name in the checkpoint.
+        # Upstream looks up entries on disk; if everything is on disk, it finds the name in the checkpoint.
         everything = original(model, disk_offload_folder, checkpoint_files, {"": "disk"}, *args, **kwargs)
         for names in unknown:
             entry = next((everything[name] for name in names if name in everything), None)
-            if entry is not None:  # else the checkpoint is not in safetensors: written before the dispatch
+            if (
+                entry is not None
+            ):  # otherwise the checkpoint is not in safetensors format and is written before the dispatch
                 index.update(dict.fromkeys(_on_disk(names, device_map), entry))
     return index
 
@@ -77,7 +79,7 @@ def accelerate_dispatch(
 def tie_weights(
     original: Callable[..., Any], self: Any, missing_keys: set[str] | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    # A checkpoint in torch's own format holds both names. Upstream compares their values, which meta does not have.
+    # A checkpoint in torch's own format has both names. Upstream compares their values, which meta lacks.
     if missing_keys is None:
         with tied_weights.tied_apart(self):
             return original(self, missing_keys, *args, **kwargs)
@@ -98,7 +100,7 @@ def tie_weights(
 
 
 def _complete(model: Any, names: list[str], on_disk: list[str], folder: Any, index: dict[str, Any]) -> None:
-    """Give every name of one tied weight that is on disk an entry, and every other one a value."""
+    """Give each name of a tied weight that is on disk an entry, and every other name a value."""
     import torch
     from accelerate.utils import OffloadedWeightsLoader
 
@@ -118,7 +120,7 @@ def _complete(model: Any, names: list[str], on_disk: list[str], folder: Any, ind
 
 
 def _tied(model: Any) -> list[list[str]]:
-    """The names of each tied weight, the one that owns it first."""
+    """The names of each tied weight, its owner first."""
     groups: dict[str, list[str]] = {}
     for name, owner in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         groups.setdefault(owner, [owner]).append(name)
@@ -126,7 +128,7 @@ def _tied(model: Any) -> list[list[str]]:
 
 
 def _on_disk(names: list[str], device_map: Any) -> list[str]:
-    """Those of the names that the map puts on disk."""
+    """The names that the map puts on disk."""
     entries = {name: device_maps.entry_for(name, device_map) for name in names}
     return [name for name, entry in entries.items() if entry is not None and device_map[entry] == "disk"]
 

@@ -1,4 +1,4 @@
-"""Weights of torchao, quanto and compressed-tensors that cannot be offloaded are one error before anything is changed.
+"""Offloading weights of torchao, quanto or compressed-tensors that cannot be offloaded is refused early.
 
 Symptom: ``NotImplementedError: Int8Tensor dispatch: attempting to run unimplemented operator/function`` (torchao, a
 map with ``"disk"``), or ``TypeError: WeightQBytesTensor.__new__() missing 6 required positional arguments`` (quanto,
@@ -7,10 +7,10 @@ first forward, ``AttributeError: ... object has no attribute '_hf_hook'`` or an 
 
 Cause: The weights are tensor subclasses around several tensors. ``offload_weight`` writes the bytes of one tensor, and
 ``set_module_tensor_to_device`` builds a parameter by calling the class of the old one. compressed-tensors decompresses
-all layers in the first forward, and replaces accelerate's offloading by its own for that.
+all layers in the first forward, and for that replaces accelerate's offloading by its own.
 
-Fix: On Gemma 4 models such a map is refused, with the module, what it holds and what can be done instead. torchao's
-weights are offloaded to host memory as before, with the same outputs.
+Fix: On Gemma 4 models such a map is refused before anything is changed. The error names the module, what it holds, and
+what to do instead. torchao's weights are offloaded to host memory as before, with the same outputs.
 
 Remove when: accelerate offloads tensor subclasses.
 """
@@ -29,7 +29,7 @@ from gemma4_compat._quantization import compressed
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-#: Where the classes are from -> the library, and where their weights cannot be offloaded to.
+#: Module of the classes -> the library, and the places to which their weights cannot be offloaded.
 _LIBRARIES = {"torchao": ("torchao", ("disk",)), "optimum": ("quanto", ("disk", "cpu"))}
 
 
@@ -48,7 +48,7 @@ def _refuse(model: Any, device_map: Any, main: Any) -> None:
     if not offloaded:
         return
     for entry, device in device_map.items():
-        # A device object that says "cpu" is where a module stays.
+        # A module stays on a device given as an object, even torch.device("cpu").
         if not isinstance(device, str) or device not in offloaded:
             continue
         _refuse_compressed(model, entry, device)
@@ -76,7 +76,7 @@ def _refuse_compressed(model: Any, entry: str, device: str) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """A quantization of each of these libraries that is installed, as ``from_pretrained`` takes it."""
+    """A quantization config of each of these libraries that is installed, as ``from_pretrained`` takes it."""
     import transformers
 
     found: dict[str, Any] = {}

@@ -4,14 +4,15 @@ Symptom: silent: on a CPU with AVX512-BF16, a 4-bit weight has different scales 
 ``state_dict()``, ``save_pretrained``, ``dequantize()``, a move to a GPU and a training step after that forward use
 the wrong scales. Such a training step also loses the gradient through the base layer.
 
-Cause: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. This rounds the scales to bf16
-and flattens nested ones; the inverse that ``state_dict`` uses quantizes the rounded scales again.
-``dequantize_4bit`` and ``Params4bit.to`` do not know the packed layout at all, and the fast kernel has no gradient.
+Cause: ``Linear4bit.forward`` repacks weight and state in place for a faster kernel. This rounds the scales to bf16 and
+flattens nested ones; the inverse that ``state_dict`` uses quantizes the rounded scales again. ``dequantize_4bit`` and
+``Params4bit.to`` cannot read the packed layout, and the fast kernel has no gradient.
 
 Fix: Packing keeps the attributes it replaces (a few percent of the weight's bytes), and unpacking restores them. The
 weight's nibbles are only permuted, so their inverse is exact. Code that cannot read the packed layout gets the
-unpacked one. A weight that was packed before the patch was active has lost its exact scales, and unpacking it warns.
-Only hosts with the instruction set pack.
+unpacked one, and an offloaded weight has its unpacked shape between two forwards. A move to the CPU leaves a weight
+packed: PEFT's DoRA makes one in every forward. A weight that was packed before the patch was active has lost its
+exact scales, and unpacking it warns. Only hosts with the instruction set pack.
 
 Remove when: bitsandbytes restores the original scales when it unpacks, exactly and completely; no release since
 0.49.0, which introduced the packing, does.
@@ -57,21 +58,23 @@ def params4bit_to(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     import torch
 
     device = torch._C._nn._parse_to(*args, **kwargs)[0]
-    # On the way to meta the data is dropped, and the state's pristine copy is not the packed one. A parameter that is
-    # not quantized yet may carry the state of the one it replaces: PEFT merges that way.
-    if (
-        device is not None
-        and device.type != "meta"
-        and self.bnb_quantized
-        and quant_states.is_packed(self.quant_state)
-    ):
+    state = self.quant_state
+    # A parameter that is not quantized yet may carry the state of the one it replaces: PEFT merges that way.
+    if device is None or not self.bnb_quantized or not quant_states.is_packed(state):
+        return original(self, *args, **kwargs)
+    if device.type == "meta" and quant_states.ORIGIN in vars(state):
+        # The data is dropped, and the new parameter gets the state's pristine copy, which is not the packed one.
+        new = original(self, *args, **kwargs)
+        new.data = quant_states.unpacked_on_meta(state)
+        return new
+    if device.type != "cpu":  # PEFT's DoRA moves a weight to where it is in every forward
         _unpack_parameter(self)
     return original(self, *args, **kwargs)
 
 
 def linear4bit_forward(original: Callable[..., Any], self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     if self.training or x.requires_grad:
-        # FSDP2 hands the layer a plain parameter; the original then makes it a Params4bit again.
+        # FSDP2 gives the layer a plain parameter; the original function makes it a Params4bit again.
         weight = self.weight
         if quant_states.is_packed(getattr(weight, "quant_state", None)):
             _unpack_parameter(weight)

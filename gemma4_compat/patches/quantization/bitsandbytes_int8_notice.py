@@ -1,10 +1,10 @@
-"""8-bit layers say once that they cast their inputs.
+"""8-bit layers log only once that they cast their inputs.
 
 Symptom: silent: no error, but the log has ``MatMul8bitLt: inputs will be cast from torch.bfloat16`` from each 8-bit
 layer in each forward: 2,040 lines for 20 tokens of a model of six layers.
 
-Cause: From 0.50.0 on ``MatMul8bitLt.forward`` logs the sentence, where it warned before, and Python shows the same
-warning once.
+Cause: From 0.50.0 on ``MatMul8bitLt.forward`` logs the sentence instead of warning; Python shows the same warning only
+once.
 
 Fix: The sentence is logged once for each dtype. That logger's other lines are untouched.
 
@@ -29,7 +29,7 @@ _SENTENCE = "MatMul8bitLt: inputs will be cast"
 
 
 class _Once(logging.Filter):
-    """Leaves out the sentence where it was said of that dtype."""
+    """Drops the sentence if it was already logged for that dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ _once = _Once()
 def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch
 
-    if torch.compiler.is_compiling():  # where it says nothing
+    if torch.compiler.is_compiling():  # nothing is logged then
         return original(*args, **kwargs)
     logger = logging.getLogger(_MODULE)
     logger.addFilter(_once)
@@ -60,7 +60,7 @@ def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How often one forward says it."""
+    """How often one forward logs it."""
     import torch
 
     lines: list[str] = []

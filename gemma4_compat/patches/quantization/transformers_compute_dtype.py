@@ -1,13 +1,13 @@
-"""A 4-bit load whose layers compute in float32 says so.
+"""A 4-bit load whose layers compute in float32 logs a line that says so.
 
 Symptom: silent: ``BitsAndBytesConfig(load_in_4bit=True)`` under ``dtype=torch.bfloat16`` multiplies in float32. Each
 linear layer casts its input to float32 and its output back: more time and memory than the same layer in bfloat16.
 
-Cause: ``bnb_4bit_compute_dtype`` is float32 unless it is named, whatever the dtype of the model. bitsandbytes warns
-where inputs are float16, and not where they are bfloat16.
+Cause: ``bnb_4bit_compute_dtype`` defaults to float32, whatever the dtype of the model. bitsandbytes warns if inputs
+are float16, but not if they are bfloat16.
 
-Fix: A load of a Gemma 4 in 4 bits says it once, in one line of the log, with the option to pass. Nothing is changed:
-the outputs of float32 are others, and who saved or merged with them must get them again.
+Fix: Loading a Gemma 4 in 4 bits logs one line with the option to pass. Nothing is changed: float32 gives different
+outputs, and results saved or merged with it must stay reproducible.
 
 Remove when: transformers takes the model's dtype for 4-bit computation, or says that it does not.
 """

@@ -1,17 +1,17 @@
-"""``dequantize()`` of a model that was loaded from Google's QAT checkpoints.
+"""``dequantize()`` works on a model loaded from Google's QAT checkpoints.
 
 Symptom: ``NotImplementedError: gemma has no implementation of `dequantize` `` (the method's name differs between
-releases) from ``model.dequantize()``: there is no way to a model that an adapter can be merged into.
+releases) from ``model.dequantize()``, so there is no way to a model that an adapter can be merged into.
 
 Cause: ``GemmaQuantizer`` has no ``_dequantize``.
 
-Fix: Each layer is replaced by the plain one that Gemma 4 has without quantization, with the values that it
-computes with, in the dtype that the model was loaded in. The rounding of activations, which is no property of a
-weight, is gone: the model computes what it did if its activation scales were zero, but for one factor. Gemma 4's own
-embedding rounds its scale, the root of ``hidden_size``, to the model's dtype, and that of these checkpoints does not:
-where the root is not exact in bfloat16 (E2B, E4B) embedded tokens differ by up to 2**-7 of their value. The model can
-be saved and quantized by other means, and adapters are merged into it exactly as into any checkpoint. A model with
-offloaded layers is refused before anything is replaced.
+Fix: Each layer is replaced by the plain one of an unquantized Gemma 4, with the values that it computes with, in the
+dtype in which the model was loaded. The rounding of activations, which is not a property of a weight, is gone: apart
+from one factor, the model computes as if its activation scales were zero. That factor is the embedding's scale, the
+root of ``hidden_size``. Gemma 4 rounds it to the model's dtype, these checkpoints do not; if the root is not exact in
+bfloat16 (E2B, E4B), embedded tokens differ by up to 2**-7 of their value. The model can be saved and quantized by
+other means, and adapters are merged into it exactly as into any checkpoint. A model with offloaded layers is refused
+before anything is replaced.
 
 Remove when: ``GemmaQuantizer`` implements ``_dequantize``.
 """
@@ -63,7 +63,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
 
-    # These load on every release, and round no activations, which dequantizing would leave out.
+    # These load on every release and do not round activations, which dequantizing would drop.
     model = tiny.load(workspace.qat(grouped=False, calibrated=False), device=workspace.main)
     expected = workspace.outputs(model)
     model.dequantize()

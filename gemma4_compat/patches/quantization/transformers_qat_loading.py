@@ -1,19 +1,19 @@
-"""Google's QAT checkpoints load, on one device and split.
+"""Google's QAT checkpoints load, on one device and with offloaded modules.
 
 Symptom: ``RuntimeError: You set `ignore_mismatched_sizes` to `False` `` on transformers 5.23, for
-``embed_tokens_per_layer.embedding_scale`` of ``google/gemma-4-E2B-it-qat-mobile-transformers`` and its like. On every
-release ``RuntimeError: expected a floating-point or complex dtype, but got dtype=torch.uint8`` from
-``from_pretrained`` with a map that offloads a layer to disk.
+``embed_tokens_per_layer.embedding_scale`` of ``google/gemma-4-E2B-it-qat-mobile-transformers`` and similar
+checkpoints. On every release ``RuntimeError: expected a floating-point or complex dtype, but got dtype=torch.uint8``
+from ``from_pretrained`` with a map that offloads a layer to disk.
 
-Cause: ``replace_with_quant_layers`` prepares one scale for each row of an embedding. The checkpoints have one for each
-row and layer in the per-layer embeddings; transformers 5.23 compares the shapes, where earlier releases took what the
-file holds. And ``_init_weights`` draws random numbers for linear layers whose weights it finds on the meta device,
-where those on disk stay: integers, in these layers.
+Cause: ``replace_with_quant_layers`` prepares one scale for each row of an embedding. For the per-layer embeddings the
+checkpoints have one scale per row and layer; transformers 5.23 compares the shapes, while earlier releases took what
+the file holds. And ``_init_weights`` draws random numbers for linear layers whose weights are on the meta device.
+Layers on disk stay there, but their weights are integers.
 
-Fix: After the layers were replaced, the scales get the shapes that the checkpoint's files say, and the packed weights
-are marked as initialized. One that the checkpoint lacks is still reported as missing. In a text-only model whose
-config has the ``quantization_config`` of a multimodal checkpoint, that config's patterns find the modules by their
-names in the multimodal one.
+Fix: After the layers were replaced, the scales get the shapes in the checkpoint's files, and the packed weights are
+marked as initialized. A weight that the checkpoint lacks is still reported as missing. If the config of a text-only
+model has the ``quantization_config`` of a multimodal checkpoint, its patterns find the modules by their names in the
+multimodal one.
 
 Remove when: transformers prepares scales of the shape that the checkpoint has, and initializes no packed weights.
 """
@@ -56,7 +56,7 @@ def process_model_before_weight_loading(
 def _shape_scales(embeddings: dict[str, Any], files: Iterable[str]) -> None:
     """Give the scales of embeddings the shapes that they have in the files.
 
-    A text model that is loaded from a multimodal checkpoint has other names in front: the last ones are compared.
+    In a text model loaded from a multimodal checkpoint the names have other prefixes, so only their ends are compared.
     """
     import torch
 

@@ -1,16 +1,16 @@
-"""The embedding of a QAT checkpoint is not dequantized as a whole for one row, and can be offloaded.
+"""Reading one row of a QAT checkpoint's embedding does not dequantize all of it, and it can be offloaded.
 
 Symptom: silent: each forward of a multimodal model with per-layer embeddings dequantizes all of ``embed_tokens``,
-262,144 rows, to read the one of the padding token: seconds on a CPU, for each generated token. With
-``embed_tokens`` on the CPU or on disk ``RuntimeError: Tensor on device meta is not on the expected device``.
+262,144 rows, to read only that of the padding token: seconds on a CPU, for each generated token. With ``embed_tokens``
+on the CPU or on disk ``RuntimeError: Tensor on device meta is not on the expected device``.
 
 Cause: ``Gemma4Model.forward`` reads ``embed_tokens.weight[pad_token_id, :]``. In ``QuantizedEmbedding`` the weight is
 a property that dequantizes the whole embedding, outside the forward for which accelerate's hook onloads it.
 
 Fix: While such a model runs on token ids, its embedding's weight is the row of the padding token, dequantized from
-where it is stored, in every place: expanded, without taking memory. Any other read, such as that of a model that is
-given ``inputs_embeds`` alone, gives the whole weight, onloaded if need be. A compiled forward is left to the
-compiler, which reads one row by itself.
+where it is stored, in every place: expanded, without taking memory. Any other read, such as that of a model that gets
+only ``inputs_embeds``, gives the whole weight, onloaded if need be. A compiled forward is left to the compiler, which
+reads one row by itself.
 
 Remove when: ``Gemma4Model.forward`` calls the embedding instead of reading its weight.
 """

@@ -2,12 +2,12 @@
 
 Symptom: ``TypeError: 'bool' object is not callable`` from ``save_pretrained``.
 
-Cause: ``GemmaQuantizer.is_serializable`` is a property, and ``save_pretrained`` calls it as the method it is in every
-other quantizer.
+Cause: ``GemmaQuantizer.is_serializable`` is a property, but ``save_pretrained`` calls it as a method, which it is in
+every other quantizer.
 
-Fix: The property gives a function that says the same, and a function is true. The packed weights and their scales are
-saved as they are. Scales for a quantized cache (``k_cache_scale``, ``v_cache_scale``), which transformers does not
-load, are not in what it saves.
+Fix: The property returns a function with the same answer; as a truth value, that function is true. The packed weights
+and their scales are saved unchanged. Scales for a quantized cache (``k_cache_scale``, ``v_cache_scale``), which
+transformers does not load, are not saved.
 
 Remove when: ``GemmaQuantizer.is_serializable`` is a method.
 """

@@ -9,19 +9,18 @@ Cause: ``_process_model_before_weight_loading`` of the bitsandbytes quantizers a
 of modules to skip. Upstream documents this, and it is the reason for ``llm_int8_enable_fp32_cpu_offload``: when that
 flag was introduced, a quantized weight could not be offloaded.
 
-Fix: The default stays, with what upstream's rule (a skip list) catches besides: a catch-all ``""`` on the CPU keeps
-everything unquantized, and before 5.21 ``...layers.1`` on the CPU keeps layers 10 to 19 unquantized too. Inside
+Fix: The default stays, including the side effects of upstream's rule (a skip list): a catch-all ``""`` on the CPU
+keeps everything unquantized, and before 5.21 ``...layers.1`` on the CPU also keeps layers 10 to 19 unquantized. Inside
 ``gemma4_compat.quantize_offloaded()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded``, modules of
-Gemma 4 models are quantized wherever the map puts them, except skipped ones (``llm_int8_skip_modules``,
-``lm_head``). The flag is not needed then.
+Gemma 4 models are quantized wherever the map puts them, except skipped ones (``llm_int8_skip_modules``, ``lm_head``).
+The flag is not needed then.
 
-Whichever way offloaded weights come to be quantized, this happens on the accelerator, one weight at a time, so that
-they have the bits they would have there. Weights on disk are written as they are, quantized; a load without a folder
-for them is refused. Every load of a quantized Gemma 4 model with offloaded modules says in one line which of them
-are quantized.
+Offloaded weights are always quantized on the accelerator, one weight at a time, so that they have the bits they would
+have there. Weights on disk are written quantized; a load without a folder for them is refused. Every load of a
+quantized Gemma 4 model with offloaded modules logs one line that says which of them are quantized.
 
-The patch is always applied, like any other, and quantizes what upstream skips only when requested. A patch that
-waits for its name in the environment could not serve a context manager, nor one thread without the others.
+The patch is always applied, like any other, and quantizes what upstream skips only on request. A patch that waited for
+its name in the environment could not serve a context manager, or a single thread.
 
 Remove when: transformers can quantize what it offloads.
 """
@@ -39,16 +38,16 @@ from gemma4_compat._quantization import offloaded, opt_in
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# Attributes of a quantizer, which serves one load.
-_GEMMA4 = "_gemma4_compat_gemma4"  # whether its model is one; before it has seen the model it does not know
-_REFUSED = "_gemma4_compat_refused"  # what validate_environment was asked about a map before that
+# Attributes of a quantizer, which belongs to a single load.
+_GEMMA4 = "_gemma4_compat_gemma4"  # whether its model is a Gemma 4; unknown before it sees the model
+_REFUSED = "_gemma4_compat_refused"  # the map that validate_environment was asked about before that
 _PLACEMENT = "_gemma4_compat_placement"  # the map, while weights are loaded, if it offloads anything
 _TO_WRITE = "_gemma4_compat_to_write"  # on a quantized weight that has to be written to disk
 _BITSANDBYTES = ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
 
 
 def validate_environment(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    # Upstream refuses maps with offloaded modules unless the flag allows these to stay unquantized.
+    # Upstream refuses maps with offloaded modules unless the flag allows them to stay unquantized.
     gemma4 = vars(self).get(_GEMMA4)
     if gemma4 is False or not opt_in.OFFLOADED.is_enabled() or not isinstance(kwargs.get("device_map"), dict):
         original(self, *args, **kwargs)
@@ -71,7 +70,7 @@ def process_model_before_weight_loading(
         return original(self, model, *args, **kwargs)
     if args:
         return original(self, model, None, *args[1:], **kwargs)
-    return original(self, model, **{**kwargs, "device_map": None})  # upstream skips what this puts on cpu or disk
+    return original(self, model, **{**kwargs, "device_map": None})  # upstream skips what the map puts on cpu or disk
 
 
 def get_device_map(
@@ -108,7 +107,7 @@ def quantize(
     del input_dict
     for name in result:
         if devices.get(name) and result[name].device.type != "cpu":
-            owner = vars(result[name]).get("module")  # a 4-bit weight knows its module, one that was moved does not
+            owner = vars(result[name]).get("module")  # a 4-bit weight knows its module, but a moved one does not
             result[name] = result[name].to("cpu")
             if owner is not None:
                 result[name].module = owner
@@ -122,7 +121,7 @@ def deserialize(
 ) -> dict[str, Any]:
     result = original(self, input_dict, *args, **kwargs)
     placement, name = vars(self.hf_quantizer).get(_PLACEMENT), kwargs.get("full_layer_name")
-    weight = result.get("weight", next(iter(result.values()), None))  # or a parameter with a name of its own
+    weight = result.get("weight", next(iter(result.values()), None))  # or a parameter with another name
     if placement and name and hasattr(weight, "to") and offloaded.device_of(name, placement) == "disk":
         _leave_on_meta(kwargs["model"], name, weight)
     return result
@@ -133,16 +132,16 @@ def _moved(value: Any, device: Any) -> Any:
 
 
 def _leave_on_meta(model: Any, name: str, weight: Any) -> None:
-    """Give the module what accelerate would leave it of a weight on disk: the weight on meta, with its scales.
+    """Leave the module with what accelerate leaves for a weight on disk: the weight on meta, with its scales.
 
-    transformers writes the weight, and nothing else; the scales are on the host (bitsandbytes-meta-quant-state,
+    transformers only writes the weight; the scales are on the host (bitsandbytes-meta-quant-state,
     bitsandbytes-int8-meta-scales).
     """
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
     setattr(weight, _TO_WRITE, True)
     module._parameters[last] = weight.to("meta")
-    module._parameters[last]._is_hf_initialized = True  # or transformers would draw random numbers for it
+    module._parameters[last]._is_hf_initialized = True  # otherwise transformers would draw random numbers for it
     if "quant_state" in vars(module):
         module.quant_state = module._parameters[last].quant_state
 

@@ -5,17 +5,17 @@ Symptom: silent: a 26B-A4B loaded "in 4 bits" takes 48.5 GB of memory; 45.7 GB o
 Cause: bitsandbytes quantizes ``nn.Linear`` modules. The experts of a layer (``Gemma4TextExperts``) are two
 parameters with three dimensions.
 
-Fix: Every load of a Gemma 4 model with bitsandbytes that leaves experts unquantized says in one line how large they
-are. Inside ``gemma4_compat.quantize_experts()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts``, a
-4-bit load quantizes them too. It quantizes the matrix of each expert by itself, one parameter of one layer at a
-time: the bf16 values are freed before the next parameter is read. The weights are offloaded, streamed, saved and
-loaded like other 4-bit weights.
+Fix: Every load of a Gemma 4 model with bitsandbytes that leaves experts unquantized logs one line with their size.
+Inside ``gemma4_compat.quantize_experts()``, or with ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts``, a 4-bit
+load also quantizes them. It quantizes the matrix of each expert separately, one parameter of one layer at a time: the
+bf16 values are freed before the next parameter is read. The weights are offloaded, streamed, saved and loaded like
+other 4-bit weights.
 
-Upstream's own code computes with dequantized weights: with few tokens, those of the experts that the tokens are
-routed to; otherwise, those of all experts of a layer. A backward pass dequantizes them again.
+Upstream's own code computes with dequantized weights: with few tokens, those of the experts that the tokens are routed
+to; otherwise, those of all experts of a layer. A backward pass dequantizes them again.
 
-The default stays, and the patch is always applied: the line, ``quantize_experts()`` and a saved model with such
-experts need it.
+The default stays. The patch is always applied, because the log line, ``quantize_experts()`` and a saved model with
+such experts need it.
 
 Remove when: transformers can quantize experts with bitsandbytes.
 """
@@ -98,7 +98,7 @@ def get_weight_conversions(original: Callable[..., list[Any]], self: Any) -> lis
         if any(tail.endswith(f".{name}") for tail in stored):
             target = f"experts.{name}"
             beside = [f"{target}.{key}" for key in (*expert_storage.STORED, *expert_storage.STORED_STATES)]
-            # The longest first: older releases take the first that matches the beginning of a key.
+            # The longest first, because older releases take the first that matches the beginning of a key.
             sources = [*sorted(beside, key=len, reverse=True), target]
             conversions.append(WeightConverter(sources, target, operations=[Bnb4bitDeserialize(self)]))
     return conversions
@@ -140,7 +140,7 @@ def experts_forward(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 def by_hand(model: Any, quantization: str) -> Any:
-    """``model``, in whose unquantized experts each matrix was quantized by itself and dequantized again."""
+    """``model``, after each matrix of its unquantized experts was quantized separately and dequantized again."""
     import torch
     from bitsandbytes import functional
 

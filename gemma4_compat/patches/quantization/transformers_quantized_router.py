@@ -6,8 +6,8 @@ Cause: ``_process_model_before_weight_loading`` of the bitsandbytes quantizers p
 quantization, including ``router.proj``. That is the smallest linear of a decoder layer (26B-A4B: 0.7 MB of 1.6 GB)
 and the one whose small differences decide. A router chooses the 8 highest of 128 scores, and many of them are close.
 
-Fix: The routers of Gemma 4 models that bitsandbytes quantizes while loading stay as they are. The patch adds them to
-``llm_int8_skip_modules`` of the model's configuration, so a saved model names them too and loads anywhere. The
+Fix: The routers of Gemma 4 models that bitsandbytes quantizes while loading stay in bf16. The patch adds them to
+``llm_int8_skip_modules`` of the model's configuration, so a saved model also names them and loads anywhere. The
 configuration passed by the caller is not changed. A checkpoint whose routers are quantized is loaded as it is.
 
 Remove when: transformers leaves routers unquantized.
@@ -36,7 +36,7 @@ def process_model_before_weight_loading(
         routers = [name for name, _ in model.named_modules() if name.endswith(f".{_ROUTER}")]
         skip = self.quantization_config.llm_int8_skip_modules
         if any(map(config.converts(skip or ()), routers)):
-            if skip is None:  # then upstream has a list of its own, which an explicit one takes the place of
+            if skip is None:  # then upstream has its own list, which an explicit one replaces
                 skip = self.get_modules_to_not_convert(model)
             self.quantization_config = copy.copy(self.quantization_config)
             self.quantization_config.llm_int8_skip_modules = [*skip, _ROUTER]
@@ -44,7 +44,7 @@ def process_model_before_weight_loading(
 
 
 def routes(model: Any, batch: dict[str, Any]) -> Any:
-    """Which experts each token of a batch is sent to in each decoder layer, ascending: (layers, tokens, experts)."""
+    """The experts to which each decoder layer routes each token of a batch, ascending: (layers, tokens, experts)."""
     import torch
 
     found: list[Any] = []

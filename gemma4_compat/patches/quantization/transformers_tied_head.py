@@ -4,13 +4,13 @@ Symptom: ``AssertionError`` in ``fix_4bit_weight_quant_state_from_module`` in th
 'Parameter' object has no attribute 'CB'`` in 8 bits (``'SCB'`` in ``state_dict``), when the list of
 ``llm_int8_skip_modules`` does not name ``lm_head``: ``["model.vision_tower"]``, for example, or an empty one.
 
-Cause: ``HfQuantizer.get_modules_to_not_convert`` looks for tied weights only where there is no list. With one, the
+Cause: ``HfQuantizer.get_modules_to_not_convert`` looks for tied weights only if there is no list. With a list, the
 head becomes a quantized layer, and the checkpoint holds no weight for it. ``tie_weights`` then gives it the
-embedding's, which is not quantized.
+embedding's weight, which is not quantized.
 
-Fix: A head of a Gemma 4 model that takes its weight from the embedding stays as it is. The patch adds it to
-``llm_int8_skip_modules`` of the model's configuration, so a saved model names it too and loads anywhere. The
-configuration passed by the caller is not changed. A head with a weight of its own, by the configuration or in the
+Fix: A head of a Gemma 4 model that takes its weight from the embedding is not quantized. The patch adds it to
+``llm_int8_skip_modules`` of the model's configuration, so a saved model also names it and loads anywhere. The
+configuration passed by the caller is not changed. A head with its own weight, by the configuration or in the
 checkpoint, is quantized as before.
 
 Remove when: transformers leaves tied weights unquantized with any list.
@@ -49,7 +49,7 @@ def process_model_before_weight_loading(
 
 
 def _is_stored(head: str, keys: set[str], *, quantized: bool) -> bool:
-    """Whether a checkpoint has a weight for a head that can be loaded into a quantized layer.
+    """Whether a checkpoint has a weight for the head that can be loaded into a quantized layer.
 
     transformers unties such a head, because a quantized weight differs from the embedding's. In a ``quantized``
     checkpoint the weight needs its scales.

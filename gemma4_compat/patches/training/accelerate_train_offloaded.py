@@ -5,17 +5,18 @@ offload`` from ``Trainer.train`` (of any trainer, through ``Accelerator.prepare`
 offloaded layer, and from the trainer's ``evaluate``.
 
 Cause: ``Accelerator.prepare_model`` looks at ``hf_device_map`` and assumes that a model in training must fit on the
-device. A frozen base does not have to: each layer's weights are onloaded for its backward pass as for its forward,
-and the trained part (the adapter) is where its layer computes.
+device. A frozen base does not have to: each layer's weights are onloaded for its backward pass as for its forward, and
+the trained part (the adapter) is where its layer computes.
 
 Fix: A Gemma 4 model whose offloaded weights are all frozen is prepared as if the map named only what is on the
-training device; nothing is moved. accelerate's other refusals (distributed training, another device than the one
-that trains) remain.
+training device; nothing is moved. accelerate's other refusals (distributed training, another device than the training
+device) remain.
 
 Offloaded weights that an optimizer would train raise one error before anything is prepared, with or without
 quantization. Their gradients belong to a copy that is gone after the layer's backward pass, so the weights would
 silently never change. A model that is prepared for inference, whose weights require gradients as ``from_pretrained``
-leaves them, is prepared; a backward pass in training mode without a prepared optimizer is one warning.
+leaves them, is prepared; a backward pass in training mode without a prepared optimizer is one warning. An optimizer
+that accelerate never sees is refused at its step, before any weight has changed.
 
 Remove when: accelerate prepares a quantized model with frozen offloaded layers.
 """
@@ -29,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import FORWARDS, Outcome, Patch, Severity, Target
-from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import family, placement
 
 if TYPE_CHECKING:
@@ -59,8 +60,15 @@ def prepare_model(
         return original(self, model, device_placement, evaluation_mode)
 
 
+def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model = original(*args, **kwargs)
+    if placement.map_owner(model) is model and family.is_gemma4(model):
+        _watch(model)
+    return model
+
+
 def backward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Say once what :func:`prepare` could not see: an optimizer that was not prepared, or prepared on its own."""
+    """Warn once about what :func:`prepare` cannot see: an optimizer not prepared, or prepared separately."""
     training = [model for model in self._models if model.training and model not in _asked]
     if training:
         _asked.update(training)
@@ -78,23 +86,57 @@ _REMEDY = (
     "Freeze them (model.requires_grad_(False)) and train an adapter (get_peft_model), or load the model with a "
     "device_map that keeps their modules on the accelerator."
 )
-#: Models whose first backward pass in training mode has been.
+#: Models that have already had a backward pass in training mode.
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+#: Split models that live, and torch's handle of :func:`_before_step` while there are any.
+_split: weakref.WeakSet[Any] = weakref.WeakSet()
+_handles: list[Any] = []
+
+
+def _watch(model: Any) -> None:
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    if model not in _split:
+        _split.add(model)
+        weakref.finalize(model, _unwatch)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _unwatch() -> None:
+    if not any(True for _ in _split):  # its length counts the one that goes
+        while _handles:
+            _handles.pop().remove()
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Of every optimizer's step. A placeholder on meta may be another since the last forward, of the same shape."""
+    asked = {(weight.shape, weight.dtype) for weight in _offloaded([optimizer]) if weight.grad is None}
+    if asked:
+        found = ((model, name) for model in _split for name in _trained_and_offloaded(model))
+        weights = ((name, model.get_parameter(name)) for model, name in found)
+        _refuse([name for name, weight in weights if (weight.shape, weight.dtype) in asked])
+
+
 def _refuse_trained_and_offloaded(models: list[Any], optimizers: list[Any]) -> None:
-    if not any(
-        weight.requires_grad and weight.device.type == "meta"
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for weight in group["params"]
-    ):
-        return
-    names = [name for model in models for name in _trained_and_offloaded(model)]
+    if any(True for _ in _offloaded(optimizers)):
+        _refuse([name for model in models for name in _trained_and_offloaded(model)])
+
+
+def _offloaded(optimizers: list[Any]) -> Iterator[Any]:
+    """What these optimizers are to train and is on meta."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from (weight for weight in group["params"] if weight.requires_grad and weight.device.type == "meta")
+
+
+def _refuse(names: list[str]) -> None:
     if names:
-        raise Gemma4CompatError(
+        raise OffloadedWeightsError(
             f"{len(names)} weights are to be trained and are offloaded, {names[0]!r} among them: they would never "
-            f"change. {_REMEDY} Nothing was moved."
+            f"change. {_REMEDY} Nothing was changed."
         )
 
 
@@ -106,7 +148,9 @@ def _trained_and_offloaded(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _without_offloaded_entries(owner: Any, accelerator: Any) -> Iterator[None]:
-    """Inside, the model's map names only what is on a device; not where it is distributed, or where nothing is."""
+    """Inside, the model's map names only modules on a device; unchanged if it is distributed, or if nothing is
+    there.
+    """
     whole = owner.hf_device_map
     offloaded = {"disk"} if accelerator.device.type == "cpu" else {"disk", "cpu"}
     resident = {name: device for name, device in whole.items() if str(device) not in offloaded}
@@ -156,7 +200,9 @@ PATCH = Patch(
         "bitsandbytes-meta-quant-state",
         "accelerate-int8-offload",
     ),
+    after=("accelerate-offload-folder",),
     targets=(
+        Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),
         Target(module="accelerate.accelerator", name="Accelerator.prepare", replacement=prepare),
         Target(module="accelerate.accelerator", name="Accelerator.prepare_model", replacement=prepare_model),
         Target(module="accelerate.accelerator", name="Accelerator.backward", replacement=backward),

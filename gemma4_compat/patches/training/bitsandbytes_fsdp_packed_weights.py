@@ -1,16 +1,16 @@
-"""4-bit weights that FSDP2 shards are gathered bit for bit.
+"""FSDP2 gathers sharded 4-bit weights bit for bit.
 
-Symptom: silent: under FSDP2 on GPUs a 4-bit model with ``bnb_4bit_quant_storage`` of bfloat16 or float16 has the
-outputs, the loss and the gradients of other weights. A linear layer is off by 5 %.
+Symptom: silent: under FSDP2 on GPUs a 4-bit model with ``bnb_4bit_quant_storage`` of bfloat16 or float16 computes
+outputs, loss and gradients from corrupted weights. A linear layer is off by 5 %.
 
 Cause: FSDP2 gathers tensors of one dtype as that dtype, and copies them with ``torch._foreach_copy_``. On a GPU that
-copies bfloat16 and float16 by way of float32, and every NaN becomes the same NaN. Packed 4-bit weights are not
-numbers: one in a thousand pairs of their bytes reads as a NaN and is overwritten. In mixed precision of another dtype
-than the storage's, FSDP2 casts the bytes as if they were numbers, on CPUs as well. Groups of several dtypes are
-gathered as bytes, which is right: with bfloat16 storage and a float32 adapter that is so without mixed precision.
+copies bfloat16 and float16 via float32, and every NaN becomes the same NaN. Packed 4-bit weights are not
+numbers: one in a thousand pairs of their bytes reads as a NaN and is overwritten. In mixed precision with another
+dtype than the storage's, FSDP2 casts the bytes as if they were numbers, even on CPUs. Groups of several dtypes are
+gathered as bytes, which is right: bfloat16 storage with a float32 adapter works without mixed precision.
 
-Fix: A group that has a packed weight is gathered as bytes, too, by FSDP2's own code for several dtypes, and packed
-weights are not cast. Other groups are gathered as ever.
+Fix: A group that has a packed weight is also gathered as bytes, by FSDP2's own code for several dtypes, and packed
+weights are not cast. Other groups are gathered as before.
 
 Remove when: torch copies all bits of a NaN in ``_foreach_copy_``, or FSDP2 no longer gathers with it, in all supported
 releases.
@@ -30,11 +30,13 @@ _FSDP = "torch.distributed.fsdp._fully_shard"
 
 
 class _AsBytes(list[Any]):
-    """What FSDP2 gathers of a group with a packed weight. It is passed on as it is to what finds the dtype."""
+    """The parameters that FSDP2 gathers in a group with a packed weight, passed on to the function that finds the
+    dtype.
+    """
 
 
 def _is_packed(parameter: Any) -> bool:
-    """Whether one of FSDP2's parameters is the weight of a layer of bitsandbytes in 4 bits."""
+    """Whether one of FSDP2's parameters is the 4-bit weight of a bitsandbytes layer."""
     info = parameter._module_info
     return info.param_name == "weight" and any("4bit" in kind.__name__ for kind in type(info.module).__mro__)
 
@@ -48,7 +50,7 @@ def all_gather_inputs(original: Callable[..., Any], fsdp_params: Any) -> Any:
 
 
 def _is_two_bytes(dtype: Any) -> bool:
-    """Whether a GPU copies it by way of another dtype."""
+    """Whether a GPU copies this dtype via another."""
     return bool(dtype.is_floating_point and dtype.itemsize == 2)
 
 
@@ -62,7 +64,7 @@ def all_gather_metadata(original: Callable[..., Any], param_all_gather_inputs: A
 def dtype_attributes(original: Callable[..., Any], self: Any, mp_policy: Any) -> None:
     original(self, mp_policy)
     if _is_packed(self):
-        self.param_dtype = None  # as for integers: it is not cast
+        self.param_dtype = None  # so that it is not cast, like integers
 
 
 def reproduce(workspace: Workspace) -> Outcome:

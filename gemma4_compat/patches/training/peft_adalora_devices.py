@@ -1,14 +1,14 @@
-"""AdaLoRA has a loss on a model whose layers are on several GPUs.
+"""AdaLoRA computes its loss on a model whose layers are on several GPUs.
 
 Symptom: ``RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and
 cuda:1`` from a forward with labels, once layers with AdaLoRA are on two GPUs.
 
-Cause: ``AdaLoraModel.forward`` adds to the loss how far the adapter's matrices are from orthogonal. It sums that up
-where each of them is.
+Cause: ``AdaLoraModel.forward`` adds to the loss how far the adapter's matrices are from orthogonal. It computes each
+term on the device of its matrix and adds them.
 
-Fix: On a model on several devices that sum is taken where the loss is. Gradients go back to each matrix.
+Fix: On a model on several devices the sum is computed on the device of the loss. Gradients go back to each matrix.
 
-Remove when: ``AdaLoraModel.forward`` takes all of it to one device in all supported releases of PEFT.
+Remove when: ``AdaLoraModel.forward`` brings all terms to one device in all supported releases of PEFT.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def adalora_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Without labels there is no loss, and the weights are not looked at."""
+    """Without labels there is no loss, and the weights are not used."""
     if kwargs.get("labels") is None:
         return original(self, *args, **kwargs)
     devices = {value.device for value in self.model.parameters() if value.device.type != "meta"}
@@ -31,7 +31,7 @@ def adalora_forward(original: Callable[..., Any], self: Any, *args: Any, **kwarg
 
 
 class _AdaLora:
-    """An AdaLoRA model as its forward sees it: with :class:`_Together` in it."""
+    """Stands in for an AdaLoRA model in its forward, with :class:`_Together` in it."""
 
     def __init__(self, adapted: Any) -> None:
         self._adapted = adapted
@@ -42,7 +42,7 @@ class _AdaLora:
 
 
 class _Together:
-    """A model whose matrices of AdaLoRA are on the device of the loss, once there is one."""
+    """A model whose AdaLoRA matrices are on the device of the loss, once there is a loss."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -68,7 +68,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     batch = workspace.inputs(text_only=True, device="cpu")
 
     def trained(*, split: bool) -> tuple[Any, list[Any]]:
-        """Outputs; the loss, and the gradients of the adapter."""
+        """The outputs, and the loss with the gradients of the adapter."""
         model = tiny.load(workspace.checkpoint)
         if split:
             model = tiny.dispatch_to_two(model, second_device.DEVICE)

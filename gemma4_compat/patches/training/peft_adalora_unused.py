@@ -49,7 +49,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     config = AdaLoraConfig(init_r=4, target_r=2, total_step=10, target_modules=tiny_adapters.TARGETS["language"])
     model = get_peft_model(workspace.load(), config)
     batch = workspace.inputs(text_only=True)
-    model.base_model.model.model.language_model.layers[0].requires_grad_(False)  # as a layer that no batch reaches
+    model.base_model.model.model.language_model.layers[0].requires_grad_(False)  # like a layer that no batch reaches
     model(**batch, labels=batch["input_ids"]).loss.backward()
     model.base_model.update_and_allocate(1)
     importance = model.base_model.rankallocator.ipt

@@ -6,17 +6,16 @@ unquantized.
 
 Cause: ``prepare_model_for_kbit_training`` casts every bfloat16 or float16 parameter that is not a ``Params4bit`` to
 float32. These casts only work all together: a float32 embedding makes every activation float32, and then every
-unquantized layer must be float32, too. For an offloaded weight it casts the placeholder on meta, whose dtype from
-then on differs from that of the stored weight.
+unquantized layer must also be float32. For an offloaded weight it casts the placeholder on meta, whose dtype from then
+on differs from that of the stored weight.
 
-Fix: In a quantized bfloat16 Gemma 4 model the patch casts the norms, as documented, and nothing else. The
-embeddings, the head (tied to the embedding, or computing on bfloat16 states), the experts and unquantized layers
-keep their dtype: the model computes in bfloat16 as it does without the preparation, bit for bit. This is safe
-because Gemma 4's norms compute in float32 whatever their dtype. For an offloaded norm, the stored weight is cast,
-too.
+Fix: In a quantized bfloat16 Gemma 4 model the patch casts only the norms, as documented. The embeddings, the head
+(tied to the embedding, or computing on bfloat16 states), the experts and unquantized layers keep their dtype: the
+model computes in bfloat16 as it does without the preparation, bit for bit. This is safe because Gemma 4's norms
+compute in float32 whatever their dtype. For an offloaded norm, the stored weight is also cast.
 
-A float16 model needs float32 between its layers and gets it; only its per-layer embedding keeps float16. Freezing
-and gradient checkpointing stay upstream's, and so does the preparation of models of other architectures or not
+A float16 model needs float32 between its layers and gets it; only its per-layer embedding keeps float16. Freezing and
+gradient checkpointing stay upstream's, and so does the preparation of models that have another architecture or are not
 quantized with bitsandbytes.
 
 Remove when: PEFT casts norms only.
@@ -52,7 +51,7 @@ def _is_quantized(model: Any) -> bool:
 
 @contextlib.contextmanager
 def _uncast_hidden(model: Any) -> Iterator[None]:
-    """Inside, the model does not show the parameters that keep their dtype, which are frozen."""
+    """Inside, the model hides the parameters that keep their dtype; they are frozen."""
     import torch
 
     def is_kept(name: str, module: Any, weight: Any) -> bool:
@@ -67,7 +66,7 @@ def _uncast_hidden(model: Any) -> Iterator[None]:
                 weight.requires_grad = False
                 hidden.append((module, own, weight))
     for module, own, _ in hidden:
-        module._parameters[own] = None  # the name stays, and with it the order
+        module._parameters[own] = None  # the name stays, so the order does too
     try:
         yield
     finally:
@@ -85,7 +84,7 @@ def _cast_offloaded_norms(model: Any) -> None:
 
 
 def _is_norm(module: Any) -> bool:
-    """Whether this is one of Gemma 4's norms, which give back the dtype they got."""
+    """Whether this is one of Gemma 4's norms, which return the dtype of their input."""
     name = type(module).__name__
     return name.startswith("Gemma4") and name.endswith("RMSNorm")
 
@@ -99,7 +98,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     found = []
     for model in (workspace.load("4bit"), workspace.split("4bit")):
         inner = model.model.language_model
-        per_layer = getattr(inner, _PER_LAYER, None)  # None: of a variant without one
+        per_layer = getattr(inner, _PER_LAYER, None)  # None for a variant without one
         kind, embedding = (
             ("embedding", inner.embed_tokens) if per_layer is None else ("per-layer embedding", per_layer)
         )

@@ -1,4 +1,4 @@
-"""Gradient accumulation weights tokens, not microbatches.
+"""Gradient accumulation weights all tokens equally, not all microbatches.
 
 Symptom: silent: with ``gradient_accumulation_steps`` above 1, loss and gradients of a multimodal Gemma 4 depend on how
 a batch is cut into microbatches. A token in a short microbatch counts more than one in a long microbatch; with one of
@@ -6,15 +6,15 @@ a batch is cut into microbatches. A token in a short microbatch counts more than
 
 Cause: ``Gemma4ForConditionalGeneration`` and ``Gemma4UnifiedForConditionalGeneration`` have ``accepts_loss_kwargs =
 False``, from the time when their loss did not take ``num_items_in_batch``. So the Trainer does not count tokens, and
-averages the means of the microbatches. From 5.6 on the loss takes it. Before, ``forward`` computes a loss of its own
-that ignores it.
+averages the means of the microbatches. From 5.6 on the loss takes that argument. Before, ``forward`` computes its own
+loss, which ignores it.
 
 Fix: A Trainer (TRL's included) of such a model counts tokens, as it does for ``Gemma4ForCausalLM``. Before 5.6 the
-loss of ``forward`` is weighted by the tokens it is the mean of. Before 5.10 a Trainer counts the first label of each
-sequence, which nothing is trained on; here it does not. Models whose class or instance sets
-``accepts_loss_kwargs`` itself, or has another ``forward``, are left alone. So is sequence parallelism, where the
-Trainer counts by itself, and label smoothing, whose loss is not the model's. Without accumulation, losses stay the
-same.
+loss of ``forward`` is multiplied by the number of tokens in its mean. Before 5.10 a Trainer also counts the first
+label of each sequence, which is never trained on; with this patch it does not. Models whose class or instance sets
+``accepts_loss_kwargs`` itself, or that have another ``forward``, are not changed. Neither is sequence parallelism,
+where the Trainer counts by itself, or label smoothing, whose loss is not the model's. Without accumulation, losses
+stay the same.
 
 Remove when: transformers drops ``accepts_loss_kwargs = False`` from both classes.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _NAME = "accepts_loss_kwargs"
-#: Trained tokens of the two microbatches of the reproduction.
+#: Trained tokens in the reproduction's two microbatches.
 _LENGTHS = (4, 20)
 _IGNORED = -100
 
@@ -53,12 +53,12 @@ def trainer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any)
 
 
 def _has_own_loss(forward: Callable[..., Any]) -> bool:
-    """Before 5.6: one that ignores ``num_items_in_batch``, and is weighted here."""
+    """Before 5.6: the forward ignores ``num_items_in_batch``, so its loss is weighted here."""
     return "loss_function" not in inspect.unwrap(forward).__code__.co_names
 
 
 def _leave_first_labels_out(trainer: Any) -> None:
-    """Before 5.10 a Trainer counts the first label of a sequence too, which no logits are for."""
+    """Before 5.10 a Trainer also counts the first label of a sequence, for which there are no logits."""
     count = trainer._get_num_items_in_batch
 
     def counted(batch_samples: list[Any], device: Any) -> Any:
@@ -72,7 +72,7 @@ def _leave_first_labels_out(trainer: Any) -> None:
 
 
 def _is_stale(model: Any) -> bool:
-    """Whether ``accepts_loss_kwargs`` is upstream's, and so is the forward that it is about."""
+    """Whether ``accepts_loss_kwargs`` is upstream's, and the forward it describes as well."""
     if not family.is_gemma4(model) or getattr(model, _NAME, None) is not False or _NAME in vars(model):
         return False
     owner = next(kind for kind in type(model).__mro__ if _NAME in vars(kind))
@@ -86,7 +86,7 @@ def _is_sequence_parallel(trainer: Any) -> bool:
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before 5.6: the mean over a microbatch, as its share of all items."""
+    """Before 5.6: the mean over a microbatch, weighted by its share of all items."""
     items = kwargs.get("num_items_in_batch")
     if items is None or not _has_own_loss(original):
         return original(self, *args, **kwargs)
@@ -105,7 +105,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def _counted(labels: Any, mask: Any) -> Any:
-    """How many tokens that loss is the mean of."""
+    """How many tokens the loss averages."""
     wanted = labels[..., 1:] != _IGNORED
     if mask is not None:
         wanted = wanted & (mask[:, -wanted.shape[1] :].to(wanted.device) != 0)
@@ -130,7 +130,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _batch(workspace: Workspace) -> list[dict[str, Any]]:
-    """Sequences of which the first tokens are not trained."""
+    """Sequences whose first tokens are not trained."""
     import torch
 
     found = []

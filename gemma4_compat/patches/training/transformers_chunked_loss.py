@@ -2,17 +2,17 @@
 
 Symptom: silent: with ``labels``, a forward and backward pass needs 3.25 times the memory of the logits of all tokens:
 3.2 GiB for 2,048 tokens over a vocabulary of 262,144 in bfloat16, beside an E2B of 1.66 GiB in 4 bits. On a small card
-it is the loss that ends in ``torch.OutOfMemoryError``.
+the loss is what ends in ``torch.OutOfMemoryError``.
 
 Cause: ``forward`` computes logits of every token, divides them, takes their tanh, multiplies them and casts them to
 float32, and autograd keeps most of these tensors until the backward pass.
 
-Fix: For models of ``gemma4_compat.chunked_loss``, or all of them with
-``GEMMA4_COMPAT_ENABLE=transformers-chunked-loss``, a forward with labels calls the model without its head, then head,
-soft cap and cross entropy for a few hundred tokens at a time, each with its gradient. ``outputs.logits`` is None. It
-is opt-in, because a matrix product of fewer rows may round differently, and who reads logits gets none.
+Fix: For models given to ``gemma4_compat.chunked_loss``, or all of them with
+``GEMMA4_COMPAT_ENABLE=transformers-chunked-loss``, a forward with labels calls the model without its head. It then
+runs head, soft cap and cross entropy for a few hundred tokens at a time, each with its gradient. ``outputs.logits`` is
+None. It is opt-in, because a matrix product of fewer rows may round differently, and code that reads logits gets none.
 
-Remove when: transformers computes the loss of Gemma 4 in chunks by itself.
+Remove when: transformers itself computes the loss of Gemma 4 in chunks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """How much the backward pass keeps of the logits, where the loss was asked for in chunks."""
+    """How much of the logits the backward pass keeps if a loss in chunks was requested."""
     import torch
 
     model = workspace.load().train().requires_grad_(False)
@@ -60,7 +60,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 def _with_states(outputs: Any, states: Any) -> Any:
-    outputs.last_hidden_state = states.requires_grad_()  # the head's is the first gradient
+    outputs.last_hidden_state = states.requires_grad_()  # the first gradient comes from the head
     return outputs
 
 

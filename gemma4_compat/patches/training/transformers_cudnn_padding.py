@@ -3,17 +3,17 @@
 Symptom: silent: the loss is finite, and gradients are NaN from the first step, in training with padded batches in
 bfloat16 or float16 on an H100.
 
-Cause: There PyTorch computes ``scaled_dot_product_attention`` with a mask with cuDNN, for heads of up to 256. Its
-backward pass may give NaN for a query that sees no key: a padded one on the left, or one on the right behind more
+Cause: On such a GPU PyTorch computes masked ``scaled_dot_product_attention`` with cuDNN, for heads of up to 256. Its
+backward pass may give NaN for a query that sees no key: a padded one on the left, or one on the right after more
 padding than the sliding window. Other kernels give zero. Seen on an H100 with torch 2.11 and CUDA 13 for 64 and 192
-tokens, not for 17, 100, 128 or 256; upstream's report, too, names lengths that are 64 more than a multiple of 128,
-with torch 2.11 and newer.
+tokens, not for 17, 100, 128 or 256; upstream's report also names lengths that are 64 more than a multiple of 128, with
+torch 2.11 and newer.
 
-Fix: While gradients are recorded, and where PyTorch may take cuDNN (compute capability 9.0 or newer,
+Fix: While gradients are recorded, and if PyTorch may use cuDNN (compute capability 9.0 or newer,
 ``torch.backends.cuda.cudnn_sdp_enabled()``), such a query of a Gemma 4 sees every key and its output is set to zero.
-That is what other kernels compute for it, and nothing changes for any other query. It is done where a layer calls
-``sdpa``, so that masks of the user's own are covered, and what a padded position computes stays as it is. While
-gradients are recorded, layers of other models find the same function, which calls upstream's at once.
+That is what other kernels compute for it, and nothing changes for any other query. This happens where a layer calls
+``sdpa``, so the user's own masks are covered, and the results at padded positions stay the same. While gradients are
+recorded, layers of other models call the same function, which calls upstream's at once.
 
 Remove when: no supported release of torch has this defect.
 """
@@ -38,7 +38,7 @@ def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any
         return found
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    # One function, not one for each call; what another library has registered as sdpa stays.
+    # One function for all calls; what another library has registered as sdpa stays.
     return unseen_keys.attention if found is sdpa_attention_forward else found
 
 

@@ -1,16 +1,16 @@
-"""Flash attention runs, in the layers whose heads are not too wide for it.
+"""Flash attention runs in the layers whose heads are not too wide for it.
 
 Symptom: ``RuntimeError: FlashAttention forward only supports head dimension at most 256`` from the first forward with
-``attn_implementation="flash_attention_2"``. The same with ``"flash_attention_3"`` and with flash kernels of a hub.
+``attn_implementation="flash_attention_2"``. The same with ``"flash_attention_3"`` and with flash kernels from the hub.
 
-Cause: The heads of full-attention layers are 512 wide, and upstream declares that Gemma 4 supports flash attention.
-Masks are made for one attention implementation, too: a flash kernel's mask tells padding alone, so the tokens of an
+Cause: The heads of full-attention layers are 512 wide, but upstream declares that Gemma 4 supports flash attention.
+Masks are also made for one attention implementation: a flash kernel's mask only marks padding, so the tokens of an
 image would not attend to each other in the 12B, the 26B-A4B and the 31B.
 
-Fix: Full-attention layers run ``sdpa`` with the mask that upstream makes for ``sdpa``; sliding layers run flash. Where
-a flash kernel cannot express the mask (an image of a model whose image tokens attend to each other, several rows of
-packed sequences, a mask of four dimensions that was passed), sliding layers run ``sdpa``, too. ``cu_seq_lens_q`` and
-positions that start anew separate sequences in every layer. Outputs are those of ``sdpa`` up to a flash kernel's
+Fix: Full-attention layers run ``sdpa`` with the mask that upstream makes for ``sdpa``; sliding layers run flash. If a
+flash kernel cannot express the mask (an image of a model whose image tokens attend to each other, several rows of
+packed sequences, a four-dimensional mask from the caller), sliding layers also run ``sdpa``. ``cu_seq_lens_q`` and
+positions that restart separate sequences in every layer. Outputs are those of ``sdpa`` up to a flash kernel's
 rounding.
 
 Remove when: transformers runs Gemma 4 with flash attention, or no longer declares that it does.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _MASKS = "transformers.masking_utils"
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
-#: Of the largest logit. A package's kernel takes no float32; the stand-in does.
+#: Bound relative to the largest logit. The package's kernel does not accept float32; the stand-in does.
 BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 
 
@@ -56,7 +56,7 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
     known = {*_NAMES, "or_mask_function", "and_mask_function", "block_sequence_ids"}
     given = {name: value for name, value in arguments.items() if name in known and value is not None}
     given = cache_names.renamed(dict.fromkeys(_NAMES) | given, cache_names.of(masking_utils.create_causal_mask))
-    # Not through upstream's table of mask functions: it holds what they were before a patch.
+    # Not through upstream's table of mask functions, which holds the unpatched ones.
     return {
         "full_attention": masking_utils.create_causal_mask(**given),
         "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
@@ -65,7 +65,7 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
 
 def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any:
     found = original(self, key)
-    if key in flash.PLAIN or not flash.is_flash(key):  # most layers ask for a plain one: no call
+    if key in flash.PLAIN or not flash.is_flash(key):  # most layers use a plain one: no call
         return found
     return flash.by_layer(found, original(self, "sdpa"))
 

@@ -1,11 +1,11 @@
-"""Adapters on a QAT checkpoint get gradients, and the Trainer takes such a model.
+"""Adapters on a QAT checkpoint get gradients, and the Trainer accepts such a model.
 
 Symptom: silent: an adapter on a model of Google's QAT checkpoints does not learn. The gradients of all its weights are
 zero, except for those on the head. The Trainer refuses the model: ``the quantization method gemma does not support
 training``.
 
-Cause: Calibrated layers round their inputs and outputs to 256 steps (``apply_srq``). The derivative of
-``torch.round`` is zero everywhere, so nothing passes the first such layer on the way back, and that is the head.
+Cause: Calibrated layers round their inputs and outputs to 256 steps (``apply_srq``). The derivative of ``torch.round``
+is zero everywhere, so no gradient passes the first such layer on the way back: the head.
 
 Fix: The rounding has the derivative that quantization-aware training gives it, the straight-through estimator
 (Bengio, Leonard and Courville 2013, arXiv:1308.3432; ``torch.fake_quantize_per_tensor_affine`` has the same): 1
@@ -32,7 +32,7 @@ def apply_srq(original: Callable[..., Any], x: Any, scale: Any, bits: int = 8) -
 
     if not (x.requires_grad and torch.is_grad_enabled()):
         return original(x, scale, bits)
-    # Gradients of the scale, where it is trained, stay upstream's.
+    # If the scale is trained, its gradients stay upstream's.
     return _straight_through().apply(original(x.detach(), scale, bits), x, scale.detach(), bits)
 
 
@@ -41,7 +41,7 @@ def _straight_through() -> Any:
     import torch
 
     class StraightThrough(torch.autograd.Function):  # type: ignore[misc]
-        """``rounded`` forwards; backwards, its gradient also goes to ``x`` where that is in range."""
+        """``rounded`` in the forward; in the backward its gradient also goes to ``x`` where that is in range."""
 
         @staticmethod
         def forward(ctx: Any, rounded: Any, x: Any, scale: Any, bits: int) -> Any:

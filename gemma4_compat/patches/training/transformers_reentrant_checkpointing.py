@@ -11,14 +11,13 @@ KV-shared layers read the keys and values of an earlier layer from a container, 
 gradients, left them. The first layer of the tower gets pixels, which require no gradient.
 
 Fix: ``PreTrainedModel._set_gradient_checkpointing`` enables non-reentrant checkpointing for a Gemma 4 model with
-KV-shared layers, whether the model, PEFT or the Trainer requests it. This saves the same memory. If the caller
-passed ``use_reentrant=True`` explicitly, a ``Gemma4CompatWarning`` says so. Other arguments of the checkpoint
-function are kept.
+KV-shared layers, whether the model, PEFT or the Trainer requests it. This saves the same memory. If the caller passed
+``use_reentrant=True`` explicitly, a ``Gemma4CompatWarning`` says so. Other arguments of the checkpoint function are
+kept.
 
-Models without KV-shared layers, towers that are enabled on their own, and custom checkpoint functions are left
-alone.
+Models without KV-shared layers, towers that are enabled on their own, and custom checkpoint functions are not changed.
 
-Remove when: transformers refuses or repairs reentrant checkpointing of KV-shared layers.
+Remove when: transformers refuses or fixes reentrant checkpointing of KV-shared layers.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ def set_gradient_checkpointing(
 
 
 def _is_reentrant(function: Any) -> bool:
-    """Whether this is PyTorch's checkpoint, or transformers' around it, as its reentrant kind (its default)."""
+    """Whether this is PyTorch's reentrant checkpoint (its default), or transformers' wrapper around it."""
     inner = function.func if isinstance(function, functools.partial) else function
     if getattr(inner, "__module__", None) not in ("torch.utils.checkpoint", "transformers.modeling_utils"):
-        return False  # somebody's own, with arguments of its own
+        return False  # a custom function with its own arguments
     requested = getattr(function, "keywords", {}).get(_KEYWORD)
     return requested is None or bool(requested)
 

@@ -1,16 +1,16 @@
-"""A cast leaves the frequencies of rotary embeddings in float32, as loading does.
+"""A cast keeps the frequencies of rotary embeddings in float32, as loading does.
 
 Symptom: silent: ``.to(torch.bfloat16)``, ``.bfloat16()``, ``.half()``, ``Trainer(bf16_full_eval=True)`` or
-``.to(device, dtype)`` change the outputs, even of a model that has that dtype already. Longer prompts are further off.
-Nothing brings the old ones back.
+``.to(device, dtype)`` change the outputs, even of a model that already has that dtype. Longer prompts are further off.
+The change cannot be undone.
 
-Cause: Loading casts weights and leaves ``inv_freq`` of the rotary embeddings in float32, in which the angles are
-computed. ``nn.Module._apply``, through which every cast goes, rounds all buffers.
+Cause: Loading casts weights but keeps ``inv_freq`` of the rotary embeddings in float32, in which the angles are
+computed. ``nn.Module._apply``, which every cast uses, rounds all buffers.
 
-Fix: Rotary embeddings keep buffers that a cast would narrow, on the device that it puts them on. Casts to float32 and
-float64 are as they were.
+Fix: Rotary embeddings keep the dtype of buffers that a cast would narrow, and still move them to the requested device.
+Casts to float32 and float64 are unchanged.
 
-Remove when: casts of Gemma 4 leave its rotary frequencies in float32.
+Remove when: casts of Gemma 4 keep its rotary frequencies in float32.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ layers with those of the sliding ones.
 
 Cause: ``Gemma4TextRotaryEmbedding.__init__`` registers its buffers in the order of ``set(config.layer_types)``. The
 order of a set of strings depends on a salt that each process draws for itself, unless ``PYTHONHASHSEED`` sets it.
-Before each forward, DDP broadcasts the buffers of rank 0 one after another, without their names. The total size is
-the same, so nothing fails.
+Before each forward, DDP broadcasts the buffers of rank 0 one after another, without their names. The total size is the
+same, so nothing fails.
 
-``gemma4_unified`` (the 12B) has a copy of that class, ``Gemma4UnifiedTextRotaryEmbedding``, in a module of its own,
-with the same defect.
+``gemma4_unified`` (the 12B) has a copy of that class, ``Gemma4UnifiedTextRotaryEmbedding``, in its own module, with
+the same defect.
 
 Fix: After ``__init__`` of either class, the buffers are put in the order of their names, as upstream does from
 5.16.0 on.

@@ -1,13 +1,13 @@
-"""A 26B-A4B or 31B can be trained on text alone.
+"""A 26B-A4B or 31B can be trained on text only.
 
 Symptom: ``ValueError: `mm_token_type_ids` is required as a model input when training`` from a forward in training mode
-of a multimodal Gemma 4 whose images see themselves in both directions, for a batch without images.
+of a multimodal Gemma 4 whose image tokens attend to each other in both directions, for a batch without images.
 
-Cause: Until 5.5.4 ``create_causal_mask_mapping`` wants to know in training which tokens are those of an image, also
-where there is none. A tokenizer does not give ``mm_token_type_ids``; only the processor does.
+Cause: Until 5.5.4, in training, ``create_causal_mask_mapping`` requires the types of tokens even if there is no image.
+A tokenizer does not return ``mm_token_type_ids``; only the processor does.
 
-Fix: Without ``pixel_values`` a missing ``mm_token_type_ids`` means that no token is one of an image, as upstream has
-it from 5.6.0 on. Masks, and so logits and gradients, are those with zeros given. With images the error remains.
+Fix: Without ``pixel_values``, a missing ``mm_token_type_ids`` means that no token belongs to an image, as upstream
+does it from 5.6.0 on. Masks, and so logits and gradients, are the same as with zeros. With images the error remains.
 
 Remove when: transformers below 5.6.0 is no longer supported.
 """
@@ -37,7 +37,7 @@ def create_causal_mask_mapping(
     **kwargs: Any,
 ) -> Any:
     if mm_token_type_ids is None and pixel_values is None:
-        is_training = False  # which it asks for that error alone
+        is_training = False  # upstream reads it only for that error
     given = (config, inputs_embeds, attention_mask, past_key_values, position_ids, mm_token_type_ids, pixel_values)
     return original(*given, is_training, *args, **kwargs)
 

@@ -29,7 +29,7 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 
 class _NoCache:
-    """What the attention needs of a cache to share keys and values, and nothing to remember."""
+    """The part of a cache that attention needs to share keys and values; it stores nothing else."""
 
     def __init__(self, states: Any) -> None:
         self.shared_layers = states
@@ -40,7 +40,7 @@ class _NoCache:
 
 def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.config.num_kv_shared_layers:
-        kwargs[_NAME] = SharedStates({})  # passed on to every layer with what else is left over
+        kwargs[_NAME] = SharedStates({})  # passed on to every layer with the remaining arguments
     return original(self, *args, **kwargs)
 
 

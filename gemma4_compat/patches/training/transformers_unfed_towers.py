@@ -1,14 +1,15 @@
-"""Adapters in towers that get no input are named before DistributedDataParallel waits for them.
+"""Adapters in towers that get no input are reported before DistributedDataParallel waits for them.
 
 Symptom: ``RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one`` in the
-second step of a training under DDP on batches of text, with LoRA by plain names such as ``q_proj``. It lists numbers
-of parameters.
+second step of a training under DDP on text batches, with LoRA by plain names such as ``q_proj``. The error only lists
+numbers of parameters.
 
-Cause: These names also reach the towers for images and sound. On text their adapters get no gradient, and DDP, which
-is not told to look for such weights, waits for it.
+Cause: These names also reach the vision and audio towers. On text their adapters get no gradient, but DDP waits for
+one unless it is told to look for unused parameters.
 
-Fix: In the first such forward one warning names the towers, ``find_unused_parameters``, and a pattern that targets the
-language model only. The error itself stays: a step that has images and sound in another forward is right as it is.
+Fix: In the first such forward one warning names the towers, ``find_unused_parameters``, and a pattern that targets
+only the language model. The error itself stays, because a step that feeds images and audio in another forward is
+right.
 
 Remove when: PEFT keeps plain names out of towers, or DDP says which modules it waits for.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 _ID = "transformers-unfed-towers"
-#: A tower, what joins it to the language model, and the inputs of which one feeds it.
+#: A tower, the module that joins it to the language model, and the inputs that feed it.
 _TOWERS = (
     ("vision_tower", "embed_vision", ("pixel_values", "pixel_values_videos")),
     ("audio_tower", "embed_audio", ("input_features",)),

@@ -1,14 +1,14 @@
-"""Attention of full-attention layers takes memory by the length of a text, not by its square.
+"""Memory for attention in full-attention layers grows with the length of a text, not with its square.
 
-Symptom: silent: more memory for long texts, and less speed: a forward or training step without padding computes the
+Symptom: silent: long texts take more memory and are slower: a forward or training step without padding computes the
 attention of full-attention layers with torch's math kernel, which holds all scores of a layer at once (in float32 at
 batch 1 and 8,192 tokens: 2 GiB for 8 heads).
 
-Cause: ``sdpa_attention_forward`` leaves the repetition of key-value heads to torch (``enable_gqa``) where there is no
-mask. Of torch's CUDA kernels only flash and math take that, and flash takes no heads wider than 256; those of
+Cause: Without a mask, ``sdpa_attention_forward`` leaves the repetition of key-value heads to torch (``enable_gqa``).
+Among torch's CUDA kernels only flash and math support that, and flash supports no heads wider than 256; those of
 full-attention layers are 512 wide.
 
-Fix: Key-value heads wider than 256 are repeated before the call, as upstream does from 5.13.0 on; torch then takes its
+Fix: Key-value heads wider than 256 are repeated before the call, as upstream does from 5.13.0 on; torch then uses its
 memory-efficient kernel. Outputs are equal up to that kernel's rounding.
 
 Remove when: transformers before 5.13.0 is no longer supported.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def use_gqa_in_sdpa(original: Callable[..., Any], attention_mask: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
     found = original(attention_mask, key, *args, **kwargs)
-    return found and (key.shape[-1] <= WIDEST or key.device.type == "xpu")  # Intel's kernels take both
+    return found and (key.shape[-1] <= WIDEST or key.device.type == "xpu")  # Intel's kernels support both
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -1,12 +1,12 @@
 """Under DeepSpeed's ZeRO-3 a model gets the buffers of its checkpoint.
 
-Symptom: silent: under ZeRO-3 ``from_pretrained`` reports ``layer_scalar``, ``input_max``, ``output_min`` and their kin
-as ``MISSING``, and leaves them at their defaults: the outputs and the loss are those of another model.
+Symptom: silent: under ZeRO-3 ``from_pretrained`` reports ``layer_scalar``, ``input_max``, ``output_min`` and similar
+buffers as ``MISSING``, and leaves them at their defaults, so outputs and loss are wrong.
 
-Cause: ``_load_state_dict_into_zero3_model`` looks at the parameters of a module, not at its buffers. Each decoder
+Cause: ``_load_state_dict_into_zero3_model`` handles the parameters of a module, but not its buffers. Each decoder
 layer of a Gemma 4 multiplies its output by a buffer, and the towers clip by buffers.
 
-Fix: Buffers are copied from the checkpoint after the parameters, as upstream has it from 5.6.0 on. ZeRO-3 does not
+Fix: Buffers are copied from the checkpoint after the parameters, as upstream does it from 5.6.0 on. ZeRO-3 does not
 partition them, so each process has its own.
 
 Remove when: transformers below 5.6.0 is no longer supported.
@@ -41,7 +41,7 @@ def load_state_dict(
 
 
 def _load_buffers(model: Any, state_dict: Any, mapping: Any) -> list[str]:
-    """Copy the values of buffers from a checkpoint's tensors, as upstream names them; returns the buffers' names."""
+    """Copy the values of buffers from a checkpoint's tensors, with upstream's names; returns the buffers' names."""
     import torch
     from transformers.integrations import deepspeed
 
@@ -71,7 +71,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     right = workspace.load()
     kind = getattr(transformers, tiny_models.class_name(workspace.checkpoint))
-    with zero3.standing_in():  # which takes no device map
+    with zero3.standing_in():  # it accepts no device map
         found = kind.from_pretrained(workspace.checkpoint, dtype=torch.bfloat16).to(workspace.main).eval()
     pairs = [
         (name, one, other.to(one.device))

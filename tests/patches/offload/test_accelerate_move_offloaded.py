@@ -1,13 +1,15 @@
-"""A model with offloaded modules refuses every move, whoever asks (tests/oracle/test_lifecycle.py has the parity)."""
+"""A model with offloaded modules comes whole to the CPU, and refuses other moves, through any module around it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gemma4_compat import Gemma4CompatError
+from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_move_offloaded import PATCH
 from tests.patches.promise import Promise
 
@@ -17,21 +19,59 @@ class TestPromise(Promise):
     original = r"NotImplementedError: Cannot copy out of meta tensor"
 
 
-@pytest.mark.parametrize("move", ["cpu", "to", "to_empty"])
-def test_whatever_holds_the_model_cannot_move_it(workspace: Any, move: str) -> None:
+def held(model: Any) -> Any:
     import torch
 
     class Holder(torch.nn.Module):
-        def __init__(self, model: Any) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.model = model
 
-    holder = Holder(workspace.split())
-    arguments = {} if move == "cpu" else {"device": "cpu"}
-    with pytest.raises(Gemma4CompatError, match=r"You can't move a model .*'model\.\S+' the first"):
-        getattr(holder, move)(**arguments)
+    return Holder()
+
+
+@pytest.mark.parametrize("move", ["elsewhere", "to_empty"])
+def test_whatever_holds_the_model_cannot_move_it(workspace: Any, move: str) -> None:
+    holder = held(workspace.split())
+
+    def asked() -> None:
+        if move == "to_empty":
+            holder.to_empty(device="cpu")
+        else:  # stands for a GPU: values are copied, and not to the CPU
+            holder._apply(lambda value: value.to("cpu").to("meta"))
+
+    with pytest.raises(Gemma4CompatError, match=r"You can't move a model .*'model\.\S+' the first.* model\.cpu\(\)"):
+        asked()
     with pytest.raises(NotImplementedError):  # what upstream raises
-        getattr(holder, move)(**arguments)
+        asked()
+
+
+@pytest.mark.parametrize(
+    "quantization, adapter, move",
+    [
+        (None, None, "cpu"),
+        (None, "all", "to"),
+        ("4bit", "language", "cpu"),
+        ("8bit", None, "cpu"),
+        (None, None, "held"),
+    ],
+)
+def test_a_move_to_the_cpu_ends_the_dispatch(
+    workspace: Any, one_device: Callable[..., Any], quantization: str | None, adapter: str | None, move: str
+) -> None:
+    from peft import PeftModel
+
+    base = workspace.split(quantization)
+    model = base if adapter is None else PeftModel.from_pretrained(base, workspace.adapter(adapter))
+    if move == "held":
+        held(model).to("cpu")
+    else:
+        assert (model.cpu() if move == "cpu" else model.to(device="cpu")) is model
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+    assert not any(hasattr(module, "_hf_hook") for module in base.modules())
+    assert "hf_device_map" not in vars(base)
+    assert difference(one_device(quantization, adapter), workspace.outputs(model)) == 0.0
+    model.cpu()
 
 
 def test_the_guard_of_a_copy_is_its_own(workspace: Any) -> None:

@@ -117,7 +117,7 @@ def test_a_budget_for_weights_alone_is_filled_and_the_line_says_so(
     said = [record.getMessage() for record in caplog.records if "device_map=" in record.getMessage()]
     assert len(said) == 1
     needed = layout.smallest_budget(describe(reference), Load(context=CONTEXT))
-    assert f"room for the weights alone; room for {CONTEXT} tokens of context (text) would need" in said[0]
+    assert f"room for only the weights; room for {CONTEXT} tokens of context (text) would need" in said[0]
     assert size_text(needed, up=True) in said[0]
 
 

@@ -83,6 +83,47 @@ def test_moves_and_deep_copies(packed: Any) -> None:
         assert torch.equal(dequantize_4bit(weight.data, weight.quant_state), values)
 
 
+def test_a_move_to_where_it_is_leaves_a_weight_packed(packed: Any) -> None:
+    """PEFT's DoRA makes such a move in every forward on a CPU."""
+    _, layer, _, _ = packed
+    moved = layer.weight.to("cpu")
+    assert quant_states.is_packed(moved.quant_state)
+    assert moved.data_ptr() == layer.weight.data_ptr()
+
+
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16"])
+def test_an_offloaded_weight_has_its_shape_and_dtype_after_a_forward(storage: str) -> None:
+    import torch
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    if not _host_packs():
+        pytest.skip("this CPU has no AVX512-BF16 (or this bitsandbytes does not use it): nothing is repacked")
+    layer = Linear4bit(64, 32, bias=False, compute_dtype=torch.bfloat16, quant_storage=getattr(torch, storage))
+    layer = layer.to("cpu").eval()
+    data, offloaded = layer.weight.data, layer.weight.to("meta")
+    layer.weight = Params4bit(data, requires_grad=False, **vars(offloaded)).to("cpu")  # as accelerate does it
+    with torch.no_grad():
+        layer(torch.ones(1, 64, dtype=torch.bfloat16))
+    assert quant_states.is_packed(layer.weight.quant_state)
+    again = layer.weight.to("meta")
+    assert (again.shape, again.dtype) == (offloaded.shape, offloaded.dtype)
+    assert again.quant_state is offloaded.quant_state
+
+
+def test_the_state_of_a_split_model_is_as_before_a_forward(workspace: Any) -> None:
+    """Weights of the vision tower's input and of the projections go back to meta by accelerate's own hooks."""
+    import torch
+
+    if not _host_packs():
+        pytest.skip("this CPU has no AVX512-BF16 (or this bitsandbytes does not use it): nothing is repacked")
+    model = workspace.split("4bit", "both")
+    before = {name: (value.shape, value.dtype, value.device) for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model(**tiny.inputs(workspace.main))
+    after = {name: (value.shape, value.dtype, value.device) for name, value in model.state_dict().items()}
+    assert after == before
+
+
 def test_a_training_step_after_an_eval_forward_has_the_gradients_of_a_fresh_model(packed: Any, workspace: Any) -> None:
     import torch
     from peft import PeftModel

@@ -423,7 +423,7 @@ def test_one_line_says_how_much_stays_in_bf16(
     )
     load("8bit")
     (line,) = lines()
-    assert "experts can be quantized to 4 bits alone" in line
+    assert "experts can only be quantized to 4 bits" in line
     load(None, experts=False)
     workspace.load("4bit")
     assert not lines(), "not quantized, or without experts"

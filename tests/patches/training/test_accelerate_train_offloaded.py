@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
+from gemma4_compat.patches.training import accelerate_train_offloaded
 from gemma4_compat.patches.training.accelerate_train_offloaded import PATCH, _without_offloaded_entries
 from tests.patches.promise import Promise
 
@@ -184,6 +186,46 @@ def test_an_optimizer_that_was_prepared_on_its_own_is_refused_at_the_backward_pa
     with pytest.raises(Gemma4CompatError, match="weights are to be trained and are offloaded"):
         accelerator.backward(loss)
     assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize("quantization, offload", [(None, "towers"), ("4bit", "both"), ("8bit", "layers")])
+def test_an_optimizer_that_accelerate_never_sees_is_refused_at_its_step(
+    workspace: Any, quantization: str | None, offload: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    model = workspace.split(quantization, offload)
+    monkeypatch.setattr(accelerate_train_offloaded, "_split", weakref.WeakSet([model]))  # others of this process live
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), 0.1)
+    batch = workspace.inputs()
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    before = {name: weight.clone() for name, weight in trained.items() if not weight.is_meta}
+    assert any(trained[name].grad is not None for name in before)
+    for kind in (Gemma4CompatError, NotImplementedError):  # in 4-bit upstream's forward raises the second
+        with pytest.raises(kind, match=r"weights are to be trained and are offloaded, 'model\..* Nothing was changed"):
+            optimizer.step()
+    assert all(torch.equal(trained[name], value) for name, value in before.items())
+    model.requires_grad_(False)
+    optimizer.step()
+
+
+def test_an_optimizer_of_another_model_is_let_alone(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gc
+
+    import torch
+    from torch.optim import optimizer as torchs
+
+    model = workspace.split()
+    assert any(weight.requires_grad and weight.is_meta for weight in model.parameters())
+    simulated = torch.nn.Linear(3, 5, device="meta")
+    torch.optim.SGD(simulated.parameters(), 0.1).step()
+    hook = accelerate_train_offloaded._before_step
+    assert list(torchs._global_optimizer_pre_hooks.values()).count(hook) == 1
+    monkeypatch.setattr(accelerate_train_offloaded, "_split", weakref.WeakSet([model]))  # others of this process live
+    del model
+    gc.collect()
+    assert hook not in torchs._global_optimizer_pre_hooks.values()
 
 
 def test_other_models_are_refused_as_before(workspace: Any, accelerator: Any) -> None:

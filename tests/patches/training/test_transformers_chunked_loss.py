@@ -215,7 +215,7 @@ def test_a_training_forward_without_labels_is_told_once(workspace: Any) -> None:
 def test_a_loss_function_of_ones_own_is_used(workspace: Any) -> None:
     model = gemma4_compat.chunked_loss(workspace.load_text()).train()
     model.loss_function = lambda logits, labels, vocabulary, **_: logits.float().sum()
-    with pytest.warns(Gemma4CompatWarning, match="a loss function of its own"):
+    with pytest.warns(Gemma4CompatWarning, match="its own loss function"):
         outputs = model(**batch(workspace, text_only=True))
     assert outputs.loss == outputs.logits.float().sum()
 
@@ -444,7 +444,7 @@ def test_what_has_no_loss_is_refused(workspace: Any) -> None:
     from torch import nn
 
     for model in (workspace.load().model, nn.Linear(2, 2)):
-        with pytest.raises(Gemma4CompatError, match=f"chunked_loss needs a Gemma 4 model.*{type(model).__name__}"):
+        with pytest.raises(Gemma4CompatError, match=f"chunked_loss requires a Gemma 4 model.*{type(model).__name__}"):
             gemma4_compat.chunked_loss(model)
     assert gemma4_compat.chunked_loss(workspace.load_text()) is not None
 

@@ -30,13 +30,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=runner.LIMIT, help="seconds for an entry")
     parser.add_argument("--plant", metavar="MODULE:FUNCTION", help="call this first where the package is on")
     parser.add_argument("--stack-json", type=Path, metavar="OUT", help="a file for what was found")
+    parser.add_argument(
+        "--again",
+        type=Path,
+        metavar="FILE",
+        help="run what failed in this result again, and write it with that",
+    )
     parser.add_argument("--list", action="store_true", help="name the entries, run none")
     parser.add_argument("--all", action="store_true", help="print every entry, not only what is worse")
     options = parser.parse_args(argv)
+    before = json.loads(options.again.read_text(encoding="utf-8")) if options.again else None
     chosen = [
         entry
         for entry in (part.part() if options.ci else entries())
-        if options.only is None or re.search(options.only, entry.name)
+        if (options.only is None or re.search(options.only, entry.name))
+        and (not before or entry.name in before["worse"])
     ]
     if not chosen:
         parser.error("no entry has such a name; --list names them")
@@ -55,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     counts = collections.Counter(item.verdict for item in found)
     print(", ".join(f"{number} {name}" for name, number in counts.most_common()))
     print(f"{counted(chosen)}, {time.perf_counter() - started:.0f} s")
+    if before is not None:
+        options.again.write_text(written(mended(before, found, command(options))), encoding="utf-8")
     if options.stack_json is not None:
         options.stack_json.write_text(written(summary(found, command(options))), encoding="utf-8")
     return 1 if any(item.verdict in verdict.FAILURES for item in found) else 0
@@ -65,6 +75,7 @@ def command(options: argparse.Namespace) -> str:
     words = ["python -m tests.search.differential"]
     words += ["--ci"] if options.ci else []
     words += [f"--only '{options.only}'"] if options.only else []
+    words += [f"--again {options.again.name}"] if options.again else []
     return " ".join(words)
 
 
@@ -94,16 +105,9 @@ def summary(found: Sequence[Judged], command: str) -> dict[str, Any]:
     from gemma4_compat import __version__
     from gemma4_compat._doctor import findings
 
-    outcomes_in_words = sorted({words(item.off) for item in found} | {words(item.on) for item in found})
-    number = {text: index for index, text in enumerate(outcomes_in_words)}
-    calls: dict[str, dict[str, str]] = {}
-    for item in found:
-        name, place, kind = item.name.rsplit(" ", 2)
-        outcomes = calls.setdefault(name, {})
-        if item.off == item.on == "right":
-            continue
-        outcome = "absent" if item.verdict == verdict.ABSENT else f"{number[words(item.off)]} {number[words(item.on)]}"
-        outcomes[outcome] = " ".join(filter(None, [outcomes.get(outcome), f"{place}/{kind}"]))
+    shown = {
+        item.name: None if item.verdict == verdict.ABSENT else (words(item.off), words(item.on)) for item in found
+    }
     return {
         "search": "differential",
         "command": command,
@@ -111,13 +115,66 @@ def summary(found: Sequence[Judged], command: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "versions": findings.stack(),
         "python": platform.python_version(),
-        "calls": len(calls),
+        "calls": len({name.rsplit(" ", 2)[0] for name in shown}),
         "entries": len(found),
         "verdicts": dict(collections.Counter(item.verdict for item in found).most_common()),
         "worse": {item.name: [item.off, item.on] for item in found if item.verdict in verdict.FAILURES},
+        **_numbered(shown),
+    }
+
+
+def _shown(item: Judged) -> tuple[str, str] | None:
+    return None if item.verdict == verdict.ABSENT else (words(item.off), words(item.on))
+
+
+def _numbered(shown: dict[str, tuple[str, str] | None]) -> dict[str, Any]:
+    """Outcomes of entries without and with the package, each written once; None: absent."""
+    outcomes_in_words = sorted({text for pair in shown.values() if pair for text in pair} | {"right"})
+    number = {text: index for index, text in enumerate(outcomes_in_words)}
+    calls: dict[str, dict[str, str]] = {}
+    for full, pair in shown.items():
+        name, place, kind = full.rsplit(" ", 2)
+        outcomes = calls.setdefault(name, {})
+        if pair == ("right", "right"):
+            continue
+        outcome = "absent" if pair is None else f"{number[pair[0]]} {number[pair[1]]}"
+        outcomes[outcome] = " ".join(filter(None, [outcomes.get(outcome), f"{place}/{kind}"]))
+    return {
         "outcomes": outcomes_in_words,
         "right": [name for name, outcomes in calls.items() if not outcomes],
         "found": {name: outcomes for name, outcomes in calls.items() if outcomes},
+    }
+
+
+def mended(before: dict[str, Any], again: Sequence[Judged], command: str) -> dict[str, Any]:
+    """A result whose failing entries ran again: all of them, or the counts would be wrong.
+
+    Raises:
+        ValueError: ``again`` are other entries than those that failed.
+    """
+    if {item.name for item in again} != before["worse"].keys():
+        raise ValueError(f"{len(again)} entries ran again, {len(before['worse'])} had failed")
+    new = summary(again, command)
+    words_before = before["outcomes"]
+    shown: dict[str, tuple[str, str] | None] = {}
+    for name in before["right"]:
+        shown[f"{name} one E2B"] = ("right", "right")  # names the call
+    for name, outcomes in before["found"].items():
+        for outcome, places in outcomes.items():
+            off, _, on = outcome.partition(" ")
+            pair = None if outcome == "absent" else (words_before[int(off)], words_before[int(on)])
+            shown |= {" ".join([name, *place.split("/")]): pair for place in places.split()}
+    for item in again:
+        shown[item.name] = _shown(item)
+    counts = collections.Counter({kind: n for kind, n in before["verdicts"].items() if kind not in verdict.FAILURES})
+    counts.update(new["verdicts"])
+    ran_again = {key: new[key] for key in ("command", "date", "versions", "python", "entries")}
+    return {
+        **before,
+        "again": [*before.get("again", []), ran_again],
+        "verdicts": dict(counts.most_common()),
+        "worse": new["worse"],
+        **_numbered(shown),
     }
 
 

@@ -42,12 +42,14 @@ def side(
     *,
     on: bool,
     repaired: bool = False,
+    adapter_first: bool = False,
     plant: str | None = None,
     limit: float = LIMIT,
 ) -> dict[str, Result]:
     """What the entries give, by name; ``work`` has the checkpoints, which the first side makes.
 
     ``repaired``: without the package but for the patches of ``sequences_run.REPAIRED``, defects of one device.
+    ``adapter_first``: models are dispatched after they got their adapters.
 
     Raises:
         RuntimeError: the process that runs them ended early.
@@ -55,10 +57,8 @@ def side(
     out = Path(tempfile.mkdtemp(prefix="side-", dir=work))
     names = [entry.name for entry in entries]
     order = out / "order.json"
-    order.write_text(
-        json.dumps({"entries": names, "out": str(out), "work": str(work), "limit": limit, "plant": plant}),
-        encoding="utf-8",
-    )
+    given = {"limit": limit, "plant": plant, "adapter_first": adapter_first}
+    order.write_text(json.dumps({"entries": names, "out": str(out), "work": str(work), **given}), encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GEMMA4_COMPAT_")}
     environment |= {
         "OMP_NUM_THREADS": "1",
@@ -87,7 +87,7 @@ def judged(
     for entry in entries:
         one = Entry(entry.call, "one", entry.kind).name
         right = _right((better or {}).get(one)) or _right(off.get(one)) or _right(on.get(one))
-        alone = off.get(one, {}).get("type")
+        alone = (better or {}).get(one) or off.get(one)
         results = off[entry.name], on[entry.name]
         found.append(verdict.judge(entry.name, *results, right, entry.call.tolerance, alone=alone))
     return found
@@ -96,12 +96,19 @@ def judged(
 def again(
     entries: Sequence[Entry], found: list[Judged], off: dict[str, Result], on: dict[str, Result], work: Path
 ) -> list[Judged]:
-    """The verdicts once more, where worse entries may have the answer of one device without a known defect of it."""
-    worse = {item.name for item in found if item.verdict == verdict.WORSE}
-    asked = {one.name: one for one in (Entry(e.call, "one", e.kind) for e in entries if e.name in worse)}
-    if not asked:
+    """The verdicts once more, where worse entries may have the answer of one device without a known defect of it.
+
+    And where upstream had a whole model: PEFT without the package undoes the placement of its base. Upstream is asked
+    again there, for a model that gets its adapter first and is split then.
+    """
+    worse = [entry for entry, item in zip(entries, found) if item.verdict in verdict.FAILURES]
+    if not worse:
         return found
-    return judged(entries, off, on, side(list(asked.values()), work, on=False, repaired=True))
+    undone = [entry for entry in worse if entry.place != "one" and off[entry.name].get("whole")]
+    if undone:
+        off = off | side(undone, work, on=False, adapter_first=True)
+    ones = {one.name: one for one in (Entry(entry.call, "one", entry.kind) for entry in worse)}
+    return judged(entries, off, on, side(list(ones.values()), work, on=False, repaired=True))
 
 
 def _right(result: Result | None) -> dict[str, Any] | None:

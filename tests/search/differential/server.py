@@ -4,7 +4,8 @@ A fork has a model that nobody has touched, and takes with it what a call leaves
 crash. The package is on unless GEMMA4_COMPAT_DISABLE says ``all``.
 
 ``python -m tests.search.differential.server ORDER``: a JSON file with ``entries`` (names), ``out`` and ``work``
-(folders), ``limit`` (seconds for an entry) and ``plant`` (``module:function`` to call first, or None).
+(folders), ``limit`` (seconds for an entry), ``adapter_first`` (dispatch the model with its adapter) and ``plant``
+(``module:function`` to call first, or None).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main(order_file: str) -> int:
                     failed = {"status": "absent", "text": _first_line(error)}
                 gc.collect()
                 gc.freeze()
-            result = failed or _forked(entry, workspace, model, order["limit"])
+            result = failed or _forked(entry, workspace, model, order)
             with (out / f"{number}.unfinished").open("wb") as file:
                 pickle.dump(result, file)
             (out / f"{number}.unfinished").rename(out / f"{number}.pkl")
@@ -71,12 +72,13 @@ def _libraries() -> None:
     warnings.simplefilter("ignore")
 
 
-def _forked(entry: table.Entry, workspace: Any, model: Any, limit: float) -> dict[str, Any]:
+def _forked(entry: table.Entry, workspace: Any, model: Any, order: dict[str, Any]) -> dict[str, Any]:
     """What an entry gives, from a fork."""
+    limit = order["limit"]
     folder = Path(tempfile.mkdtemp(prefix="gemma4-entry-"))
     process = os.fork()
     if not process:
-        _child(entry, workspace, model, folder)
+        _child(entry, workspace, model, folder, order["adapter_first"])
     descriptor = os.pidfd_open(process)
     try:
         ready, _, _ = select.select([descriptor], [], [], limit)
@@ -94,7 +96,7 @@ def _forked(entry: table.Entry, workspace: Any, model: Any, limit: float) -> dic
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _child(entry: table.Entry, workspace: Any, model: Any, folder: Path) -> None:
+def _child(entry: table.Entry, workspace: Any, model: Any, folder: Path, adapter_first: bool) -> None:
     import torch
 
     torch.set_num_threads(torch.get_num_threads())  # a fork's pool is made anew; two threads at once must not do that
@@ -112,7 +114,7 @@ def _child(entry: table.Entry, workspace: Any, model: Any, folder: Path) -> None
     result: dict[str, Any]
     here = None
     try:
-        here = world.World(workspace, entry.kind, entry.place, model)
+        here = world.World(workspace, entry.kind, entry.place, model, adapter_first)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             shown = entry.call.function(here, **entry.call.options)
@@ -131,6 +133,7 @@ def _child(entry: table.Entry, workspace: Any, model: Any, folder: Path) -> None
             "ready": here is not None and here.ready,
             "trace": "".join(traceback.format_exception(error))[-6000:],
         }
+    result["whole"] = here is not None and here.whole
     (folder / "result").write_bytes(pickle.dumps(result))
     os._exit(0)
 

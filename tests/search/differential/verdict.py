@@ -31,21 +31,19 @@ def judge(
     right: dict[str, Any] | None,
     tolerance: float = 0.0,
     *,
-    alone: str | None = None,
+    alone: Result | None = None,
 ) -> Judged:
-    """``right``: what one device gave without the package, None where it gave nothing; ``alone``: the type of its
-    error.
-    """
+    """``right``: what one device gave without the package, None where it gave nothing; ``alone``: its result."""
     if "absent" in (off["status"], on["status"]):
         same = off["status"] == on["status"]
         return Judged(name, ABSENT if same else WORSE, off.get("text", "a value"), on.get("text", "a value"))
     if right is None and on["status"] == "value":
         right = on["value"]  # nothing to compare with: it is compared with itself
     before, after = _outcome(off, right, tolerance), _outcome(on, right, tolerance)
-    return Judged(name, _verdict(off, on, before, after, alone), before, after, on.get("trace", ""))
+    return Judged(name, _verdict(off, on, before, after, alone or {}), before, after, on.get("trace", ""))
 
 
-def _verdict(off: Result, on: Result, before: str, after: str, alone: str | None) -> str:
+def _verdict(off: Result, on: Result, before: str, after: str, alone: Result) -> str:
     if before == "right":
         return HANG if on["status"] == "hang" else EQUAL if after == "right" else WORSE
     if after == "right":
@@ -53,11 +51,14 @@ def _verdict(off: Result, on: Result, before: str, after: str, alone: str | None
     if on["status"] in ("hang", "crash"):
         return EQUAL if off["status"] == on["status"] else HANG
     if off["status"] == "error" and on["status"] == "error":
-        # Where upstream has no such model, or says something else on one device, that is what a program catches.
-        unreached = not off.get("ready", True)
-        return EQUAL if unreached or {off["type"], alone} & set(on["mro"]) else OTHER_ERROR
+        # Where upstream has no such model, or says something else on one device, that is what a program catches. What
+        # it stumbles over in its own code, a None, nobody catches.
+        unreached = not off.get("ready", True) or off["text"].startswith("'NoneType' object has no attribute")
+        return EQUAL if unreached or {off["type"], alone.get("type")} & set(on["mro"]) else OTHER_ERROR
     if on["status"] == "value" and off["status"] != "value":
-        return WORSE  # an error became a wrong answer
+        # An error became a wrong answer. By the call's word it may be wrong on one device as well.
+        same = alone.get("status") == "value" and difference(alone["value"], on["value"]) is None
+        return EQUAL if same else WORSE
     if off["status"] == "value" and on["status"] == "error":
         return BETTER  # a wrong answer became an error
     return EQUAL

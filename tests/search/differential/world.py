@@ -40,16 +40,20 @@ class World:
         kind: a key of ``table.KINDS``.
         place: one of ``table.EVERYWHERE``.
         on: whether the package is.
+        adapter_first: whether the model is dispatched with its adapter, by upstream alone.
+        whole: whether no weight is offloaded, once :attr:`model` is there.
         quantization: of the kind.
         adapter_kind: of the kind.
         folder: an empty one.
     """
 
-    def __init__(self, workspace: Workspace, kind: str, place: str, loaded: Any) -> None:
+    def __init__(self, workspace: Workspace, kind: str, place: str, loaded: Any, adapter_first: bool = False) -> None:
         self.workspace = workspace
         self.kind = kind
         self.place = place
         self.on = "GEMMA4_COMPAT_DISABLE" not in os.environ
+        self.adapter_first = adapter_first
+        self.whole = False
         self.ready = False  # whether the model is there: an error before that is not the call's
         _, self.quantization, self.adapter_kind = KINDS[kind]
         self.folder = Path(tempfile.mkdtemp(prefix="call-"))
@@ -70,8 +74,11 @@ class World:
     @functools.cached_property
     def model(self) -> Any:
         """What the user calls: the model, dispatched to the place, with the kind's adapter."""
-        model = self.dispatch(self.fresh())
-        model = model if self.adapter_kind is None else self.with_adapter(model)
+        base = self.fresh() if self.adapter_first else self.dispatch(self.fresh())
+        model = base if self.adapter_kind is None else self.with_adapter(base)
+        if self.adapter_first:
+            self.dispatch(base)
+        self.whole = not any(parameter.is_meta for parameter in model.parameters())
         self.ready = True
         return model
 
