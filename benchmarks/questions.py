@@ -28,7 +28,7 @@ class Question:
         benchmark: whose runs it shows.
         column: a title that only this one of the benchmark's tables has.
         bars: the titles of what the picture shows; none where there is nothing to draw.
-        labels: how many columns say what a row is of.
+        labels: how many columns name the row.
     """
 
     page: str
