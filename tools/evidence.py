@@ -5,7 +5,8 @@ variant of Gemma 4) and ``gpu``. An outcome is written once, ``seen`` says where
 new patch is one new file, a retired one a deleted file, and another measurement with the same outcome a changed line.
 What is left out has its usual value: ``reverted`` is as ``off``, no test failed, nothing was skipped.
 
-``matrix.json``, ``variants.json`` and ``gpu/STACK.json`` have the rest: releases, devices, and measurements that belong to no patch.
+``matrix.json``, ``variants.json`` and ``gpu/STACK.json`` have the rest: releases, devices, and measurements that
+belong to no patch.
 """
 
 from __future__ import annotations
