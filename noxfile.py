@@ -94,7 +94,7 @@ def fingerprints(session: nox.Session) -> None:
 
 @nox.session
 def matrix(session: nox.Session) -> None:
-    """Patch tests in every stack of tests/matrix.toml; results in docs/matrix. `-- --ci`, `-- STACK ...`."""
+    """Patch tests in every stack of tests/matrix.toml; results in docs/evidence. `-- --ci`, `-- STACK ...`."""
     session.install(*NEWEST, *MATRIX)
     session.run("python", "-m", "tools.matrix", "run", *session.posargs)
 
@@ -118,19 +118,21 @@ def canary(session: nox.Session) -> None:
 def upstream(session: nox.Session, stack: str) -> None:
     """Accelerate's and PEFT's own tests, with the shim off and on; fails where an outcome differs."""
     session.install("-c", f"constraints/{stack}.txt", ".[test]", *UPSTREAM)
-    session.run("python", "tools/upstream_suites.py", "--out", f"docs/upstream/{stack}.json", *session.posargs)
+    session.run(
+        "python", "tools/upstream_suites.py", "--out", f"docs/evidence/upstream/{stack}.json", *session.posargs
+    )
 
 
 @nox.session
 @nox.parametrize("stack", ["newest", "thread"])
 def clients(session: nox.Session, stack: str) -> None:
-    """lm-evaluation-harness, TRL, the Trainer and pipelines on split models; results in docs/clients."""
+    """lm-evaluation-harness, TRL, the Trainer and pipelines on split models; results in docs/evidence/clients."""
     session.install("-c", f"constraints/{stack}.txt", ".[test]", *CLIENTS)
     # A torchvision that was built against another torch breaks the import of transformers; without it, tests that need
     # it are skipped.
     if session.run("python", "-c", "import torchvision", success_codes=[0, 1], silent=True):
         session.run("pip", "uninstall", "-y", "torchvision")
-    results = {"GEMMA4_COMPAT_CLIENTS": f"docs/clients/{stack}.json"}
+    results = {"GEMMA4_COMPAT_CLIENTS": f"docs/evidence/clients/{stack}.json"}
     session.run("python", "-m", "pytest", "tests/clients", *session.posargs, env=results)
 
 

@@ -1,8 +1,8 @@
-"""Tables and pictures of the committed runs of benchmarks whose results are in folders of benchmarks/results.
+"""Tables of the committed runs of benchmarks whose results are in folders of benchmarks/results.
 
-python benchmarks/compare_report.py  print the tables
+python benchmarks/compare_report.py  print all of them
 
-tools/docs.py puts them into docs/BENCHMARKS.md, and writes the pictures, docs/<benchmark>.svg.
+questions.py makes the pages in docs/benchmarks of them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ import multiprocessors_fit
 import peers_report
 import trainers_report
 import training_report
-from pictures import Panel, Row, chart
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PLOTS = ROOT / "docs"
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 CALLS = ("python_calls", "c_calls")
 #: Of a case of graph_decoding.py and experts.py: what a table shows.
@@ -85,7 +83,7 @@ def read(file: Path) -> Run:
 
 
 def section(benchmark: str) -> str:
-    """What docs/BENCHMARKS.md says of the committed runs."""
+    """All tables of the committed runs of a benchmark."""
     runs = {file: read(file) for file in committed(benchmark).values()} | earlier(benchmark)
     if not runs:
         return (
@@ -100,8 +98,6 @@ def section(benchmark: str) -> str:
         if missing := not_run(run, runs.values()) if benchmark in EVERY else run["not_run"]:
             why = "" if benchmark in REASONS else ", for lack of time"
             parts += [f"Not run{why}: {', '.join(missing)}.", ""]
-    if rows(benchmark):
-        parts += [f"![{TITLES[benchmark]}]({benchmark}.svg)", ""]
     lines = "\n".join(parts).rstrip().splitlines()
     once = {line: number for number, line in reversed(list(enumerate(lines)))}  # what is true of every run
     return "\n".join(
@@ -249,7 +245,7 @@ HOW = {"peft": "`PeftModel.from_pretrained`", "transformers": "`model.load_adapt
 
 def adapter_whole(run: Run) -> str:
     """Seconds of both sides, and their ratio."""
-    titles = ("shape", "loaded by", "upstream", "with the shim", "ratio", "first load: upstream", "with the shim")
+    titles = ("shape", "loaded by", "upstream", "with the shim", "ratio", "first load: upstream", "first load: shim")
     rows = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for shape, entry in run["shapes"].items():
         for how, found in entry["summary"].items():
@@ -414,79 +410,6 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "training": training_report.table,
     "trainers": trainers_report.table,
 }
-TITLES = {
-    "adapter_load": "Adapter load with the shim, as a share of upstream's time: less is better",
-    "idle_shim": "Cost of an idle shim in per cent: 0 is none",
-    "alternatives": "What one could do on a small card instead",
-    "graph_decoding": "Decoding by replay: speed and memory",
-}
-PANELS = {
-    "adapter_load": (Panel(line=1.0),),
-    "idle_shim": (Panel(),),
-    "alternatives": (Panel("speed, of all on the GPU", 1.0), Panel("peak VRAM, GiB")),
-    "graph_decoding": (Panel("tokens a second"), Panel("peak VRAM, GiB")),
-}
-
-
-# Pictures
-
-
-def rows(benchmark: str) -> list[Row]:
-    """What is drawn."""
-    found: list[Row] = []
-    runs = [read(file) for file in committed(benchmark).values()]
-    if benchmark == "graph_decoding":  # of which a run has some cases only
-        runs = sorted([*runs, *earlier(benchmark).values()], key=lambda run: SHAPES.index(run["shape"]))
-    for run in runs:
-        name = named(run, "transformers ")
-        if benchmark == "adapter_load":
-            for entry in run["summary"].values():
-                if (took := load_ratio(entry)) is not None:
-                    label = f"{entry['what']}\n{name}"
-                    found.append(Row(label, "ours", (took["median"],), (tuple(took["interval_95"]),)))
-        elif benchmark == "idle_shim":
-            for entry in run["models"].values():
-                for what, cost in entry.get("costs", {}).items():
-                    if cost["indistinguishable_from_zero"] is None:
-                        continue  # too few rounds to draw a conclusion, or anything
-                    for kind, colour in (("A/B", "ours"), ("A/A", "noise"), ("B/B", "noise")):
-                        spread = cost["ratios"][kind]
-                        low, high = (100 * (end - 1) for end in spread["interval_95"])
-                        label = {"A/B": "shim", "A/A": "noise, with", "B/B": "noise, without"}[kind]
-                        text = f"{label}: {what}, {entry['what']}\n{name}"
-                        found.append(Row(text, colour, (100 * (spread["median"] - 1),), ((low, high),)))
-        elif benchmark == "alternatives":
-            for entry in run["choices"].values():
-                if "share" in entry:
-                    found.append(Row(f"{entry['what']}\n{name}", entry["who"], (entry["share"], entry["peak_gib"])))
-        elif benchmark == "graph_decoding":
-            for entry in run["cases"].values():
-                if shown(entry, "speed"):
-                    found += replayed(entry, run["shape"])
-    return found
-
-
-def replayed(entry: Run, shape: str) -> list[Row]:
-    """Two bars of a case: its steps as they are, and replayed."""
-    found = entry["speed"]["summary"]
-    return [
-        Row(
-            label,
-            kind,
-            (found["tok_s"][way]["median"], found["peak_gib"][way]),
-            (tuple(found["tok_s"][way]["interval_95"]), None),
-        )
-        for way, kind, label in (("eager", "eager", f"{shape}: {entry['what']}"), ("replayed", "ours", ""))
-    ]
-
-
-def pictures() -> dict[Path, str]:
-    """Each picture of the committed runs, as it should be."""
-    return {
-        PLOTS / f"{benchmark}.svg": chart(TITLES[benchmark], PANELS[benchmark], shown)
-        for benchmark in TITLES
-        if (shown := rows(benchmark))
-    }
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,16 +25,14 @@ LABEL = 48
 COLOURS = {
     "ours": ("#2f6fbf", "#6aa5e8"),
     "upstream": ("#b4532a", "#e0855c"),
-    "eager": ("#b4532a", "#e0855c"),
+    "other": ("#6f6f6f", "#a0a0a0"),
     "reference": ("#6f6f6f", "#a0a0a0"),
-    "noise": ("#6f6f6f", "#a0a0a0"),
 }
 NAMES = {
     "ours": "with gemma4_compat",
     "upstream": "upstream",
-    "eager": "the same call, not replayed",
+    "other": "other software",
     "reference": "everything on the GPU",
-    "noise": "the same setting twice",
 }
 #: Text and lines, on a light and on a dark page.
 INK = ("#333333", "#d8d8d8")

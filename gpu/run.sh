@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The GPU tests and benchmarks in one or two stacks, without a network. Writes docs/gpu/<stack>.json and
-# docs/gpu/benchmarks/<stack>/ (or below $OUT).
+# The GPU tests and benchmarks in one or two stacks, without a network. Writes $OUT/<stack>.json, which
+# `python -m tools.evidence FILE ...` puts into docs/evidence, and $OUT/benchmarks/<stack>/.
 # usage: gpu/run.sh WHEELS [PYTEST ARGUMENTS...]   WHEELS holds one folder of wheels a stack: WHEELS/newest, WHEELS/thread
 # The machine needs torch with CUDA, pytest, typer and what transformers needs beside these wheels. Wheels in WHEELS/tools
 # go with every stack; with pytest-xdist among them (or installed) tiny models take WORKERS processes (8), since most of
@@ -10,7 +10,7 @@
 # free. A result that is already there keeps what other parts measured.
 set -u
 wheels=$1; shift
-out=${OUT:-docs/gpu}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"; logs=$(cd "$logs" && pwd)
+out=${OUT:-$(mktemp -d)}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"; logs=$(cd "$logs" && pwd)
 matrix="tests/gpu/test_thread.py"  # it and "small" fill the card: nothing else may be on it; two GPUs halve its time
 small="tests/gpu/test_small_card.py"
 several="tests/gpu/test_two_gpus.py tests/gpu/test_tuners.py"
@@ -107,5 +107,5 @@ for ((gpu = 0; gpu < gpus; gpu += 2)); do
   [ $((gpu + 1)) -lt "$gpus" ] || [ "$gpus" -eq 1 ] && drain "$logs/pair.queue" "$gpu,$((gpu + 1))" "$@" &
 done
 wait
-echo "logs: $logs"
+echo "results: $out; logs: $logs"
 [ ! -e "$logs/failed" ]

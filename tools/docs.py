@@ -1,5 +1,5 @@
-"""Generate docs/PATCHES.md, docs/ERRORS.md, docs/VARIANTS.md, gemma4_compat/patches/raised.py and the marked parts of
-README.md and other pages from registry and measurements.
+"""Generate docs/PATCHES.md, docs/patches and other pages, the lists of docs/FAILURE_POINTS.md, the marked parts of
+README.md and other pages, and the errors in gemma4_compat/patches/measured.py from registry and measurements.
 
 python tools/docs.py            write them
 python tools/docs.py --check    exit 1 when they are stale (a test does this)
@@ -7,7 +7,6 @@ python tools/docs.py --check    exit 1 when they are stale (a test does this)
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable
@@ -18,18 +17,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
 import compare_report  # noqa: E402
-import multiprocessors_fit  # noqa: E402
+import questions  # noqa: E402
 import small_card_report  # noqa: E402
 
-from tools import variants  # noqa: E402
+from tools import fingerprints, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
     clients,
     errors,
+    failure_points,
     fuzzing,
     gives,
     gpu,
     interpreters,
-    matrix,
     measurements,
     patches,
     quantization,
@@ -44,7 +43,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "README.md": [("common errors", errors.common), ("what it gives", gives.section)],
     "docs/SMALL_CARD.md": [("small card", small_card_report.section)],
     "docs/MERGING.md": [("merge", measurements.merge_section), ("checkpoints", measurements.checkpoints_section)],
-    "docs/RELEASES.md": [("matrix", matrix.summary), ("upstream", measurements.upstream_section)],
+    "docs/RELEASES.md": [("upstream", measurements.upstream_section)],
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
     "docs/DECODING.md": [("replays", measurements.replays_section)],
@@ -53,15 +52,10 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
         ("what it costs", compare_report.summary),
         ("measured when", compare_report.measured_when),
     ],
-    "docs/BENCHMARKS.md": [
-        (benchmark.replace("_", " "), functools.partial(compare_report.section, benchmark))
-        for benchmark in compare_report.TABLES
-    ]
-    + [("model of cards", multiprocessors_fit.section)],
 }
 
 #: Pages whose parts have links that are right where they stand.
-AS_WRITTEN = ("README.md", "docs/BENCHMARKS.md")
+AS_WRITTEN = ("README.md",)
 
 
 def with_parts(page: str) -> str:
@@ -74,9 +68,11 @@ def with_parts(page: str) -> str:
 
 def main() -> int:
     wanted = {ROOT / page: with_parts(page) for page in PARTS}
-    wanted[ROOT / "docs" / "ERRORS.md"] = errors.page()
-    wanted[ROOT / "docs" / "PATCHES.md"] = patches.patches_page()
-    wanted[ROOT / "gemma4_compat" / "patches" / "raised.py"] = raised.module()
+    wanted[ROOT / "docs" / "PATCHES.md"] = patches.index()
+    wanted |= {ROOT / "docs" / "patches" / f"{area}.md": text for area, text in patches.area_pages().items()}
+    wanted[failure_points.PAGE] = failure_points.page()
+    known = fingerprints.known(), fingerprints.patches(), raised.errors()
+    wanted[fingerprints.DATA] = fingerprints.text(*known)
     wanted[ROOT / "docs" / "QUANTIZATION.md"] = quantization.page()
     training = (ROOT / "docs" / "TRAINING.md").read_text(encoding="utf-8")
     wanted[ROOT / "docs" / "TRAINING.md"] = filled(training, "chunked loss", measurements.chunked_loss_section())
@@ -89,13 +85,16 @@ def main() -> int:
         wanted[ROOT / "docs" / "UPSTREAM_LIMITS.md"] = upstream_limits.page()
     if interpreters.FILE.exists():
         wanted[ROOT / "docs" / "INTERPRETERS.md"] = interpreters.page()
-    wanted |= small_card_report.pictures() | compare_report.pictures()
+    for page, content in questions.pages().items():
+        wanted[page] = filled(page.read_text(encoding="utf-8"), page.stem.replace("_", " "), content)
+    wanted |= small_card_report.pictures() | questions.pictures()
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if "--check" in sys.argv:
         for path in stale:
             print(f"{path.relative_to(ROOT)} is stale; run python tools/docs.py", file=sys.stderr)
         return 1 if stale else 0
     for path in stale:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(wanted[path], encoding="utf-8")
         print(f"wrote {path.relative_to(ROOT)}")
     return 0

@@ -37,7 +37,8 @@ HEAD = '''"""Releases that were measured, and the fingerprints of the code that 
 
 Written by ``python tools/fingerprints.py --write``; do not edit. ``RELEASES`` is ordered. ``MODULES`` has the modules
 of each patch's targets, so that its file is imported only when one of them is. ``KNOWN`` is target -> fingerprint ->
-releases.
+releases. ``RAISED`` is patch -> errors of its reproduction without the shim, which ``gemma4-compat explain`` searches;
+``python tools/docs.py`` writes it.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def merged(data: Found, found: Iterable[Found]) -> Found:
     return result
 
 
-def text(data: Found, known_patches: Iterable[Patch]) -> str:
-    """The data file."""
+def text(data: Found, known_patches: Iterable[Patch], raised: Mapping[str, Iterable[str]] = measured.RAISED) -> str:
+    """The data file. What is ``raised`` no fingerprint says: tools/docs.py takes it from docs/evidence."""
     known_patches = tuple(known_patches)
     names = sorted({patch.distribution for patch in known_patches})
     targets = {str(target) for patch in known_patches for target in patch.targets}
@@ -139,6 +140,9 @@ def text(data: Found, known_patches: Iterable[Patch]) -> str:
         first = sorted(spans, key=lambda code: order.index(spans[code].split(", ")[0].split(" - ")[0]))
         held = ", ".join(f"{_quoted(code)}: {_quoted(spans[code])}" for code in first)
         lines += [f"    {_quoted(target)}: {{{held}}},"]
+    lines += ["}", "", "RAISED: dict[str, tuple[str, ...]] = {"]
+    ids = {patch.id for patch in known_patches}
+    lines += [f"    {_quoted(name)}: {_tuple(texts)}," for name, texts in sorted(raised.items()) if name in ids]
     return "\n".join([*lines, "}", ""])
 
 

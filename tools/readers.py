@@ -1,6 +1,6 @@
 """Which readers load what is written here: every variant, every writer, every reader; docs/READERS.md and its data.
 
-python -m tools.readers run READER==RELEASE@PYTHON[:FOLDER] ...   docs/readers.json and the page
+python -m tools.readers run READER==RELEASE@PYTHON[:FOLDER] ...   docs/evidence/readers.json and the page
 python -m tools.readers page                                      the page alone
 
 PYTHON is that of an environment with the reader, as `pip install 'mlx[cpu]' mlx-lm` makes one; FOLDER has another
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA, PAGE = ROOT / "docs" / "readers.json", ROOT / "docs" / "READERS.md"
+DATA, PAGE = ROOT / "docs" / "evidence" / "readers.json", ROOT / "docs" / "READERS.md"
 CHILD = ROOT / "tools" / "reader_child.py"
 BEGIN, END = "<!-- tables: python -m tools.readers page -->\n", "<!-- end of tables -->\n"
 IDS = [5, 9, 17, 33, 2, 64, 100, 7, 8, 91, 10, 11]

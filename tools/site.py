@@ -6,6 +6,7 @@ CHANGELOG, CONTRIBUTING and SECURITY become pages. Other links that leave docs/ 
 
 from __future__ import annotations
 
+import posixpath
 import re
 import runpy
 from pathlib import Path
@@ -20,7 +21,7 @@ FROM_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 BOOST = {
     "SETTINGS.md": 10,
     **dict.fromkeys(("DECODING.md", "MERGING.md", "READERS.md", "SMALL_CARD.md", "TRAINING.md"), 3),
-    **dict.fromkeys(("API.md", "CHANGELOG.md", "JSON.md", "PATCHES.md", "VARIANTS.md"), 0.4),
+    **dict.fromkeys(("API.md", "CHANGELOG.md", "JSON.md", "VARIANTS.md"), 0.4),
 }
 
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?![a-z]+:|#)([^)\s]+)\)")
@@ -37,8 +38,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Mend the links of a page, and say how high the search puts it."""
-    page.meta.setdefault("search", {"boost": BOOST.get(page.file.src_path, 1)})
-    return _LINK.sub(lambda found: _link(found, files), markdown)
+    usual = 0.4 if posixpath.dirname(page.file.src_path) else 1
+    page.meta.setdefault("search", {"boost": BOOST.get(page.file.src_path, usual)})
+    return _LINK.sub(lambda found: _link(found, files, posixpath.dirname(page.file.src_path)), markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
@@ -50,9 +52,11 @@ def _seen_from_docs(target: str) -> str:
     return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
 
 
-def _link(found: re.Match[str], files: Files) -> str:
+def _link(found: re.Match[str], files: Files, folder: str) -> str:
     picture, text, target = found.groups()
     path, _, anchor = target.partition("#")
+    if folder:  # as it is written on a page of docs/
+        path = posixpath.normpath(posixpath.join(folder, path))
     inside = path.removeprefix("../")
     if path == "../README.md":
         return f"[{text}](index.md)"

@@ -30,8 +30,8 @@ from typing import Any
 
 #: What people type, and the page that answers it.
 QUERIES = {
-    "_is_hf_initialized": "FAILURE_POINTS",
-    "Gemma4ClippableLinear is not supported": "FAILURE_POINTS",
+    "_is_hf_initialized": "PATCHES",
+    "Gemma4ClippableLinear is not supported": "PATCHES",
     "out of memory training": "TRAINING",
     "merge adapter": "MERGING",
     "tokens per second slow": "DECODING",

@@ -4,8 +4,9 @@ python -m tools.upgrade LIBRARY RELEASE      such as: peft 0.22.0
 
 Installs the newest stack with that release, fingerprints the code that patches replace in it, and runs every
 reproduction there: without the patches, with them, and with them undone. Then it writes what nobody should type:
-gemma4_compat/patches/measured.py, constraints/newest.txt, the stacks of tests/matrix.toml, the results in docs/matrix
-and the pages made of them. It prints what a person has to look at, and exits 1 where a patch file has to be edited.
+gemma4_compat/patches/measured.py, constraints/newest.txt, the stacks of tests/matrix.toml, the results in
+docs/evidence and the pages made of them. It prints what a person has to look at, and exits 1 where a patch file has to
+be edited.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from packaging.version import InvalidVersion, Version
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions
 from gemma4_compat.patches import measured
-from tools import fingerprints
+from tools import evidence, fingerprints
 from tools.matrix import environments, measure, stacks
-from tools.matrix.stacks import LIBRARIES, RESULTS, ROOT, TABLE
+from tools.matrix.stacks import LIBRARIES, ROOT, TABLE
 
 CONSTRAINTS = ROOT / "constraints" / "newest.txt"
 
@@ -71,7 +72,7 @@ def verdicts(library: str, release: str, patches: tuple[Patch, ...], entries: Ma
             )
         elif entry["verdict"] not in measure.AS_CLAIMED or entry["failures"]:
             reasons = "; ".join(f"{test}: {message[:200]}" for test, message in entry["failures"].items())
-            found[file] = f"{entry['verdict']}: {reasons or 'see docs/matrix/newest.json'}"
+            found[file] = f"{entry['verdict']}: {reasons or 'see docs/evidence/patches/' + patch.id + '.json'}"
     return found
 
 
@@ -99,10 +100,10 @@ def stacks_with(text: str, library: str, release: str, newest: stacks.Stack) -> 
 
 def keep_results(name: str, newest: stacks.Stack) -> None:
     """The results of what was the newest stack, under its new name."""
-    file, kept = RESULTS / "newest.json", RESULTS / f"{name}.json"
-    if file.exists() and not kept.exists():
-        data = json.loads(file.read_text(encoding="utf-8")) | {"cell": name, "why": newest.why}
-        kept.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    known = stacks.read()
+    found = evidence.matrix({"newest": newest, name: known[name]})
+    if "newest" in found and name not in found:
+        evidence.write_matrix({name: found["newest"]}, known)
 
 
 def fingerprinted(library: str, release: str, pins: Mapping[str, str], work: Path) -> fingerprints.Found:
@@ -150,10 +151,10 @@ def upgrade(library: str, release: str, work: Path, jobs: int) -> Look:
     # In a process of its own: this one has the data of before.
     command = [sys.executable, "-m", "tools.matrix", "--work", str(work), "run", "newest", "--reproductions"]
     subprocess.run([*command, "--split", str(jobs)], cwd=ROOT, check=False)
-    entries = json.loads((RESULTS / "newest.json").read_text(encoding="utf-8"))["patches"]
+    entries = stacks.results()["newest"]["patches"]
     look.edit = verdicts(library, release, patches, entries)
     subprocess.run([sys.executable, "tools/docs.py"], cwd=ROOT, check=True)
-    written = [fingerprints.DATA, CONSTRAINTS, TABLE, RESULTS, ROOT / "docs" / "PATCHES.md", ROOT / "README.md"]
+    written = [fingerprints.DATA, CONSTRAINTS, TABLE, evidence.EVIDENCE, ROOT / "docs" / "patches"]
     print(report(look, library, release, patches, written))
     return look
 

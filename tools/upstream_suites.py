@@ -1,6 +1,6 @@
 """Run upstream's own tests twice, shim off and on, and fail on any test whose outcome differs.
 
-python tools/upstream_suites.py --out docs/upstream/newest.json
+python tools/upstream_suites.py --out docs/evidence/upstream/newest.json
 
 Run it with the Python of an environment that holds the stack. It fetches the source distributions of the installed
 accelerate and peft from pip's index, unpacks their tests, and runs what needs neither the hub nor a GPU in one process

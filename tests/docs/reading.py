@@ -17,7 +17,7 @@ from tests.helpers import ROOT
 
 #: Every page that a user reads.
 PAGES = sorted(
-    [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"] + [*(ROOT / "docs").glob("*.md")],
+    [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"] + [*(ROOT / "docs").rglob("*.md")],
     key=lambda path: (path.parent != ROOT, path.name),
 )
 
@@ -72,8 +72,8 @@ def pictures(page: Path) -> list[tuple[str, str]]:
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """What a link may name after ``#``: GitHub's rule, which the site follows (mkdocs.yml)."""
-    found: set[str] = set()
+    """What a link may name after ``#``: GitHub's rule, which the site follows (mkdocs.yml), and ``<a id="...">``."""
+    found = set(re.findall(r'<a id="([^"]+)"></a>', page.read_text(encoding="utf-8")))
     counts: dict[str, int] = {}
     known = tokens(page)
     for index, token in enumerate(known):

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import gemma4_compat
 from tests.docs import reading
 from tests.helpers import ROOT
 
-PAGES = [pytest.param(page, id=page.name) for page in [*reading.PAGES, ROOT / "CHANGELOG.md"]]
+PAGES = [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in [*reading.PAGES, ROOT / "CHANGELOG.md"]]
 
 
 def broken(page: Path) -> list[str]:
@@ -42,6 +43,19 @@ def test_pictures_have_a_text(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES[:-1])  # the changelog only grows
+def test_no_page_is_too_long_to_read(page: Path) -> None:
+    assert page.stat().st_size <= 60_000
+
+
+def test_every_patch_has_an_anchor_in_the_list_and_an_entry_of_its_area() -> None:
+    """Links from outside, such as docs/PATCHES.md#peft-keep-dispatch, still lead to it."""
+    listed = reading.anchors(ROOT / "docs" / "PATCHES.md")
+    for patch in gemma4_compat.patches():
+        assert patch.id in listed
+        assert patch.id in reading.anchors(ROOT / "docs" / "patches" / f"{patch.area}.md")
 
 
 def test_the_readme_has_no_word_that_only_this_project_knows() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from gemma4_compat.patches.raised import RAISED
+from gemma4_compat.patches.measured import RAISED
 from tests.fuzz import values
 from tests.fuzz.case import Case
 

@@ -1,6 +1,6 @@
 """Run the case in every interpreter and way, and write what happened.
 
-    python -m tests.interpreters --python PATH --python PATH --out docs/interpreters.json
+    python -m tests.interpreters --python PATH --python PATH --out docs/evidence/interpreters.json
 
 Each interpreter takes the large case where it can import the libraries, else the small one. `uv python install` gets
 others. Exit 1 where an outcome differs from that of plain `python` in the same environment, or has an error.

@@ -81,10 +81,18 @@ def test_a_verdict_is_of_what_was_seen(runs: dict[str, Any], expected: str) -> N
     assert tool.verdict(gemma4_compat.patches()[0], runs) == expected
 
 
-def test_a_row_says_the_most_that_was_seen() -> None:
-    rows = [{"verdict": "not affected"}, None, {"verdict": "repaired"}, {"verdict": "not applicable"}]
-    assert tool.best(rows) == "repaired"
-    assert tool.best([*rows, {"verdict": "NOT REPAIRED"}]) == "NOT REPAIRED"
+def test_the_line_of_a_patch_says_where_each_verdict_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacks = {"verdict": "not applicable", "on": {"detail": "no towers"}}
+    whole = {name: {"p": {"verdict": "repaired"}, "q": {"verdict": "repaired"}} for name in variants.NAMES}
+    other = {name: {"p": {"verdict": "repaired"}, "q": lacks} for name in variants.NAMES}
+    runs = {"new": {"variants": whole, "date": "2026-11-26"}, "old": {"variants": other, "date": "2026-11-25"}}
+    other[variants.UNIFIED] = {"missing": "no such class"}
+    monkeypatch.setattr(tool, "results", lambda: runs)
+    assert tool.line("p") == "repaired: all"
+    repaired, lacking = tool.line("q").split("; ")
+    assert f"E2B in new, E4B in new, {variants.UNIFIED}, " in repaired
+    assert lacking.startswith("not applicable (no towers): E2B in old, ")
+    assert tool.summary()[1].endswith("old, 2026-11-25: 4 not applicable, 4 repaired")
 
 
 def test_a_defect_is_the_patchs_own_when_its_test_knows_the_message() -> None:

@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--attempts", type=int, default=150, help="cases tried to shrink one failure; 0: do not shrink"
     )
-    parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/search)")
+    parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/evidence/search)")
     parser.add_argument("--regression", metavar="ID", help="run this case of tests/search/regressions.py instead")
     options = parser.parse_args(arguments)
     if options.regression is not None:

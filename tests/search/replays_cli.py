@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for one sequence")
     parser.add_argument("--attempts", type=int, default=100, help="sequences tried to shrink one failure; 0: none")
-    parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/search)")
+    parser.add_argument("--report", type=Path, help="a JSON file for what was tried and found (docs/evidence/search)")
     parser.add_argument("--show", action="store_true", help="print the sequences, run nothing")
     parser.add_argument("--sequence", metavar="JSON", help="run this one, as a report has it")
     parser.add_argument("--regression", metavar="ID", help="run this one of tests/search/replay_regressions.py")

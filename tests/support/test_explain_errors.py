@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -19,14 +18,15 @@ from gemma4_compat._support import answers, messages, search
 from tests.commands.helpers import ROOT
 from tests.commands.test_json import assert_as_documented
 from tests.helpers import ON_A_GPU, WITH_OTHER_LIBRARIES
+from tools.matrix import stacks as matrix_stacks
 
 PATCHES = gemma4_compat.patches()
 PARAMS4BIT = "TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'"
 
 
 def raised() -> list[Any]:
-    """What the reproduction of each patch whose symptom is an error raised, stack by stack, as docs/matrix has it."""
-    stacks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "docs/matrix").glob("*.json"))]
+    """What the reproduction of each patch whose symptom is an error raised in each stack, from docs/evidence."""
+    stacks = matrix_stacks.results().values()
     found = {}
     for patch in PATCHES:
         if patch.symptom.startswith("silent"):

@@ -22,10 +22,10 @@ import graph_decoding_measure  # noqa: E402
 import graph_decoding_report  # noqa: E402
 import idle_shim as idle_shim_script  # noqa: E402
 import multiprocessors_fit  # noqa: E402
+import questions  # noqa: E402
 from small_card_models import Clock  # noqa: E402
 
 BENCHMARKS = tuple(report.TABLES)
-PICTURED = tuple(report.TITLES)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of results with one run of each, and a folder for pictures."""
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(report, "PLOTS", tmp_path)
+    monkeypatch.setattr(questions, "ROOT", tmp_path)
     shutil.copytree(SAMPLES, tmp_path / "results" / "2026-11-21-cpu")
     return tmp_path / "results" / "2026-11-21-cpu"
 
@@ -55,7 +55,8 @@ def test_a_section_without_results_says_how_to_make_one(
     text = report.section(benchmark)
     assert f"python benchmarks/{benchmark}.py --shape E2B --out" in text
     assert len(text.splitlines()) == 1
-    assert report.pictures() == {}
+    assert {len(questions.section(question).splitlines()) for question in questions.QUESTIONS} == {1}
+    assert [file.stem for file in questions.pictures()] == [questions.CARDS.page]
 
 
 @pytest.mark.usefixtures("results")
@@ -64,7 +65,6 @@ def test_a_section_is_a_table_with_the_command_and_the_stack(benchmark: str) -> 
     text = report.section(benchmark)
     assert f"`python benchmarks/{benchmark}.py --shape tiny" in text
     assert "transformers 5.23.0" in text
-    assert (f"{benchmark}.svg" in text) == (benchmark in PICTURED)
     assert len(tables(text)) >= 1
     for titles, _, *lines in tables(text):
         assert len(lines) >= 1
@@ -105,17 +105,69 @@ def test_towers_that_came_back_are_no_plain_yes() -> None:
     assert report.works(entry) == "yes, but towers came back to the GPU"
 
 
+@pytest.mark.usefixtures("results")
+def test_every_benchmark_with_results_has_a_page_and_a_question_takes_a_table_of_its_own() -> None:
+    assert {question.benchmark for question in questions.QUESTIONS} == set(BENCHMARKS) - {"multiprocessors"}
+    for question in questions.QUESTIONS:
+        same = [other for other in questions.QUESTIONS if other.benchmark == question.benchmark]
+        for _, run, (titles, _) in questions.runs(question):
+            assert set(question.bars) & {*titles} or question.page in ("same_bits", "short_answers"), question.page
+            held = questions.tables(report.TABLES[question.benchmark](run))
+            assert all(sum(other.column in titles for titles, _ in held) <= 1 for other in same), question.page
+
+
+def test_a_page_asks_what_its_picture_shows() -> None:
+    for question in (*questions.QUESTIONS, questions.CARDS):
+        text = (ROOT / "docs" / "benchmarks" / f"{question.page}.md").read_text(encoding="utf-8")
+        assert text.startswith(f"# {question.asks}\n")
+        assert len(questions.tables(text)) == 1
+        assert (f"]({question.page}.svg)" in text) == bool(question.bars)
+
+
+def test_a_page_has_the_rows_of_all_runs_with_a_link_to_each(results: Path) -> None:
+    question = next(question for question in questions.QUESTIONS if question.page == "trainers")
+    _, before = questions.merged(question)
+    assert {row[0] for row in before} == {f"[tiny on a CPU, 5.23.0](../../results/{results.name}/trainers-tiny.json)"}
+    run = report.read(results / "trainers-tiny.json")
+    folder = results.parent / "2026-11-22-cpu"
+    folder.mkdir()
+    (folder / "trainers-tiny.json").write_text(json.dumps(run | {"note": "beside a compiler"}), encoding="utf-8")
+    _, after = questions.merged(question)
+    assert len(after) == 2 * len(before)
+    lines = questions.section(question).splitlines()
+    (said,) = [line for line in lines if line.startswith("- ") and "/2026-11-22-cpu/" in line]
+    assert f"`{run['command']}`. beside a compiler." in said
+
+
 def test_a_picture_shows_the_data_of_the_committed_runs(results: Path) -> None:
-    before = {file.stem: text for file, text in report.pictures().items()}
-    assert list(before) == list(PICTURED)
+    before = {file.stem: text for file, text in questions.pictures().items()}
     file = results / "alternatives-tiny.json"
     run = json.loads(file.read_text(encoding="utf-8"))
     choice = next(choice for choice in run["choices"].values() if "share" in choice)
     choice["share"] = 0.123
     file.write_text(json.dumps(run), encoding="utf-8")
-    after = {file.stem: text for file, text in report.pictures().items()}
-    assert [name for name in PICTURED if before[name] != after[name]] == ["alternatives"]
+    after = {file.stem: text for file, text in questions.pictures().items()}
+    assert [name for name in before if before[name] != after[name]] == ["alternatives"]
     assert ">0.12<" in after["alternatives"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "value", "interval"),
+    [
+        ("**0.28** (0.23 to 0.40, 3 rounds)", 0.28, (0.23, 0.40)),
+        ("2,048", 2048.0, None),
+        ("**does not fit**", None, None),
+        ("0.93 s -> 0.16 s", 0.16, None),
+        ("7.32 / 7.35", 7.35, None),
+        ("-1.22 %", -1.22, None),
+        ("no: ValueError: 3", None, None),
+        ("-", None, None),
+    ],
+)
+def test_a_bar_is_as_long_as_its_cell_says(
+    cell: str, value: float | None, interval: tuple[float, float] | None
+) -> None:
+    assert (questions._value(cell), questions._interval(cell)) == (value, interval)
 
 
 @pytest.mark.usefixtures("results")
@@ -208,7 +260,6 @@ def test_of_too_few_rounds_nothing_is_said(results: Path) -> None:
     assert [cost["indistinguishable_from_zero"] for cost in entry["costs"].values()] == [None, None]
     assert "too few rounds" in report.section("idle_shim")
     assert "calls; too few rounds for the time" in report.summary()
-    assert report.rows("idle_shim") == []
 
 
 def test_what_a_reader_must_know_stands_beside_the_run(results: Path) -> None:
@@ -216,7 +267,7 @@ def test_what_a_reader_must_know_stands_beside_the_run(results: Path) -> None:
     file = results / "alternatives-tiny.json"
     run = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(run | {"note": "beside a compiler"}), encoding="utf-8")
-    assert "\nbeside a compiler\n" in report.section("alternatives")
+    assert report.section("alternatives").endswith("\nbeside a compiler")
 
 
 def test_functions_are_named_by_what_is_imported_not_by_where_it_lies() -> None:
@@ -304,7 +355,6 @@ def test_where_nothing_was_loaded_in_turns_the_first_loads_are_compared(results:
     file.write_text(json.dumps(run | {"summary": {"towers": entry}}), encoding="utf-8")
     assert "| **0.25** (first loads of both processes) |" in report.section("adapter_load")
     assert "| **0.25** (first loads of both processes)" in report.summary()
-    assert report.rows("adapter_load")[0].values == (0.25,)
     entry["upstream"]["first_in_process_s"] = []
     assert report.load_ratio(entry | {"upstream": {"error": "RuntimeError"}}) is None
 
@@ -369,3 +419,15 @@ def test_a_clock_calls_what_it_was_told_to_when_a_token_comes() -> None:
         clock.put(None)
     assert called == [2]
     assert len(clock.times) == 4
+
+
+def test_a_result_that_no_page_and_no_code_cites_is_not_kept() -> None:
+    """Superseded ones are in git."""
+    pages = [file for file in (ROOT / "docs").rglob("*.md") if file.name != "EVIDENCE.md"]  # which lists all
+    code = [file for folder in ("benchmarks", "gemma4_compat", "tools") for file in (ROOT / folder).rglob("*.py")]
+    linked, named = ("".join(file.read_text(encoding="utf-8") for file in files) for files in (pages, code))
+    folder = ROOT / "benchmarks" / "results"
+    kept = [
+        file.relative_to(folder).as_posix() for file in folder.rglob("*.*") if not file.match("*-import_time.json")
+    ]
+    assert [file for file in kept if file not in linked and file.partition("/")[0] not in named] == []

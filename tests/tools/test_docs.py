@@ -63,4 +63,14 @@ def test_a_gpu_scenario_is_told_in_a_line() -> None:
     }
     assert {name: gpu.case_text(found) for name, found in seen.items()} == rows
     run = {"measured": {"e2b catch_all": {"without": crash, "with": split}, "e2b all_gpu": {"error": None}}}
-    assert gpu.rows_of(run, "e2b ") == [f"| catch_all | KeyError: 3 | {rows['split']} |"]
+    assert gpu.rows_of(run, "e2b ") == {"e2b catch_all": f"| catch_all | KeyError: 3 | {rows['split']} |"}
+    said = [gpu.verdict({"without": {"defect": one}, "with": {"defect": other}}) for one, other in VERDICTS]
+    assert said == list(VERDICTS.values())
+
+
+VERDICTS = {
+    (True, False): "repaired",
+    (False, False): "not affected",
+    (True, True): "not repaired",
+    (False, True): "not repaired",
+}

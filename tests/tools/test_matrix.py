@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,18 +14,20 @@ import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
 from tests.helpers import ON_A_GPU, ROOT, WITH_OTHER_LIBRARIES
+from tools import evidence
 from tools.matrix import __main__ as command
 from tools.matrix import bisection, environments, index, measure, run, stacks
+from tools.pages import gpu
 
 STACKS = stacks.read()
+RESULTS = stacks.results()
 RELEASES = stacks.releases()
 GATES = [gate for patch in gemma4_compat.patches() for gate in stacks.gates(patch, RELEASES)]
 IN_CI = [stack for stack in STACKS.values() if stack.ci]
 
 
 def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((stacks.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    return RESULTS[name]
 
 
 def verdict(stack: str, patch_id: str) -> str | None:
@@ -95,8 +96,9 @@ def test_the_measured_release_of_every_patch_is_in_a_stack_that_claims_it() -> N
 
 
 def test_every_stack_has_a_result_and_every_result_a_stack() -> None:
-    assert {file.stem for file in stacks.RESULTS.glob("*.json")} == set(STACKS)
-    for file in stacks.RESULTS.glob("*.json"):
+    assert list(evidence.read(evidence.EVIDENCE / "matrix.json")) == list(STACKS)
+    assert all(RESULTS[name]["patches"] for name in STACKS)
+    for file in evidence.EVIDENCE.rglob("*.json"):
         assert "site-packages" not in file.read_text(encoding="utf-8"), f"{file.name} names paths of a machine"
 
 
@@ -128,7 +130,7 @@ OUTSIDE = {measure.NOT_AFFECTED, measure.NOT_APPLICABLE}
 @pytest.mark.parametrize("patch_id", ON_A_GPU)
 def test_a_patch_for_gpus_was_seen_to_repair_on_one(patch_id: str) -> None:
     patch = {patch.id: patch for patch in gemma4_compat.patches()}[patch_id]
-    runs = [json.loads(file.read_text()) for file in (ROOT / "docs" / "gpu").glob("*.json")]
+    runs = [evidence.gpu(name) for name in gpu.RESULTS]
     seen = [
         (run["measured"][patch_id], _versions.admits(patch.affected, run["versions"][patch.distribution]))
         for run in runs

@@ -56,14 +56,21 @@ def test_a_second_build_has_the_same_bytes(built: dict[str, Path], tmp_path: Pat
     }
 
 
-def test_the_sdist_has_every_file_of_the_repository(built: dict[str, Path]) -> None:
+#: What was measured: in the repository, and in nothing that is installed.
+EVIDENCE = re.compile(r"benchmarks/results/|docs/evidence/|docs/\w+\.json$")
+
+
+def test_the_sdist_has_every_file_of_the_repository_except_what_was_measured(built: dict[str, Path]) -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("this is no checkout: git ls-files failed")
     with tarfile.open(built[".tar.gz"]) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    missing = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()} - held
-    assert missing == set()
+    tracked = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+    measured = {name for name in tracked if EVIDENCE.match(name)}
+    assert measured
+    assert tracked - held == measured
+    assert built[".tar.gz"].stat().st_size < 4_000_000
     assert {"noxfile.py", "gpu/run.sh", "constraints/newest.txt", ".ci/run", "hatch_build.py"} <= held
 
 
@@ -82,6 +89,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: dict[str, Path]) -> N
         f"gemma4_compat-{gemma4_compat.__version__}.dist-info",
     }
     assert "gemma4_compat/py.typed" in names
+    assert [name for name in names if name.endswith((".json", ".md", ".svg")) and "dist-info" not in name] == []
 
 
 def test_the_version_is_that_of_the_package(built: dict[str, Path]) -> None:

@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 PAGES = (("#ffffff",), ("#1e2129", "#0d1117"))
 #: Pixels of a letter on average, in the widest font that was seen: DejaVu Sans of 11.5 pixels, Chromium on Debian.
 LETTER = 6.9
-DRAWN = sorted((ROOT / "docs").glob("*.svg"))
+DRAWN = sorted((ROOT / "docs").rglob("*.svg"))
 
 
 def luminance(colour: str) -> float:

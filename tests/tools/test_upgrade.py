@@ -37,7 +37,7 @@ def test_a_defect_that_is_gone_closes_the_range() -> None:
     [
         (entry("affected, repaired"), None),
         (entry("not affected", claimed=False), None),
-        (entry("AFFECTED, NOT REPAIRED"), "AFFECTED, NOT REPAIRED: see docs/matrix/newest.json"),
+        (entry("AFFECTED, NOT REPAIRED"), "AFFECTED, NOT REPAIRED: see docs/evidence/patches/peft-keep-dispatch.json"),
         (entry("affected, repaired", test_x="no"), "affected, repaired: test_x: no"),
     ],
 )

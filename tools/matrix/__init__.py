@@ -1,4 +1,4 @@
-"""Run the patch tests in every stack of tests/matrix.toml and write what was measured to docs/matrix.
+"""Run the patch tests in every stack of tests/matrix.toml and write what was measured to docs/evidence.
 
 python -m tools.matrix run                     every stack
 python -m tools.matrix run newest bnb-0.49.0   some stacks

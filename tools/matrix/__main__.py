@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tools.matrix
+from tools.evidence import EVIDENCE
 from tools.matrix import UsageError, bisection, canary, index, run
-from tools.matrix.stacks import LIBRARIES, RESULTS, ROOT
+from tools.matrix.stacks import LIBRARIES, ROOT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     command.add_argument("--split", type=int, default=1, help="processes a stack (default: 1)")
     command.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="stacks at once (default: one a core)")
-    command.add_argument("--out", type=Path, default=RESULTS, help="where the results go (default: docs/matrix)")
+    command.add_argument("--out", type=Path, default=EVIDENCE, help="where results go (default: docs/evidence)")
     command.add_argument("--keep", action="store_true", help="keep the environments")
     command.add_argument(
         "--packages",

@@ -1,9 +1,8 @@
-"""``run``: measure patches in stacks, several at once, and write a result for each stack."""
+"""``run``: measure patches in stacks, several at once, and write what was found."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -14,8 +13,9 @@ from typing import Any
 
 import gemma4_compat
 from gemma4_compat import Patch
+from tools import evidence
 from tools.matrix import UsageError, environments, measure, stacks
-from tools.matrix.stacks import RESULTS, TABLE, Stack
+from tools.matrix.stacks import TABLE, Stack
 
 
 def run(options: argparse.Namespace) -> int:
@@ -38,13 +38,12 @@ def run(options: argparse.Namespace) -> int:
     patches_of = {stack.name: stacks.patches_in_ci(stack, listed) if options.ci else named for stack in chosen}
     if without := [name for name, patches in patches_of.items() if not patches]:
         raise UsageError(f"no patch has a gate at {', '.join(without)}: leave `ci` out of that entry in {TABLE.name}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    earlier = stacks.results(options.out) if options.patches else {}
+    durations = seconds()
 
     def one(stack: Stack) -> dict[str, Any]:
         patches = patches_of[stack.name]
         only = "TestPromise" if options.ci or options.reproductions or stack.tests == "reproductions" else None
-        file = options.out / f"{stack.name}.json"
-        earlier = [json.loads(file.read_text(encoding="utf-8"))] if options.patches and file.exists() else []
         folder = options.work / stack.name
         try:
             python, packages = Path(sys.executable), None
@@ -52,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
                 packages = options.packages / stack.name
             else:
                 python = environments.build(folder, [f"{name}=={pin}" for name, pin in stack.pins.items()])
-            groups = split(patches, options.split, durations(stack))
+            groups = split(patches, options.split, durations.get(stack.name, durations.get("newest", {})))
             with ThreadPoolExecutor(max_workers=len(groups)) as pool:
                 parts = list(pool.map(lambda group: measure.measure(stack, python, group, packages, only), groups))
         except (RuntimeError, OSError, subprocess.SubprocessError, ValueError) as error:  # the other stacks go on
@@ -60,14 +59,14 @@ def run(options: argparse.Namespace) -> int:
         finally:
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)
-        result = measure.joined(stack, [*earlier, *parts], everything)
-        file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        return result
+        known_of_others = [earlier[stack.name]] if stack.name in earlier else []
+        return measure.joined(stack, [*known_of_others, *parts], everything)
 
     bad = []
     with ThreadPoolExecutor(max_workers=options.jobs) as pool:
         for job in as_completed([pool.submit(one, stack) for stack in chosen]):
             result = job.result()
+            evidence.write_matrix({result["cell"]: result}, known, options.out)
             print(line(result), flush=True)
             bad += [] if result["ok"] else [result["cell"]]
     print(
@@ -76,14 +75,12 @@ def run(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def durations(stack: Stack) -> dict[str, float]:
-    """Patch -> seconds of its tests in this stack when it was last measured, else in the newest stack."""
-    for name in (stack.name, "newest"):
-        file = RESULTS / f"{name}.json"
-        if file.exists():
-            entries = json.loads(file.read_text(encoding="utf-8"))["patches"]
-            return {patch_id: float(entry["seconds"]) for patch_id, entry in entries.items() if entry["seconds"]}
-    return {}
+def seconds() -> dict[str, dict[str, float]]:
+    """Stack -> patch -> seconds of its tests when it was last measured there."""
+    return {
+        name: {patch: float(entry["seconds"]) for patch, entry in result["patches"].items() if entry["seconds"]}
+        for name, result in stacks.results().items()
+    }
 
 
 def split(patches: Sequence[Patch], parts: int, seconds: Mapping[str, float]) -> list[list[Patch]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 try:
     import tomllib
@@ -17,10 +18,10 @@ import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions
 from gemma4_compat.patches import measured
+from tools import evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "tests" / "matrix.toml"
-RESULTS = ROOT / "docs" / "matrix"
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 
 
@@ -29,7 +30,7 @@ class Stack:
     """One environment: exact pins, why it is in the matrix, and what of it CI runs.
 
     Attributes:
-        name: its name in matrix.toml and of its results file.
+        name: its name in matrix.toml and in the results.
         pins: distribution -> release, the four libraries.
         why: what this stack is there to show.
         tests: "all" tests of every patch, or its "reproductions" only.
@@ -72,6 +73,11 @@ def read(file: Path = TABLE) -> dict[str, Stack]:
         rest = {key: value for key, value in entry.items() if key not in LIBRARIES}
         found[name] = Stack(name=name, pins={library: entry[library] for library in LIBRARIES}, **rest)
     return found
+
+
+def results(folder: Path = evidence.EVIDENCE) -> dict[str, dict[str, Any]]:
+    """What was measured in each stack, in the order of matrix.toml; the patches in that of the registry."""
+    return evidence.matrix(read(), folder, [patch.id for patch in gemma4_compat.patches()])
 
 
 def releases() -> dict[str, list[str]]:

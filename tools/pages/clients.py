@@ -34,7 +34,7 @@ _FILES = {
 def page() -> str:
     """docs/CLIENTS.md, whole."""
     parts = [_INTRODUCTION]
-    for file in sorted((ROOT / "docs" / "clients").glob("*.json")):
+    for file in sorted((ROOT / "docs" / "evidence" / "clients").glob("*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         stack = ", ".join(f"{name} {version}" for name, version in sorted(run["versions"].items()))
         rows = ["| client | passed | failed | skipped |", "|---|---|---|---|"]
@@ -44,5 +44,6 @@ def page() -> str:
             rows.append(f"| {title} | {' | '.join(map(str, counts))} |")
         failed = [test for test, found in run["outcomes"].items() if found == "failed"]
         listed = "".join(f"\n- failed: `{re.sub('::', ' ', test)}`" for test in failed)
-        parts.append(f"## {file.stem}\n\n{stack} ([raw](clients/{file.name}))\n\n" + "\n".join(rows) + f"\n{listed}")
+        raw = f"[raw](evidence/clients/{file.name})"
+        parts.append(f"## {file.stem}\n\n{stack} ({raw})\n\n" + "\n".join(rows) + f"\n{listed}")
     return "\n".join(parts).rstrip() + "\n"

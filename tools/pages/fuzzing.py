@@ -41,7 +41,7 @@ CI replays, with a few new inputs for each reader.
 def page() -> str:
     """docs/FUZZING.md, whole."""
     parts = [_INTRODUCTION]
-    for file in sorted((ROOT / "docs" / "fuzz").glob("*.json")):
+    for file in sorted((ROOT / "docs" / "evidence" / "fuzz").glob("*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         stack = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
         rows = [
@@ -49,7 +49,7 @@ def page() -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *(_row(name, item) for name, item in run["readers"].items()),
         ]
-        what = f"Python {run['python']}, {stack}, seed {run['seed']} ([raw](fuzz/{file.name}))"
+        what = f"Python {run['python']}, {stack}, seed {run['seed']} ([raw](evidence/fuzz/{file.name}))"
         parts.append(f"## {file.stem}\n\n{what}\n\n" + "\n".join(rows) + "\n" + _left(run))
     return "\n".join(parts).rstrip() + "\n"
 

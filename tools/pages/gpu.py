@@ -2,89 +2,109 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import gemma4_compat
-from tools.pages.markers import ROOT, shorten
+from gemma4_compat import Patch
+from tools import evidence
+from tools.pages.markers import shorten
 
-RESULTS = ("thread", "newest", "transformers-5.23.0")
+#: The newest stack first: pages show it, and of the others what differs.
+RESULTS = ("newest", "thread", "transformers-5.23.0")
+
+
+@functools.cache
+def _run(name: str) -> dict[str, Any]:
+    return evidence.gpu(name)
 
 
 def runs() -> Iterator[tuple[dict[str, Any], str]]:
     """The committed GPU runs, each with the line that says what ran where."""
     for name in RESULTS:
-        run = json.loads((ROOT / "docs" / "gpu" / f"{name}.json").read_text(encoding="utf-8"))
+        run = _run(name)
         versions = run["versions"]
         stack = ", ".join(f"{key} {versions[key]}" for key in ("transformers", "accelerate", "peft", "bitsandbytes"))
         yield (
             run,
             f"**{stack}** ({run['device']}, driver {run['driver']}, torch {versions['torch']}, "
-            f"Python {run['python']}; [raw](PAGEgpu/{name}.json))",
+            f"Python {run['python']}; [raw](PAGEevidence/gpu/{name}.json))",
         )
 
 
+def counts() -> list[str]:
+    """How many patches were measured with each stack, for docs/PATCHES.md."""
+    patches, lines = gemma4_compat.patches(), []
+    for run, _ in runs():
+        said = [verdict(run["measured"][patch.id]) for patch in patches if patch.id in run["measured"]]
+        found = ", ".join(f"{said.count(name)} {name}" for name in ("repaired", "not affected", "not repaired"))
+        release = run["versions"]["transformers"]
+        lines.append(f"- On a [GPU](GPU.md), transformers {release}: {len(said)} of {len(patches)} measured, {found}")
+    return lines
+
+
+def verdict(seen: Mapping[str, Any]) -> str:
+    """What was seen of one patch with one stack."""
+    if seen["with"]["defect"]:
+        return "not repaired"
+    return "repaired" if seen["without"]["defect"] else "not affected"
+
+
+def line(patch: Patch) -> str:
+    """What was seen of a patch on a GPU: each verdict, and with which transformers."""
+    said: dict[str, list[str]] = {}
+    for run, _ in runs():
+        if patch.id in run["measured"]:
+            said.setdefault(verdict(run["measured"][patch.id]), []).append(run["versions"]["transformers"])
+    return "; ".join(f"{name}: {', '.join(releases)}" for name, releases in said.items()) or "not measured"
+
+
 def summary() -> str:
-    """What the committed GPU runs say of all patches, and VRAM before and after the adapter."""
-    parts: list[str] = []
-    for run, title in runs():
-        seen = [run["measured"].get(patch.id) for patch in gemma4_compat.patches()]
-        measured = [entry for entry in seen if entry is not None]
-        repaired = sum(entry["without"]["defect"] and not entry["with"]["defect"] for entry in measured)
-        defects = sum(entry["with"]["defect"] for entry in measured)
-        parts += [
-            title.replace("PAGE", "docs/"),
-            "",
-            f"{len(measured)} of {len(seen)} patches measured: {repaired} defects there without and gone with the "
-            f"patch, {len(measured) - repaired - defects} not there on this stack, {defects} not repaired "
-            "([each of them](docs/GPU.md)).",
-            "",
-        ]
-        rows = []
-        for scenario, what in (
-            ("e2b split_towers", "E2B shape, towers on the CPU, adapter on everything"),
-            ("e2b split_towers_pressure", "the same with 3 GiB free on the card"),
-            ("e2b catch_all", 'E2B shape loaded with `""` on the GPU, towers and per-layer table on the CPU'),
-            ("tiny max_memory", '`device_map="auto"` with `max_memory` below the model, adapter on everything'),
-        ):
-            if scenario in run["measured"]:
-                found = run["measured"][scenario]
-                rows.append(f"| {what} | {case_text(found['without'])} | {case_text(found['with'])} |")
-        if rows:
-            parts += ["| what | without | with |", "|---|---|---|", *rows, ""]
-    return "\n".join(parts).rstrip()
+    """What the newest GPU run says of VRAM before and after the adapter."""
+    run, title = next(runs())
+    rows = []
+    for scenario, what in (
+        ("e2b split_towers", "E2B shape, towers on the CPU, adapter on everything"),
+        ("e2b split_towers_pressure", "the same with 3 GiB free on the card"),
+        ("tiny max_memory", '`device_map="auto"` with `max_memory` below the model, adapter on everything'),
+    ):
+        found = run["measured"][scenario]
+        rows.append(f"| {what} | {case_text(found['without'])} | {case_text(found['with'])} |")
+    return "\n".join([title.replace("PAGE", "docs/"), "", "| what | without | with |", "|---|---|---|", *rows])
 
 
 def page() -> str:
-    """Each patch's original error and repair on a GPU."""
+    """docs/GPU.md: the newest stack, and what differs from it in the others."""
     parts = [
-        "# Each patch on a GPU",
+        "# On a GPU",
         "",
         "The original error in a process without the shim, and the repair with its parity, three forwards and a",
         "`generate` against everything on the GPU. Repeat it with `gpu/run.sh WHEELS`. Generated by tools/docs.py.",
-        "What was cut off, failed or was not run is named above each stack's tables.",
+        "Whether each patch repaired there is in [its entry](PATCHES.md), what was seen is in its",
+        "[raw data](evidence/patches).",
         "",
     ]
+    newest = next(runs())[0]
     for run, title in runs():
-        parts += [title.replace("PAGE", ""), "", run["notes"], ""]
-        parts += [part_text(name, part) for name, part in run.get("parts", {}).items()]
-        parts += ["", "| what | without | with |", "|---|---|---|"]
-        measured = [patch for patch in gemma4_compat.patches() if patch.id in run["measured"]]
-        for patch in measured:
-            seen = run["measured"][patch.id]
-            parts.append(
-                f"| `{patch.id}` | {shorten(seen['without']['detail'])} | {shorten(seen['with']['detail'])} |"
-            )
-        missing = [f"`{patch.id}`" for patch in gemma4_compat.patches() if patch not in measured]
-        if missing:
-            parts += ["", f"Not measured on a GPU yet: {', '.join(missing)}."]
-        for prefix, title in TABLES.items():
-            rows = rows_of(run, prefix)
+        parts += [
+            f"## transformers {run['versions']['transformers']}",
+            "",
+            title.replace("PAGE", ""),
+            "",
+            run["notes"],
+        ]
+        parts += ["", *(part_text(name, part) for name, part in run.get("parts", {}).items())]
+        for prefix, heading in TABLES.items():
+            rows, known = rows_of(run, prefix), {} if run is newest else rows_of(newest, prefix)
+            other = [row for name, row in rows.items() if known.get(name) != row]
             if rows:
-                parts += ["", title, "", "| what | without | with |", "|---|---|---|", *rows]
+                same = f" {len(rows) - len(other)} of {len(rows)} rows are those of the newest stack." if known else ""
+                parts += ["", heading + same]
+            if other:
+                parts += ["", "| what | without | with |", "|---|---|---|", *other]
         parts += ["", *tuners_lines(run)]
-    return "\n".join(parts)
+    return "\n".join(parts).rstrip() + "\n"
 
 
 #: What the names of measurements begin with, and what stands above their table.
@@ -95,15 +115,15 @@ TABLES = {
 }
 
 
-def rows_of(run: dict[str, Any], prefix: str) -> list[str]:
-    """The measurements whose names begin so, a row each, those of other shapes with E2B's."""
+def rows_of(run: dict[str, Any], prefix: str) -> dict[str, str]:
+    """The measurements whose names begin so: name -> row, those of other shapes with E2B's."""
     also = ("26B-A4B, 6 layers", "tiny max_memory") if prefix == "e2b " else ()
-    rows = []
+    rows = {}
     for name, found in run["measured"].items():
         if name.startswith(prefix) or name in also:
             sides = [found.get(side) for side in ("without", "with")]
             if any(sides):
-                rows.append(f"| {name.removeprefix(prefix)} | {' | '.join(map(case_text, sides))} |")
+                rows[name] = f"| {name.removeprefix(prefix)} | {' | '.join(map(case_text, sides))} |"
     return rows
 
 

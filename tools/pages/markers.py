@@ -30,6 +30,11 @@ def from_docs(text: str) -> str:
     return text.replace("](docs/", "](")
 
 
+def slug(heading: str) -> str:
+    """What a link names after ``#``, by GitHub's rule, which the site follows."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
 def shorten(text: str, limit: int = 110) -> str:
     """``text`` as a cell of a table."""
     text = text.replace("|", "\\|").replace("<", "&lt;")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import functools
 from typing import Any
 
 import gemma4_compat
-from gemma4_compat._engine import versions
 from tools.matrix import measure, stacks
 
 
+@functools.cache
 def results() -> dict[str, dict[str, Any]]:
     """The committed result of each stack, in the order of tests/matrix.toml."""
-    return {name: json.loads((stacks.RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in stacks.read()}
+    return stacks.results()
 
 
 def verdicts(patch: gemma4_compat.Patch) -> dict[str, list[str]]:
@@ -25,59 +25,28 @@ def verdicts(patch: gemma4_compat.Patch) -> dict[str, list[str]]:
     return {name: found[name] for name in sorted(found, key=lambda name: (name not in usual, name))}
 
 
-def measured(patch: gemma4_compat.Patch) -> dict[str, str]:
-    """Verdict -> with which releases of the libraries that the patch depends on it was measured."""
-    known, listed = stacks.read(), stacks.releases()
-    found = {}
-    for verdict, names in verdicts(patch).items():
-        parts = []
-        for library in stacks.conditions(patch):
-            if library in listed:
-                seen = {known[name].pins[library] for name in names}
-                parts.append(f"{library} {versions.span_text(seen, listed[library])}")
-        found[verdict] = f"{'; '.join(parts)} ({len(names)} {'stack' if len(names) == 1 else 'stacks'})"
-    return found
-
-
-def page_section() -> list[str]:
-    """Every stack and every patch."""
-    marks = {measure.REPAIRED: "R", measure.NOT_AFFECTED: "-", measure.NOT_APPLICABLE: "n/a"}
-    patches = gemma4_compat.patches()
-    rows = [
-        "Every reproduction ran in these stacks: without the patch, with it, and undone. Where there is no *, the",
-        "other tests of the patch ran, too (`nox -s matrix`; raw results: [matrix/](matrix)). **R**: affected,",
-        "repaired; **-**: not affected; **n/a**: not applicable, the situation cannot exist there (a model class or",
-        "entry point that the release lacks, a CPU without AVX512-BF16, no GPU: [GPU.md](GPU.md)); **?**: not run",
-        "there yet, which only a new patch may be, and never at an end of its range.",
-        "",
-        "Columns: " + ", ".join(f"{number} `{patch.id}`" for number, patch in enumerate(patches, 1)) + ".",
-        "",
-        " | ".join(["| stack", *stacks.LIBRARIES, *map(str, range(1, len(patches) + 1))]) + " |",
-        "|" + "---|" * (5 + len(patches)),
-    ]
-    for name, result in results().items():
-        entries = [result["patches"].get(patch.id) for patch in patches]
-        said = [
-            "?"
-            if entry is None
-            else marks.get(entry["verdict"], entry["verdict"]) + (" *" if sum(entry["tests"].values()) <= 3 else "")
-            for entry in entries
-        ]
-        pins = [result["pins"][library] for library in stacks.LIBRARIES]
-        rows.append(f"| {' | '.join([name, *pins, *said])} |")
-    return rows
-
-
-def summary() -> str:
-    """The matrix in a paragraph."""
+def page_section(others: list[str]) -> list[str]:
+    """What was measured in all stacks, with lines on what was measured elsewhere, and which stacks they are."""
     found = results()
     entries = [entry for result in found.values() for entry in result["patches"].values()]
-    tests = sum(entry["tests"]["passed"] for entry in entries)
-    dates = sorted({entry["date"] for entry in entries})
     said = [entry["verdict"] for entry in entries]
     counts = ", ".join(f"{said.count(name)} {name}" for name in sorted(set(said)))
-    return (
-        f"{len(found)} stacks, {sum(result['ok'] for result in found.values())} of them as claimed: "
-        f"{len(said)} pairs of a patch and a stack ({counts}), {tests} patch tests passed, "
-        f"measured {' and '.join(dates)}; [the table](docs/PATCHES.md#the-matrix)."
-    )
+    dates = sorted(entry["date"] for entry in entries)
+    good, tests = sum(result["ok"] for result in found.values()), sum(entry["tests"]["passed"] for entry in entries)
+    rows = [
+        "Every reproduction runs in these stacks: without the patch, with it, and undone (`nox -s matrix`).",
+        f"**{measure.REPAIRED}**: the defect is there without the patch and gone with it.",
+        f"**{measure.NOT_APPLICABLE}**: the situation cannot exist there (a model class or entry point that the",
+        "release lacks, a CPU without",
+        "AVX512-BF16, no GPU). A new patch is measured at least at the ends of its range. Raw:",
+        "[patches](evidence/patches), [releases of each stack](evidence/matrix.json).",
+        "",
+        f"- On CPUs, {dates[0]} to {dates[-1]}: {len(found)} stacks, {good} of them as claimed; of {len(said)}",
+        f"  pairs of a patch and a stack {counts}; {tests} patch tests passed",
+        *others,
+        "",
+        " | ".join(["| stack", *stacks.LIBRARIES]) + " |",
+        "|" + "---|" * (1 + len(stacks.LIBRARIES)),
+    ]
+    pins = ([name, *(result["pins"][library] for library in stacks.LIBRARIES)] for name, result in found.items())
+    return rows + [f"| {' | '.join(cells)} |" for cells in pins]

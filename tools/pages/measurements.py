@@ -43,14 +43,14 @@ def replays_section() -> str:
 
 
 def _runs() -> Iterator[tuple[str, dict[str, Any]]]:
-    for file in sorted((ROOT / "docs" / "search").glob("*.json")):
+    for file in sorted((ROOT / "docs" / "evidence" / "search").glob("*.json")):
         yield file.name, json.loads(file.read_text(encoding="utf-8"))
 
 
 def _stack(name: str, run: dict[str, Any]) -> str:
     libraries = ("transformers", "accelerate", "peft", "bitsandbytes")
     versions = ", ".join(f"{library} {run['versions'][library]}" for library in libraries)
-    return f"{versions} ([raw](docs/search/{name}), {run['date']})"
+    return f"{versions} ([raw](docs/evidence/search/{name}), {run['date']})"
 
 
 def _package(run: dict[str, Any]) -> str:
@@ -65,11 +65,11 @@ def upstream_section() -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in ("newest", "thread"):
-        run = json.loads((ROOT / "docs" / "upstream" / f"{name}.json").read_text(encoding="utf-8"))
+        run = json.loads((ROOT / "docs" / "evidence" / "upstream" / f"{name}.json").read_text(encoding="utf-8"))
         suites = run["suites"]
         different = [test for suite in suites.values() for test in suite["different"]]
         rows.append(
-            f"| [{name}](docs/upstream/{name}.json), {run['date']} | {run['executed']} | {run['identical']} "
+            f"| [{name}](docs/evidence/upstream/{name}.json), {run['date']} | {run['executed']} | {run['identical']} "
             + "".join(
                 f"| {suites[suite]['version']}: {suites[suite]['executed']} " for suite in ("accelerate", "peft")
             )

@@ -1,8 +1,7 @@
-"""gemma4_compat/patches/raised.py: errors that reproductions raised in the stacks of tests/matrix.toml."""
+"""``RAISED`` of gemma4_compat/patches/measured.py: errors of reproductions in the stacks of tests/matrix.toml."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 
@@ -11,16 +10,6 @@ from gemma4_compat import Patch
 from gemma4_compat._support import messages, search
 from tools.pages import matrix
 
-HEAD = '''"""Errors that the reproductions raised in the measured stacks, without the shim: patch -> error texts.
-
-Written by ``python tools/docs.py`` from docs/matrix; do not edit. ``gemma4-compat explain`` searches them.
-"""
-
-from __future__ import annotations
-
-# fmt: off
-RAISED: dict[str, tuple[str, ...]] = {
-'''
 _LONGEST = 300
 # Of a reproduction with two models: "gemma4: KeyError: 3; gemma4_unified: KeyError: 3".
 _PART = re.compile(r"(?:^|; )gemma4(?:_unified)?: ")
@@ -55,12 +44,3 @@ def _is_anothers(text: str, patch: Patch) -> bool:
     """Whether the symptoms of other patches quote an error, and that of this one does not."""
     matches = search.search(messages.read(text), gemma4_compat.patches(), raised={}).matches
     return bool(matches) and patch.id not in {match.patch.id for match in matches}
-
-
-def module() -> str:
-    """The text of the module."""
-    lines = []
-    for patch_id, texts in sorted(errors().items()):
-        # As a formatter writes text; JSON's escapes are Python's, too.
-        lines += [f'    "{patch_id}": (', *(f"        {json.dumps(text)}," for text in texts), "    ),"]
-    return HEAD + "\n".join([*lines, "}"]) + "\n"

@@ -12,8 +12,8 @@ from tools.pages.markers import ROOT, shorten
 _INTRODUCTION = """\
 # Threads and memory
 
-This page is generated from the results in [threads](threads) and [leftovers](leftovers): the tiny model on a CPU, with
-every layer, the towers and the embeddings offloaded.
+This page is generated from the results in [threads](evidence/threads) and [leftovers](evidence/leftovers): the tiny
+model on a CPU, with every layer, the towers and the embeddings offloaded.
 
 ## Several threads in one split model
 
@@ -26,17 +26,17 @@ Two things stay with you. What changes a model (loading, merging or switching an
 it) is for a moment when no other thread runs it. And a model that is whole on one device has no lock: there threads
 are upstream's.
 
-`python -m tests.offload.threads --forwards 1000 --jobs 12 --out docs/threads/STACK.json`: so many forwards of text, a
-batch, and text with an image and sound, in turn, from several threads that Python switches as often as it can. Each
-answer is compared, bit by bit, with that of one device.
+`python -m tests.offload.threads --forwards 1000 --jobs 12 --out docs/evidence/threads/STACK.json`: so many forwards of
+text, a batch, and text with an image and sound, in turn, from several threads that Python switches as often as it can.
+Each answer is compared, bit by bit, with that of one device.
 """
 _LEFTOVERS = """\
 ## What deleted models leave behind
 
-`python -m tests.offload.leftovers --loads 20 --jobs 6 --out docs/leftovers/STACK.json`: a model is loaded, split and
-given an adapter, generates, takes a training step, and is deleted, so many times in one process. Objects, tensors,
-hooks, threads, open and mapped files and pinned memory are counted after the first one and after the last. Memory is
-what the process has more, for each model after the first ten.
+`python -m tests.offload.leftovers --loads 20 --jobs 6 --out docs/evidence/leftovers/STACK.json`: a model is loaded,
+split and given an adapter, generates, takes a training step, and is deleted, so many times in one process. Objects,
+tensors, hooks, threads, open and mapped files and pinned memory are counted after the first one and after the last.
+Memory is what the process has more, for each model after the first ten.
 """
 
 
@@ -88,10 +88,10 @@ def _left(found: dict[str, Any]) -> str:
 
 def _part(file: Path, run: dict[str, Any], what: str, rows: list[str]) -> str:
     stack = ", ".join(f"{name} {version}" for name, version in sorted(run["versions"].items()))
-    link = f"{file.parent.name}/{file.name}"
+    link = f"evidence/{file.parent.name}/{file.name}"
     return f"### {file.stem}: {what}\n\n{stack}, Python {run['python']} ([raw]({link}))\n\n" + "\n".join(rows) + "\n"
 
 
 def _runs(folder: str) -> list[tuple[Path, dict[str, Any]]]:
-    files = sorted((ROOT / "docs" / folder).glob("*.json"))
+    files = sorted((ROOT / "docs" / "evidence" / folder).glob("*.json"))
     return [(file, json.loads(file.read_text(encoding="utf-8"))) for file in files]

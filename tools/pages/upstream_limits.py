@@ -30,7 +30,7 @@ gives, the wrong answer is one device's.
 ```bash
 python -m tests.search.differential --jobs 2                      # all of it
 python -m tests.search.differential --only 'states/' --jobs 2     # some
-python -m tests.search.differential --stack-json docs/search/differential-newest.json
+python -m tests.search.differential --stack-json docs/evidence/search/differential-newest.json
 ```
 """
 _BOTH = """\
@@ -66,7 +66,7 @@ _SAME = (
 
 def runs() -> dict[str, Any]:
     """The committed runs, by stack."""
-    files = {stack: ROOT / "docs" / "search" / f"differential-{stack}.json" for stack in STACKS}
+    files = {stack: ROOT / "docs" / "evidence" / "search" / f"differential-{stack}.json" for stack in STACKS}
     return {stack: json.loads(file.read_text(encoding="utf-8")) for stack, file in files.items() if file.exists()}
 
 
@@ -85,7 +85,7 @@ def _table(runs: dict[str, Any]) -> str:
         stands = ", ".join(f"{name} {run['versions'][name]}" for name in ("transformers", "accelerate", "peft"))
         found = run["verdicts"]
         rows.append(
-            f"| {stack}: {stands} ([raw](search/differential-{stack}.json), {run['date']}) "
+            f"| {stack}: {stands} ([raw](evidence/search/differential-{stack}.json), {run['date']}) "
             f"| {run['entries']} | {found.get('equal', 0)} "
             f"| {found.get('better', 0)} | {len(run['worse'])} | {found.get('absent', 0)} |"
         )

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=runner.LIMIT, help="seconds for an entry")
     parser.add_argument("--plant", metavar="MODULE:FUNCTION", help="call this first where the package is on")
-    parser.add_argument("--stack-json", type=Path, metavar="OUT", help="a file for what was found (docs/search)")
+    parser.add_argument("--stack-json", type=Path, metavar="OUT", help="a file for what was found")
     parser.add_argument(
         "--again",
         type=Path,
