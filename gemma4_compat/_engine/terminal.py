@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -22,16 +21,6 @@ SCHEMA = 1
 
 #: Loggers that speak while their library is imported.
 _CHATTER = ("bitsandbytes", "torchao")
-_GOOD, _BAD, _DIM = "32", "31", "2"
-# Of docs/STATES.md.
-_COLOURS = (
-    dict.fromkeys(("applied", "repaired"), _GOOD)
-    | dict.fromkeys(("not needed", "not applicable", "registered"), _DIM)
-    | dict.fromkeys(("off", "reverted", "failed, defect not seen"), "33")
-    | dict.fromkeys(("failed", "defect remains", "off, defect remains", "failed, defect remains"), _BAD)
-    | {"broken by the patch": _BAD}
-)
-_WORD = re.compile(rf"(?<=  )(?:{'|'.join(sorted(_COLOURS, key=len, reverse=True))})(?=  |$)")
 
 
 class _Shown:
@@ -105,32 +94,31 @@ def without_chatter() -> Iterator[None]:
             logger.setLevel(logging.NOTSET)
 
 
-def has_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that has colours, and nobody has asked for none (https://no-color.org)."""
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+def has_colour(*, error: bool = False) -> bool:
+    """Whether standard output (or error) is a terminal with colours, and nobody refuses them (https://no-color.org)."""
+    stream = sys.stderr if error else sys.stdout
+    if stream is None or not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return os.name != "nt" or bool({"WT_SESSION", "ANSICON"} & os.environ.keys())
 
 
-def write(text: str, *, error: bool = False) -> None:
-    """A line to standard output, or to standard error; to nowhere where the caller has closed it (``>&-``).
+def write(text: str, *, error: bool = False, coloured: bool = False) -> None:
+    """Write a line to standard output, or to standard error; nowhere if the caller has closed it (``>&-``).
 
-    On a terminal words for states that fill a column are coloured. Not by ``typer.echo``, which goes around the guard
-    where it distrusts the encoding.
+    Not with ``typer.echo``, which bypasses the guard where it distrusts the encoding.
+
+    Args:
+        text: the line, or several.
+        error: to standard error.
+        coloured: the colours in ``text`` are this package's, and all other control characters are escapes already
+            (:func:`~gemma4_compat._engine.text.table_text`).
     """
     stream = sys.stderr if error else sys.stdout
     if stream is None:
         return
-    if has_colour(stream):
-        raw = stream._stream if isinstance(stream, _Shown) else stream
-        raw.write("".join(f"{_painted(printable(line))}\n" for line in text.split("\n")))
-    else:
-        stream.write(f"{text}\n")
+    raw = stream._stream if coloured and isinstance(stream, _Shown) else stream
+    raw.write(f"{text}\n")
     stream.flush()
-
-
-def _painted(line: str) -> str:
-    return _WORD.sub(lambda found: f"\x1b[{_COLOURS[found[0]]}m{found[0]}\x1b[0m", line, count=1)
 
 
 def discard() -> None:

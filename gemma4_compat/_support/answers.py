@@ -1,4 +1,4 @@
-"""What a user is told of an error, as text and as JSON-able data."""
+"""The answer to an error, as text and as JSON-able data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from gemma4_compat._engine import words
 from gemma4_compat._engine.address import report_request
-from gemma4_compat._engine.patch import PatchState, PatchStatus
+from gemma4_compat._engine.patch import PatchState, PatchStatus, Reason
 from gemma4_compat._engine.text import table_text, wrapped
 from gemma4_compat._errors import Gemma4CompatError, printable
 from gemma4_compat._support.messages import Said
@@ -16,7 +16,7 @@ from gemma4_compat._support.search import Answer, Match
 #: Matches that are shown one by one; the others are named.
 _SHOWN = 3
 _LONGEST = 400
-#: What a report of an error needs.
+#: What a report of an error must contain.
 REPORT = (
     f"if a program with Gemma 4 raises this, please {report_request()}, with the whole traceback, the lines that load "
     "and place the model, and what `gemma4-compat env` prints."
@@ -27,24 +27,24 @@ def sorted_answer(answer: Answer, statuses: Mapping[str, PatchStatus]) -> Answer
     """The same, with patches that can be needed here before those that are not; certain matches stay first."""
 
     def order(match: Match) -> tuple[bool, bool]:
-        return not match.certain, words.state_word(statuses[match.patch.id]) == words.NOT_NEEDED
+        return not match.certain, words.of(statuses[match.patch.id]) is words.Verdict.NOT_NEEDED
 
     return Answer(tuple(sorted(answer.matches, key=order)), answer.nearest)
 
 
 def remedy(status: PatchStatus) -> str:
-    """What to do about an error that a patch repairs, in the state the patch has here."""
-    state, name, word = status.state, status.id, words.state_word(status)
-    if word == words.NOT_NEEDED:
+    """What to do about an error that a patch repairs, given the patch's state here."""
+    state, name = status.state, status.id
+    if words.of(status) is words.Verdict.NOT_NEEDED:
         return (
-            "if the program runs with the releases that are installed here, this is not its error, for they do not "
-            "have the defect: report it. If it runs elsewhere, run this command there."
+            "if the program runs with the releases that are installed here, this is not its error, because they do "
+            "not have the defect: report it. If it runs elsewhere, run this command there."
         )
     if state is PatchState.SKIPPED:
         return f"the patch is off here: {status.reason}. Change that, and put `import gemma4_compat` into the program."
     if state is PatchState.FAILED:
         return f"the patch cannot be applied here; `gemma4-compat doctor {name}` says what to report."
-    if status.unmet:
+    if status.reason_code is Reason.NEEDS:
         return f"the patch needs {', '.join(status.unmet)}, which is off: enable it."
     return (
         "put `import gemma4_compat` at the top of the program, or start it with `gemma4-compat run`. If that is done: "
@@ -53,7 +53,7 @@ def remedy(status: PatchStatus) -> str:
 
 
 def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus], width: int | None = None) -> str:
-    """The error, what repairs it and what to do; or what to report. Lines of ``width`` characters; None: any."""
+    """The error, what repairs it and what to do; or what to report. ``width``: of a line, in characters; None: any."""
     if not answer.matches:
         parts = [_cut(str(message)) for message in said.messages[:1]]
         if said.messages[:1] and said.messages[0].kind == Gemma4CompatError.__name__:
@@ -67,9 +67,9 @@ def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus],
     if not answer.matches[0].certain:
         more = "." if said.frames else "; the whole traceback tells more: gemma4-compat explain - < traceback.txt"
         parts.append(
-            wrapped(f"Programs without Gemma 4 raise this text, too. With Gemma 4 it is one of these{more}", width)
+            wrapped(f"Programs without Gemma 4 raise this text as well. With Gemma 4 it is one of these{more}", width)
         )
-    # Where one is certain, those that any program raises are only named.
+    # If a match is certain, those that any program raises are only named.
     shown = ([match for match in answer.matches if match.certain] or answer.matches)[:_SHOWN]
     parts += [table_text(_rows(match, statuses[match.patch.id]), width=width) for match in shown]
     if left := [match.patch.id for match in answer.matches if match not in shown]:
@@ -98,7 +98,7 @@ def _rows(match: Match, status: PatchStatus) -> list[tuple[str, str]]:
         ("patch", f"{patch.id} ({patch.area}; {points} of docs/FAILURE_POINTS.md)"),
         ("repairs", patch.summary),
         ("known as", match.known if match.quoted else f"{match.known} (raised by its reproduction)"),
-        ("here", f"{words.state_word(status)}: {status.reason}"),
+        ("here", f"{words.of(status).word}: {status.reason}"),
         ("to do", remedy(status)),
         ("more", f"gemma4-compat explain {patch.id}"),
     ]

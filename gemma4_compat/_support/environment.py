@@ -1,4 +1,4 @@
-"""What a bug report must say of an environment. For it nothing is imported, no GPU is started, no secret is read."""
+"""What a bug report must say of an environment. It imports nothing, starts no GPU and reads no secret."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from gemma4_compat._engine import versions, words
 from gemma4_compat._engine.patch import PatchState, PatchStatus
+from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import printable
 
 #: Distributions that matter, in the order of the report.
@@ -32,21 +33,21 @@ VARIABLES = (
 #: Where NVIDIA's driver says which GPUs there are; reading it starts nothing on them.
 DRIVER = Path("/proc/driver/nvidia")
 _LONGEST = 500
-#: Patches in these states are named; of the others their number says enough.
-_NAMED = (PatchState.FAILED, PatchState.REVERTED)
+#: Patches with these verdicts are named; the others are counted.
+_NAMED = (Verdict.FAILED, Verdict.REVERTED, Verdict.OFF)
 
 
 def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]:
     """The facts, as plain data.
 
-    ``devices`` has names of GPUs, as far as they are known without starting one; None where they are not.
+    ``devices`` has the names of GPUs; None if they cannot be known without starting one.
 
     Args:
         package: the release of this package.
         statuses: of every patch.
     """
     found = {name: versions.installed(name) for name in DISTRIBUTIONS}
-    named = {item.id: item.reason for item in statuses.values() if item.state in _NAMED or _is_off(item)}
+    named = {item.id: item.reason for item in statuses.values() if words.of(item) in _NAMED}
     return {
         "gemma4_compat": package,
         "python": platform.python_version(),
@@ -60,7 +61,7 @@ def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]
         "devices": _devices(),
         "driver": _driver(),
         "settings": {name: os.environ[name][:_LONGEST] for name in VARIABLES if name in os.environ},
-        "states": dict(Counter(words.state_word(item) for item in statuses.values())),
+        "states": dict(Counter(words.of(item).word for item in statuses.values())),
         "off": named,
         "enabled": [item.id for item in statuses.values() if item.state in (PatchState.PENDING, PatchState.APPLIED)],
     }
@@ -87,10 +88,6 @@ def text(data: Mapping[str, Any]) -> str:
     return "\n".join(f"- {name}: {printable(str(value))}" for name, value in rows)
 
 
-def _is_off(status: PatchStatus) -> bool:
-    return words.state_word(status) == words.OFF
-
-
 def _is_editable() -> bool:
     """Whether this package is a checkout."""
     try:
@@ -101,7 +98,7 @@ def _is_editable() -> bool:
 
 
 def _torch() -> str | None:
-    """What torch was built for, by its version ("2.9.1+cu130"), or by its module where that is imported."""
+    """What torch was built for: what its version says ("2.9.1+cu130"), or its module, if that is imported."""
     release = versions.installed("torch")
     if release is None:
         return None
@@ -112,7 +109,7 @@ def _torch() -> str | None:
 
 
 def _devices() -> list[str] | None:
-    """Names of GPUs: of torch where this process uses them already, else what the driver wrote into /proc."""
+    """Names of GPUs: from torch if this process uses them already, else from the driver's files in /proc."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         return [cuda.get_device_name(index) for index in range(cuda.device_count())]
@@ -132,7 +129,7 @@ def _driver() -> str | None:
 
 
 def _beginning(file: Path) -> str:
-    """The first characters of a file; "" where it cannot be read."""
+    """The first characters of a file; "" if it cannot be read."""
     try:
         with file.open(encoding="utf-8", errors="replace") as opened:
             return opened.read(4000)
