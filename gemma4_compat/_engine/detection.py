@@ -14,7 +14,7 @@ from gemma4_compat._engine import changes, hooks, versions
 from gemma4_compat._engine.fingerprint import fingerprint, stranger
 from gemma4_compat._engine.patch import Detection, Patch, Reason, Target
 
-_NO_SOURCE = (
+NO_SOURCE = (
     "patches are off because a library is installed without its .py files (frozen, or only as .pyc): code is replaced "
     "only after its source was compared with the code that a patch was proven on. Install the sources as well "
     "(PyInstaller: module_collection_mode 'pyz+py' for the library). `gemma4_compat.status()` names the patches, "
@@ -60,7 +60,7 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
         return Found(said, code, f"looked at the loaded {patch.distribution} on this host: {said.replace('_', ' ')}")
     unknown = {group: why for group in patch.groups if group in ready and (why := _unknown(patch, group, releases))}
     known = frozenset(ready) - unknown.keys()
-    notice = _NO_SOURCE if any(why.code is Reason.NO_SOURCE for why in unknown.values()) else None
+    notice = NO_SOURCE if any(why.code is Reason.NO_SOURCE for why in unknown.values()) else None
     if not known:
         return Found(Detection.UNKNOWN, *next(iter(unknown.values())), notice=notice)
     if unknown:

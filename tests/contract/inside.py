@@ -70,6 +70,7 @@ def after(modules: list[str]) -> dict[str, Any]:
     import_libraries(modules)
     untouched = Snapshot()
     import gemma4_compat
+
     patches = gemma4_compat.patches()
     detected = {patch.id: patch.detect and patch.detect() for patch in patches}
     seen = look(gemma4_compat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gemma4_compat
-from tools.pages import gates, matrix
+from tools.pages import matrix
 
 
 def patches_page() -> str:
@@ -30,7 +30,8 @@ def patches_page() -> str:
             f"- **Failure points:** {', '.join(patch.failure_points)}",
             f"- **Severity:** {patch.severity}",
             f"- **Affected:** {affected(patch)}",
-            f"- **Acts on:** {acts_on(patch)}{_functions(patch)}",
+            f"- **Kind:** {patch.kind}",
+            f"- **Acts on:** {patch.acts_on}",
             f"- **Measured up to:** {patch.distribution} {patch.measured}; later ones only with the same code",
             *(f"- **Measured, {verdict}:** {text}" for verdict, text in matrix.measured(patch).items()),
             f"- **Fixed in:** {patch.fixed or 'no release so far'}",
@@ -58,7 +59,7 @@ def table() -> str:
         counts = ", ".join(f"{name}: {len(stacks)}" for name, stacks in found.items())
         rows.append(
             f"| [`{patch.id}`](#{patch.id}) ({', '.join(patch.failure_points)}) | {patch.summary} | {symptom} "
-            f"| {affected(patch)} | {acts_on(patch)} | {patch.fixed or 'no'} | {counts} |"
+            f"| {affected(patch)} | {patch.acts_on} | {patch.fixed or 'no'} | {counts} |"
         )
     return "\n".join(rows)
 
@@ -67,15 +68,3 @@ def affected(patch: gemma4_compat.Patch) -> str:
     return "; with ".join([f"{patch.distribution} {patch.affected}", ", ".join(patch.requires)]).removesuffix(
         "; with "
     )
-
-
-def acts_on(patch: gemma4_compat.Patch) -> str:
-    return patch.acts_on or ("every model" if gates.for_every_model(patch) else "Gemma 4")
-
-
-def _functions(patch: gemma4_compat.Patch) -> str:
-    """Which replacements see other models, where not all of them do."""
-    found = gates.for_every_model(patch)
-    if not found or len(found) == len(patch.targets):
-        return ""
-    return f" ({', '.join(f'`{name}`' for name in found)}; the rest on Gemma 4)"
