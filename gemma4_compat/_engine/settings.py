@@ -126,9 +126,8 @@ def _ids(
         else:
             names = "ids" if not kinds else f"ids, kinds ({', '.join(Kind)}) or 'all'"
             separated = " separated by commas" if where.startswith("GEMMA4_COMPAT_") else " in a list"
-            notice.warn(
-                f"{where}: {unknown_id(item, {*known, *map(str, Kind if kinds else ())})} Write {names}{separated}."
-            )
+            unknown = unknown_id(item, {*known, *map(str, Kind if kinds else ())})
+            notice.warn(f"{where}: {unknown} Write {names}{separated}.")
     return frozenset(chosen), frozenset(chosen_kinds)
 
 
