@@ -107,24 +107,22 @@ def note(name: str, *tensors: Any, model: Any = None) -> None:
     """Put digests of tensors, and of all that a model is, into the trace."""
     TRACE.append(f"{name}: {', '.join(map(_hash, tensors))}")
     if model is not None:
-        state = {
-            "map": str(getattr(model, "hf_device_map", None)),
-            "config": str(model.config.to_dict() if hasattr(model.config, "to_dict") else model.config),
+        weights = [*model.named_parameters(), *model.named_buffers()]
+        parts = {
+            "map": getattr(model, "hf_device_map", None),
+            "config": model.config.to_dict() if hasattr(model.config, "to_dict") else model.config,
             "modules": [_described(path, module) for path, module in model.named_modules()],
-            "weights": [
-                [
-                    path,
-                    str(one.device),
-                    str(one.dtype),
-                    list(one.shape),
-                    one.requires_grad,
-                    _hash(one),
-                    _hash(one.grad),
-                ]
-                for path, one in [*model.named_parameters(), *model.named_buffers()]
-            ],
+            "placement": [(path, one.device, one.dtype, one.shape, one.requires_grad) for path, one in weights],
+            "values": [(path, _hash(one), _hash(one.grad)) for path, one in weights],
         }
-        TRACE.append(f"{name}: {hashlib.sha256(json.dumps(state).encode()).hexdigest()}")
+        for part, value in parts.items():
+            text = _plain(str(value))
+            TRACE.append(f"{name}: {part} {text if len(text) < 200 else hashlib.sha256(text.encode()).hexdigest()}")
+
+
+def _plain(text: str) -> str:
+    """The text without addresses, and without folders whose names are drawn."""
+    return re.sub(r"0x[0-9a-f]+|/tmp/[^\s'\"]+", "?", text)
 
 
 def _described(path: str, module: Any) -> list[str]:
@@ -330,10 +328,8 @@ def main(folder: Path, names: list[str]) -> dict[str, Any]:
         for bits in (None, 4, 8):
             run.adapted(bits)
     acted = {key: sorted(value) for key, value in sorted(ACTED.items())}
-    # Addresses, and folders whose names are drawn.
-    trace = [re.sub(r"0x[0-9a-f]+|/tmp/\S+", "?", line.replace(str(folder), "FOLDER")) for line in TRACE]
     found = {"versions": _versions(), "acted": acted, "calls": dict(sorted(CALLS.items())), "upstream_errors": FAILED}
-    return found | {"trace": trace}
+    return found | {"trace": list(map(_plain, TRACE))}
 
 
 def _versions() -> dict[str, str]:
