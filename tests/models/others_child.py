@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import inspect
 import json
@@ -248,6 +249,14 @@ class Run:
             accelerator.prepare(self.split().requires_grad_(False).eval())
             accelerator.save_state(str(folder := self.place()))
             accelerator.load_state(str(folder))
+        with step(f"{self.name}: trainer"):
+            from transformers import Trainer, TrainingArguments
+
+            arguments = TrainingArguments(output_dir=str(self.place()), report_to=[], use_cpu=True, max_steps=1)
+            batches = [{"input_ids": self.ids[0], "labels": self.ids[0]}]
+            trainer = Trainer(model=self.load(), args=arguments, train_dataset=batches)
+            trainer.train()
+            note(f"{self.name}: trainer", model=trainer.model)
         with init_empty_weights():
             empty = self.cls(self.load().config)
         TRACE.append(str(infer_auto_device_map(empty, max_memory={"cpu": 10**6})))
@@ -319,6 +328,9 @@ def main(folder: Path, names: list[str]) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     for library in ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes"):
         logging.getLogger(library).addHandler(Lines())
+    # Patches that wait for these modules as well are applied only with them.
+    for module in ("modeling_gemma4", "configuration_gemma4"):
+        importlib.import_module(f"transformers.models.gemma4.{module}")
     torch.manual_seed(0)
     for name, model in models().items():
         if name not in names:
