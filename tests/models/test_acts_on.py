@@ -1,4 +1,4 @@
-"""``acts_on``: a patch for Gemma 4 changes nothing for a Llama or a Gemma 3. They run with these patches and without."""
+"""``acts_on``: a Llama and a Gemma 3 run with the patches for Gemma 4 and without, and nothing differs."""
 
 from __future__ import annotations
 
