@@ -1,4 +1,4 @@
-"""What doctor found, as text, Markdown and annotations of GitHub's workflows."""
+"""The findings of doctor as text, Markdown and annotations of GitHub's workflows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import printable
 
 _LONGEST = 160
-#: Of the summary: what is good comes first.
+#: The order of the summary: good verdicts come first.
 _ORDER = sorted(Verdict, key=lambda verdict: not verdict.good)
 
 
@@ -52,7 +52,7 @@ def summary(found: Sequence[Finding]) -> str:
 
 
 def markdown(head: str, found: Sequence[Finding], shown: Sequence[Finding]) -> str:
-    """A page of Markdown about the findings that are ``shown``; the summary counts all of them."""
+    """A page of Markdown about the ``shown`` findings; the summary counts all of them."""
     lines = [f"### {_cell(summary(found))}", "", _cell(head)]
     if shown:
         lines += ["", "| patch | verdict | parity | without the shim | with it |", "|---|---|---|---|---|"]

@@ -4,7 +4,7 @@ Hazards this file exists for:
 
 * ``torch.compile`` silently drops ``wrapt.FunctionWrapper`` on module functions and methods, so what is installed is a
   plain function; ``functools.wraps`` with its default ``updated`` would also copy dynamo's marks, so it gets ``()``.
-  Of what a function closes over dynamo knows lists and functions; an object of a class of ours ends the graph.
+  Among what a function closes over, dynamo knows lists and functions; an object of a class of ours ends the graph.
 * Undoing through ``getattr``/``setattr`` turns static methods into methods and leaves strays on subclasses. Only the
   raw slot, ``vars(owner)[name]``, is saved and restored.
 * ``from x import f`` gave ``f`` to other modules. Every module that holds the same object gets the replacement; the

@@ -1,4 +1,4 @@
-"""Who took a function before it was replaced: modules get the replacement, other objects are counted.
+"""Holders of a function that was replaced after they took it: modules get the replacement, other objects are counted.
 
 The count may take a search of the heap, so only ``doctor`` and ``gemma4_compat.status(unreached=True)`` ask for it.
 """

@@ -1,4 +1,4 @@
-"""Sizes, runs of numbers and tables as text, for every report the package prints."""
+"""Sizes, runs of numbers and tables as text, for all reports of the package."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gemma4_compat._errors import Gemma4CompatError, printable
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-#: Fewer bytes without a unit are a number that somebody forgot the unit of.
+#: A smaller number without a unit has a forgotten unit.
 _FEWEST = 1 << 20
-#: A number beyond this is no size of anything.
+#: A larger number is not a size.
 _MOST = 1 << 63
-#: Characters below which a column of a table is not made narrower, and below which text goes under its row.
+#: The least characters of a column of a table, and of text beside the other columns.
 _NARROWEST, _NARROWEST_TEXT = 12, 28
 _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 
@@ -26,7 +26,7 @@ _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 def parse_size(size: float | str) -> int:
     """Bytes of a size: a number of bytes, or text such as "8GiB", "8GB", "500MB".
 
-    Text without a unit is bytes, too, but a small number of them ("12") is asked back.
+    Text without a unit is bytes as well, but a small number ("12") is an error that asks for the unit.
 
     Raises:
         Gemma4CompatError: it is not a size.
@@ -58,7 +58,7 @@ def _no_size(size: Any, hint: str = "") -> Gemma4CompatError:
 
 
 def size_text(nbytes: int, *, up: bool = False) -> str:
-    """``nbytes`` in GiB or MiB; ``up``: never less than it is, so that the text can be used as a budget."""
+    """``nbytes`` in GiB or MiB; ``up``: rounded up, so that the text can be used as a budget."""
     unit, name = (1 << 30, "GiB") if nbytes >= 1 << 30 else (1 << 20, "MiB")
     digits = 100 if name == "GiB" else 1
     scaled = -(-nbytes * digits // unit) if up else round(nbytes * digits / unit)
@@ -168,7 +168,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """One line of text as lines no longer than ``width``, None: as it is; a word that is longer stays whole."""
+    """One line of text as lines no longer than ``width`` (None: unchanged); longer words stay whole."""
     if width is None or len(text) <= width:
         return text
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
