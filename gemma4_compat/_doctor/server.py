@@ -1,8 +1,8 @@
 """A process that has imported the libraries, and forks for each reproduction.
 
 ``python -m gemma4_compat._doctor.server FOLDER`` reads lines ``NUMBER COMMAND`` from standard input, runs the commands
-of :mod:`gemma4_compat._doctor.child` side by side, and writes a line of JSON when one ends. With standard input, it and
-its children end. For Linux without a GPU: elsewhere a fork of this process is not safe.
+of :mod:`gemma4_compat._doctor.child` side by side, and writes a line of JSON when one ends. It, and its children, end
+with standard input. For Linux without a GPU: elsewhere a fork of this process is not safe.
 """
 
 from __future__ import annotations
