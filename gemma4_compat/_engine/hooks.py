@@ -10,7 +10,7 @@ Hazards this file exists for:
   wrapt calls a hook once. Here the second import calls it again.
 * ``importlib.reload`` (and Jupyter's autoreload, which calls it) executes a module again; wrapt calls no hook then.
 
-What holds: when :func:`when_imported` has returned, the module is fully imported, and the caller sees it; or the import
+What holds when :func:`when_imported` has returned: the module is fully imported, and the caller sees it; or the import
 that completes it calls back before it ends. The reason: an import holds the lock of its module from before the
 search until after the module is complete. If there is no lock once wrapt has the hook, earlier imports have ended, and
 later ones ask wrapt. If there is a lock, its release is heard, unless the release has begun: then the module is
