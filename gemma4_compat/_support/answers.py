@@ -1,4 +1,4 @@
-"""The answer to an error, as text and as JSON-able data."""
+"""What a user is told of an error, as text and as JSON-able data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemma4_compat._support.search import Answer, Match
 #: Matches that are shown one by one; the others are named.
 _SHOWN = 3
 _LONGEST = 400
-#: What a report of an error must contain.
+#: What a report of an error needs.
 REPORT = (
     f"if a program with Gemma 4 raises this, please {report_request()}, with the whole traceback, the lines that load "
     "and place the model, and what `gemma4-compat env` prints."
@@ -33,12 +33,12 @@ def sorted_answer(answer: Answer, statuses: Mapping[str, PatchStatus]) -> Answer
 
 
 def remedy(status: PatchStatus) -> str:
-    """What to do about an error that a patch repairs, given the patch's state here."""
+    """What to do about an error that a patch repairs, in the state the patch has here."""
     state, name = status.state, status.id
     if words.of(status) is words.Verdict.NOT_NEEDED:
         return (
-            "if the program runs with the releases that are installed here, this is not its error, because they do "
-            "not have the defect: report it. If it runs elsewhere, run this command there."
+            "if the program runs with the releases that are installed here, this is not its error, for they do not "
+            "have the defect: report it. If it runs elsewhere, run this command there."
         )
     if state is PatchState.SKIPPED:
         return f"the patch is off here: {status.reason}. Change that, and put `import gemma4_compat` into the program."
@@ -53,7 +53,7 @@ def remedy(status: PatchStatus) -> str:
 
 
 def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus], width: int | None = None) -> str:
-    """The error, what repairs it and what to do; or what to report. ``width``: of a line, in characters; None: any."""
+    """The error, what repairs it and what to do; or what to report. Lines of ``width`` characters; None: any."""
     if not answer.matches:
         parts = [_cut(str(message)) for message in said.messages[:1]]
         if said.messages[:1] and said.messages[0].kind == Gemma4CompatError.__name__:
@@ -67,9 +67,9 @@ def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus],
     if not answer.matches[0].certain:
         more = "." if said.frames else "; the whole traceback tells more: gemma4-compat explain - < traceback.txt"
         parts.append(
-            wrapped(f"Programs without Gemma 4 raise this text as well. With Gemma 4 it is one of these{more}", width)
+            wrapped(f"Programs without Gemma 4 raise this text, too. With Gemma 4 it is one of these{more}", width)
         )
-    # If a match is certain, those that any program raises are only named.
+    # Where one is certain, those that any program raises are only named.
     shown = ([match for match in answer.matches if match.certain] or answer.matches)[:_SHOWN]
     parts += [table_text(_rows(match, statuses[match.patch.id]), width=width) for match in shown]
     if left := [match.patch.id for match in answer.matches if match not in shown]:

@@ -1,4 +1,4 @@
-"""What a bug report must say of an environment. It imports nothing, starts no GPU and reads no secret."""
+"""What a bug report must say of an environment. For it nothing is imported, no GPU is started, no secret is read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NAMED = (Verdict.FAILED, Verdict.REVERTED, Verdict.OFF)
 def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]:
     """The facts, as plain data.
 
-    ``devices`` has the names of GPUs; None if they cannot be known without starting one.
+    ``devices`` has names of GPUs, as far as they are known without starting one; None where they are not.
 
     Args:
         package: the release of this package.
@@ -98,7 +98,7 @@ def _is_editable() -> bool:
 
 
 def _torch() -> str | None:
-    """What torch was built for: what its version says ("2.9.1+cu130"), or its module, if that is imported."""
+    """What torch was built for, by its version ("2.9.1+cu130"), or by its module where that is imported."""
     release = versions.installed("torch")
     if release is None:
         return None
@@ -109,7 +109,7 @@ def _torch() -> str | None:
 
 
 def _devices() -> list[str] | None:
-    """Names of GPUs: from torch if this process uses them already, else from the driver's files in /proc."""
+    """Names of GPUs: of torch where this process uses them already, else what the driver wrote into /proc."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
         return [cuda.get_device_name(index) for index in range(cuda.device_count())]
@@ -129,7 +129,7 @@ def _driver() -> str | None:
 
 
 def _beginning(file: Path) -> str:
-    """The first characters of a file; "" if it cannot be read."""
+    """The first characters of a file; "" where it cannot be read."""
     try:
         with file.open(encoding="utf-8", errors="replace") as opened:
             return opened.read(4000)
