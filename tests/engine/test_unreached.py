@@ -1,4 +1,4 @@
-"""Who took a function before it was replaced: modules are reached under any name, other objects are counted."""
+"""Holders of a function from before it was replaced: modules are reached under any name, other objects are counted."""
 
 from __future__ import annotations
 
