@@ -44,7 +44,7 @@ def doctor(
     with a library older than the oldest supported release.
     """
     if form not in _FORMATS:
-        fail(f"--format {form!r} is none of {', '.join(_FORMATS)}")
+        fail(f"--format {form!r} is not one of {', '.join(_FORMATS)}")
     form = "json" if as_json else form
     patches = _chosen(ids or [])
     versions = _doctor.stack()
@@ -89,7 +89,7 @@ class _Progress:
 
     Args:
         total: of findings.
-        aside: standard output is for the answer alone; all of this goes to standard error.
+        aside: standard output is only for the answer; all of this goes to standard error.
         quiet, failed_only: as the options.
     """
 

@@ -173,7 +173,7 @@ def test_github_gets_an_error_for_each_finding_that_is_not_good(monkeypatch: pyt
 def test_an_unknown_format_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(cli.app, ["doctor", "--format", "xml"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "gemma4-compat: --format 'xml' is none of text, markdown, github, json\n"
+    assert result.stderr == "gemma4-compat: --format 'xml' is not one of text, markdown, github, json\n"
 
 
 def test_a_table_of_every_verdict_fits_80_columns() -> None:
