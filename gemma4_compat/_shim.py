@@ -1,8 +1,155 @@
-"""The engine of this process, with every patch."""
+"""The engine of this process, with every patch, and the public functions that ask it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat import _startup
 from gemma4_compat._engine.engine import Engine
+from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
+from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._quantization import opt_in
 from gemma4_compat.patches import registry
 
+if TYPE_CHECKING:
+    from gemma4_compat._scan.result import Scan
+
 engine = Engine(registry.load())
+
+
+def arm() -> None:
+    """What ``import gemma4_compat`` does: :func:`install`. In a process of the command line, that reports an error."""
+    try:
+        install()
+    except Gemma4CompatError as error:
+        if not _startup.is_command_line():
+            raise
+        _startup.refusal = str(error)
+
+
+def install() -> None:
+    """Arm every patch; ``import gemma4_compat`` has done it already. Call it to re-apply after :func:`revert`.
+
+    Idempotent and thread-safe. Libraries that are imported are patched at once, the others on import. A model that was
+    built before is repaired as well: patches replace functions of its classes, not the model.
+
+    Raises:
+        Gemma4CompatError: with ``GEMMA4_COMPAT_STRICT=1``, patches for an imported library cannot apply. (If the
+            library is imported later, that import fails.) Or the project's settings make no sense.
+    """
+    engine.install()
+
+
+def status(*, unreached: bool = False) -> dict[str, PatchStatus]:
+    """The state of every patch, by id, with the reason; of pending patches, what the installed releases decide.
+
+    Imports no library, applies nothing, warns of nothing and raises nothing.
+
+    Args:
+        unreached: also count the objects that had taken a function before it was replaced, and call the original. That
+            may take a search of the heap: tenths of a second in a large process.
+    """
+    return engine.status(count=unreached)
+
+
+def revert(id: str | None = None) -> dict[str, PatchStatus]:
+    """Undo the patch ``id``, or all of them, exactly; they stay off until :func:`install`.
+
+    Returns what :func:`status` returns.
+
+    torch.compile looks at some functions once, constructors among them: what was compiled before may keep the patch,
+    until ``torch.compiler.reset()``.
+
+    Raises:
+        Gemma4CompatError: no patch has that id (the message names the nearest one).
+    """
+    return engine.revert(id)
+
+
+def patches() -> tuple[Patch, ...]:
+    """Every patch the package knows, whether or not this environment needs it."""
+    return engine.patches()
+
+
+def is_on(patch_id: str) -> bool:
+    """Whether a patch is applied, or will be when its library is imported."""
+    return engine.state(patch_id).state in (PatchState.APPLIED, PatchState.PENDING)
+
+
+def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None) -> Scan:
+    """What a saved PEFT adapter is, and what it would do on ``base``: problems first.
+
+    >>> scan = gemma4_compat.scan_adapter("my-adapter", "E2B")
+    >>> scan.keys, [problem.message for problem in scan.problems]
+    ({'text': 490, 'vision': 224, 'audio': 72}, [])
+
+    Reads ``adapter_config.json``, the header of ``adapter_model.safetensors`` and the configuration of the base; no
+    weights, and never a pickle. Without a base it needs no other library; with one torch, transformers and PEFT.
+
+    Args:
+        adapter: its folder, or the id of one in the cache of the hub.
+        base: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
+            "31B"), or a Gemma 4 configuration; of a model its configuration counts.
+        quantize: how the base will be quantized ("4bit", "4bit-double", "8bit"), where its configuration does not
+            say.
+
+    Returns:
+        Keys by tower, ranks, types, bytes, what the keys hit in the base, what this package redirects or renames, what
+        has no use there, and the problems.
+
+    Raises:
+        Gemma4CompatError: there is no such adapter or base, a file is damaged or a pickle, or the PEFT type unknown.
+    """
+    from gemma4_compat._scan import job
+
+    return job.scan_adapter(adapter, base, quantize=quantize, renames=is_on("peft-adapter-keys"))
+
+
+@contextlib.contextmanager
+def quantize_offloaded() -> Iterator[None]:
+    """Models loaded inside are quantized everywhere, also where their device map offloads them.
+
+    >>> with gemma4_compat.quantize_offloaded():
+    ...     model = AutoModelForImageTextToText.from_pretrained(..., device_map={...}, quantization_config=four_bit)
+
+    For Gemma 4 and bitsandbytes, 4-bit and 8-bit. Upstream keeps what a dict ``device_map`` puts on ``"cpu"`` or
+    ``"disk"`` unquantized, wants ``llm_int8_enable_fp32_cpu_offload=True`` for that, and outputs differ accordingly;
+    inside, outputs are those of the same quantization on one device, and the flag is not needed. It applies to this
+    thread only; ``GEMMA4_COMPAT_ENABLE=transformers-quantize-offloaded`` does the same for the whole process.
+
+    Raises:
+        Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
+    """
+    _check_is_on(opt_in.OFFLOADED.id, "quantize_offloaded()")
+    with opt_in.OFFLOADED.enabled():
+        yield
+
+
+@contextlib.contextmanager
+def quantize_experts() -> Iterator[None]:
+    """Models loaded inside in 4 bits are loaded with their experts in 4 bits; 26B-A4B: see docs/QUANTIZATION.md.
+
+    >>> with gemma4_compat.quantize_experts():
+    ...     model = AutoModelForImageTextToText.from_pretrained(..., quantization_config=four_bit)
+
+    For Gemma 4 and bitsandbytes. Upstream keeps experts in bf16, because they are parameters, not linear layers;
+    inside, each expert's matrix is quantized by itself. ``llm_int8_skip_modules`` applies to them as well ("experts",
+    or one layer's). A model saved that way loads that way anywhere. It applies to this thread only;
+    ``GEMMA4_COMPAT_ENABLE=transformers-quantized-experts`` does the same for the whole process. Goes together with
+    :func:`quantize_offloaded`: ``with quantize_experts(), quantize_offloaded(): ...``.
+
+    Raises:
+        Gemma4CompatError: the patch ``transformers-quantized-experts`` is off, so nothing could be done.
+    """
+    _check_is_on(opt_in.EXPERTS.id, "quantize_experts()")
+    with opt_in.EXPERTS.enabled():
+        yield
+
+
+def _check_is_on(patch_id: str, needed_by: str) -> None:
+    if not is_on(patch_id):
+        found = engine.state(patch_id)
+        raise Gemma4CompatError(f"{needed_by} needs the patch {found.id}, which is {found.state}: {found.reason}.")

@@ -29,7 +29,7 @@ from gemma4_compat import Gemma4CompatWarning, Patch, patches
 from gemma4_compat._engine import changes
 from gemma4_compat._engine.engine import Engine
 from gemma4_compat._engine.fingerprint import fingerprint_source
-from gemma4_compat._engine.patch import Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Severity, Target
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Patches whose defects need a GPU: `detect` asks for one, and the matrix, which is one of CPUs, cannot show them.
@@ -167,7 +167,9 @@ class Library:
         defaults: dict[str, Any] = {
             "summary": "double is right",
             "symptom": "silent: double is wrong",
+            "kind": Kind.REPAIR,
             "severity": Severity.WRONG_RESULT,
+            "acts_on": ActsOn.EVERY_MODEL,
             "failure_points": ("F0",),
             "distribution": self.name,
             "affected": ">=1",

@@ -40,14 +40,14 @@ def test_version(option: str) -> None:
 def test_status_has_a_line_for_each_patch() -> None:
     lines = cli_says("status").stdout.partition("\n\n")[0].splitlines()
     assert [re.split(r" {2,}", line)[:2] for line in lines] == [
-        [patch_id, words.state_word(status)] for patch_id, status in gemma4_compat.status().items()
+        [patch_id, words.of(status).word] for patch_id, status in gemma4_compat.status().items()
     ]
     assert all(line.endswith(status.reason) for line, status in zip(lines, gemma4_compat.status().values()))
 
 
 def test_status_says_what_it_is_about() -> None:
     said = cli_says("status").stdout.partition("\n\n")[2]
-    states = [words.state_word(status) for status in gemma4_compat.status().values()]
+    states = [words.of(status).word for status in gemma4_compat.status().values()]
     counts = ", ".join(f"{states.count(word)} {word}" for word in dict.fromkeys(states))
     assert said.startswith(f"What a program of this environment would get: {counts}. ")
     assert "gemma4_compat.status() says what it got." in said
@@ -57,7 +57,9 @@ def test_status_as_json() -> None:
     data = json.loads(cli_says("status", "--json").stdout)["patches"]
     assert [item["id"] for item in data] == IDS
     for item, status in zip(data, gemma4_compat.status().values()):
-        assert set(item) == {"id", "state", "reason", "versions", "late", "overridden", "unmet", "unreached"}
+        known = {"id", "state", "reason_code", "reason", "versions", "late", "overridden", "unmet", "unreached"}
+        assert set(item) == known
+        assert item["reason_code"] == status.reason_code
         assert item["state"] == status.state
         assert item["versions"] == dict(status.versions)
 
@@ -101,7 +103,7 @@ def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> N
         assert part in text
     assert text.startswith(f"{patch.id} ({registry.area(patch.id)})\n")
     assert f"GEMMA4_COMPAT_DISABLE={patch.id}" in text
-    assert f"{words.state_word(gemma4_compat.status()[patch.id])}: " in text
+    assert f"{words.of(gemma4_compat.status()[patch.id]).word}: " in text
 
 
 @pytest.mark.parametrize("area", sorted({registry.area(patch_id) for patch_id in IDS}))

@@ -21,16 +21,16 @@ from gemma4_compat._reproduction.workspace import MissingPartError, Workspace
 
 
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
-    """Run one reproduction and describe the result as JSON-able data; only Ctrl-C escapes it.
+    """Run one reproduction and describe the result as JSON-able data; nothing but Ctrl-C escapes.
 
-    ``ID:reverted`` first reverts every patch, after importing the libraries with them; ``ID:alone`` only this one.
+    ``ID:reverted`` first imports the libraries with all patches, then reverts all; ``ID:alone`` reverts only this one.
     """
     patch_id, _, mode = patch_id.partition(":")
     patch = {patch.id: patch for patch in _shim.engine.patches()}[patch_id]
     workspace = Workspace(folder)
     if mode:
         import_targets([patch])
-        workspace.forget()  # a model that was loaded with the shim
+        workspace.forget()  # models that were loaded with the shim
         _shim.engine.revert(patch_id if mode == "alone" else None)
     started = time.perf_counter()
     try:
@@ -40,20 +40,20 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
     except Exception as error:  # the user's crash is the result here
         result = dataclasses.asdict(Outcome.of_error(error))
     result["seconds"] = round(time.perf_counter() - started, 2)
-    status = _shim.engine.status()[patch_id]
-    result["state"], result["reason"], result["detection"] = status.state, status.reason, status.detection
-    return result
+    status = _shim.engine.state(patch_id, count=True)
+    result |= {"state": status.state, "reason_code": status.reason_code, "reason": status.reason}
+    return result | {"detection": status.detection}
 
 
 def import_targets(patches: Iterable[Patch]) -> None:
-    """Import the modules that these patches change, as far as they are there."""
+    """Import the modules that these patches change, if they exist."""
     for name in dict.fromkeys(target.module for patch in patches for target in patch.targets):
         with contextlib.suppress(ModuleNotFoundError):  # not in this release; the patch is never applied
             importlib.import_module(name)
 
 
 def answer(command: str, folder: Path) -> dict[str, Any]:
-    """What a child says to ``command``: ``build``, ``build VARIANT``, or see :func:`run`."""
+    """What a child answers to ``command``: ``build``, ``build VARIANT``, or see :func:`run`."""
     name, _, variant = command.partition(" ")
     if name != "build":
         return run(command, folder)

@@ -1,9 +1,9 @@
 """Run reproductions in child processes: a process each, or forks of one that has imported the libraries.
 
-Importing the libraries takes longer than most reproductions, so :class:`Forks` imports them once, and loads the tiny
-models once that most reproductions begin with; each gets copies of its own by being a fork. Separate processes are
-needed where a fork is not safe: with a GPU (CUDA does not survive a fork) and on systems other than Linux.
-Nothing upstream is imported except in the process that forks (:mod:`gemma4_compat._doctor.server`).
+Importing the libraries takes longer than most reproductions, so :class:`Forks` imports them once. It also loads once
+the tiny models that most reproductions begin with; each fork has its own copies. Where a fork is not safe, each
+reproduction has its own process: with a GPU (CUDA does not survive a fork) and on systems other than Linux. Nothing
+upstream is imported except in the process that forks (:mod:`gemma4_compat._doctor.server`).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def alone(command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
 def crashed(detail: str) -> dict[str, Any]:
     """The result of a reproduction whose process crashed or timed out."""
     result = {"defect": True, "detail": detail, "parity": None, "applicable": True, "seconds": None}
-    return result | {"state": "unknown", "reason": detail, "detection": None}
+    return result | {"state": "unknown", "reason_code": None, "reason": detail, "detection": None}
 
 
 def can_fork() -> bool:
-    """Whether forks are worth a try: on Linux, without the driver of a GPU. ``build`` says whether they are safe."""
+    """Whether to try forks: on Linux, without the driver of a GPU. ``build`` says whether they are safe."""
     return sys.platform == "linux" and not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd", "/dev/accel")))
 
 
@@ -73,7 +73,7 @@ class Forks:
         self._output = text_file()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gemma4_compat._doctor.server", str(folder)],
-            # Whatever the user's setting: it computes before it forks, and OpenMP's threads do not survive a fork.
+            # Overrides the user's setting: this process computes before it forks, and OpenMP's threads do not survive.
             env=_environment(disabled) | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -95,7 +95,7 @@ class Forks:
                 return crashed(self._ended or "the process that forks has no pipe")
             number = str(next(self._numbers))
             self._waiting[number] = future
-            # What cannot be written has no reader any more, which the listener hears of.
+            # If there is no reader any more, the listener notices.
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(f"{number} {command}\n")
                 self._process.stdin.flush()
@@ -126,7 +126,7 @@ class Forks:
                 self._process.stdin.close()  # it ends its children, then itself
         try:
             self._process.wait(5)
-        except subprocess.TimeoutExpired:  # it imports the libraries, maybe, and listens to nobody yet
+        except subprocess.TimeoutExpired:  # perhaps it still imports the libraries, and does not read yet
             self._process.kill()
         self._listener.join()
         if self._process.stdout is not None:
@@ -144,11 +144,11 @@ def _environment(disabled: str) -> dict[str, str]:
 
 
 def ended(status: int, output: str) -> str:
-    """How a process ended without a result, with the last line that it wrote."""
+    """How a process ended without a result, and the last line that it wrote."""
     lines = output.strip().splitlines()
     return f"the process ended with {status}: {lines[-1] if lines else 'no output'}"
 
 
 def text_file() -> IO[str]:
-    """A file for what a process writes, gone when it is closed."""
+    """A file for the output of a process, deleted when it is closed."""
     return tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")

@@ -16,6 +16,7 @@ from gemma4_compat._doctor import children
 from gemma4_compat._engine import address, shadowed, temporary
 from gemma4_compat._engine import versions as _versions
 from gemma4_compat._engine.patch import Patch
+from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._reproduction.workspace import Workspace
 
@@ -24,17 +25,6 @@ _PREFIX = "gemma4-compat-"
 ROOM = 512 << 20
 
 STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
-
-REPAIRED = "repaired"
-NOT_AFFECTED = "not affected"
-NOT_APPLICABLE = "not applicable"
-REMAINS = "DEFECT REMAINS"
-DISABLED = "skipped, DEFECT REMAINS"
-FAILED = "PATCH FAILED"
-CAUSED = "BROKEN BY THE PATCH"
-OFF_REMAINS = "PATCH OFF, DEFECT REMAINS"
-OFF_NOT_SEEN = "patch off, defect not seen"
-_GOOD = frozenset({REPAIRED, NOT_AFFECTED, NOT_APPLICABLE, OFF_NOT_SEEN})
 
 
 @dataclass(frozen=True)
@@ -45,8 +35,8 @@ class Finding:
         id: the patch.
         versions: installed releases of the libraries it concerns.
         without: the reproduction's result with every patch off (keys ``defect``, ``detail``, ``parity``,
-            ``applicable``, ``seconds``, ``state``, ``reason``, ``detection``).
-        with_shim: the same with this package as the environment configures it.
+            ``applicable``, ``seconds``, ``state``, ``reason_code``, ``reason``, ``detection``).
+        with_shim: the result with this package as the environment configures it.
     """
 
     id: str
@@ -55,43 +45,46 @@ class Finding:
     with_shim: dict[str, Any]
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> Verdict:
+        """What became of the defect, and of the patch."""
         state, without = self.with_shim["state"], self.without["defect"]
         if self.with_shim["defect"] and not without:
-            return CAUSED
+            return Verdict.BROKEN
         if state == "failed":
             if without:
-                return OFF_REMAINS
+                return Verdict.FAILED_REMAINS
             # Unknown code may be free of the defect; any other failure is ours.
-            return OFF_NOT_SEEN if self.with_shim["detection"] == "unknown" else FAILED
+            return Verdict.FAILED_NOT_SEEN if self.with_shim["detection"] == "unknown" else Verdict.FAILED
         if self.with_shim["defect"]:
-            return DISABLED if state == "skipped" else REMAINS
+            return Verdict.OFF_REMAINS if state == "skipped" else Verdict.REMAINS
         if without:
-            return REPAIRED
-        return NOT_AFFECTED if self.without["applicable"] else NOT_APPLICABLE
+            return Verdict.REPAIRED
+        return Verdict.NOT_NEEDED if self.without["applicable"] else Verdict.NOT_APPLICABLE
 
     @property
     def good(self) -> bool:
-        return self.verdict in _GOOD
+        """Whether no defect remains and nothing failed."""
+        return self.verdict.good
 
     @property
     def report(self) -> str | None:
-        """What to report, and where, about a patch that could not be applied; None for any other."""
+        """What to report, and where, about a patch that could not be applied; None for other patches."""
         if self.with_shim["state"] != "failed":
             return None
         request = f"please {address.report_request()}"
-        if self.verdict == OFF_NOT_SEEN:
+        if self.verdict is Verdict.FAILED_NOT_SEEN:
             request = f"upstream may have fixed it; {request}, so that the patch's range is closed"
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{request}. Say: {self.id}: {self.with_shim['reason']} [{versions}]"
 
     def as_data(self) -> dict[str, Any]:
+        """The finding as plain data."""
         return {
             "id": self.id,
             "versions": self.versions,
             "without": self.without,
             "with": self.with_shim,
-            "verdict": self.verdict,
+            "verdict": str(self.verdict),
             "report": self.report,
         }
 
@@ -116,7 +109,7 @@ def stack() -> dict[str, str]:
 
 
 def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]) -> Generator[Finding]:
-    """Reproduce each patch's defect without and with the shim; yields each finding once complete.
+    """Reproduce each patch's defect without and with the shim; yields each finding when it is complete.
 
     Args:
         patches: what to examine.
@@ -148,11 +141,11 @@ def examine(patches: Sequence[Patch], *, keep: bool, note: Callable[[str], None]
 
 
 def _tidy(note: Callable[[str], None]) -> None:
-    """Remove what a doctor left that was killed."""
+    """Remove what a killed doctor left."""
     left, _, _ = temporary.leftovers(Path(tempfile.gettempdir()), _PREFIX)
     for leftover in left:
         temporary.remove(leftover)
-        note(f"removed {leftover}, which an earlier doctor that was killed left")
+        note(f"removed {leftover}, left by an earlier doctor that was killed")
 
 
 def _refuse_without_room(folder: Path) -> None:
@@ -178,9 +171,9 @@ _Run = Callable[[str, bool], dict[str, Any]]
 
 
 def _built(folder: Path, stack: contextlib.ExitStack) -> tuple[_Run, int]:
-    """Build the checkpoints. Returns what runs a command, without the shim or with it, and how many at a time.
+    """Build the checkpoints. Returns a function that runs a command, without or with the shim, and how many at once.
 
-    Each side has a folder of its own, so that neither finds what the other has built. Both begin with the same bytes,
+    Each side has its own folder, so that neither finds what the other has built. Both begin with the same bytes,
     which were built without the shim.
 
     Raises:
@@ -202,7 +195,7 @@ def _built(folder: Path, stack: contextlib.ExitStack) -> tuple[_Run, int]:
     else:
         _checked(children.alone("build", off, disabled="all"))
         Workspace(off).copied(on)
-    # Processes that mostly import the libraries, each for itself.
+    # Processes that mostly import the libraries.
     jobs = 2 * max(1, min(8, cores // 4))
     return lambda command, shim: children.alone(command, on if shim else off, disabled="" if shim else "all"), jobs
 
@@ -223,7 +216,7 @@ def _results(
 ) -> Iterator[tuple[Patch, bool, dict[str, Any]]]:
     """The result of each reproduction without the shim (False) and with it (True), as they complete.
 
-    One queue for both: whoever is free takes the next, so that no core waits for the longer half.
+    Both are in one queue, so that no core waits for the longer half.
     """
     pool = ThreadPoolExecutor(jobs)
     futures = {pool.submit(run, patch.id, shim): (patch, shim) for patch in patches for shim in (False, True)}

@@ -1,8 +1,8 @@
-"""A process that has imported the libraries, and forks for each reproduction that it is asked for.
+"""A process that has imported the libraries, and forks for each reproduction.
 
 ``python -m gemma4_compat._doctor.server FOLDER`` reads lines ``NUMBER COMMAND`` from standard input, runs the commands
-of :mod:`gemma4_compat._doctor.child` side by side, and writes a line of JSON for each as it ends. It ends, and its
-children with it, when standard input does. For Linux, without a GPU: elsewhere a fork of this process is not safe.
+of :mod:`gemma4_compat._doctor.child` side by side, and writes a line of JSON when one ends. It, and its children, end
+with standard input. For Linux without a GPU: elsewhere a fork of this process is not safe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gemma4_compat._reproduction.workspace import Workspace
 
 @dataclass
 class _Child:
-    """A fork that runs: what it was asked, where it writes its result and everything else, and how long it may."""
+    """A running fork: its command, the files for its result and for its output, and its deadline."""
 
     number: str
     pid: int
@@ -49,16 +49,16 @@ def serve(folder: Path) -> None:
     from gemma4_compat import _shim
     from gemma4_compat._doctor import child
 
-    # What an import lets the shim decide takes as long as loading a tiny model: once here, not in each fork.
+    # Deciding about patches at an import takes as long as loading a tiny model: once here, not in each fork.
     for patch in _shim.engine.patches():
-        with contextlib.suppress(Exception):  # the reproductions that need it say what is wrong
+        with contextlib.suppress(Exception):  # the reproductions that need it report the error
             child.import_targets([patch])
     _share()
     Server(folder, results).run()
 
 
 def _share() -> None:
-    """What the first load of a process makes for all, so that no fork has to: a third of a reproduction's time."""
+    """Do here what the first load of a process does, so that no fork has to: a third of a reproduction's time."""
     with contextlib.suppress(ImportError):  # a thousand regular expressions, of all architectures
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -68,27 +68,27 @@ def _share() -> None:
 
         tqdm.tqdm.monitor_interval = 0
     gc.collect()
-    gc.set_threshold(20_000, 20, 50)  # a tiny model is loaded and run without a look at all of its objects
-    gc.freeze()  # a fork's collector need not look at the libraries' objects, and so copies no page of them
+    gc.set_threshold(20_000, 20, 50)  # fewer collections while a tiny model is loaded and run
+    gc.freeze()  # a fork's collector skips the libraries' objects, and so copies none of their pages
 
 
 def _wait_for_threads() -> None:
-    """Let the threads end that a load may leave behind: a fork while they run would copy the locks they hold."""
+    """Wait for the threads that a load may leave: a fork while they run would copy the locks they hold."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread():
             thread.join(10)
 
 
-#: The models that forks find loaded: from which command on, how they are quantized, and how many. Those that are
-#: quantized take a second, which a few reproductions do not take themselves.
+#: The models that forks find loaded: from which command on, how they are quantized, and how many. Quantized models
+#: take a second to load, more than a few reproductions need.
 PRELOADED = ((1, None, 2), (8, "4bit", 2), (8, "8bit", 2), (8, "4bit-double", 2))
-#: Of which models forks find the outputs, and from which command on. The first that a process computes take longer
-#: than others, so every fork that runs a model gains. Too few ask for those with nested quantization.
+#: The models whose outputs forks find, and from which command on. The first outputs of a process take longer than
+#: others, so every fork that runs a model gains. Few reproductions need those with nested quantization.
 PREPARED = ((2, None), (8, "4bit"), (8, "8bit"))
 
 
 class Server:
-    """The loop. Its forks come from its only thread, and none runs while another is made."""
+    """The loop. Its only thread makes all forks."""
 
     def __init__(self, folder: Path, results: IO[str]) -> None:
         self._folder = folder
@@ -153,7 +153,7 @@ class Server:
         status = 1
         try:
             nothing = os.open(os.devnull, os.O_RDONLY)
-            os.dup2(nothing, 0)  # commands are not for reproductions
+            os.dup2(nothing, 0)  # reproductions do not read the commands
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
             with os.fdopen(writer, "w") as out:
@@ -173,7 +173,7 @@ class Server:
             self._end(descriptor, json.loads(child.said) if child.said else None)
 
     def _end(self, descriptor: int, result: dict[str, object] | None) -> None:
-        """Write the result of a fork; None: it ended without one."""
+        """Write the result of a fork; None: it ended without a result."""
         self._selector.unregister(descriptor)
         os.close(descriptor)
         child = self._running.pop(descriptor)

@@ -1,4 +1,4 @@
-"""What doctor found, as text, Markdown and annotations of GitHub's workflows."""
+"""The findings of doctor as text, Markdown and annotations of GitHub's workflows."""
 
 from __future__ import annotations
 
@@ -6,25 +6,14 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from gemma4_compat._doctor import findings
 from gemma4_compat._doctor.findings import Finding
-from gemma4_compat._engine import words
 from gemma4_compat._engine.text import table_text, wrapped
+from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import printable
 
-#: Verdict -> its word (docs/STATES.md); good ones first, in the order of the summary.
-WORDS = {
-    findings.REPAIRED: "repaired",
-    findings.NOT_AFFECTED: words.NOT_NEEDED,
-    findings.NOT_APPLICABLE: "not applicable",
-    findings.OFF_NOT_SEEN: "failed, defect not seen",
-    findings.REMAINS: "defect remains",
-    findings.DISABLED: f"{words.OFF}, defect remains",
-    findings.OFF_REMAINS: "failed, defect remains",
-    findings.FAILED: "failed",
-    findings.CAUSED: "broken by the patch",
-}
 _LONGEST = 160
+#: The order of the summary: good verdicts come first.
+_ORDER = sorted(Verdict, key=lambda verdict: not verdict.good)
 
 
 def heading(package: str, versions: Mapping[str, str]) -> str:
@@ -33,29 +22,29 @@ def heading(package: str, versions: Mapping[str, str]) -> str:
     return f"gemma4_compat {package} on Python {platform.python_version()}: {listed}"
 
 
-def finding_text(finding: Finding, count: str = "", width: int | None = None) -> str:
+def finding_text(finding: Finding, count: str = "", width: int | None = None, *, colour: bool = False) -> str:
     """One finding in a few lines, after ``count`` ("[3/82]")."""
     rows = [
         ("without", _shorten(finding.without["detail"])),
         ("with", _shorten(finding.with_shim["detail"])),
-        ("verdict", WORDS[finding.verdict]),
+        ("verdict", finding.verdict.cell),
         *([("report", finding.report)] if finding.report else []),
     ]
-    lines = table_text(rows, width=width and width - 2).split("\n")
-    head = wrapped(f"{count} {finding.id} ({_libraries(finding)})".lstrip(), width)
+    lines = table_text(rows, width=width and width - 2, colour=colour).split("\n")
+    head = wrapped(printable(f"{count} {finding.id} ({_libraries(finding)})".lstrip()), width)
     return "\n".join([head, *(f"  {line}" for line in lines)])
 
 
-def table(found: Sequence[Finding], width: int | None = None) -> str:
+def table(found: Sequence[Finding], width: int | None = None, *, colour: bool = False) -> str:
     """A line for each finding."""
-    rows = [("patch", "parity", "verdict"), *((item.id, _parity(item), WORDS[item.verdict]) for item in found)]
-    return table_text(rows, header=True, width=width)
+    rows = [("patch", "parity", "verdict"), *((item.id, _parity(item), item.verdict.cell) for item in found)]
+    return table_text(rows, header=True, width=width, colour=colour)
 
 
 def summary(found: Sequence[Finding]) -> str:
     """One sentence: how many of which verdict, and what that means."""
-    count = Counter(WORDS[item.verdict] for item in found)
-    counted = ", ".join(f"{count[word]} {word}" for word in WORDS.values() if count[word]) or "nothing examined"
+    count = Counter(item.verdict for item in found)
+    counted = ", ".join(f"{count[one]} {one.word}" for one in _ORDER if count[one]) or "nothing examined"
     bad = [item.id for item in found if not item.good]
     if not bad:
         return f"{counted}: this stack is fine."
@@ -63,13 +52,13 @@ def summary(found: Sequence[Finding]) -> str:
 
 
 def markdown(head: str, found: Sequence[Finding], shown: Sequence[Finding]) -> str:
-    """A page of Markdown about the findings that are ``shown``; the summary counts all of them."""
+    """A page of Markdown about the ``shown`` findings; the summary counts all of them."""
     lines = [f"### {_cell(summary(found))}", "", _cell(head)]
     if shown:
         lines += ["", "| patch | verdict | parity | without the shim | with it |", "|---|---|---|---|---|"]
     for item in shown:
         details = (_cell(_shorten(result["detail"])) for result in (item.without, item.with_shim))
-        verdict = WORDS[item.verdict] if item.good else f"**{WORDS[item.verdict]}**"
+        verdict = item.verdict.word if item.good else f"**{item.verdict.word}**"
         lines.append(" | ".join([f"| `{item.id}`", verdict, _parity(item), *details]) + " |")
     lines += [f"\n{_cell(item.report)}" for item in shown if item.report]
     return "\n".join(lines)
@@ -80,7 +69,7 @@ def workflow(head: str, found: Sequence[Finding]) -> str:
     lines = []
     for item in found:
         if not item.good or item.report:
-            said = f"{WORDS[item.verdict]}: {item.with_shim['detail']}" + (f"\n{item.report}" if item.report else "")
+            said = f"{item.verdict.word}: {item.with_shim['detail']}" + (f"\n{item.report}" if item.report else "")
             lines.append(f"::{'warning' if item.good else 'error'} title={_property(item.id)}::{_data(said)}")
     return "\n".join([*lines, f"::notice title=gemma4-compat doctor::{_data(summary(found))}%0A{_data(head)}"])
 

@@ -1,11 +1,11 @@
 """Jupyter's autoreload, taught about functions that a patch has replaced.
 
-When a module is reloaded, IPython's ``%autoreload`` puts the code of its new functions into the old ones, so that
-whoever imported those by name has the new code. Into a function that a patch has installed it does not fit, and that
-error ends the reload half way; or it is forced in through memory, by "deduperreload", which ends the patch in silence.
+When a module is reloaded, IPython's ``%autoreload`` puts the code of its new functions into the old ones, for modules
+that imported those by name. It does not fit into a function that a patch has installed, and that error ends the reload
+half way; or "deduperreload" forces it in through memory, which silently ends the patch.
 
-Here the upstream function beneath it gets the code, and a module with such a function is reloaded as a whole, which
-:mod:`gemma4_compat._engine.hooks` notices. For all other functions IPython is as it was.
+Here the upstream function below gets the code, and a module with such a function is reloaded as a whole, which
+:mod:`gemma4_compat._engine.hooks` notices. Nothing changes for other functions.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from gemma4_compat._engine import changes, hooks
 
-_followed: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # what came in place of what a patch had installed
+_followed: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # what replaced functions that a patch had installed
 
 
 def arm() -> None:
-    """Teach it now, or when it is imported."""
+    """Teach IPython now, or when its modules are imported."""
     for name, teach in _LESSONS.items():
         hooks.when_imported(name, _teach)
         if hooks.is_imported(name):
@@ -43,7 +43,7 @@ def _add_rule(autoreload: Any) -> None:
         beneath = _upstream(old)
         autoreload.update_function(beneath, _upstream(new))
         if "." not in new.__qualname__:
-            # The patch may have failed, or be applied again: the next reload, or install(), must find them all.
+            # If the patch fails, or is applied again, the next reload, or install(), must find all of them.
             _followed.add(new)
             changes.restore([(old, new), (beneath, new)])
 
@@ -56,7 +56,7 @@ def _applies(old: Any, new: Any) -> bool:
 
 
 def _concerns(function: Any) -> bool:
-    """Whether it is a function that a patch has installed, or that came in its place."""
+    """Whether a patch has installed this function, or it replaced such a function."""
     known = changes.upstream_of(function) is not None
     return known or (isinstance(function, FunctionType) and function in _followed)
 

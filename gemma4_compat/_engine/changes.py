@@ -4,39 +4,36 @@ Hazards this file exists for:
 
 * ``torch.compile`` silently drops ``wrapt.FunctionWrapper`` on module functions and methods, so what is installed is a
   plain function; ``functools.wraps`` with its default ``updated`` would also copy dynamo's marks, so it gets ``()``.
-  Of what a function closes over dynamo knows lists and functions; an object of a class of ours ends the graph.
+  Among what a function closes over, dynamo knows lists and functions; an object of a class of ours ends the graph.
 * Undoing through ``getattr``/``setattr`` turns static methods into methods and leaves strays on subclasses. Only the
   raw slot, ``vars(owner)[name]``, is saved and restored.
 * ``from x import f`` gave ``f`` to other modules. Every module that holds the same object gets the replacement; the
-  undo finds the replacement wherever it went since. What else took ``f`` (registries, class attributes, closures,
-  bound methods) keeps it, and is counted.
+  undo finds the replacement wherever it went since. Other holders of ``f`` (registries, class attributes, closures,
+  bound methods) keep it; :mod:`gemma4_compat._engine.holders` counts them.
 * Objects keep our function: a bound method (accelerate's ``module._old_forward``) outlives the undo. It becomes a
-  pass-through, and the next installation puts the same function back, so that it works again there, too.
+  pass-through, and the next installation puts the same function back, so that it works there again.
 * A reload executes a module again, in the same namespace: its functions and classes are new. The old classes still
   have instances, and other modules still hold the old functions; these keep what was installed in them.
 * Another library may wrap our replacement. Taking ours out from under it would drop its wrapper, so the slot is left
   and our function becomes a pass-through, which the next installation switches on again where it is.
-* Who reads the traceback of an upstream error looks for upstream's lines and their own. Of ours one is left.
+* Tracebacks keep a single frame of ours: readers look for upstream's lines and their own.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import sys
-import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from types import FrameType, FunctionType, TracebackType
+from types import FunctionType, TracebackType
 from typing import Any
 
 
 @dataclass(slots=True)  # what it refers to is counted
 class _Switch:
-    """What an installed function calls: ``state[0]``, the replacement, or, where that is None, the original."""
+    """What an installed function calls: the replacement, ``state[0]``; if that is None, the original."""
 
     original: Any
     state: list[Callable[..., Any] | None]
@@ -44,13 +41,13 @@ class _Switch:
 
 
 _ABSENT = object()
-_OURS = "__gemma4_compat__"  # on every function we install: the patch's id
+_OURS = "__gemma4_compat__"  # on every function we install: the id of the patch
 _PACKAGE = __name__.partition(".")[0]
-# What we installed. The mark alone does not tell: a foreign functools.wraps around ours copies it. The switch is no
-# attribute of the function: accelerate copies those, and models are deep-copied.
+# What we installed. The mark is not enough: a foreign functools.wraps around ours copies it. The switch is not an
+# attribute of the function, because accelerate copies those, and models are deep-copied.
 _installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDictionary()
-# By patch and label, what was installed last: objects that kept that function, bound, get the repair back with the
-# next install.
+# By patch and label, what was installed last: objects that kept it as a bound method get the repair back with the next
+# install.
 _latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
 
 
@@ -64,20 +61,20 @@ class _Edit:
 
 
 class ChangeSet:
-    """The edits of one patch. Not thread-safe: the engine holds its lock while it uses one."""
+    """The edits of one patch. Not thread-safe: the engine uses it under its lock."""
 
     def __init__(self, patch_id: str) -> None:
         self.patch_id = patch_id
         self.active = True
         self._journal: list[_Edit] = []
         self._functions: list[tuple[FunctionType, Any]] = []  # module functions: (installed, original)
-        self._wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # what it installed
-        self._labels: set[str] = set()  # in place of what
+        self._wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # the functions it installed
+        self._labels: set[str] = set()  # the names it replaced
 
     def replace(self, module: str, name: str, replacement: Callable[..., Any]) -> None:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
 
-        Static and class methods stay what they are; of a property it is the getter.
+        Static and class methods stay what they are; a property gets another getter.
 
         Raises:
             AttributeError: nothing of that name is there.
@@ -101,18 +98,18 @@ class ChangeSet:
             installed = self._wrap(raw, replacement, label)
         before = vars(owner).get(attribute, _ABSENT)
         if before is _ABSENT and isinstance(owner, type):
-            # Inherited: the name it is pickled by would otherwise lead to the base class, and to another function.
+            # Inherited: otherwise it would be pickled under a name that leads to the base class's function.
             function = function_of(installed)
             function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{attribute}"
         self._set(owner, attribute, before, installed, label)
         if isinstance(installed, FunctionType) and not isinstance(owner, type):
             self._functions.append((installed, raw))
-            for namespace in _modules():
+            for namespace in modules():
                 if vars(namespace).get(attribute) is raw:
                     self._set(namespace, attribute, raw, installed, f"{namespace.__name__}.{attribute}")
 
     def is_lost(self, module: str, name: str) -> bool:
-        """Whether ``module.name`` is defined anew since it was replaced: nothing of this patch is in or below it."""
+        """Whether ``module.name`` was redefined after it was replaced: nothing of this patch is in it or below it."""
         if f"{module}.{name}" not in self._labels:
             return False
         try:
@@ -126,7 +123,7 @@ class ChangeSet:
         return False
 
     def forget(self, module: str) -> None:
-        """Forget edits of a module's namespace that are gone because it was reloaded: there is nothing to undo."""
+        """Forget edits of a reloaded module's namespace that are gone: there is nothing to undo."""
         namespace = sys.modules[module]
         self._journal = [
             edit
@@ -143,7 +140,7 @@ class ChangeSet:
             self._switch_on(kept, replacement)
             return kept
         state: list[Callable[..., Any] | None] = [replacement]
-        asked = label.endswith(".__getattribute__")  # an error is an answer there, which compilers trace
+        asked = label.endswith(".__getattribute__")  # an error is an answer there, and compilers trace it
 
         @functools.wraps(original, updated=())
         def installed(*args: Any, **kwargs: Any) -> Any:
@@ -151,15 +148,15 @@ class ChangeSet:
             try:
                 return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
             except BaseException as error:  # broad: it goes on to the caller, without what lies between
-                if asked or _from_upstream(error.__traceback__, original) is None:
+                if asked or _fromupstream(error.__traceback__, original) is None:
                     raise
-                # In no variable: this frame would hold those below it, which hold it.
-                raise error.with_traceback(_from_upstream(error.__traceback__, original))  # noqa: B904  # the same error
+                # Not in a variable: this frame would hold the frames below it, and they hold it.
+                raise error.with_traceback(_fromupstream(error.__traceback__, original))  # noqa: B904  # the same error
 
         vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
         function.__defaults__, function.__kwdefaults__ = original.__defaults__, original.__kwdefaults__  # to be read
-        if not label.endswith(".forward"):  # accelerate copies what a forward has to one that is bound
+        if not label.endswith(".forward"):  # accelerate copies a forward's attributes to a bound one
             # For getfullargspec, which does not look below a wrapper.
             function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         _installed[function] = _Switch(original, state, self)
@@ -177,13 +174,14 @@ class ChangeSet:
         setattr(owner, name, after)
 
     def overridden(self) -> tuple[str, ...]:
-        """Labels of the slots in which another library has put something over (or in place of) what we put there."""
+        """Labels of the slots in which another library has wrapped, or replaced, what this put there."""
         return tuple(edit.label for edit in self._journal if not self._holds(vars(edit.owner).get(edit.name)))
 
     def _holds(self, raw: Any) -> bool:
         """Whether a slot holds one of these functions, other patches of ours on top of it or not.
 
-        Not the one of an edit: where two modules were reloaded, the second has what was installed in the first.
+        It need not be the function of an edit: after two reloads, the second module has what was installed in the
+        first.
         """
         current = function_of(raw)
         while current not in self._wrappers:
@@ -193,15 +191,19 @@ class ChangeSet:
         return True
 
     def replaced(self) -> set[Any]:
-        """The upstream functions below what it installed, but for those that a base class has and keeps."""
+        """The upstream functions below what it installed, except those that a base class keeps."""
         inherited = {function_of(edit.after) for edit in self._journal if edit.before is _ABSENT}
-        return {_upstream(function) for function in self._wrappers if function not in inherited}
+        return {upstream(function) for function in self._wrappers if function not in inherited}
+
+    def module_functions(self) -> list[tuple[FunctionType, Any]]:
+        """The module functions that it replaced, as (installed, original)."""
+        return self._functions
 
     def undo(self, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> tuple[str, ...]:
-        """Restore every raw slot, newest first. Returns the labels of those that had to be left to somebody else.
+        """Restore every raw slot, newest first. Returns the labels of the slots that another library has taken.
 
-        Other modules may have taken our functions since. All are searched for them now, or, where a list is given,
-        when the caller hands it to :func:`restore`: a search costs tens of milliseconds, however much is undone.
+        Other modules may have taken our functions since. All of them are searched now or, if a list is given, when the
+        caller hands it to :func:`restore`: a search costs tens of milliseconds, however much is undone.
         """
         self.active = False
         for switch in [_installed[function] for function in self._wrappers]:
@@ -211,7 +213,7 @@ class ChangeSet:
         for edit in reversed(self._journal):
             current = vars(edit.owner).get(edit.name)
             if current is not edit.after:
-                if isinstance(edit.owner, type) or not self._holds(current):  # of a module: see restore
+                if isinstance(edit.owner, type) or not self._holds(current):  # a module's slot: see restore
                     left.append(edit.label)
             elif edit.before is _ABSENT:
                 delattr(edit.owner, edit.name)
@@ -226,93 +228,22 @@ class ChangeSet:
         return tuple(left)
 
 
-def reach(edits: Iterable[ChangeSet | None]) -> None:
-    """Give the replacements to modules that took a function before, under whatever name.
-
-    The module that defines it is left out: had the patch been there first, its own names would lead past it, too.
-    """
-    latest: dict[int, FunctionType] = {}
-    for installed, original in (pair for changes in edits if changes is not None for pair in changes._functions):
-        latest[id(original)] = installed
-    if not latest or not _suspects([{_upstream(installed) for installed in latest.values()}])[0]:
-        return
-    for namespace in _modules():
-        # A copy: building a list of the pairs may run a garbage collection, which may add names.
-        for name, value in vars(namespace).copy().items():
-            function = value
-            while id(function) in latest and latest[id(function)].__module__ != namespace.__name__:
-                function = latest[id(function)]  # one patch's replacement is another's original
-            if function is not value:
-                setattr(namespace, name, function)
-
-
-def unreached(edits: Mapping[str, ChangeSet]) -> dict[str, int]:
-    """How many objects hold a function that each of these replaced. They took it before, and call it as it was."""
-    replaced = [changes.replaced() for changes in edits.values()]
-    found = _holders(replaced)
-    return {
-        name: sum(not held.isdisjoint(map(id, functions)) for held in found)
-        for name, functions in zip(edits, replaced)
-    }
-
-
-def _holders(sets: list[set[Any]]) -> list[set[int]]:
-    """For each object that holds upstream functions of these sets: the ids of those that it holds.
-
-    Left out is what is needed to replace them. The heap is searched, once, unless there are no suspects.
-    """
-    suspects, ours = _suspects(sets)
-    if not suspects:
-        return []
-    skipped = {id(item) for item in (*ours, suspects)}
-    wanted = set(map(id, suspects))
-    called = wanted if _calling() else set()
-    return [
-        wanted.intersection(map(id, gc.get_referents(item)))
-        for item in gc.get_referrers(*suspects)
-        if id(item) not in skipped
-        and not isinstance(item, FrameType)
-        and not (isinstance(item, tuple) and len(item) > 0 and id(item[0]) in called)
-    ]
-
-
-def _suspects(sets: list[set[Any]]) -> tuple[list[Any], list[Any]]:
-    """The upstream functions of these sets that somebody holds, by their reference counts: rarely any. And what is
-    needed to replace them, which does not count.
-    """
-    functions = set().union(*sets)
-    ours: list[Any] = list(sets)
+def bookkeeping(functions: Collection[Any]) -> list[Any]:
+    """The objects that refer to these upstream functions because they are replaced: those that the undo needs."""
+    ours: list[Any] = []
     for installed, switch in list(_installed.items()):
-        if _upstream(installed) in functions:
+        if upstream(installed) in functions:
             ours += [*(installed.__closure__ or ()), vars(installed), switch]
             ours += [item for pair in ((edit, edit.before) for edit in switch.changes._journal) for item in pair]
             ours += switch.changes._functions
-    ours += [cell for function in functions for cell in function.__closure__ or ()]  # it may call itself
     ours += [vars(item) for item in ours if isinstance(item, (staticmethod, classmethod))]
-    ours = list({id(item): item for item in ours if not isinstance(item, FunctionType)}.values())
-    own = Counter(map(id, gc.get_referents(*ours)))
-    spare, *counts = [sys.getrefcount(item) for item in (lambda: None, *functions)]
-    suspects = [function for function, count in zip(functions, counts) if count > spare + own[id(function)] + 1]
-    return suspects, ours
-
-
-def _calling() -> bool:
-    """Whether any thread is in a function of ours just now: its original is then in a tuple with the arguments."""
-    frames = sys._current_frames()
-    frames[threading.get_ident()] = sys._getframe(1)  # not this one, which would then hold itself
-    for innermost in frames.values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_globals is globals() and "original" in frame.f_code.co_freevars:
-                return True
-            frame = frame.f_back
-    return False
+    return list({id(item): item for item in ours if not isinstance(item, FunctionType)}.values())
 
 
 def restore(functions: list[tuple[FunctionType, Any]]) -> None:
-    """Pairs (installed, original): wherever a module holds the first, put the second."""
+    """For each pair (installed, original): where a module holds the first, put the second."""
     originals = {id(installed): original for installed, original in functions}
-    for namespace in _modules() if originals else ():
+    for namespace in modules() if originals else ():
         if originals.keys().isdisjoint(map(id, list(vars(namespace).values()))):
             continue  # all but a few of thousands
         for name, value in vars(namespace).copy().items():
@@ -334,7 +265,7 @@ def is_installed(function: Any) -> bool:
 
 
 def is_on(function: Any, patch_id: str | None = None) -> bool:
-    """Whether a patch that is applied, that one or any, has put this function, or one that it wraps, in its place."""
+    """Whether an applied patch (this one, or any) has installed this function, or a function that it wraps."""
     seen: set[int] = set()
     while function is not None and id(function) not in seen:
         wanted = is_installed(function) and patch_id in (None, vars(function)[_OURS])
@@ -346,7 +277,7 @@ def is_on(function: Any, patch_id: str | None = None) -> bool:
 
 
 def beneath(raw: Any, patch_id: str, label: str) -> FunctionType | None:
-    """What a patch last put in place of ``label``, where it lies below others' wrappers in a raw slot."""
+    """What a patch last put in place of ``label``, if a raw slot holds it, also below wrappers of others."""
     kept = _latest.get((patch_id, label))
     current = function_of(raw)
     seen = set()
@@ -356,16 +287,16 @@ def beneath(raw: Any, patch_id: str, label: str) -> FunctionType | None:
     return kept if current is kept else None
 
 
-def _upstream(function: Any) -> Any:
-    """What lies below the functions that we have put on top of each other."""
+def upstream(function: Any) -> Any:
+    """The function below all those that patches have put on top of it."""
     while is_installed(function):
         function = _installed[function].original
     return function
 
 
-def _from_upstream(traceback: TracebackType | None, original: Any) -> TracebackType | None:
-    """A traceback from where it reaches upstream's function; None where it does not, or not by this package alone."""
-    code = _upstream(original).__code__  # now: autoreload puts other code into it
+def _fromupstream(traceback: TracebackType | None, original: Any) -> TracebackType | None:
+    """A traceback from upstream's function on; None if it does not lead there through this package's frames only."""
+    code = upstream(original).__code__  # read now: autoreload replaces it
     while traceback is not None and traceback.tb_frame.f_code is not code:
         if str(traceback.tb_frame.f_globals.get("__name__")).partition(".")[0] != _PACKAGE:
             return None
@@ -394,15 +325,15 @@ def raw_slot(owner: Any, name: str) -> Any:
     raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r}")
 
 
-def _modules() -> Iterator[Any]:
-    """Everything in sys.modules that really is a module (placeholders and proxies are somebody's hack)."""
+def modules() -> Iterator[Any]:
+    """Everything in sys.modules that really is a module; placeholders and proxies are left out."""
     for module in list(sys.modules.values()):
         if isinstance(module, type(sys)):
             yield module
 
 
 def upstream_of(function: Any) -> FunctionType | None:
-    """The function beneath one that a patch has installed, or several one on another; None for any other function."""
+    """The function below what patches have installed; None for a function that no patch has installed."""
     found = None
     while isinstance(function, FunctionType) and function in _installed:
         found = function = _installed[function].original

@@ -1,6 +1,6 @@
-"""The loaded code against the code that a patch was proven on.
+"""Compare the loaded code with the code that a patch was proven on.
 
-What the targets call is not compared. A release that changes only that is seen by ``doctor``, which runs the
+Functions that a target calls are not compared. If a release changes only those, ``doctor`` notices: it runs the
 reproductions.
 """
 
@@ -12,31 +12,36 @@ from typing import NamedTuple
 
 from gemma4_compat._engine import changes, hooks, versions
 from gemma4_compat._engine.fingerprint import fingerprint, stranger
-from gemma4_compat._engine.patch import Detection, Patch, Target
+from gemma4_compat._engine.patch import Detection, Patch, Reason, Target
 
 NO_SOURCE = (
-    "patches stay off where a library is installed without its .py files (frozen, or compiled to .pyc alone): they "
-    "replace no code that cannot be compared with what they were proven on. Install the sources, too (PyInstaller: "
-    "module_collection_mode 'pyz+py' for the library); `gemma4_compat.status()` names the patches, "
+    "patches are off because a library is installed without its .py files (frozen, or only as .pyc): code is replaced "
+    "only after its source was compared with the code that a patch was proven on. Install the sources as well "
+    "(PyInstaller: module_collection_mode 'pyz+py' for the library). `gemma4_compat.status()` names the patches, "
     "GEMMA4_COMPAT_DISABLE=all silences this."
 )
 
 
-class _NoSource(str):
-    """A reason: the code that is loaded has no source to compare."""
+class _Why(NamedTuple):
+    """Why the targets of a group are not replaced."""
+
+    code: Reason
+    text: str
 
 
 class Found(NamedTuple):
-    """What the loaded code said.
+    """The result of the comparison.
 
     Attributes:
-        detection: AFFECTED where at least one group of targets is to be replaced.
-        reason: why it is not; where it is, why other groups are not.
-        groups: of targets to replace.
-        notice: what the user is told of all patches that fail for this reason, in place of a warning for each.
+        detection: AFFECTED if at least one group of targets is to be replaced.
+        code: why that is the result.
+        reason: why nothing is replaced; if something is, why the other groups are not.
+        groups: the groups of targets to replace.
+        notice: one warning for all patches that fail for this reason, instead of one for each.
     """
 
     detection: Detection
+    code: Reason
     reason: str = ""
     groups: frozenset[str] = frozenset()
     notice: str | None = None
@@ -46,19 +51,23 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
     """Look at the targets of the groups that are ``ready``.
 
     Args:
-        patch: the releases are inside its ``affected``.
+        patch: its ``affected`` admits the releases.
         ready: groups of targets whose modules are imported.
         releases: by distribution.
     """
     if patch.detect is not None and (said := patch.detect()) is not Detection.AFFECTED:
-        return Found(said, f"looked at the loaded {patch.distribution} on this host: {said.replace('_', ' ')}")
+        code = Reason.NO_DEFECT if said is Detection.NOT_AFFECTED else Reason.UNRECOGNIZED
+        return Found(said, code, f"looked at the loaded {patch.distribution} on this host: {said.replace('_', ' ')}")
     unknown = {group: why for group in patch.groups if group in ready and (why := _unknown(patch, group, releases))}
     known = frozenset(ready) - unknown.keys()
-    notice = NO_SOURCE if any(isinstance(why, _NoSource) for why in unknown.values()) else None
+    notice = NO_SOURCE if any(why.code is Reason.NO_SOURCE for why in unknown.values()) else None
     if not known:
-        return Found(Detection.UNKNOWN, next(iter(unknown.values())), notice=notice)
-    reason = "; ".join(f"not in {group}: {why}" for group, why in unknown.items())
-    return Found(Detection.AFFECTED, reason, known, notice)
+        return Found(Detection.UNKNOWN, *next(iter(unknown.values())), notice=notice)
+    if unknown:
+        reason = "; ".join(f"not in {group}: {why.text}" for group, why in unknown.items())
+        return Found(Detection.AFFECTED, Reason.IN_PART, reason, known, notice)
+    code = Reason.UNMEASURED if is_unmeasured(patch, releases) else Reason.AFFECTED
+    return Found(Detection.AFFECTED, code, groups=known)
 
 
 def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet) -> None:
@@ -68,31 +77,32 @@ def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet) -> No
             edits.replace(target.module, target.name, target.replacement)
 
 
-def applied(patch: Patch, releases: Mapping[str, str]) -> str:
-    """The reason of an applied patch."""
+def applied(patch: Patch, releases: Mapping[str, str], found: Found) -> str:
+    """Why a patch is applied, in words."""
+    repairs = f"repairs {patch.distribution} {releases[patch.distribution]}"
     if is_unmeasured(patch, releases):
-        return unmeasured("unchanged", patch, releases)
-    return f"repairs {patch.distribution} {releases[patch.distribution]}"
+        repairs = unmeasured("unchanged", patch, releases)
+    return "; ".join(filter(None, (repairs, found.reason)))
 
 
 def is_unmeasured(patch: Patch, releases: Mapping[str, str]) -> bool:
-    """Whether the release is newer than what the patch was proven on."""
+    """Whether the release is newer than those that the patch was proven on."""
     return versions.newer(releases[patch.distribution], than=patch.measured)
 
 
 def unmeasured(code: str, patch: Patch, releases: Mapping[str, str]) -> str:
-    """What is said of a release beyond the measured ones, whose code is ``code`` ("changed", ...)."""
+    """The words for a release newer than the measured ones, whose code is ``code`` ("changed", ...)."""
     release = f"{patch.distribution} {releases[patch.distribution]}"
     return f"unmeasured release, code {code} ({release}; measured up to {patch.measured})"
 
 
 def explained(patch: Patch, releases: Mapping[str, str], what: str) -> str:
-    """Why the code of a release is not what it should be; beyond what was measured, that release is the reason."""
+    """``what`` is wrong with the code of a release; first, if that is newer than the measured ones, that it is."""
     return f"{unmeasured('changed', patch, releases)}: {what}" if is_unmeasured(patch, releases) else what
 
 
 def waiting(patch: Patch, ending: str | None = None) -> str:
-    """What a pending patch waits for: the packages, or the modules of those that are imported.
+    """What a pending patch waits for: packages, and modules of packages that are imported.
 
     Args:
         patch: the pending patch.
@@ -104,36 +114,43 @@ def waiting(patch: Patch, ending: str | None = None) -> str:
     return f"waiting for the import of {', '.join(dict.fromkeys(named))}" if missing else "armed"
 
 
-def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> str | None:
-    """Why the targets of a group are not the code that the patch was proven on; None when they are."""
+def absent(patch: Patch, releases: Mapping[str, str], module: str) -> str:
+    """The words for a module that the release does not have."""
+    what = f"module {module} does not exist in {patch.distribution} {releases[patch.distribution]}"
+    return explained(patch, releases, what)
+
+
+def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> _Why | None:
+    """Why the targets of a group are not the code that the patch was proven on; None if they are."""
     for target in patch.targets:
         if target.group != group:
             continue
         if not _exists(target):
             if target.optional:
                 continue
-            return explained(patch, releases, f"{target} does not exist")
+            return _Why(Reason.MODULE_ABSENT, explained(patch, releases, f"{target} does not exist"))
         raw = changes.raw_slot(*changes.resolve_owner(target.module, target.name))
         try:
             found = fingerprint(raw)
         except OSError as error:
-            return _NoSource(f"the source of {target} is not there ({error})")
+            return _Why(Reason.NO_SOURCE, f"the source of {target} is not there ({error})")
         if found not in target.known:
             if is_unmeasured(patch, releases) or target.codes:
                 what = f"{target} is not the code this was proven on (fingerprint {found})"
             else:
                 what = f"the code of {target} is unknown (fingerprint {found}): edited, or replaced by another library"
-            return explained(patch, releases, what)
+            return _Why(Reason.CODE_DIFFERS, explained(patch, releases, what))
         if (wrapper := _wrapped_by(patch, target, raw)) is not None:
-            return (
+            text = (
                 f"{wrapper} wraps {target}, and this was not proven on top of it; import gemma4_compat first, so that "
-                "it wraps what is repaired"
+                "it wraps the repaired function"
             )
+            return _Why(Reason.WRAPPED, text)
     return None
 
 
 def _wrapped_by(patch: Patch, target: Target, raw: object) -> str | None:
-    """Who else has wrapped the code of a target, and not what this patch put there."""
+    """The foreign wrapper around a target's code; None if there is none, or it wraps what this patch put there."""
     if changes.beneath(raw, patch.id, str(target)) is not None:
         return None
     return stranger(changes.function_of(raw), changes.is_installed)

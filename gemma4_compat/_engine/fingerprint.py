@@ -1,13 +1,13 @@
 """A fingerprint of a function's code that ignores comments, docstrings, annotations and layout.
 
-It is taken from the syntax tree, not from byte code, so it is the same on every Python version: a patch lists the
+It is taken from the syntax tree, not from byte code, so it is the same on every Python version. A patch lists the
 fingerprints it was proven on, and code it has never seen is never replaced.
 
-An ``__init__`` that a dataclass generated has no source of its own: there it is that of the class and its bases.
+An ``__init__`` that a dataclass generated has no source: the fingerprint is that of the class and its bases.
 
-It is of one function. What that function calls may have changed although the fingerprint has not, and no fingerprint
-sees that; the reproductions, which ``doctor`` runs, are there for it. What lies *around* the function is upstream's
-decorators, which the fingerprint has in it, or somebody else's wrapper, which :func:`stranger` finds.
+A fingerprint covers one function. It cannot notice a change in functions that this one calls; the reproductions, which
+``doctor`` runs, can. Around the function are upstream's decorators, which the fingerprint covers, or wrappers of other
+libraries, which :func:`stranger` finds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_params", "type_comme
 # ``torch.compile`` and ``torch.compiler.disable``: what they run is the function that they were given.
 _TRANSPARENT = "torch._dynamo"
 
-# Finding the source of a function and parsing it is most of what a decision costs, and an engine decides again.
+# Finding and parsing a function's source takes most of the time of a decision, and decisions are repeated.
 _known: dict[int, tuple[weakref.ref[types.CodeType], str]] = {}
 
 
@@ -60,19 +60,19 @@ def _source(function: Any) -> str:
     owner, _, name = function.__qualname__.rpartition(".")
     made_for = function.__globals__.get(owner)
     if name != "__init__" or not isinstance(made_for, type) or not dataclasses.is_dataclass(made_for):
-        return inspect.getsource(function)  # which says that there is none
+        return inspect.getsource(function)  # raises: there is no source
     kinds = [kind for kind in made_for.__mro__ if dataclasses.is_dataclass(kind)]
     return "\n".join(textwrap.dedent(inspect.getsource(kind)) for kind in kinds)
 
 
 def stranger(function: Any, ours: Callable[[Any], bool]) -> str | None:
-    """The outermost wrapper that is not upstream's own, as "module.name"; None where there is none.
+    """The outermost wrapper that is not upstream's own, as "module.name"; None if there is no such wrapper.
 
-    Upstream's own are made in the library that the function comes from, or by one of the decorators in its source.
+    Upstream's wrappers are made in the function's own library, or by one of the decorators in its source.
 
     Args:
-        function: what a name leads to, with ``__wrapped__`` on every wrapper.
-        ours: whether a wrapper is one that a patch has installed.
+        function: the function under a name, with ``__wrapped__`` on every wrapper.
+        ours: whether a patch has installed a wrapper.
     """
     layers: list[Any] = []
     inspect.unwrap(function, stop=lambda layer: layers.append(layer))
@@ -147,7 +147,7 @@ def _walk(node: ast.AST) -> Iterator[str]:
 
 
 def _joined(values: list[ast.expr]) -> list[ast.expr]:
-    """The parts of an f-string, neighbouring texts as one and no empty ones: Python 3.12 is not of one mind there."""
+    """The parts of an f-string, neighbouring texts joined and empty ones dropped: releases of Python 3.12 differ."""
     parts: list[ast.expr] = []
     for value in values:
         if isinstance(value, ast.Constant) and value.value == "":

@@ -1,22 +1,30 @@
-"""What settings and versions alone decide about a patch, before its library's code is looked at."""
+"""What settings and versions decide about a patch, before its library's code is looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from gemma4_compat._engine import versions
-from gemma4_compat._engine.patch import Patch, PatchState
+from gemma4_compat._engine.patch import Patch, PatchState, Reason
 from gemma4_compat._engine.settings import Settings
 from gemma4_compat._errors import Gemma4CompatError
 
 _T = TypeVar("_T")
-#: How the reason begins where another library's release is free of the defect.
-ONLY_WITH = "only needed with"
+
+
+class Decision(NamedTuple):
+    """A state and why, as code and in words, with the releases that count. PENDING means: nothing against it."""
+
+    state: PatchState
+    code: Reason
+    reason: str = ""
+    versions: Mapping[str, str] = MappingProxyType({})
 
 
 class Gate:
-    """Metadata of what is installed is read once: it is slow to read, and may be another the next time.
+    """What is installed, read once for several decisions: reading is slow, and the answer may change in between.
 
     Args:
         oldest: the oldest supported release, by distribution; nothing is applied to, or together with, older ones.
@@ -27,50 +35,45 @@ class Gate:
         self.settings = Settings()
         self._metadata: dict[tuple[Callable[[str], Any], str], Any] = {}
 
-    @property
-    def disabled(self) -> str:
-        """Why a patch is off that somebody has turned off."""
-        return f"disabled by {self.settings.disabled_by}"
-
     def forget(self) -> None:
-        """Read metadata anew from now on."""
+        """Read the metadata again from now on."""
         self._metadata.clear()
 
     def copies(self, name: str) -> dict[str, str]:
         """The releases of a distribution on sys.path, by folder."""
         return self._read(versions.copies, name)
 
-    def decide(self, patch: Patch) -> tuple[PatchState, str, dict[str, str]]:
-        """State, reason and the releases that count. PENDING means: nothing against it."""
+    def decide(self, patch: Patch) -> Decision:
+        """Decide about one patch; PENDING: its library's code decides the rest."""
         requirements = [versions.requirement(text) for text in patch.requires]
         names = [patch.distribution, *(name for name, _ in requirements)]
-        # The loaded one counts, else the installed one.
+        # The loaded release counts, else the installed one.
         current = {name: versions.loaded(name) or self._read(versions.installed, name) for name in names}
         releases = {name: version for name, version in current.items() if version is not None}
-        if patch.id in self.settings.disabled:
-            return PatchState.SKIPPED, self.disabled, releases
+        if (disabled := self.settings.disabled_text(patch.id, patch.kind)) is not None:
+            return Decision(PatchState.SKIPPED, Reason.DISABLED, disabled, releases)
         for name in names:
             if name not in releases:
-                return PatchState.SKIPPED, f"{name} is not installed", releases
+                return Decision(PatchState.SKIPPED, Reason.NOT_INSTALLED, f"{name} is not installed", releases)
         for name in names:
             if (too_old := versions.too_old(name, releases[name], self.oldest)) is not None:
-                return PatchState.SKIPPED, too_old, releases
+                return Decision(PatchState.SKIPPED, Reason.TOO_OLD, too_old, releases)
         version = releases[patch.distribution]
         if not versions.admits(patch.affected, version):
             fixed = f" (fixed in {patch.fixed})" if patch.fixed else ""
             reason = f"{patch.distribution} {version} is outside {patch.affected}{fixed}"
-            return PatchState.NOT_NEEDED, reason, releases
+            return Decision(PatchState.NOT_NEEDED, Reason.OUT_OF_RANGE, reason, releases)
         for name, specifier in requirements:
             if not versions.admits(specifier, releases[name]):
-                reason = f"{ONLY_WITH} {name}{specifier}; {name} is {releases[name]}"
-                return PatchState.SKIPPED, reason, releases
-        return PatchState.PENDING, "", releases
+                reason = f"only needed with {name}{specifier}; {name} is {releases[name]}"
+                return Decision(PatchState.SKIPPED, Reason.ONLY_WITH, reason, releases)
+        return Decision(PatchState.PENDING, Reason.WAITING, "", releases)
 
     def check_loaded(self, patch: Patch) -> None:
-        """Refuse what is loaded in another release than is installed.
+        """Refuse a library that was upgraded while it is loaded.
 
         Raises:
-            Gemma4CompatError: it is.
+            Gemma4CompatError: another release is installed than is loaded.
         """
         for name in [patch.distribution, *(versions.requirement(text)[0] for text in patch.requires)]:
             loaded, installed = versions.loaded(name), self._read(versions.installed, name)

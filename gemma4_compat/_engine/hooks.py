@@ -1,20 +1,20 @@
-"""Call somebody once a module is completely imported. The only file that imports wrapt.
+"""Run callbacks once a module is fully imported. The only file that imports wrapt.
 
 Hazards this file exists for:
 
-* A hook registered while its module is half imported fires at once, on the half-built module. One registered while its
-  module is being searched for, by another thread, is never called by wrapt. In both cases the import that is going on
-  holds the lock of the module, and calls when it lets go of it: see :func:`_listen`.
-* A module that nobody imports, but puts into ``sys.modules``, is noticed at the next import of anything.
-* An exception in a post-import hook makes the user's import fail, and the second import succeeds unpatched, for wrapt
-  calls a hook once. Here it is called by the second import, too.
+* A hook registered while its module is half imported fires at once, on the half-built module. A hook registered while
+  another thread searches for its module is never called by wrapt. In both cases the running import holds the lock of
+  the module, and calls back when it releases it: see :func:`_listen`.
+* A module that is not imported, but put into ``sys.modules``, is noticed at the next import of any module.
+* An exception in a post-import hook makes the user's import fail, and the second import succeeds unpatched, because
+  wrapt calls a hook once. Here the second import calls it again.
 * ``importlib.reload`` (and Jupyter's autoreload, which calls it) executes a module again; wrapt calls no hook then.
 
-What holds: when :func:`when_imported` has returned, the module is completely imported, and the caller sees it; or the
-import that completes it calls back before it ends. For an import holds the lock of its module from before the search
-until after the module is complete. Where there is no lock once wrapt has the hook, an import that began before has
-ended, and one that begins later asks wrapt. Where there is one, its release is heard, unless that has begun already:
-then the module is complete.
+What holds when :func:`when_imported` has returned: the module is fully imported, and the caller sees it; or the import
+that completes it calls back before it ends. The reason: an import holds the lock of its module from before the
+search until after the module is complete. If there is no lock once wrapt has the hook, earlier imports have ended, and
+later ones ask wrapt. If there is a lock, its release is heard, unless the release has begun: then the module is
+complete.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from typing import Any
 
 import wrapt
 
-#: ``callback(name, own)``: ``own`` where the import of the module is what is going on: what is raised makes it fail.
+#: ``callback(name, own)``; ``own``: it is called inside the import of the module, and an exception makes that fail.
 Callback = Callable[[str, bool], None]
 
-#: The locks of modules that are being imported, by name; weak references. Without it such a module is noticed late.
+#: The locks of modules that are being imported, by name; weak references. Without them such modules are noticed late.
 _locks: dict[str, Callable[[], Any]] | None = getattr(_bootstrap, "_module_locks", None)
 
 
 def when_imported(name: str, callback: Callback) -> None:
     """Call ``callback`` at the end of the import of the module ``name``, and whenever it is reloaded.
 
-    Not when it is imported already: the caller looks afterwards, and says so (:func:`seen`). Asked again, it calls at
-    the end of an import that is going on, whose hook may have been called before. Two threads that ask at the same
-    time may both register; each is sure then that it is done.
+    It does not call for a module that is imported already: the caller looks afterwards, and reports it with
+    :func:`seen`. A second request also calls at the end of a running import, whose hook may have been called before.
+    Two threads may both register at the same time; that is harmless.
     """
     if callback not in _finder.callbacks(name):
         _register(name, callback)
-        _finder.add(name, callback)  # last: who finds it there need not wait for anybody
+        _finder.add(name, callback)  # last: a thread that finds it there need not wait
     elif _lock(name) is not None:
         at_end(name, callback)
 
 
 def _register(name: str, callback: Callback) -> None:
-    """Not under a lock of ours: dropping the last reference to a module's lock takes the global import lock."""
+    """Register with wrapt. Never under a lock of ours: dropping a module's lock takes the global import lock."""
     registering: int | None = threading.get_ident()
 
     def fire(_module: Any) -> None:
@@ -70,7 +70,7 @@ def _register(name: str, callback: Callback) -> None:
 
 
 def at_end(name: str, callback: Callback) -> None:
-    """Call ``callback`` when the import ends that the module is in."""
+    """Call ``callback`` at the end of the running import of the module."""
     _finder.wait(name, callback)
     _listen(name)
 
@@ -92,10 +92,10 @@ def is_imported(name: str) -> bool:
 
 
 def is_absent(name: str) -> bool:
-    """Whether a module does not exist, as far as the packages around it that are imported can tell.
+    """Whether a module does not exist, as far as the imported packages around it can tell.
 
-    Imports nothing. Only the file system is asked: wrapt's finder, asked for a module that another thread imports just
-    then, would not call that module's hook.
+    Imports nothing. Only the file system is searched: wrapt's finder, asked for a module that another thread is
+    importing, would not call that module's hook.
     """
     package, _, rest = name.partition(".")
     while rest and is_imported(package):
@@ -126,10 +126,9 @@ def _lock(name: str) -> Any:
 
 
 def _listen(name: str) -> bool:
-    """Hear when the import ends that the module is in, from before it is searched for; False where it is in none.
+    """Listen for the end of the running import of the module, which begins before the search; False if there is none.
 
-    That is inside the import: the module is still locked, and what a callback raises is raised by this import and no
-    other.
+    Callbacks then run inside that import: the module is still locked, and that import raises what a callback raises.
     """
     lock = _lock(name)
     if lock is None:
@@ -141,7 +140,7 @@ def _listen(name: str) -> bool:
 
 @functools.cache
 def _listening(kind: Any) -> Any:
-    """A class of module locks that says when one is released. The locks live as long as the imports that hold them."""
+    """A class of module locks that reports their release. The locks live as long as the imports that hold them."""
     if hasattr(kind, "_is_listening"):
         return kind
 
@@ -155,7 +154,7 @@ def _listening(kind: Any) -> Any:
 
 
 def _leave_out(name: str) -> None:
-    """Leave what a module whose own code raises leaves."""
+    """Clean up as Python does after a module whose own code raises."""
     module = sys.modules.pop(name, None)
     package, _, child = name.rpartition(".")
     attributes = getattr(sys.modules.get(package), "__dict__", {})
@@ -164,12 +163,12 @@ def _leave_out(name: str) -> None:
 
 
 class _Finder:
-    """A meta path entry, asked before wrapt's finder, that finds nothing new; being asked is how it notices things.
+    """A meta path entry before wrapt's finder. It finds nothing new; the searches tell it what happens.
 
-    Of a search for a module that is there: it is reloaded. Of one for a module whose import failed: wrapt needs the
-    hook once more. Of one for anything else: whether a module is there by now that nobody has imported.
+    A search for a module that exists is a reload. A search for a module whose import failed: wrapt needs the hook
+    again. At any other search it looks for modules that were put into ``sys.modules``.
 
-    Dictionaries of callbacks stay once they are there, so that none is put into one that was thrown away meanwhile.
+    Dictionaries of callbacks are never removed, so that no callback is put into a dictionary that was.
     """
 
     def __init__(self) -> None:
@@ -203,14 +202,14 @@ class _Finder:
         for callback in list(again):
             again.pop(callback, None)
             _register(fullname, callback)
-        # No callback is called here, under Python's global import lock: it imports, and could wait for a thread that
-        # waits for this lock.
+        # No callback runs here, under Python's global import lock: it imports, and could wait for a thread that waits
+        # for this lock.
         if self._missed() and not _listen(fullname) and _locks is None:
             self._notice()
         return None
 
     def released(self, name: str) -> None:
-        """An import of the module lets go of its lock: it has ended, or was one inside of another."""
+        """React to an import of the module that releases its lock: it has ended, or was nested in another."""
         failed = name not in sys.modules
         waiting = self.waiting(name)
         if waiting and (failed or is_imported(name)):
@@ -222,7 +221,7 @@ class _Finder:
                         self.again(name, callback)
                     else:
                         _call(name, callback)
-            except BaseException:  # so it fails, for all of them
+            except BaseException:  # the import fails, so all callbacks are needed again
                 _leave_out(name)
                 for callback in list(waiting):
                     self.again(name, callback)
@@ -230,7 +229,7 @@ class _Finder:
         self._notice()
 
     def _missed(self) -> list[str]:
-        """Modules that are there, and that no import is going to tell of."""
+        """Modules that exist, and that no running import will report."""
         return [
             name
             for name, waiting in self._waiting.copy().items()
@@ -260,9 +259,9 @@ class _ReloadingLoader(Loader):
     """A module's own loader for one reload, with callbacks after it.
 
     Args:
-        loader: the module's.
+        loader: the module's own.
         callbacks: see :func:`when_imported`.
-        unfinished: the spec of the import that the module is still in; the callbacks wait for its end.
+        unfinished: the spec of the module's running import, if there is one; the callbacks wait for its end.
     """
 
     def __init__(self, loader: Any, callbacks: dict[Callback, bool], unfinished: ModuleSpec | None) -> None:

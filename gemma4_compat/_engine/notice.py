@@ -1,9 +1,9 @@
-"""Warnings that point at the user's line, however deep in the libraries they are given.
+"""Warnings that point at the user's line, however deep in the libraries they arise.
 
-Most of the engine's are given inside an import. One that a filter turns into an error (``-W error``, pytest's
-``filterwarnings``) would make that import fail, and the next one succeed without the repair, so :func:`warn` never
-raises. Whoever wants an error sets ``GEMMA4_COMPAT_STRICT``. What a call of the user's runs into is
-:func:`warn_user`, an ordinary warning.
+Most warnings of the engine arise inside an import. If a filter turns one into an error (``-W error``, pytest's
+``filterwarnings``), that import would fail, and the next would succeed without the repair, so :func:`warn` never
+raises. Set ``GEMMA4_COMPAT_STRICT`` to get errors instead. Problems in the user's own call are ordinary warnings:
+:func:`warn_user`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MACHINERY = {
     "_frozen_importlib_external",
     "wrapt",
 }
-#: What lies between the user's line and the code that a patch replaces.
+#: The packages between the user's line and the code that a patch replaces.
 LIBRARIES = frozenset({"torch", "transformers", "accelerate", "peft", "bitsandbytes", "trl", "functools", "threading"})
 
 
@@ -44,7 +44,7 @@ def warn_user(message: str, category: type[Warning] = Gemma4CompatWarning) -> No
 def warn(message: str, libraries: Collection[str] = ()) -> None:
     """Warn about the line outside this package, the import machinery and these ``libraries`` that led here.
 
-    A filter decides whether it is shown, and how often; one that raises only has it shown.
+    A filter decides whether it is shown, and how often. If the filter says "error", it is shown and not raised.
     """
     frame = _caller({*_MACHINERY, *libraries})
     file, line, names = frame.f_code.co_filename, frame.f_lineno, frame.f_globals
@@ -61,7 +61,7 @@ def show(warning: Gemma4CompatWarning, file: str, line: int) -> None:
 
 
 def _caller(skipped: Collection[str]) -> FrameType:
-    """The innermost frame whose top-level package is not skipped; the outermost one where all are."""
+    """The innermost frame whose top-level package is not skipped; if all are, the outermost frame."""
     frame = sys._getframe(1)
     while str(frame.f_globals.get("__name__")).partition(".")[0] in skipped and frame.f_back is not None:
         frame = frame.f_back

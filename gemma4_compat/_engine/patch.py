@@ -16,12 +16,38 @@ FORWARDS = 3
 
 
 class Severity(str, enum.Enum):
-    """What the defect does to a user who has no patch."""
+    """What happens to a user without the patch. :class:`Kind` says what the patch does about it."""
 
     CRASH = "crash"
     WRONG_RESULT = "wrong_result"
     MEMORY = "memory"
     SPEED = "speed"
+
+    __str__ = str.__str__
+
+
+class Kind(str, enum.Enum):
+    """What a patch mainly does. ``GEMMA4_COMPAT_DISABLE`` takes a kind, and switches off all its patches.
+
+    ``repair``: what crashed, was wrong or took needless memory works. ``refusal``: what cannot work, or silently goes
+    wrong, is one error before anything is changed. ``speed``: the same results, sooner. ``notice``: something is said,
+    or said less often, and nothing is computed differently.
+    """
+
+    REPAIR = "repair"
+    REFUSAL = "refusal"
+    SPEED = "speed"
+    NOTICE = "notice"
+
+    __str__ = str.__str__
+
+
+class ActsOn(str, enum.Enum):
+    """The models that a patch changes something for."""
+
+    GEMMA4 = "Gemma 4"
+    QAT = "QAT checkpoints"  # Google's, with weights of `GemmaQuantizer`
+    EVERY_MODEL = "every model"  # the defect is not Gemma 4's
 
     __str__ = str.__str__
 
@@ -50,6 +76,45 @@ class PatchState(str, enum.Enum):
     PENDING = "pending"
     APPLIED = "applied"
     FAILED = "failed"
+    REVERTED = "reverted"
+
+    __str__ = str.__str__
+
+
+class Reason(str, enum.Enum):
+    """Why a patch is in its state. :attr:`PatchStatus.reason` says the same in words, with names and releases.
+
+    docs/STATES.md has a line on each. The values do not change; new ones may be added.
+    """
+
+    # registered
+    NOT_ARMED = "not_armed"
+    # pending
+    WAITING = "waiting"
+    ARMED = "armed"
+    # skipped
+    DISABLED = "disabled"
+    NOT_INSTALLED = "not_installed"
+    TOO_OLD = "too_old"
+    ONLY_WITH = "only_with"
+    # not needed
+    OUT_OF_RANGE = "out_of_range"
+    NO_DEFECT = "no_defect"
+    # applied
+    AFFECTED = "affected"
+    UNMEASURED = "unmeasured"
+    IN_PART = "in_part"
+    NEEDS = "needs"
+    # failed
+    CODE_DIFFERS = "code_differs"
+    MODULE_ABSENT = "module_absent"
+    NO_SOURCE = "no_source"
+    WRAPPED = "wrapped"
+    UNRECOGNIZED = "unrecognized"
+    UPGRADED = "upgraded"
+    BROKEN_FILE = "broken_file"
+    ERROR = "error"
+    # reverted
     REVERTED = "reverted"
 
     __str__ = str.__str__
@@ -125,6 +190,7 @@ class Patch:
 
     Attributes:
         id: ``<distribution>-<slug>``, for ever.
+        kind: see :class:`Kind`.
         severity: see :class:`Severity`.
         failure_points: sections of docs/FAILURE_POINTS.md this patch answers (``F1`` ...).
         distribution: the library whose code is replaced.
@@ -135,9 +201,10 @@ class Patch:
         bug: where upstream tracks it.
         applied_upstream: the upstream change that fixes it, if there is one.
         fixed: the first release with that change.
-        after: ids of patches that must be applied before this one.
+        after: ids of patches that must be applied before this one. The engine applies patches in the order of the
+            registry; a contract test holds the registry to this.
         needs: ids of patches without which this one does not make the situation exact.
-        acts_on: the models it is for, where its code does not say so ("QAT checkpoints").
+        acts_on: see :class:`ActsOn`. A test runs other models with and without the patches that leave them alone.
         detect: a cheap, static look at the loaded code that may say ``NOT_AFFECTED`` (or ``UNKNOWN``) although the
             version is in range; the fingerprints of ``targets`` are checked after it.
         summary: one sentence, what is repaired.
@@ -149,19 +216,20 @@ class Patch:
     """
 
     id: str
+    kind: Kind
     severity: Severity
     failure_points: tuple[str, ...]
     distribution: str
     affected: str
     targets: tuple[Target, ...]
     reproduce: Callable[[Any], Outcome]
+    acts_on: ActsOn
     requires: tuple[str, ...] = ()
     bug: tuple[str, ...] = ()
     applied_upstream: str | None = None
     fixed: str | None = None
     after: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    acts_on: str = ""
     detect: Callable[[], Detection] | None = None
     summary: str = ""
     symptom: str = ""
@@ -213,11 +281,13 @@ class PatchStatus:
     Attributes:
         id: the patch.
         state: see :class:`PatchState`.
-        reason: why it is in that state, in one sentence.
+        reason_code: why it is in that state, see :class:`Reason`.
+        reason: the same in one sentence, with names and releases. For people: its wording may change.
         versions: releases seen when that was decided, by distribution (absent ones are left out).
         late: applied after its library had been imported; names other modules had taken by then were rebound.
-        unreached: objects that had taken a replaced function before, and still call it as it was: registries, class
-            attributes, closures, bound methods of models that were split by then.
+        unreached: how many objects had taken a replaced function before, and still call the original: registries,
+            class attributes, closures, bound methods of models that were split by then. None where they were not
+            counted, which takes ``status(unreached=True)``.
         overridden: replaced functions that another library has replaced again since.
         unmet: ids of patches that this one needs to be exact and that are off: disabled, failed or reverted.
         detection: what the loaded code said; None where it was not looked at, or looking at it was not what failed.
@@ -226,11 +296,12 @@ class PatchStatus:
 
     id: str
     state: PatchState
+    reason_code: Reason
     reason: str
     versions: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     late: bool = False
     overridden: tuple[str, ...] = ()
     unmet: tuple[str, ...] = ()
-    unreached: int = 0
+    unreached: int | None = None
     detection: Detection | None = None
     at: float = 0.0

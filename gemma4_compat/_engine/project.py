@@ -1,8 +1,8 @@
 """The table ``[tool.gemma4_compat]`` of a project's pyproject.toml.
 
-The file is looked for in the working directory and above it, up to the root of the repository; outside of a repository
-in the working directory alone, for what lies above may be somebody else's. The nearest one with the table counts. A
-file that does not have it is searched for its name and not parsed.
+The file is searched in the working directory and above it, up to the root of the repository. Outside of a repository
+only the working directory is searched, because the folders above may belong to somebody else. The nearest file with
+the table counts. A file that does not mention the table is not parsed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from gemma4_compat._engine import notice
 from gemma4_compat._errors import Gemma4CompatError
 
-#: Bytes of a file; real ones have some ten thousand.
+#: Bytes of a file; real files have some ten thousand.
 LARGEST = 2**20
-#: What is in the root of a repository.
+#: Names that mark the root of a repository.
 _ROOTS = (".git", ".hg")
 _TOOL, _NAME, _EITHER = (
     rf"""(?:"{word}"|'{word}'|{word})[ \t]*""" for word in ("tool", "gemma4_compat", "gemma4[-_]compat")
 )
-#: How a line begins that opens the table, or has a key of it, however that is written.
+#: The beginning of a line that opens the table, or has one of its keys, in any notation.
 _MENTIONED = "^(?:\ufeff)?" rf"[ \t]*(?:\[?[ \t]*{_TOOL}\.[ \t]*{_EITHER}|{_NAME}[.=]|{_TOOL}=)"
 _KEYS = ("disable", "enable", "strict")
 
 
 @dataclass(frozen=True)
 class Project:
-    """What a project asks for; None is what it does not mention.
+    """The settings of a project; None for those that it does not mention.
 
     Attributes:
-        file: where it says so.
-        disable: ids, or "all".
+        file: the file that has them.
+        disable: ids, kinds, or "all".
         enable: ids.
         strict: a patch that cannot apply is an error.
     """
@@ -48,7 +48,7 @@ class Project:
 
 
 def read() -> Project | None:
-    """The settings of the project that the working directory is in; None where it has none.
+    """The settings of the project that the working directory is in; None if it has none.
 
     Raises:
         Gemma4CompatError: a value makes no sense, or the file is not TOML. The message names file and key.
@@ -57,7 +57,7 @@ def read() -> Project | None:
         try:
             with file.open("rb") as opened:
                 content = opened.read(LARGEST + 1)
-        except OSError as error:  # the project may have nothing to do with this
+        except OSError as error:  # it may have nothing to do with this package
             notice.warn(f"{file} cannot be read: {error.strerror}; settings of gemma4_compat in it have no effect.")
             continue
         mentioned = b"gemma4" in content and re.search(_MENTIONED.encode(), content, re.MULTILINE)

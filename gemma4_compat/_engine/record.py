@@ -1,4 +1,4 @@
-"""One patch in this process: its file, once it is imported, and what was decided about it."""
+"""One patch in this process: its file, once it is imported, and its status."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from gemma4_compat._engine import changes
-from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
+from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus, Reason
 
 
 class Record:
@@ -15,11 +15,11 @@ class Record:
 
     Attributes:
         id: the patch.
-        modules: of all its targets.
-        changes: its edits while it is applied.
+        modules: those of all its targets.
+        changes: its edits, while it is applied.
         groups: the groups of targets that are applied.
         warned: whether the user was told that it failed.
-        again: decide again when a module of it is imported (again), whatever was decided before.
+        again: decide again at the next import of one of its modules, whatever its state.
         broken: why its file cannot be imported.
     """
 
@@ -34,7 +34,7 @@ class Record:
         self.warned = False
         self.again = False
         self.broken: str | None = None
-        self.enter(PatchState.REGISTERED, "known, not armed yet; gemma4_compat.install() arms it")
+        self.enter(PatchState.REGISTERED, Reason.NOT_ARMED, "known, not armed yet; gemma4_compat.install() arms it")
 
     @property
     def is_loaded(self) -> bool:
@@ -53,7 +53,7 @@ class Record:
         return self._patch
 
     def load(self) -> None:
-        """Import the file of the patch, if that was not tried before. Not under the engine's lock: it imports."""
+        """Import the file of the patch, unless that was tried before. Never call this under the engine's lock."""
         if self._patch is None and self.broken is None and isinstance(self._source, LatePatch):
             try:
                 self._patch = self._source.load()
@@ -63,6 +63,7 @@ class Record:
     def enter(
         self,
         state: PatchState,
+        code: Reason,
         reason: str,
         *,
         versions: Mapping[str, str] | None = None,
@@ -73,6 +74,7 @@ class Record:
         self.status = PatchStatus(
             id=self.id,
             state=state,
+            reason_code=code,
             reason=reason,
             versions=MappingProxyType(dict(versions or {})),
             late=late,

@@ -14,12 +14,13 @@ def status_data(status: PatchStatus) -> dict[str, Any]:
     return {
         "id": status.id,
         "state": str(status.state),
+        "reason_code": str(status.reason_code),
         "reason": status.reason,
         "versions": dict(status.versions),
         "late": status.late,
         "overridden": list(status.overridden),
         "unmet": list(status.unmet),
-        "unreached": status.unreached,
+        "unreached": status.unreached or 0,  # in the process of a command nothing is applied
     }
 
 
@@ -30,10 +31,12 @@ def patch_data(patch: Patch) -> dict[str, Any]:
         "area": patch.area,
         "summary": patch.summary,
         "symptom": patch.symptom,
+        "kind": str(patch.kind),
         "severity": str(patch.severity),
         "failure_points": list(patch.failure_points),
         "distribution": patch.distribution,
         "affected": patch.affected,
+        "acts_on": str(patch.acts_on),
         "measured": patch.measured,
         "requires": list(patch.requires),
         "targets": [str(target) for target in patch.targets],
@@ -46,18 +49,18 @@ def patch_data(patch: Patch) -> dict[str, Any]:
     }
 
 
-def status_text(statuses: dict[str, PatchStatus], width: int | None = None) -> str:
+def status_text(statuses: dict[str, PatchStatus], width: int | None = None, *, colour: bool = False) -> str:
     """One line a patch: id, state, reason."""
-    rows = [(status.id, words.state_word(status), status.reason) for status in statuses.values()]
-    return table_text(rows, width=width)
+    rows = [(status.id, words.of(status).cell, status.reason) for status in statuses.values()]
+    return table_text(rows, width=width, colour=colour)
 
 
 def summary_text(statuses: dict[str, PatchStatus]) -> str:
-    """A sentence below the table: how many patches are in which state, and of what process that is."""
-    states = [words.state_word(status) for status in statuses.values()]
-    counts = ", ".join(f"{states.count(word)} {word}" for word in dict.fromkeys(states))
-    pending = PatchState.PENDING.value
-    when = f" A {pending} patch is applied when the program imports its library." if pending in states else ""
+    """A sentence below the table: how many patches are in which state, and in what process that is."""
+    found = [words.of(status) for status in statuses.values()]
+    counts = ", ".join(f"{found.count(verdict)} {verdict.word}" for verdict in dict.fromkeys(found))
+    pending = words.Verdict.PENDING
+    when = f" A {pending.word} patch is applied when the program imports its library." if pending in found else ""
     return (
         f"What a program of this environment would get: {counts}.{when} Inside the program, gemma4_compat.status() "
         "says what it got."
@@ -73,13 +76,14 @@ def patches_text(patches: tuple[Patch, ...], width: int | None = None) -> str:
 def explanation_text(patch: Patch, status: PatchStatus, width: int | None = None) -> str:
     """Everything known about one patch, for a reader."""
     rows = [
+        ("kind", f"{patch.kind}, for {patch.acts_on}"),
         ("affected", f"{patch.distribution} {patch.affected}" + "".join(f", {text}" for text in patch.requires)),
         ("measured up to", patch.measured),
         ("fixed in", patch.fixed or "no release so far"),
         ("upstream", "\n".join(filter(None, (*patch.bug, patch.applied_upstream))) or "not reported"),
         ("replaces", "\n".join(str(target) for target in patch.targets)),
         ("needs", "\n".join(patch.needs) or "no other patch"),
-        ("here", f"{words.state_word(status)}: {status.reason}"),
+        ("here", f"{words.of(status).word}: {status.reason}"),
         ("opt out", f"GEMMA4_COMPAT_DISABLE={patch.id}"),
     ]
     # A value of several lines is several rows, the first with the name.
@@ -88,7 +92,7 @@ def explanation_text(patch: Patch, status: PatchStatus, width: int | None = None
 
 
 def failure_text(status: PatchStatus, symptom: str) -> str:
-    """What a user is told of a patch that was not applied, or in part, and so of a ``symptom`` that stays."""
+    """The warning that a patch was not applied, or only in part, and that a ``symptom`` therefore stays."""
     happened = "was not applied, nothing was changed"
     if status.state is PatchState.APPLIED:
         happened = "was applied in part"

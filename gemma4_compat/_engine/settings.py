@@ -1,5 +1,5 @@
-"""What is on and off: the environment variables GEMMA4_COMPAT_DISABLE, GEMMA4_COMPAT_ENABLE and GEMMA4_COMPAT_STRICT,
-and, for those that are not set, the table ``[tool.gemma4_compat]`` of the project.
+"""What is on and off: the environment variables GEMMA4_COMPAT_DISABLE, GEMMA4_COMPAT_ENABLE and GEMMA4_COMPAT_STRICT;
+for those that are not set, the table ``[tool.gemma4_compat]`` of the project.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemma4_compat._engine import notice, project
+from gemma4_compat._engine.patch import Kind
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"", "0", "false", "no", "off"})
@@ -18,30 +19,43 @@ _DISABLE, _ENABLE, _STRICT = (f"GEMMA4_COMPAT_{name}" for name in ("DISABLE", "E
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for. ``disabled`` wins over ``enabled``.
+    """The settings of a process. ``disabled`` wins over ``enabled``.
 
     Attributes:
-        disabled: ids of patches that are left out.
-        enabled: ids of patches whose opt-in is given for the whole process.
+        disabled: ids of patches that are switched off.
+        kinds: kinds of patches that are switched off.
+        enabled: ids of patches whose opt-in holds for the whole process.
         strict: a patch that cannot apply is an error.
-        disabled_by: a variable, or a file and its key.
+        disabled_by: the variable, or the file and its key, that says what is off.
     """
 
     disabled: frozenset[str] = frozenset()
+    kinds: frozenset[Kind] = frozenset()
     enabled: frozenset[str] = frozenset()
     strict: bool = False
     disabled_by: str = _DISABLE
 
+    def disabled_text(self, patch_id: str, kind: Kind | None = None) -> str | None:
+        """Why a patch of this kind (None: unknown) is switched off, in words; None if it is not."""
+        if patch_id in self.disabled:
+            return f"disabled by {self.disabled_by}"
+        if kind in self.kinds:
+            return f"disabled by {self.disabled_by}, with all others of the kind {kind}"
+        return None
 
-#: Of the project, as it was read last: who asks later may be in another folder.
+
+#: The project, as it was read last; the working directory may have changed since.
 _project: project.Project | None = None
 
 
 def read(known: Collection[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings of the environment and the project. A variable that is set, and be it empty, wins over the file.
+    """Settings of the environment and the project. A variable that is set, even to "", wins over the file.
 
-    A value of a variable that makes no sense, and an id that is unknown, is ignored with one warning that says what
-    would.
+    Unknown ids, and values of variables that make no sense, are ignored, each with one warning that names the remedy.
+
+    Args:
+        known: ids of the patches.
+        environ: the variables; default: those of this process.
 
     Raises:
         Gemma4CompatError: the file has a value that makes no sense.
@@ -52,40 +66,42 @@ def read(known: Collection[str], environ: Mapping[str, str] | None = None) -> Se
     disable, by = _asked(_DISABLE, environ, found)
     enable, enabled_by = _asked(_ENABLE, environ, found)
     strict = _flag(_STRICT, environ) if _STRICT in environ or found is None else bool(found.strict)
+    ids, kinds = _ids(by, disable, known, kinds=True)
     return Settings(
-        disabled=_ids(by, disable, known, wildcard=True),
-        enabled=_ids(enabled_by, enable, known, wildcard=False),
+        disabled=ids,
+        kinds=kinds,
+        enabled=_ids(enabled_by, enable, known, kinds=False)[0],
         strict=strict,
         disabled_by=by,
     )
 
 
 def project_file() -> Path | None:
-    """The pyproject.toml whose settings count where the environment says nothing; None where no file has any."""
+    """The pyproject.toml whose settings count where no variable is set; None if no file has settings."""
     return None if _project is None else _project.file
 
 
 def is_enabled(patch_id: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether GEMMA4_COMPAT_ENABLE, or the project, names the patch now. Of other ids :func:`read` speaks."""
+    """Whether GEMMA4_COMPAT_ENABLE, or the project, names the patch now. :func:`read` warns of unknown ids."""
     return patch_id in _asked(_ENABLE, os.environ if environ is None else environ, _project)[0]
 
 
 def unknown_id(patch_id: str, known: Collection[str]) -> str:
-    """One sentence about an id that no patch has, with the nearest that one has."""
+    """One sentence about an id that no patch has, with the nearest id that exists."""
     close = nearest(patch_id, known)
     hint = f"did you mean {close!r}?" if close else "`gemma4-compat list` shows every id."
     return f"no patch has the id {patch_id!r}; {hint}"
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that a misspelt one is closest to; None where none is close."""
+    """The known name that is closest to a misspelt one; None if no name is close."""
     import difflib
 
     return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.4)), None)
 
 
 def _asked(variable: str, environ: Mapping[str, str], found: project.Project | None) -> tuple[Sequence[str], str]:
-    """The ids that are listed, and where."""
+    """The names that a setting lists, and where it does."""
     if variable not in environ and found is not None:
         key = variable.removeprefix("GEMMA4_COMPAT_").lower()
         listed = found.disable if variable == _DISABLE else found.enable
@@ -94,18 +110,25 @@ def _asked(variable: str, environ: Mapping[str, str], found: project.Project | N
     return [item.strip() for item in environ.get(variable, "").split(",") if item.strip()], variable
 
 
-def _ids(where: str, asked: Sequence[str], known: Collection[str], *, wildcard: bool) -> frozenset[str]:
+def _ids(
+    where: str, asked: Sequence[str], known: Collection[str], *, kinds: bool
+) -> tuple[frozenset[str], frozenset[Kind]]:
+    """The ids and kinds among the names that are asked for; with ``kinds``, kinds and "all" count."""
     chosen: set[str] = set()
+    chosen_kinds: set[Kind] = set()
     for item in asked:
-        if wildcard and item.lower() == "all":
+        if kinds and item.lower() == "all":
             chosen.update(known)
+        elif kinds and item.lower() in {*Kind}:
+            chosen_kinds.add(Kind(item.lower()))
         elif item in known:
             chosen.add(item)
         else:
+            names = "ids" if not kinds else f"ids, kinds ({', '.join(Kind)}) or 'all'"
             separated = " separated by commas" if where.startswith("GEMMA4_COMPAT_") else " in a list"
-            advice = f" Write ids{separated}" + (", or 'all'." if wildcard else ".")
-            notice.warn(f"{where}: {unknown_id(item, known)}{advice}")
-    return frozenset(chosen)
+            unknown = unknown_id(item, {*known, *map(str, Kind if kinds else ())})
+            notice.warn(f"{where}: {unknown} Write {names}{separated}.")
+    return frozenset(chosen), frozenset(chosen_kinds)
 
 
 def _flag(variable: str, environ: Mapping[str, str]) -> bool:

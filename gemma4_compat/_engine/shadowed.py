@@ -1,4 +1,4 @@
-"""A ``torch.py`` of the user's own, before the library of that name on ``sys.path``."""
+"""Find a user's own ``torch.py`` that comes before the library of that name on ``sys.path``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from gemma4_compat._errors import Gemma4CompatError
 
 
 def refuse(*names: str) -> None:
-    """Raise ``Gemma4CompatError`` for a library in whose place a single file would be imported. Imports nothing.
+    """Refuse libraries in whose place a single file would be imported: each of them is a package. Imports nothing.
 
-    Each of the libraries this is about is a package. One that is not installed is left to the import.
+    A library that is not installed is left to the import.
+
+    Raises:
+        Gemma4CompatError: a file is in the place of a library.
     """
     for name in names:
         module = sys.modules.get(name)

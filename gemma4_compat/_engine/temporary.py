@@ -1,7 +1,7 @@
-"""Folders that one process works in: removed however it ends, if it can; found by the next run if it could not.
+"""Working folders of one process: it removes them when it ends; if it cannot, the next run finds them.
 
 A folder holds a file that its process keeps locked. The system releases the lock when the process ends, also when it
-is killed. So a folder whose lock is free is a leftover, and one without such a file is not ours to judge.
+is killed. So a folder whose lock is free is a leftover; a folder without such a file may belong to somebody else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOCK = ".gemma4-compat-in-use"
 
 
 class Folder:
-    """A new folder of this process. :meth:`release` it before it gets its final name."""
+    """A new folder of this process. Call :meth:`release` before it gets its final name."""
 
     def __init__(self, parent: Path, prefix: str) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
@@ -32,12 +32,12 @@ class Folder:
         if _is_locked_by_us(stream):
             self._lock = stream
             unnamed.rename(self.path / LOCK)
-        else:  # a file system without locks: a leftover in it is named, not removed
+        else:  # a file system without locks: leftovers are reported, not removed
             stream.close()
             unnamed.unlink()
 
     def release(self) -> None:
-        """Take the lock out: the folder is nobody's leftover any more."""
+        """Remove the lock: the folder can no longer become a leftover."""
         if self._lock is not None:
             (self.path / LOCK).unlink(missing_ok=True)
             self._lock.close()
@@ -59,7 +59,7 @@ def remove(leftover: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove everything except the lock: killed in the midst of it, the folder is still known for what it is."""
+    """Remove everything except the lock: if this process is killed meanwhile, the folder is still recognized."""
     for item in folder.iterdir():
         if item.is_dir() and not item.is_symlink():
             shutil.rmtree(item, ignore_errors=True)  # on Windows a memory-mapped file may outlive its reader
@@ -70,7 +70,7 @@ def _empty(folder: Path) -> None:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise ``SystemExit``, unless the program has a handler of its own."""
+    """Inside, SIGTERM and SIGHUP raise ``SystemExit``, unless the program handles them itself."""
     ours: list[int] = []
 
     def stop(number: int, _frame: Any) -> None:
@@ -90,15 +90,15 @@ def terminable() -> Iterator[None]:
 
 
 def leftovers(parent: Path, part: str) -> tuple[list[Path], list[Path], list[Path]]:
-    """The folders in ``parent`` with ``part`` in their names: what a process left that is gone, what one still works
-    in, and what has no lock. Links and folders of other users are none of these.
+    """The folders in ``parent`` with ``part`` in their names: leftovers of a process that is gone, folders in use, and
+    folders without a lock. Links, and folders of other users, are left out.
     """
     left: list[Path] = []
     used: list[Path] = []
     unknown: list[Path] = []
     try:
         found = sorted(Path(entry.path) for entry in os.scandir(parent) if _is_ours(entry, part))
-    except OSError:  # no such folder, or one that cannot be listed: nothing can be said about what is in it
+    except OSError:  # no such folder, or it cannot be listed
         return left, used, unknown
     for path in found:
         try:
@@ -116,7 +116,7 @@ def _is_ours(entry: os.DirEntry[str], part: str) -> bool:
 
 
 def _is_locked_by_us(stream: BinaryIO) -> bool:
-    """Lock an open file, if nobody else has; closing it releases it."""
+    """Lock an open file, unless another process has; closing it releases the lock."""
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -1,4 +1,4 @@
-"""What a command prints: text that a terminal only shows, and JSON that every parser reads."""
+"""The output of commands: text that a terminal shows and never obeys, and JSON that every parser reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,22 +19,12 @@ from gemma4_compat._errors import printable
 SCHEMA = 1
 
 
-#: Loggers that speak while their library is imported.
+#: Loggers that write while their library is imported.
 _CHATTER = ("bitsandbytes", "torchao")
-_GOOD, _BAD, _DIM = "32", "31", "2"
-# Of docs/STATES.md.
-_COLOURS = (
-    dict.fromkeys(("applied", "repaired"), _GOOD)
-    | dict.fromkeys(("not needed", "not applicable", "registered"), _DIM)
-    | dict.fromkeys(("off", "reverted", "failed, defect not seen"), "33")
-    | dict.fromkeys(("failed", "defect remains", "off, defect remains", "failed, defect remains"), _BAD)
-    | {"broken by the patch": _BAD}
-)
-_WORD = re.compile(rf"(?<=  )(?:{'|'.join(sorted(_COLOURS, key=len, reverse=True))})(?=  |$)")
 
 
 class _Shown:
-    """A stream that shows control characters of what is written as their escapes; lines stay lines."""
+    """A stream that writes control characters as escapes; lines stay lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -57,7 +46,7 @@ class _Shown:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Inside, control characters of whatever this process prints are shown as escapes, also by other libraries."""
+    """Inside, control characters in what this process prints are shown as escapes, also when other libraries print."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (stream if stream is None else _Shown(stream) for stream in streams)
     try:
@@ -67,7 +56,7 @@ def guarded() -> Iterator[None]:
 
 
 def width(*, error: bool = False) -> int | None:
-    """Characters of a line of the terminal that standard output (or error) is; None where it is a file or a pipe."""
+    """Characters of a line of standard output (or error) if that is a terminal; None for a file or a pipe."""
     stream = sys.stderr if error else sys.stdout
     if stream is None or not stream.isatty():
         return None
@@ -75,12 +64,12 @@ def width(*, error: bool = False) -> int | None:
 
 
 def fitted(text: str) -> str:
-    """``text``, one paragraph, in lines that the terminal has room for."""
+    """``text``, one paragraph, in lines that fit the terminal."""
     return wrapped(text, width())
 
 
 def overwrite(line: str) -> None:
-    """Show ``line`` in place of the line shown last, on a terminal alone; "" takes it away. It ends no line."""
+    """Show ``line`` in place of the last line, only on a terminal; "" removes it. No line break is written."""
     columns = width(error=True)
     if columns is not None and sys.stderr is not None:
         sys.stderr.write("\r" + " " * (columns - 1))
@@ -90,7 +79,7 @@ def overwrite(line: str) -> None:
 
 @contextlib.contextmanager
 def without_chatter() -> Iterator[None]:
-    """Inside, what libraries log when they are imported is not shown: which optional parts are not installed.
+    """Inside, libraries do not log which of their optional parts are not installed when they are imported.
 
     A level that the user has set stays.
     """
@@ -105,36 +94,35 @@ def without_chatter() -> Iterator[None]:
             logger.setLevel(logging.NOTSET)
 
 
-def has_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that has colours, and nobody has asked for none (https://no-color.org)."""
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+def has_colour(*, error: bool = False) -> bool:
+    """Whether standard output (or error) is a terminal with colours, and nobody refuses them (https://no-color.org)."""
+    stream = sys.stderr if error else sys.stdout
+    if stream is None or not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return os.name != "nt" or bool({"WT_SESSION", "ANSICON"} & os.environ.keys())
 
 
-def write(text: str, *, error: bool = False) -> None:
-    """A line to standard output, or to standard error; to nowhere where the caller has closed it (``>&-``).
+def write(text: str, *, error: bool = False, coloured: bool = False) -> None:
+    """Write a line to standard output, or to standard error; nowhere if the caller has closed it (``>&-``).
 
-    On a terminal words for states that fill a column are coloured. Not by ``typer.echo``, which goes around the guard
-    where it distrusts the encoding.
+    Not with ``typer.echo``, which bypasses the guard where it distrusts the encoding.
+
+    Args:
+        text: the line, or several.
+        error: to standard error.
+        coloured: the colours in ``text`` are this package's, and all other control characters are escapes already
+            (:func:`~gemma4_compat._engine.text.table_text`).
     """
     stream = sys.stderr if error else sys.stdout
     if stream is None:
         return
-    if has_colour(stream):
-        raw = stream._stream if isinstance(stream, _Shown) else stream
-        raw.write("".join(f"{_painted(printable(line))}\n" for line in text.split("\n")))
-    else:
-        stream.write(f"{text}\n")
+    raw = stream._stream if coloured and isinstance(stream, _Shown) else stream
+    raw.write(f"{text}\n")
     stream.flush()
 
 
-def _painted(line: str) -> str:
-    return _WORD.sub(lambda found: f"\x1b[{_COLOURS[found[0]]}m{found[0]}\x1b[0m", line, count=1)
-
-
 def discard() -> None:
-    """Send what is still buffered, and cannot be written, to nowhere: Python would try again at its end."""
+    """Discard what is buffered and cannot be written; Python would try again when it exits."""
     if sys.stdout is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -144,7 +132,7 @@ def discard() -> None:
 def json_text(data: Mapping[str, Any]) -> str:
     """``data`` as a JSON object that begins with the number of its format.
 
-    JSON has no numbers that are not finite: they are the strings "NaN", "Infinity" and "-Infinity".
+    Numbers that are not finite, which JSON lacks, are the strings "NaN", "Infinity" and "-Infinity".
     """
     return json.dumps(_plain({"schema": SCHEMA, **data}), indent=2, allow_nan=False)
 
@@ -153,7 +141,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is no character
+        return value.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair is not a character
     if isinstance(value, Mapping):
         return {_plain(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

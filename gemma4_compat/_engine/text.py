@@ -1,7 +1,8 @@
-"""Sizes, runs of numbers and tables as text, for every report the package prints."""
+"""Sizes, runs of numbers and tables as text, for all reports of the package."""
 
 from __future__ import annotations
 
+import enum
 import itertools
 import numbers
 import re
@@ -13,11 +14,11 @@ from gemma4_compat._errors import Gemma4CompatError, printable
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-#: Fewer bytes without a unit are a number that somebody forgot the unit of.
+#: A smaller number without a unit has a forgotten unit.
 _FEWEST = 1 << 20
-#: A number beyond this is no size of anything.
+#: A larger number is not a size.
 _MOST = 1 << 63
-#: Characters below which a column of a table is not made narrower, and below which text goes under its row.
+#: The least characters of a column of a table, and of text beside the other columns.
 _NARROWEST, _NARROWEST_TEXT = 12, 28
 _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 
@@ -25,7 +26,7 @@ _NAMES = {1000: ("B", "kB", "MB", "GB"), 1024: ("B", "KiB", "MiB", "GiB")}
 def parse_size(size: float | str) -> int:
     """Bytes of a size: a number of bytes, or text such as "8GiB", "8GB", "500MB".
 
-    Text without a unit is bytes, too, but a small number of them ("12") is asked back.
+    Text without a unit is bytes as well, but a small number ("12") is an error that asks for the unit.
 
     Raises:
         Gemma4CompatError: it is not a size.
@@ -57,7 +58,7 @@ def _no_size(size: Any, hint: str = "") -> Gemma4CompatError:
 
 
 def size_text(nbytes: int, *, up: bool = False) -> str:
-    """``nbytes`` in GiB or MiB; ``up``: never less than it is, so that the text can be used as a budget."""
+    """``nbytes`` in GiB or MiB; ``up``: rounded up, so that the text can be used as a budget."""
     unit, name = (1 << 30, "GiB") if nbytes >= 1 << 30 else (1 << 20, "MiB")
     digits = 100 if name == "GiB" else 1
     scaled = -(-nbytes * digits // unit) if up else round(nbytes * digits / unit)
@@ -90,16 +91,42 @@ def runs_text(numbers: Sequence[int], separator: str = ", ") -> str:
     return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs(numbers))
 
 
-def table_text(rows: Sequence[Sequence[str]], *, header: bool = False, width: int | None = None) -> str:
+class Tone(str, enum.Enum):
+    """How a terminal shows a cell; the value is the code of its colour."""
+
+    PLAIN = ""
+    GOOD = "32"
+    WARNING = "33"
+    BAD = "31"
+    DIM = "2"
+
+
+class Cell(str):
+    """A cell of a table that has a tone."""
+
+    tone: Tone
+
+    def __new__(cls, text: str, tone: Tone) -> Cell:
+        cell = super().__new__(cls, text)
+        cell.tone = tone
+        return cell
+
+
+def table_text(
+    rows: Sequence[Sequence[str]], *, header: bool = False, width: int | None = None, colour: bool = False
+) -> str:
     """Rows as lines of aligned columns; the last column is free text. ``header`` rules off the first row.
 
-    With a ``width``, in characters, lines are no longer: the last column is wrapped under itself, or below each row
-    where the others leave no room; then of the others the widest, except the first, which holds names.
+    With a ``width``, in characters, no line is longer: the last column is wrapped under itself, or goes below each row
+    where the others leave no room. If that is not enough, the widest of the other columns are wrapped, except the
+    first, which holds names. With ``colour``, cells that have a tone and fit on one line are shown in it. Control
+    characters in cells are shown as escapes.
     """
+    tones = [[cell.tone.value if colour and isinstance(cell, Cell) else "" for cell in row] for row in rows]
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)][:-1]
     if width is None:
-        lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+        lines = ["  ".join(_painted(row, [*widths, 0], painted)).rstrip() for row, painted in zip(rows, tones)]
         ruler = "  ".join("-" * size for size in [*widths, len(rows[0][-1])])
     else:
         while sum(widths) + 2 * len(widths) > width and max(widths[1:], default=0) > _NARROWEST:
@@ -107,22 +134,33 @@ def table_text(rows: Sequence[Sequence[str]], *, header: bool = False, width: in
             widths[widest] -= 1
         room = width - sum(widths) - 2 * len(widths)
         below = room < _NARROWEST_TEXT and max(len(row[-1]) for row in rows) > room
-        lines = ["\n".join(_wrapped_row(row, widths, width, below=below)) for row in rows]
+        lines = ["\n".join(_wrapped_row(row, widths, width, one, below=below)) for row, one in zip(rows, tones)]
         ruler = "  ".join("-" * size for size in [*widths, len(rows[0][-1])])[:width].rstrip()
     if header:
         lines.insert(1, ruler)
     return "\n".join(lines)
 
 
-def _wrapped_row(row: Sequence[str], widths: Sequence[int], width: int, *, below: bool) -> list[str]:
+def _wrapped_row(
+    row: Sequence[str], widths: Sequence[int], width: int, tones: Sequence[str], *, below: bool
+) -> list[str]:
     cells = [_wrapped(cell, size) for cell, size in zip(row, widths)]
     if not below:
         cells.append(_wrapped(row[-1], max(width - sum(widths) - 2 * len(widths), 1)))
+    tones = [tone if len(cell) == 1 else "" for tone, cell in zip(tones, cells)]
     lines = [
-        "  ".join(line.ljust(size) for line, size in zip(parts, [*widths, 0])).rstrip()
+        "  ".join(_painted(parts, [*widths, 0], tones)).rstrip()
         for parts in itertools.zip_longest(*cells, fillvalue="")
     ]
     return lines + [f"    {line}" for line in _wrapped(row[-1], max(width - 4, 20))] if below else lines
+
+
+def _painted(parts: Sequence[str], widths: Sequence[int], tones: Sequence[str]) -> list[str]:
+    """Each part filled up to its width, and in its colour."""
+    return [
+        (f"\x1b[{tone}m{part}\x1b[0m" if tone and part else part) + " " * (width - len(part))
+        for part, width, tone in zip(parts, widths, tones)
+    ]
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -130,7 +168,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """One line of text as lines no longer than ``width``, None: as it is; a word that is longer stays whole."""
+    """One line of text as lines no longer than ``width`` (None: unchanged); longer words stay whole."""
     if width is None or len(text) <= width:
         return text
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)

@@ -1,8 +1,8 @@
-"""TOML within bounds, with messages instead of tracebacks.
+"""TOML within limits, with messages instead of tracebacks.
 
-``tomllib`` takes time by the square of a dotted key's parts, and about a kilobyte for each table, so what it gets is
-looked through first. Real files are far from these limits: Airflow's uv.lock of 3.3 MB has a tenth of the lines, and
-no key of more than five parts.
+The time of ``tomllib`` grows with the square of a dotted key's parts, and each table takes about a kilobyte, so the
+text is checked first. Real files are far from these limits: Airflow's uv.lock of 3.3 MB has a tenth of the lines, and
+its keys have at most five parts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gemma4_compat._errors import Gemma4CompatError
 
 #: Lines of a file and dots outside of its strings: each may be a table.
 MOST_NAMES = 200_000
-#: Dots in a key, and characters of a key or of a value that is no string.
+#: Dots in a key, and characters of a key or of a value that is not a string.
 MOST_DOTS, LONGEST_TOKEN = 20, 1000
 
-#: What ends a token, or begins a string or a comment.
+#: The end of a token, or the beginning of a string or a comment.
 _BORDER = re.compile(r"\"\"\"|'''|[\"'#\n=,{}\[\]]")
-#: By what a string or a comment begins with: what it may contain that looks like its end, or its end.
+#: Beginning of a string or a comment -> its end, or text in it that only looks like its end.
 _END = {
     '"""': re.compile(r'\\.|"{3,5}', re.DOTALL),
     "'''": re.compile(r"'{3,5}"),
@@ -78,7 +78,7 @@ def _refuse_unbounded(text: str, path: Path) -> None:
             if found[0][0] != "\\":
                 break
         else:
-            return  # it never ends, which the parser says better
+            return  # it never ends; the parser has the better message
         if found[0] == "\n":
             dots = length = 0
     _refuse_token(dots + text.count(".", position), length + len(text) - position, path, text, position)
@@ -95,7 +95,7 @@ def _refuse_token(dots: int, length: int, path: Path, text: str, position: int) 
 
 
 def table(data: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """The table of that key; an empty one where there is none."""
+    """The table of that key; empty if there is no such key."""
     value = data.get(key, {})
     if not isinstance(value, dict):
         raise Gemma4CompatError(f"{path}: {key} is {reprlib.repr(value)}; it must be a table")
@@ -103,7 +103,7 @@ def table(data: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
 
 
 def items(data: Mapping[str, Any], key: str, where: str) -> list[Any]:
-    """The list of that key; an empty one where there is none."""
+    """The list of that key; empty if there is no such key."""
     value = data.get(key, [])
     if not isinstance(value, list):
         raise Gemma4CompatError(f"{where}: {key} is {reprlib.repr(value)}; it must be a list")
@@ -111,7 +111,7 @@ def items(data: Mapping[str, Any], key: str, where: str) -> list[Any]:
 
 
 def strings(data: Mapping[str, Any], key: str, where: str) -> list[str]:
-    """The list of strings of that key; an empty one where there is none."""
+    """The list of strings of that key; empty if there is no such key."""
     value = items(data, key, where)
     wrong = [item for item in value if not isinstance(item, str)]
     if wrong:

@@ -1,7 +1,7 @@
 """Which release is installed, which is loaded, and whether a specifier admits it.
 
-What this needs is imported here and not when it is needed: the engine asks under its lock, inside import hooks, and an
-import there could wait for a thread that waits for the lock.
+All imports are at the top: the engine calls this under its lock, inside import hooks, and an import there could wait
+for a thread that waits for the lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import MappingProxyType
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-# The import name of a distribution, where the two differ. (None of the libraries repaired here needs an entry.)
+# The import name of a distribution, if the two differ. (No library that is repaired here needs an entry.)
 _IMPORT_NAMES: dict[str, str] = {}
 # The oldest releases this package supports and is measured on. `pip install 'gemma4-compat[stack]'` asks for the same.
 OLDEST = MappingProxyType(
@@ -28,7 +28,7 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*(.*)")
 
 
 def installed(distribution: str) -> str | None:
-    """The version that ``import`` would find now, from the metadata on ``sys.path``; None when absent."""
+    """The version that ``import`` would find now, from the metadata on ``sys.path``; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except (metadata.PackageNotFoundError, ValueError, KeyError):  # absent, not text, or without a version
@@ -45,26 +45,26 @@ def copies(distribution: str) -> dict[str, str]:
 
 
 def loaded(distribution: str) -> str | None:
-    """``__version__`` of the imported package; None when it is not imported or does not say."""
+    """``__version__`` of the imported package; None if it is not imported or has none."""
     module = sys.modules.get(_import_name(distribution))
     version = getattr(module, "__dict__", {}).get("__version__")
     return version if isinstance(version, str) else None
 
 
 def is_loaded(distribution: str) -> bool:
-    """Whether the package is in sys.modules, whether or not it says a version."""
+    """Whether the package is in sys.modules, with or without a version."""
     return _import_name(distribution) in sys.modules
 
 
 def current(distribution: str) -> str | None:
-    """The version that counts: the loaded one, else the installed one."""
+    """The version that counts: the loaded version, else the installed one."""
     return loaded(distribution) or installed(distribution)
 
 
 def admits(specifier: str, version: str) -> bool:
     """Whether ``version`` is inside ``specifier``. Pre-releases count like any other release.
 
-    ``prereleases=True`` is passed always: packaging 25 and 26 disagree about the default.
+    ``prereleases=True`` is always passed: packaging 25 and 26 have different defaults.
     """
     try:
         return _specifier(specifier).contains(version, prereleases=True)
@@ -78,9 +78,9 @@ def newer(version: str, than: str) -> bool:
 
 
 def too_old(distribution: str, version: str, oldest: Mapping[str, str] = OLDEST) -> str | None:
-    """Why a release is not supported, with the remedy, in one sentence; None when nothing is known against it.
+    """Why a release is not supported, with the remedy, in one sentence; None if it is supported.
 
-    A pre-release of the oldest one is older; a string that is no version is not judged.
+    A pre-release of the oldest supported release is older. A string that is not a version is not judged.
     """
     floor = oldest.get(distribution)
     try:
@@ -95,7 +95,7 @@ def too_old(distribution: str, version: str, oldest: Mapping[str, str] = OLDEST)
 
 
 def differ(first: str, second: str) -> bool:
-    """Whether two version strings name two releases. Local parts (``+cpu``) and unparsable strings do not count."""
+    """Whether two version strings name different releases. Local parts (``+cpu``) and invalid strings do not count."""
     try:
         return Version(Version(first).public) != Version(Version(second).public)
     except InvalidVersion:
@@ -105,8 +105,8 @@ def differ(first: str, second: str) -> bool:
 def requirement(text: str) -> tuple[str, str]:
     """One of the registry's own requirement strings as (distribution, specifier).
 
-    They hold a name and a specifier and nothing else (a contract test reads them with packaging's parser, which costs
-    more at import than everything else here).
+    They hold only a name and a specifier. (A contract test reads them with packaging's parser, whose import costs more
+    than all of this.)
     """
     name, specifier = _REQUIREMENT.fullmatch(text).groups()  # type: ignore[union-attr]
     return name, specifier
@@ -127,7 +127,7 @@ def span_text(releases: Iterable[str], ordered: Sequence[str]) -> str:
 
 
 def in_spans(text: str, ordered: Sequence[str]) -> list[str]:
-    """The releases that :func:`span_text` made ``text`` of."""
+    """The releases from which :func:`span_text` made ``text``."""
     found: list[str] = []
     for span in text.split(", "):
         first, _, last = span.partition(" - ")

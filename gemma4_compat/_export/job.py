@@ -44,7 +44,31 @@ _SHARED = ("self_attn.k_proj", "self_attn.v_proj")
 def export_adapter(
     adapter: str | os.PathLike[str], out: str | os.PathLike[str], target: str, *, base: Any = None
 ) -> ExportReport:
-    """Write ``adapter`` for ``target`` into ``out``; see :func:`gemma4_compat.export_adapter`."""
+    """Write a saved PEFT adapter in the keys and the configuration that another reader takes.
+
+    >>> report = gemma4_compat.export_adapter("my-adapter", "for-vllm", "vllm", base="E4B")
+    >>> report.command
+    'vllm serve google/gemma-4-E4B-it --enable-lora --max-lora-rank 16 --lora-modules my-adapter=/home/me/for-vllm'
+
+    The outputs there are the adapter's: modules of several ranks and scales get one, layers that a server joins get
+    all their parts, and what a reader would leave out or compute differently is refused (docs/ADAPTERS.md). In memory
+    is one tensor at a time, and for experts one layer's. ``out`` appears when all is written.
+
+    Args:
+        adapter: its folder, or the id of one in the cache of the hub; keys of any Gemma 4 class are understood.
+        out: a folder that does not exist, or is empty.
+        target: "vllm", "sglang", "mlx" (mlx-lm and mlx-vlm), "gguf" (llama.cpp), or "peft" (without this package).
+        base: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
+            "31B"), or a Gemma 4 configuration; default: the id that the adapter names. Adapters on experts take the
+            folder with its weights for "gguf".
+
+    Returns:
+        What was written, what was changed for the reader, and the command that loads it.
+
+    Raises:
+        Gemma4CompatError: the reader cannot have it, or it cannot be read; the message says why and what to do
+            instead, and nothing is left behind.
+    """
     if target not in TARGETS:
         raise Gemma4CompatError(f"the reader {target!r} is unknown; it is one of {', '.join(TARGETS)}")
     shadowed.refuse("torch", "transformers", "peft")

@@ -55,7 +55,48 @@ def merge_adapter(
     allow_pickle: bool = False,
     progress: bool | None = None,
 ) -> MergeReport:
-    """Merge ``adapter`` into ``base`` and write the result to ``out``; see :func:`gemma4_compat.merge_adapter`."""
+    """Merge a LoRA, or what else PEFT can merge, into its base, and compare outputs with those of the adapter.
+
+    >>> report = gemma4_compat.merge_adapter("gemma-4-E4B-it", "my-adapter", "merged")
+    >>> report.parity.ok
+    True
+
+    One module at a time, in float32, by PEFT's own code, rounded once. In host memory are the adapter and three times
+    the largest adapted module in float32, whatever the size of the model; the check then loads the model, twice, one
+    after the other. ``out`` appears when all is done: the model, all that lies beside the base's weights,
+    ``merge_report.json`` and ``merge_report.txt``. The base and the adapter are only read.
+
+    Args:
+        base: the folder of a Gemma 4 checkpoint in safetensors, or the id of a cached one.
+        adapter: the folder of an adapter, or the id of a cached one; keys of another Gemma 4 class are understood. Or
+            several LoRAs with weights, ``{"one": 1.0, "other": 0.5}``: the changes they make to a weight are
+            multiplied and added, as PEFT's ``add_weighted_adapter`` with ``combination_type="cat"`` does.
+        out: a folder that does not exist, or is empty.
+        start: "original" (the weights as they are on disk) or "dequantized" (what the 4-bit or 8-bit base computes
+            with, as the adapter saw it).
+        quantize: for "dequantized": "4bit", "4bit-double", "8bit" or a ``BitsAndBytesConfig``; default: what the base
+            says, else "4bit-double".
+        skip_modules: for "dequantized" and ``quantize_result``: ``llm_int8_skip_modules``; default: those of
+            ``quantize`` where it is a configuration, else what a quantized base says, else the head and the routers.
+        dtype: "bf16", "fp16" or "fp32", or torch's name of it; default: the base's. A value that it cannot hold is an
+            error.
+        quantize_result: write the merged model in "4bit", "4bit-double" or "8bit" of bitsandbytes; default: in
+            ``dtype``. Its outputs are compared once more, with a bound that is what this quantization changes in the
+            base; needs room for both on the disk.
+        device_map: where the check runs; default: the first GPU, else the CPU.
+        max_shard_size: of a file with weights.
+        check: how many prompts to compare outputs on; 0: no check.
+        tolerance: the largest difference of logits; default: a bound measured on this model.
+        allow_pickle: read an ``adapter_model.bin`` (tensors and nothing else).
+        progress: show a progress bar; default: on a terminal.
+
+    Returns:
+        What was merged, and the measured parity: logits, KL divergence, greedy tokens.
+
+    Raises:
+        MergeParityError: parity is out of bounds; its ``report`` has what was measured, and nothing is left behind.
+        Gemma4CompatError: it cannot be done; the message says why, and nothing is left behind.
+    """
     dtype = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     _refuse_bad_options(start, dtype, check, tolerance)
     weights_of = _weights_of(adapter)

@@ -83,7 +83,30 @@ def repair_checkpoint(
     max_shard_size: int | str = "5GB",
     progress: bool | None = None,
 ) -> RepairReport:
-    """Write ``checkpoint``, with what it lacks, to ``out``; see :func:`gemma4_compat.repair_checkpoint`."""
+    """Give a checkpoint that ``save_pretrained`` wrote back what servers ask for, and transformers dropped.
+
+    >>> gemma4_compat.repair_checkpoint("my-model", "gemma-4-E2B-it", "repaired").tensors[0]
+    'model.language_model.layers.15.self_attn.k_norm.weight'
+
+    That is ``k_proj``, ``v_proj`` and ``k_norm`` of KV-shared layers (E2B, E4B), from the original, in the dtype that
+    the same layer's queries have in the checkpoint; and ``global_head_dim`` and ``num_global_key_value_heads`` in
+    ``config.json``, from the checkpoint's own ``per_layer_config``. Outputs of transformers do not depend on them. All
+    other tensors, and the files beside the weights, are copied as they are. In host memory is a piece of a tensor, of
+    64 MiB. ``out`` appears when all is done. The inputs are only read.
+
+    Args:
+        checkpoint: the folder of a Gemma 4 checkpoint in safetensors that is not quantized, or the id of a cached one.
+        original: the folder of the checkpoint it was made from, as it was downloaded, or the id of a cached one.
+        out: a folder that does not exist, or is empty.
+        max_shard_size: of a file with weights.
+        progress: show a progress bar; default: on a terminal.
+
+    Returns:
+        What was added.
+
+    Raises:
+        Gemma4CompatError: it cannot be done, or nothing is missing; the message says why, and nothing is left behind.
+    """
     largest = parse_size(max_shard_size)
     if not largest:
         raise Gemma4CompatError("max_shard_size must be more than 0; write it as 5GB")

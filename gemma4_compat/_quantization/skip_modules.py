@@ -42,7 +42,28 @@ class SkipModule:
 
 
 def quantization_skip_modules(model: Any, *, quantize: str = "4bit") -> dict[str, SkipModule]:
-    """The modules worth keeping in bf16; see :func:`gemma4_compat.quantization_skip_modules`."""
+    """The modules worth keeping in bf16 when the rest of ``model`` is quantized, each with the reason and its cost.
+
+    >>> keep = gemma4_compat.quantization_skip_modules("26B-A4B")
+    >>> keep["router.proj"].modules
+    30
+    >>> options = {"bnb_4bit_compute_dtype": torch.bfloat16, "llm_int8_skip_modules": list(keep)}
+    >>> config = BitsAndBytesConfig(load_in_4bit=True, **options)
+
+    Names are those of this model only, as ``llm_int8_skip_modules`` takes them on every supported transformers. That
+    list replaces upstream's own, so the head is among them. Needs torch and transformers, no weights.
+
+    Args:
+        model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
+            "31B"), a Gemma 4 configuration, or a model (on meta is enough).
+        quantize: "4bit" (nf4), "4bit-double" (nested) or "8bit"; the costs are against it.
+
+    Returns:
+        By name: the reason, how many such modules and weights there are, and the bytes that bf16 takes more.
+
+    Raises:
+        Gemma4CompatError: it is not a Gemma 4 model, or the quantization is unknown.
+    """
     config.check(quantize)
     built, _, _ = build.on_meta(getattr(model, "config", model))
     linears = config.linear_names(built, ())

@@ -7,7 +7,7 @@ from typing import Any
 
 from gemma4_compat._engine import words
 from gemma4_compat._engine.address import report_request
-from gemma4_compat._engine.patch import PatchState, PatchStatus
+from gemma4_compat._engine.patch import PatchState, PatchStatus, Reason
 from gemma4_compat._engine.text import table_text, wrapped
 from gemma4_compat._errors import Gemma4CompatError, printable
 from gemma4_compat._support.messages import Said
@@ -27,15 +27,15 @@ def sorted_answer(answer: Answer, statuses: Mapping[str, PatchStatus]) -> Answer
     """The answer with patches that may be needed here before the others; certain matches stay first."""
 
     def order(match: Match) -> tuple[bool, bool]:
-        return not match.certain, words.state_word(statuses[match.patch.id]) == words.NOT_NEEDED
+        return not match.certain, words.of(statuses[match.patch.id]) is words.Verdict.NOT_NEEDED
 
     return Answer(tuple(sorted(answer.matches, key=order)), answer.nearest)
 
 
 def remedy(status: PatchStatus) -> str:
     """What to do about an error that a patch fixes, given the patch's state here."""
-    state, name, word = status.state, status.id, words.state_word(status)
-    if word == words.NOT_NEEDED:
+    state, name = status.state, status.id
+    if words.of(status) is words.Verdict.NOT_NEEDED:
         return (
             "if the program runs with the releases installed here, this is not its error, because they do not have "
             "the defect: report it. If it runs elsewhere, run this command there."
@@ -44,7 +44,7 @@ def remedy(status: PatchStatus) -> str:
         return f"the patch is off here: {status.reason}. Change that, and put `import gemma4_compat` into the program."
     if state is PatchState.FAILED:
         return f"the patch cannot be applied here; `gemma4-compat doctor {name}` says what to report."
-    if status.unmet:
+    if status.reason_code is Reason.NEEDS:
         return f"the patch needs {', '.join(status.unmet)}, which is off: enable it."
     return (
         "put `import gemma4_compat` at the top of the program, or start it with `gemma4-compat run`. If that is done: "
@@ -98,7 +98,7 @@ def _rows(match: Match, status: PatchStatus) -> list[tuple[str, str]]:
         ("patch", f"{patch.id} ({patch.area}; {points} of docs/FAILURE_POINTS.md)"),
         ("repairs", patch.summary),
         ("known as", match.known if match.quoted else f"{match.known} (raised by its reproduction)"),
-        ("here", f"{words.state_word(status)}: {status.reason}"),
+        ("here", f"{words.of(status).word}: {status.reason}"),
         ("to do", remedy(status)),
         ("more", f"gemma4-compat explain {patch.id}"),
     ]

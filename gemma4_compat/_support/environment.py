@@ -14,6 +14,7 @@ from typing import Any
 
 from gemma4_compat._engine import versions, words
 from gemma4_compat._engine.patch import PatchState, PatchStatus
+from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import printable
 
 #: Distributions that matter, in the order of the report.
@@ -32,8 +33,8 @@ VARIABLES = (
 #: Where NVIDIA's driver lists the GPUs; reading it does not start them.
 DRIVER = Path("/proc/driver/nvidia")
 _LONGEST = 500
-#: Patches in these states are named; the others are only counted.
-_NAMED = (PatchState.FAILED, PatchState.REVERTED)
+#: Patches with these verdicts are named; the others are counted.
+_NAMED = (Verdict.FAILED, Verdict.REVERTED, Verdict.OFF)
 
 
 def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]:
@@ -46,7 +47,7 @@ def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]
         statuses: of every patch.
     """
     found = {name: versions.installed(name) for name in DISTRIBUTIONS}
-    named = {item.id: item.reason for item in statuses.values() if item.state in _NAMED or _is_off(item)}
+    named = {item.id: item.reason for item in statuses.values() if words.of(item) in _NAMED}
     return {
         "gemma4_compat": package,
         "python": platform.python_version(),
@@ -60,7 +61,7 @@ def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]
         "devices": _devices(),
         "driver": _driver(),
         "settings": {name: os.environ[name][:_LONGEST] for name in VARIABLES if name in os.environ},
-        "states": dict(Counter(words.state_word(item) for item in statuses.values())),
+        "states": dict(Counter(words.of(item).word for item in statuses.values())),
         "off": named,
         "enabled": [item.id for item in statuses.values() if item.state in (PatchState.PENDING, PatchState.APPLIED)],
     }
@@ -85,10 +86,6 @@ def text(data: Mapping[str, Any]) -> str:
         *((f"off: {name}", reason) for name, reason in data["off"].items()),
     ]
     return "\n".join(f"- {name}: {printable(str(value))}" for name, value in rows)
-
-
-def _is_off(status: PatchStatus) -> bool:
-    return words.state_word(status) == words.OFF
 
 
 def _is_editable() -> bool:

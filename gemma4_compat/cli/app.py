@@ -177,10 +177,11 @@ def working(on: str) -> None:
         tell(f"{on} ...")
 
 
-def say(text: str, as_json: bool = False) -> None:
-    """Writes an answer; with ``as_json``, to standard error."""
+def say(text: str, as_json: bool = False, *, coloured: bool = False) -> None:
+    """Writes an answer; with ``as_json``, to standard error. ``coloured``: see :func:`terminal.write`."""
     try:
-        terminal.write(text, error=as_json)  # with --json, standard output holds the JSON and nothing else
+        # With --json, standard output holds the JSON and nothing else.
+        terminal.write(text, error=as_json, coloured=coloured)
     except BrokenPipeError:
         terminal.discard()
         raise typer.Exit(_SIGPIPE) from None

@@ -78,7 +78,8 @@ def doctor(
         say(_text.workflow(head, found))
     else:
         if shown:
-            say(f"\n{_text.table(shown, terminal.width())}\n")
+            colour = terminal.has_colour()
+            say(f"\n{_text.table(shown, terminal.width(), colour=colour)}\n", coloured=colour)
         say(terminal.fitted(_text.summary(found)))
     raise typer.Exit(0 if good else 1)
 
@@ -106,8 +107,8 @@ class _Progress:
         count = f"[{self._done}/{self._total}]"
         if not self._quiet and not (self._failed_only and finding.good):
             self.end()
-            width = terminal.width(error=self._aside)
-            say("\n" + _text.finding_text(finding, count, width), self._aside)
+            width, colour = terminal.width(error=self._aside), terminal.has_colour(error=self._aside)
+            say("\n" + _text.finding_text(finding, count, width, colour=colour), self._aside, coloured=colour)
         self._overwrite(f"{count} {finding.id}")
 
     def end(self) -> None:

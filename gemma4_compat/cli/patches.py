@@ -29,7 +29,8 @@ def status(as_json: Json = False) -> None:
         where = {"file": None if project is None else str(project)}
         print_json({"startup": startup.as_data(), "settings": where, "patches": patches})
     else:
-        say(_report.status_text(statuses, terminal.width()))
+        colour = terminal.has_colour()
+        say(_report.status_text(statuses, terminal.width(), colour=colour), coloured=colour)
         say("\n" + terminal.fitted(_report.summary_text(statuses)))
         say(f"\nstart-up hook: {startup.text()}" + ("" if project is None else f"\nsettings: {project}"))
 

@@ -1,4 +1,4 @@
-"""Every patch, in the order in which patches of one module are applied. One line a patch, no discovery."""
+"""Every patch, by area. One line a patch, no discovery."""
 
 from __future__ import annotations
 
@@ -6,164 +6,186 @@ import dataclasses
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import LatePatch, Patch, Target
 from gemma4_compat.patches.measured import KNOWN, MODULES, RELEASES
 
-#: ``area.file``
-PATCHES: tuple[str, ...] = (
-    "offload.accelerate_hf_initialized",
-    "offload.accelerate_int8_offload",
-    "placement.accelerate_skip_keys",
-    "placement.accelerate_nested_map",
-    "placement.accelerate_tied_devices",
-    "offload.accelerate_tied_on_disk",
-    "offload.accelerate_remove_hooks",
-    "offload.accelerate_offload_folder",
-    "adapters.accelerate_dispatch_adapters",
+#: Area -> its patch files, in the order in which patches of one function are applied: a later one is on top.
+AREAS: Mapping[str, tuple[str, ...]] = {
+    "multimodal": (
+        "transformers_quantized_vision",
+        "transformers_vision_dtype",
+        "transformers_quantized_audio",
+        "transformers_quantized_vision_unified",
+        "transformers_quantized_audio_unified",
+        "transformers_fp16_vision",
+        "transformers_audio_dtype",
+        "transformers_audio_autocast",
+        "transformers_audio_attention",
+        "transformers_audio_mask",
+    ),
+    "training": (
+        "accelerate_train_offloaded",
+        "accelerate_ddp_offloaded",
+        "bitsandbytes_fsdp_packed_weights",
+        "peft_kbit_dtypes",
+        "peft_adalora_unused",
+        "peft_adalora_devices",
+        "transformers_uncached_sharing",
+        "transformers_rotary_order",
+        "transformers_rotary_cast",
+        "transformers_cudnn_padding",
+        "transformers_flash_attention",
+        "transformers_qat_gradients",
+        "transformers_reentrant_checkpointing",
+        "transformers_wide_heads",
+        "transformers_zero3_buffers",
+        "transformers_chunked_loss",
+        "transformers_accumulation_weights",
+    ),
+    "placement": (
+        "accelerate_skip_keys",
+        "accelerate_nested_map",
+        "accelerate_tied_devices",
+        "accelerate_split_buffers",
+        "transformers_shared_kv",
+        "transformers_placement_names",
+        "transformers_auto_map",
+        "transformers_map_boundaries",
+        "transformers_per_layer_devices",
+        "transformers_resize_offloaded",
+    ),
+    "offload": (
+        "accelerate_hf_initialized",
+        "accelerate_int8_offload",
+        "accelerate_tied_on_disk",
+        "accelerate_remove_hooks",
+        "accelerate_offload_folder",
+        "accelerate_disk_buffers",
+        "accelerate_load_tied",
+        "accelerate_embedding_lookup",
+        "bitsandbytes_meta_quant_state",
+        "bitsandbytes_int8_meta_scales",
+        "transformers_model_device",
+        "transformers_pipeline_device",
+    ),
+    "adapters": (
+        "accelerate_dispatch_adapters",
+        "peft_adapter_load",
+        "peft_adapter_keys",
+        "peft_failed_load",
+        "peft_keep_dispatch",
+        "peft_clippable_linear",
+        "transformers_adapter_keys",
+        "peft_quantized_merge",
+        "peft_merge_offloaded",
+        "peft_tied_merge",
+        "peft_qat_merge",
+        "peft_resized_vocabulary",
+        "peft_quantized_experts",
+        "peft_quantized_tuners",
+        "peft_changed_base",
+        "peft_adalora_ranks",
+        "transformers_failed_adapter",
+        "peft_cache_name",
+        "peft_prefix_placement",
+        "peft_unilora_frod",
+        "peft_shared_devices",
+        "peft_input_devices",
+        "peft_hotswap_offloaded",
+        "peft_virtual_tokens",
+        "transformers_peft_release",
+        "transformers_adapter_placement",
+        "transformers_dequantized_adapter",
+    ),
+    "checkpoints": (
+        "accelerate_save_state_offloaded",
+        "bitsandbytes_int8_load_state",
+        "peft_save_offloaded",
+        "transformers_text_only_checkpoint",
+        "transformers_resave_quantized",
+        "transformers_save_tied_offloaded",
+        "transformers_save_offloaded_unified",
+        "transformers_shared_kv_weights",
+        "transformers_config_names",
+        "transformers_config_reads",
+        "transformers_renaming_patterns",
+    ),
+    "generation": (
+        "transformers_assistant_sharing",
+        "transformers_assistant_arguments",
+        "transformers_offloaded_cache",
+        "transformers_static_cache",
+        "transformers_image_masks",
+        "transformers_vision_masks",
+        "transformers_sliding_cache",
+        "transformers_assisted_cache",
+        "transformers_static_chunks",
+        "transformers_paged_cache",
+        "transformers_static_images",
+        "transformers_chunked_media",
+        "transformers_chunked_images",
+        "transformers_expanded_media",
+        "transformers_generate_embeddings",
+        "transformers_graph_decoding",
+        "transformers_deferred_stop",
+    ),
+    "quantization": (
+        "bitsandbytes_cpu_packing",
+        "bitsandbytes_cpu_strides",
+        "bitsandbytes_int8_strides",
+        "bitsandbytes_int8_notice",
+        "transformers_quantized_router",
+        "transformers_tied_head",
+        "transformers_quantized_experts",
+        "transformers_quantize_offloaded",
+        "transformers_qat_loading",
+        "transformers_qat_saving",
+        "transformers_qat_padding_row",
+        "transformers_qat_dequantize",
+        "transformers_compute_dtype",
+    ),
+}
+
+#: ``area.file``: on top of patches of the same function that are in other areas, in this order.
+ON_TOP: tuple[str, ...] = (
     "offload.accelerate_move_offloaded",
     "offload.accelerate_cast_offloaded",
     "quantization.accelerate_subclass_offload",
     "placement.accelerate_map_check",
-    "placement.accelerate_split_buffers",
-    "offload.accelerate_disk_buffers",
-    "offload.accelerate_load_tied",
-    "offload.accelerate_embedding_lookup",
     "offload.accelerate_paged_layers",
     "checkpoints.accelerate_load_offloaded",
-    "checkpoints.accelerate_save_state_offloaded",
-    "training.accelerate_train_offloaded",
-    "training.accelerate_ddp_offloaded",
-    "offload.bitsandbytes_meta_quant_state",
-    "quantization.bitsandbytes_cpu_packing",
-    "quantization.bitsandbytes_cpu_strides",
-    "offload.bitsandbytes_int8_meta_scales",
-    "checkpoints.bitsandbytes_int8_load_state",
-    "quantization.bitsandbytes_int8_strides",
-    "quantization.bitsandbytes_int8_notice",
-    "training.bitsandbytes_fsdp_packed_weights",
-    "adapters.peft_adapter_load",
-    "adapters.peft_adapter_keys",
-    "adapters.peft_failed_load",
-    "adapters.peft_keep_dispatch",
-    "adapters.peft_clippable_linear",
-    "adapters.transformers_adapter_keys",
-    "adapters.peft_quantized_merge",
-    "adapters.peft_merge_offloaded",
-    "adapters.peft_tied_merge",
-    "adapters.peft_qat_merge",
-    "adapters.peft_resized_vocabulary",
-    "checkpoints.peft_save_offloaded",
-    "training.peft_kbit_dtypes",
-    "adapters.peft_quantized_experts",
-    "adapters.peft_quantized_tuners",
-    "adapters.peft_changed_base",
-    "training.peft_adalora_unused",
-    "training.peft_adalora_devices",
-    "adapters.peft_adalora_ranks",
-    "adapters.transformers_failed_adapter",
-    "adapters.peft_cache_name",
-    "adapters.peft_prefix_placement",
-    "adapters.peft_unilora_frod",
-    "adapters.peft_shared_devices",
-    "adapters.peft_input_devices",
-    "adapters.peft_hotswap_offloaded",
-    "adapters.peft_virtual_tokens",
-    "adapters.transformers_peft_release",
-    "adapters.transformers_adapter_placement",
-    "training.transformers_uncached_sharing",
-    "placement.transformers_shared_kv",
-    "training.transformers_rotary_order",
-    "training.transformers_rotary_cast",
-    "generation.transformers_assistant_sharing",
-    "generation.transformers_assistant_arguments",
-    "generation.transformers_offloaded_cache",
-    "generation.transformers_static_cache",
-    "training.transformers_cudnn_padding",
-    "training.transformers_flash_attention",
-    "generation.transformers_image_masks",
-    "generation.transformers_vision_masks",
-    "generation.transformers_sliding_cache",
-    "generation.transformers_assisted_cache",
-    "generation.transformers_static_chunks",
-    "generation.transformers_paged_cache",
-    "generation.transformers_static_images",
-    "generation.transformers_chunked_media",
-    "generation.transformers_chunked_images",
-    "generation.transformers_expanded_media",
-    "generation.transformers_generate_embeddings",
-    "multimodal.transformers_quantized_vision",
-    "multimodal.transformers_vision_dtype",
-    "multimodal.transformers_quantized_audio",
-    "multimodal.transformers_quantized_vision_unified",
-    "multimodal.transformers_quantized_audio_unified",
-    "multimodal.transformers_fp16_vision",
-    "multimodal.transformers_audio_dtype",
-    "multimodal.transformers_audio_autocast",
-    "multimodal.transformers_audio_attention",
-    "multimodal.transformers_audio_mask",
-    "placement.transformers_placement_names",
-    "placement.transformers_auto_map",
-    "quantization.transformers_quantized_router",
-    "quantization.transformers_tied_head",
-    "quantization.transformers_quantized_experts",
-    "quantization.transformers_quantize_offloaded",
-    "quantization.transformers_qat_loading",
-    "quantization.transformers_qat_saving",
-    "quantization.transformers_qat_padding_row",
-    "quantization.transformers_qat_dequantize",
-    "training.transformers_qat_gradients",
-    "quantization.transformers_compute_dtype",
-    "placement.transformers_map_boundaries",
-    "checkpoints.transformers_text_only_checkpoint",
-    "checkpoints.transformers_resave_quantized",
-    "checkpoints.transformers_save_tied_offloaded",
-    "checkpoints.transformers_save_offloaded_unified",
-    "checkpoints.transformers_shared_kv_weights",
-    "checkpoints.transformers_config_names",
-    "checkpoints.transformers_config_reads",
-    "checkpoints.transformers_renaming_patterns",
     "placement.transformers_tied_split",
-    "placement.transformers_per_layer_devices",
     "placement.transformers_embedding_devices",
-    "placement.transformers_resize_offloaded",
     "offload.transformers_offloaded_embedding",
     "generation.transformers_embedding_search",
     "generation.transformers_given_per_layer",
     "placement.transformers_tensor_parallel",
-    "offload.transformers_model_device",
-    "offload.transformers_pipeline_device",
-    "generation.transformers_graph_decoding",
-    "generation.transformers_deferred_stop",
-    "adapters.transformers_dequantized_adapter",
-    "training.transformers_reentrant_checkpointing",
-    "training.transformers_wide_heads",
     "training.transformers_text_training",
     "training.transformers_unfed_towers",
-    "training.transformers_zero3_buffers",
-    "training.transformers_chunked_loss",
-    "training.transformers_accumulation_weights",
 )
 
+#: ``area.file`` of every patch, in the order in which they are applied.
+PATCHES: tuple[str, ...] = (*(f"{area}.{file}" for area, files in AREAS.items() for file in files), *ON_TOP)
 
-_AREAS = {file.replace("_", "-"): folder for folder, file in (name.split(".") for name in PATCHES)}
+_AREA_OF = {file.replace("_", "-"): folder for folder, file in (name.split(".") for name in PATCHES)}
 
 
 def area(patch_id: str) -> str:
-    """What a patch is about: the folder its file, and its test, are in.
+    """The area of a patch: the folder that its file, and its test, are in.
 
     Raises:
         KeyError: no patch has that id.
     """
-    return _AREAS[patch_id]
+    return _AREA_OF[patch_id]
 
 
 def load() -> tuple[LatePatch | Patch, ...]:
-    """Every patch, its file imported when it is needed. One that was not measured yet is imported at once."""
-    late = [LatePatch(id=patch_id, modules=MODULES.get(patch_id, ()), load=_loader(patch_id)) for patch_id in _AREAS]
+    """Every patch; its file is imported when it is needed, or at once if it was not measured yet."""
+    late = [LatePatch(id=patch_id, modules=MODULES.get(patch_id, ()), load=_loader(patch_id)) for patch_id in _AREA_OF]
     return tuple(patch if patch.modules else patch.load() for patch in late)
 
 
@@ -172,12 +194,12 @@ def _loader(patch_id: str) -> Callable[[], Patch]:
 
 
 def _complete(patch_id: str) -> Patch:
-    """Import a patch file (it imports no upstream library) and add what its docstring, its folder and the data say.
+    """Import a patch file (it imports no upstream library) and complete the patch from docstring, folder and data.
 
     Raises:
         ValueError: the file holds another patch, or its docstring lacks a section.
     """
-    name = f"gemma4_compat.patches.{_AREAS[patch_id]}.{patch_id.replace('-', '_')}"
+    name = f"gemma4_compat.patches.{_AREA_OF[patch_id]}.{patch_id.replace('-', '_')}"
     module = importlib.import_module(name)
     patch: Patch = module.PATCH
     if patch.id != patch_id:
@@ -188,7 +210,7 @@ def _complete(patch_id: str) -> Patch:
     said: dict[str, Any] = _sections(documentation) if documentation else {}  # none under ``python -OO``
     return dataclasses.replace(
         patch,
-        area=_AREAS[patch_id],
+        area=_AREA_OF[patch_id],
         documentation=documentation,
         measured=inside[-1] if inside else "",
         targets=tuple(dataclasses.replace(target, known=_known(target, inside, ordered)) for target in patch.targets),
@@ -206,7 +228,7 @@ def _known(target: Target, inside: Collection[str], ordered: Sequence[str]) -> d
 
 
 def _sections(documentation: str) -> dict[str, str]:
-    """What a patch file's docstring says of it, by field of the patch, each as one line."""
+    """The fields of a patch that its file's docstring gives, each as one line."""
     parts = re.split(r"\n\n(Symptom|Cause|Fix|Remove when): ", "\n\n" + documentation)
     named = dict(zip(parts[1::2], parts[2::2]))
     if list(named) != ["Symptom", "Cause", "Fix", "Remove when"]:

@@ -122,7 +122,7 @@ def test_the_next_doctor_removes_what_a_killed_one_left_and_says_so(
     monkeypatch.setattr(children, "alone", lambda *_, **__: {"built": ""})
     said: list[str] = []
     assert list(findings.examine([], keep=False, note=said.append)) == []
-    assert said == [f"removed {left}, which an earlier doctor that was killed left"]
+    assert said == [f"removed {left}, left by an earlier doctor that was killed"]
     assert names(tmp_path) == [kept.name]
 
 

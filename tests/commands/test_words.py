@@ -1,4 +1,4 @@
-"""States and verdicts have one vocabulary, and docs/STATES.md has all of it."""
+"""States, reasons and verdicts have one vocabulary each, and docs/STATES.md has all of it."""
 
 from __future__ import annotations
 
@@ -7,41 +7,56 @@ import re
 import pytest
 
 import gemma4_compat
-from gemma4_compat._doctor import findings
-from gemma4_compat._doctor import text as doctor_text
+from gemma4_compat import Kind, PatchState, PatchStatus, Reason, Severity, Verdict
 from gemma4_compat._engine import words
-from gemma4_compat._engine.patch import PatchState, PatchStatus
-from gemma4_compat._needed.judge import Verdict
+from gemma4_compat._needed import judge
 from tests.commands.helpers import ROOT
 
-ROWS = re.findall(
-    r"^\| ([^|`]+) \| [^|]+ \| ([^|]*)\| ([^|]*)\| ([^|]*)\|$", (ROOT / "docs/STATES.md").read_text(), re.M
-)
+PAGE = (ROOT / "docs" / "STATES.md").read_text(encoding="utf-8")
+ROWS = re.findall(r"^\| ([^|`]+) \| [^|]+ \| ([^|]*)\| ([^|]*)\| ([^|]*)\|$", PAGE, re.M)
 WORDS = {word: [re.findall(r"`([^`]+)`", cell) for cell in cells] for word, *cells in ROWS}
+#: Code -> state, of the table of reasons.
+CODES = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", PAGE, re.M))
+
+
+def status(state: PatchState, code: Reason) -> PatchStatus:
+    return PatchStatus(id="x", state=state, reason_code=code, reason="because")
 
 
 @pytest.mark.parametrize("state", PatchState)
 def test_a_state_has_its_word(state: PatchState) -> None:
-    word = words.state_word(PatchStatus(id="x", state=state, reason="because"))
-    assert state in WORDS[word][0]
+    assert state in WORDS[words.of(status(state, Reason.ERROR)).word][0]
 
 
 def test_what_another_library_makes_unnecessary_is_not_needed() -> None:
-    status = PatchStatus(id="x", state=PatchState.SKIPPED, reason="only needed with x<1; x is 2")
-    assert words.state_word(status) == "not needed"
+    assert words.of(status(PatchState.SKIPPED, Reason.ONLY_WITH)) is Verdict.NOT_NEEDED
+    assert words.of(status(PatchState.SKIPPED, Reason.TOO_OLD)) is Verdict.OFF
+    assert {"skipped", "only_with"} <= {*WORDS["not needed"][0]}
 
 
-@pytest.mark.parametrize("verdict", Verdict)
-def test_a_verdict_of_needed_has_its_word(verdict: Verdict) -> None:
+@pytest.mark.parametrize("verdict", judge.Verdict)
+def test_a_verdict_of_needed_has_its_word(verdict: judge.Verdict) -> None:
     assert str(verdict) in WORDS[verdict.replace("_", " ")][1]
 
 
-def test_a_verdict_of_doctor_has_its_word() -> None:
-    verdicts = {value for value in vars(findings).values() if isinstance(value, str) and value in doctor_text.WORDS}
-    assert verdicts == set(doctor_text.WORDS)
-    for verdict, word in doctor_text.WORDS.items():
-        assert verdict in WORDS[word][2]
+def test_each_verdict_has_a_word_of_its_own_and_a_line() -> None:
+    assert len({verdict.word for verdict in Verdict}) == len(Verdict)
+    assert {verdict.word for verdict in Verdict} <= {*WORDS}
+    assert {value for cells in [*WORDS.values()][1:] for value in cells[2]} <= {*Verdict}, "doctor says nothing else"
 
 
-def test_what_status_shows_is_in_the_table() -> None:
-    assert {words.state_word(status) for status in gemma4_compat.status().values()} <= set(WORDS)
+def test_each_reason_has_a_line_with_its_state() -> None:
+    assert [*CODES] == [*Reason]
+    assert {*CODES.values()} == {*PatchState}
+
+
+def test_each_kind_has_a_line_and_each_severity_is_named() -> None:
+    kinds = PAGE.partition("## Kinds of patches")[2]
+    assert re.findall(r"^\| `(\w+)` \|", kinds, re.M)[1:] == [*Kind]
+    assert all(f"`{severity}`" in kinds for severity in Severity)
+
+
+def test_what_status_shows_is_in_the_tables() -> None:
+    for found in gemma4_compat.status().values():
+        assert words.of(found).word in WORDS
+        assert CODES[found.reason_code] == found.state

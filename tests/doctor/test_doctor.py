@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import _shim, cli
+from gemma4_compat import Verdict, _shim, cli
 from gemma4_compat._doctor import children as _children
 from gemma4_compat._doctor import findings
 from gemma4_compat._doctor import text as _text
@@ -29,37 +29,37 @@ def report(
 ) -> dict[str, Any]:
     detail = "the defect" if defect else "as it should be"
     result = {"defect": defect, "detail": detail, "parity": parity, "applicable": True, "seconds": 1.0}
-    return result | {"state": state, "reason": "because", "detection": detection}
+    return result | {"state": state, "reason_code": "error", "reason": "because", "detection": detection}
 
 
 @pytest.mark.parametrize(
     "without, state, with_shim, verdict",
     [
-        (True, "applied", False, findings.REPAIRED),
-        (False, "not_needed", False, findings.NOT_AFFECTED),
-        (False, "applied", False, findings.NOT_AFFECTED),
-        (True, "applied", True, findings.REMAINS),
-        (True, "not_needed", True, findings.REMAINS),
-        (True, "skipped", True, findings.DISABLED),
-        (False, "applied", True, findings.CAUSED),
-        (True, "pending", True, findings.REMAINS),
-        (True, "unknown", True, findings.REMAINS),
-        (True, "failed", True, findings.OFF_REMAINS),
-        (True, "failed", False, findings.OFF_REMAINS),
-        (False, "failed", True, findings.CAUSED),
-        (False, "failed", False, findings.FAILED),
+        (True, "applied", False, Verdict.REPAIRED),
+        (False, "not_needed", False, Verdict.NOT_NEEDED),
+        (False, "applied", False, Verdict.NOT_NEEDED),
+        (True, "applied", True, Verdict.REMAINS),
+        (True, "not_needed", True, Verdict.REMAINS),
+        (True, "skipped", True, Verdict.OFF_REMAINS),
+        (False, "applied", True, Verdict.BROKEN),
+        (True, "pending", True, Verdict.REMAINS),
+        (True, "unknown", True, Verdict.REMAINS),
+        (True, "failed", True, Verdict.FAILED_REMAINS),
+        (True, "failed", False, Verdict.FAILED_REMAINS),
+        (False, "failed", True, Verdict.BROKEN),
+        (False, "failed", False, Verdict.FAILED),
     ],
 )
-def test_verdict(without: bool, state: str, with_shim: bool, verdict: str) -> None:
+def test_verdict(without: bool, state: str, with_shim: bool, verdict: Verdict) -> None:
     finding = findings.Finding("id", {}, report(without, "skipped"), report(with_shim, state))
     assert finding.verdict == verdict
     assert finding.good is (verdict in {"repaired", "not affected"})
     assert (finding.report is None) is (state != "failed")
 
 
-@pytest.mark.parametrize("there, verdict", [(True, findings.OFF_REMAINS), (False, findings.OFF_NOT_SEEN)])
+@pytest.mark.parametrize("there, verdict", [(True, Verdict.FAILED_REMAINS), (False, Verdict.FAILED_NOT_SEEN)])
 def test_a_patch_that_is_off_because_the_code_is_unknown_is_good_where_the_defect_is_not_seen(
-    there: bool, verdict: str
+    there: bool, verdict: Verdict
 ) -> None:
     off = report(there, "failed", detection="unknown")
     finding = findings.Finding("fakelib-double", {"fakelib": "9.0"}, report(there, "skipped"), off)
@@ -178,8 +178,8 @@ def test_an_unknown_format_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_table_of_every_verdict_fits_80_columns() -> None:
     patch_id = max(IDS, key=len)
-    for verdict, word in _text.WORDS.items():
-        assert len(f"{patch_id}  bit-exact  {word}") <= 80, verdict
+    for verdict in Verdict:
+        assert len(f"{patch_id}  bit-exact  {verdict.word}") <= 80, verdict
 
 
 @pytest.mark.parametrize("broken", [[], IDS[:1]])

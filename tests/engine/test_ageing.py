@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import gemma4_compat
-from gemma4_compat import Gemma4CompatError, Patch, PatchState, PatchStatus
+from gemma4_compat import Gemma4CompatError, Patch, PatchState, PatchStatus, _shim
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.engine import Engine
 from gemma4_compat._engine.patch import Detection, Target
@@ -114,7 +113,7 @@ def test_strict_refuses_an_old_release_that_is_there_already(
 
 
 def test_the_package_is_armed_with_the_oldest_supported_releases() -> None:
-    assert gemma4_compat._engine._gate.oldest is versions.OLDEST
+    assert _shim.engine._gate.oldest is versions.OLDEST
 
 
 def test_what_pip_is_asked_for_is_what_the_engine_asks_for() -> None:

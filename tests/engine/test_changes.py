@@ -224,7 +224,7 @@ def test_installing_again_below_a_foreign_wrapper_switches_ours_on_where_it_is(
         assert (status.state, status.overridden) == (PatchState.APPLIED, (f"{core.__name__}.{name}",))
         assert name != "double" or api.double(2) == ("patched", 4)
         status = engine.revert()["fakelib-double"]
-        assert "ours stays under it and passes through" in status.reason
+        assert "ours stays below it and passes through" in status.reason
         assert function(core, name)(*arguments) == ("foreign", 4)
         assert api.double(2) == 4
         engine.install()

@@ -24,7 +24,7 @@ import warnings
 
 import gemma4_compat
 from gemma4_compat._engine.engine import Engine
-from gemma4_compat._engine.patch import Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Patch, Severity, Target
 
 
 def tagged(original, *args, **kwargs):
@@ -37,7 +37,9 @@ def patches(library):
             id=f"fakelib-{module}-{name}",
             summary="double is right",
             symptom="silent: double is wrong",
+            kind=Kind.REPAIR,
             severity=Severity.WRONG_RESULT,
+            acts_on=ActsOn.EVERY_MODEL,
             failure_points=("F0",),
             distribution=library,
             affected=">=1",

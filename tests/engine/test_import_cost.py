@@ -58,9 +58,11 @@ def test_asking_for_the_status_imports_no_library_either() -> None:
 
 def test_the_public_names_are_those_that_are_documented() -> None:
     assert sorted(gemma4_compat.__all__) == [
+        "ActsOn",
         "ExportReport",
         "Gemma4CompatError",
         "Gemma4CompatWarning",
+        "Kind",
         "MergeParityError",
         "MergeReport",
         "MetaTensor",
@@ -70,11 +72,13 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "PatchStatus",
         "Plan",
         "Problem",
+        "Reason",
         "RepairReport",
         "Scan",
         "Severity",
         "SkipModule",
         "TrainingPlan",
+        "Verdict",
         "__version__",
         "chunked_loss",
         "decode_fast",

@@ -1,4 +1,4 @@
-"""Whoever took a function before it was replaced: modules are reached under any name, what else has it is counted."""
+"""Holders of a function from before it was replaced: modules are reached under any name, other objects are counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._engine import changes
+from gemma4_compat._engine import changes, holders
 from tests.helpers import CORE, Library, installed, raw, tagged, traces
 
 ID = "fakelib-double"
@@ -28,7 +28,7 @@ TAKERS = {
 
 
 def unreached(engine: Any) -> int:
-    status = engine.status()[ID]
+    status = engine.status(count=True)[ID]
     said = f"; places that took what it replaces before, and call the original: {status.unreached}"
     assert status.reason.endswith(said) == (status.unreached > 0), status.reason
     found: int = status.unreached
@@ -71,7 +71,7 @@ def test_the_order_of_imports_makes_no_difference_to_the_names_of_any_module(cre
         engine = None if late else installed(library.patch(library.target(source=CORE)))
         core, api = library.load(), library.load("api")
         engine = engine or installed(library.patch(library.target(source=CORE)))
-        assert engine.status()[ID].late == late
+        assert engine.status(count=True)[ID].late == late
         return [core.double(2), core.also(2), api.twice(2)]
 
     assert outcome(late=False) == outcome(late=True) == [("patched", 4), 4, ("patched", 4)]
@@ -130,7 +130,7 @@ def test_a_function_that_calls_itself_does_not_count_for_itself(create: Callable
     library.load()
     changed = changes.ChangeSet(ID)
     changed.replace(f"{library.name}.core", "count", tagged)
-    assert changes.unreached({"": changed}) == {"": 0}
+    assert holders.unreached({"": changed}) == {"": 0}
     assert changed.undo() == ()
 
 
@@ -160,13 +160,13 @@ def test_the_heap_is_searched_only_where_a_reference_count_says_that_somebody_ha
     core = library.load()
     kept = functools.partial(core.double, 2)
     searches = []
-    monkeypatch.setattr(changes.gc, "get_referrers", lambda *of: searches.append(of) or [])
+    monkeypatch.setattr(holders.gc, "get_referrers", lambda *of: searches.append(of) or [])
     engine = installed(library.patch(), library.patch(library.target("triple"), id="fakelib-triple"))
-    engine.status()
+    engine.status(count=True)
     before = len(searches)
     assert before
     del kept, searches[:]
-    engine.status()
+    engine.status(count=True)
     assert not searches
 
 

@@ -1,8 +1,8 @@
 """In a child process: a tiny Llama and a tiny Gemma 3 do what people do with split, quantized and adapted models.
 
-Writes as JSON, for each patch: how often its replacements were called, and in which of them something else was done
-than to call the original, once, with the same arguments, and to return what it returned. The column "acts on" of
-docs/PATCHES.md takes from it what cannot be read in the code:
+Writes as JSON, for each patch: how often its replacements were called, and which of them did anything but call the
+original, once, with the same arguments, and return its result. With ``--trace`` also what came out: a digest of
+outputs, weights, hooks and attributes after each step, and each warning, log line and error.
 
     python -m tests.models.others_child FOLDER --out docs/other_models.json
 """
@@ -13,9 +13,13 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import importlib
 import importlib.metadata
 import inspect
 import json
+import logging
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +30,7 @@ from gemma4_compat.patches import registry
 CALLS: dict[str, int] = {}
 ACTED: dict[str, set[str]] = {}
 FAILED: dict[str, str] = {}
+TRACE: list[str] = []
 
 
 def spied(patch: Any) -> Any:
@@ -78,11 +83,62 @@ def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def step(name: str) -> Any:
-    """Something that may fail with upstream's own error, which is noted."""
+    """A step that may fail with upstream's own error, which is noted."""
+    import torch
+
+    torch.manual_seed(0)
     try:
-        yield
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
     except Exception as error:  # noqa: BLE001
         FAILED[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        TRACE.append(f"{name}: {type(error).__name__}: {error}")
+    TRACE.extend(f"{name}: {one.category.__name__}: {one.message}" for one in caught)
+
+
+class Lines(logging.Handler):
+    """Log lines, in the trace."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        TRACE.append(f"{record.name}: {record.getMessage()}")
+
+
+def note(name: str, *tensors: Any, model: Any = None) -> None:
+    """Put digests of tensors, and of all that a model is, into the trace."""
+    TRACE.append(f"{name}: {', '.join(map(_hash, tensors))}")
+    if model is not None:
+        weights = [*model.named_parameters(), *model.named_buffers()]
+        parts = {
+            "map": getattr(model, "hf_device_map", None),
+            "config": model.config.to_dict() if hasattr(model.config, "to_dict") else model.config,
+            "modules": [_described(path, module) for path, module in model.named_modules()],
+            "placement": [(path, one.device, one.dtype, one.shape, one.requires_grad) for path, one in weights],
+            "values": [(path, _hash(one), _hash(one.grad)) for path, one in weights],
+        }
+        for part, value in parts.items():
+            text = _plain(str(value))
+            TRACE.append(f"{name}: {part} {text if len(text) < 200 else hashlib.sha256(text.encode()).hexdigest()}")
+
+
+def _plain(text: str) -> str:
+    """The text without addresses, and without folders whose names are drawn."""
+    return re.sub(r"0x[0-9a-f]+|/tmp/[^\s'\"]+", "?", text)
+
+
+def _described(path: str, module: Any) -> list[str]:
+    hook = vars(module).get("_hf_hook")
+    settings = {key: str(vars(hook).get(key)) for key in ("execution_device", "offload", "skip_keys")} if hook else {}
+    return [path, str(type(module)), str(type(hook)), str(settings), *sorted(vars(module))]
+
+
+def _hash(tensor: Any) -> str:
+    import torch
+
+    if tensor is None or tensor.device.type == "meta":
+        return "-"
+    flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def models() -> dict[str, Any]:
@@ -104,6 +160,7 @@ class Run:
 
         self.name, self.folder, self.cls = name, folder, type(model)
         self.ids = torch.arange(3, 15).reshape(1, 12)
+        self.embedded = torch.zeros(1, 12, 64, dtype=torch.bfloat16)
         self.checkpoint = folder / "checkpoint"
         model.to(torch.bfloat16).save_pretrained(self.checkpoint)
         self.count = 0
@@ -138,10 +195,15 @@ class Run:
         import torch
 
         with torch.no_grad():
-            model(input_ids=self.ids)
-            for options in ({}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}):
-                with step(f"{self.name}: generate {options}"):
-                    model.generate(input_ids=self.ids, max_new_tokens=3, do_sample=False, pad_token_id=0, **options)
+            note(self.name, model(input_ids=self.ids).logits, model=model)
+            for options in (
+                *({}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}),
+                *({"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 2}, {"inputs_embeds": self.embedded}),
+            ):
+                given = {"input_ids": self.ids} | options
+                with step(f"{self.name}: generate {sorted(options)}"):
+                    made = model.generate(**given, max_new_tokens=3, do_sample=False, pad_token_id=0)
+                    note(f"{self.name}: generate {sorted(options)}", made)
 
     def tuned(self, model: Any, kind: str = "LoraConfig", **options: Any) -> Any:
         import peft
@@ -157,7 +219,9 @@ class Run:
         if checkpointing:
             model.gradient_checkpointing_enable(checkpointing)
             model.enable_input_require_grads()
-        model.train()(input_ids=self.ids, labels=self.ids).loss.backward()
+        loss = model.train()(input_ids=self.ids, labels=self.ids).loss
+        loss.backward()
+        note(f"{self.name}: train", loss, model=model)
 
     def plain(self) -> None:
         from accelerate import infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
@@ -176,10 +240,26 @@ class Run:
         with step(f"{self.name}: resize"):
             self.split().resize_token_embeddings(70)
         with step(f"{self.name}: save"):
-            self.load(device_map="disk").save_pretrained(self.place())
+            self.load(device_map="disk").save_pretrained(folder := self.place())
+            note(f"{self.name}: save", *(self.cls.from_pretrained(folder).parameters()))
+        with step(f"{self.name}: save state"):
+            from accelerate import Accelerator
+
+            accelerator = Accelerator(cpu=True)
+            accelerator.prepare(self.split().requires_grad_(False).eval())
+            accelerator.save_state(str(folder := self.place()))
+            accelerator.load_state(str(folder))
+        with step(f"{self.name}: trainer"):
+            from transformers import Trainer, TrainingArguments
+
+            arguments = TrainingArguments(output_dir=str(self.place()), report_to=[], use_cpu=True, max_steps=1)
+            batches = [{"input_ids": self.ids[0], "labels": self.ids[0]}]
+            trainer = Trainer(model=self.load(), args=arguments, train_dataset=batches)
+            trainer.train()
+            note(f"{self.name}: trainer", model=trainer.model)
         with init_empty_weights():
             empty = self.cls(self.load().config)
-        infer_auto_device_map(empty, max_memory={"cpu": 10**6})
+        TRACE.append(str(infer_auto_device_map(empty, max_memory={"cpu": 10**6})))
         with step(f"{self.name}: load and dispatch"):
             file = self.checkpoint / "model.safetensors"
             placement = {"": "cpu", "model.layers.1": "disk"}
@@ -209,6 +289,17 @@ class Run:
             }.items():
                 with step(f"{self.name} {bits} {load.__name__}: {name}"):
                     act()
+                    note(f"{self.name} {bits} {load.__name__}: {name}", model=tuned)
+        with step(f"{self.name} {bits}: resized"):
+            model = self.load(bits)
+            model.resize_token_embeddings(70)
+            self.tuned(model).save_pretrained(self.place())
+        for kind in ("PrefixTuningConfig", "PromptTuningConfig"):
+            with step(f"{self.name} {bits}: {kind}"):
+                import peft
+
+                config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=2)
+                self.use(peft.get_peft_model(self.load(bits), config))
         adapter = self.place()
         self.tuned(self.load(), modules_to_save=["lm_head"]).save_pretrained(adapter)
         with step(f"{self.name} {bits}: loaded adapter"):
@@ -229,17 +320,28 @@ class Run:
                 self.use(self.load(bits, device_map="disk"))
 
 
-def main(folder: Path) -> dict[str, Any]:
+def main(folder: Path, names: list[str]) -> dict[str, Any]:
+    import torch
+
     complete = registry._complete
     registry._complete = lambda patch_id: spied(complete(patch_id))
     warnings.simplefilter("ignore")
+    for library in ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes"):
+        logging.getLogger(library).addHandler(Lines())
+    # Patches that wait for these modules as well are applied only with them.
+    for module in ("modeling_gemma4", "configuration_gemma4"):
+        importlib.import_module(f"transformers.models.gemma4.{module}")
+    torch.manual_seed(0)
     for name, model in models().items():
+        if name not in names:
+            continue
         run = Run(name, model, folder / name)
         run.plain()
         for bits in (None, 4, 8):
             run.adapted(bits)
     acted = {key: sorted(value) for key, value in sorted(ACTED.items())}
-    return {"versions": _versions(), "acted": acted, "calls": dict(sorted(CALLS.items())), "upstream_errors": FAILED}
+    found = {"versions": _versions(), "acted": acted, "calls": dict(sorted(CALLS.items())), "upstream_errors": FAILED}
+    return found | {"trace": list(map(_plain, TRACE))}
 
 
 def _versions() -> dict[str, str]:
@@ -251,5 +353,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", default=["llama", "gemma3"])
+    parser.add_argument("--trace", action="store_true")
     given = parser.parse_args()
-    given.out.write_text(json.dumps(main(given.folder), indent=1) + "\n", encoding="utf-8")
+    result = main(given.folder, given.models)
+    if not given.trace:
+        del result["trace"]
+    given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

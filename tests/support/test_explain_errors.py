@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import PatchState, PatchStatus, cli
+from gemma4_compat import PatchState, PatchStatus, Reason, cli
 from gemma4_compat._support import answers, messages, search
 from tests.commands.helpers import ROOT
 from tests.commands.test_json import assert_as_documented
@@ -185,7 +185,8 @@ def test_a_traceback_on_standard_input() -> None:
 
 def test_what_to_do_is_the_import_or_the_command_that_starts_a_program() -> None:
     patch = {patch.id: patch for patch in PATCHES}["accelerate-hf-initialized"]
-    pending = PatchStatus(id=patch.id, state=PatchState.PENDING, reason="waiting for an import")
+    waiting = {"reason_code": Reason.WAITING, "reason": "waiting for an import"}
+    pending = PatchStatus(id=patch.id, state=PatchState.PENDING, **waiting)
     said = answers.remedy(pending)
     assert said.startswith(
         "put `import gemma4_compat` at the top of the program, or start it with `gemma4-compat run`."

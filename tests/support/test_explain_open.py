@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import gemma4_compat
-from gemma4_compat import PatchState, PatchStatus, cli
+from gemma4_compat import PatchState, PatchStatus, Reason, cli
 from gemma4_compat._support import answers, messages, search
 
 PATCHES = gemma4_compat.patches()
@@ -105,7 +105,8 @@ def test_an_error_of_this_package_is_said_to_be_one(text: str) -> None:
 
 
 def test_a_patch_that_is_not_needed_here_is_no_verdict_of_an_error_that_is_seen_here() -> None:
-    status = PatchStatus(id="x", state=PatchState.NOT_NEEDED, reason="transformers 5.24.0 is outside <5.18.0")
+    reason = "transformers 5.24.0 is outside <5.18.0"
+    status = PatchStatus(id="x", state=PatchState.NOT_NEEDED, reason_code=Reason.OUT_OF_RANGE, reason=reason)
     said = answers.remedy(status)
     assert said.startswith("if the program runs with the releases installed here, this is not its error")
     assert "not have this defect" not in said

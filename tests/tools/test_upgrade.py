@@ -35,10 +35,10 @@ def test_a_defect_that_is_gone_closes_the_range() -> None:
 @pytest.mark.parametrize(
     "result, said",
     [
-        (entry("affected, repaired"), None),
+        (entry("repaired"), None),
         (entry("not affected", claimed=False), None),
-        (entry("AFFECTED, NOT REPAIRED"), "AFFECTED, NOT REPAIRED: see docs/evidence/patches/peft-keep-dispatch.json"),
-        (entry("affected, repaired", test_x="no"), "affected, repaired: test_x: no"),
+        (entry("DEFECT REMAINS"), "DEFECT REMAINS: see docs/evidence/patches/peft-keep-dispatch.json"),
+        (entry("repaired", test_x="no"), "repaired: test_x: no"),
     ],
 )
 def test_a_person_edits_only_what_is_not_as_the_patch_says(result: dict[str, Any], said: str | None) -> None:

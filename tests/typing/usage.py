@@ -12,9 +12,11 @@ from typing_extensions import assert_type
 
 import gemma4_compat
 from gemma4_compat import (
+    ActsOn,
     ExportReport,
     Gemma4CompatError,
     Gemma4CompatWarning,
+    Kind,
     MergeParityError,
     MergeReport,
     MetaTensor,
@@ -24,16 +26,19 @@ from gemma4_compat import (
     PatchStatus,
     Plan,
     Problem,
+    Reason,
     RepairReport,
     Scan,
     Severity,
     SkipModule,
+    Verdict,
 )
 
 
 def engine() -> None:
     assert_type(gemma4_compat.__version__, str)
     assert_type(gemma4_compat.status(), dict[str, PatchStatus])
+    assert_type(gemma4_compat.status(unreached=True)["peft-keep-dispatch"].unreached, int | None)
     assert_type(gemma4_compat.revert("peft-keep-dispatch"), dict[str, PatchStatus])
     assert_type(gemma4_compat.patches(), tuple[Patch, ...])
     gemma4_compat.revert(id=None)
@@ -42,6 +47,15 @@ def engine() -> None:
 
 def failed(statuses: dict[str, PatchStatus]) -> list[str]:
     return [f"{item.id}: {item.reason}" for item in statuses.values() if item.state is PatchState.FAILED]
+
+
+def disabled(statuses: dict[str, PatchStatus]) -> list[str]:
+    return [item.id for item in statuses.values() if item.reason_code is Reason.DISABLED]
+
+
+def optional(patches: tuple[Patch, ...]) -> list[str]:
+    assert_type(Verdict.REPAIRED.word, str)
+    return [patch.id for patch in patches if patch.kind is Kind.SPEED and patch.acts_on is ActsOn.GEMMA4]
 
 
 def silent(patches: tuple[Patch, ...]) -> list[str]:

@@ -12,18 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat import Patch
+from gemma4_compat import Patch, Verdict
 from gemma4_compat.patches import registry
 from tools.matrix import environments, stacks
 from tools.matrix.stacks import ROOT, Stack
 
-REPAIRED = "affected, repaired"
-NOT_AFFECTED = "not affected"
-NOT_APPLICABLE = "not applicable"
-UNREPAIRED = "AFFECTED, NOT REPAIRED"
-BROKEN = "BROKEN BY THE PATCH"
-UNKNOWN = "NOT MEASURED"
-AS_CLAIMED = frozenset({REPAIRED, NOT_AFFECTED, NOT_APPLICABLE})
+REPAIRED, NOT_AFFECTED, NOT_APPLICABLE = Verdict.REPAIRED, Verdict.NOT_NEEDED, Verdict.NOT_APPLICABLE
+UNREPAIRED, BROKEN, UNKNOWN = Verdict.REMAINS, Verdict.BROKEN, Verdict.NOT_MEASURED
+AS_CLAIMED = frozenset(verdict for verdict in Verdict if verdict.good)
 
 #: Seconds one stack may take; the slowest took a third of it on two busy cores.
 TIMEOUT = 3600
@@ -62,13 +58,13 @@ def measure(
 
 
 def tests_of(patch_id: str) -> list[Path]:
-    """The files with a patch's tests: ``test_<patch>.py``, and ``test_<patch>_<subject>.py`` beside it."""
+    """The files with a patch's tests: ``test_<patch>.py``, and any ``test_<patch>_<subject>.py``."""
     folder = ROOT / "tests" / "patches" / registry.area(patch_id)
     return [file for file in sorted(folder.glob("test_*.py")) if owner(file.stem.removeprefix("test_")) == patch_id]
 
 
 def owner(name: str) -> str | None:
-    """The patch whose tests are in ``test_<name>.py``; None where no patch is called so."""
+    """The patch whose tests are in ``test_<name>.py``; None if no patch has that name."""
     stems = {file.rpartition(".")[2] for file in registry.PATCHES}
     parts = name.split("_")
     found = ["_".join(parts[:end]) for end in range(len(parts), 0, -1)]
@@ -112,7 +108,7 @@ def summarize(
         runs = {shim: seen for test in own for shim, seen in test["reproductions"].items()}
         outcomes = [test["outcome"] for test in own]
         found[patch.id] = {
-            "verdict": verdict(runs),
+            "verdict": str(verdict(runs)),
             "claimed": stacks.claimed(patch, stack.pins),
             **{shim: shown(seen) for shim, seen in runs.items()},
             "state": runs.get("on", {}).get("state"),
@@ -136,7 +132,7 @@ def summarize(
 
 
 def shown(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a reproduction; an ImportError names a file of this machine, which is not."""
+    """What is kept of a reproduction: not the path of this machine that an ImportError names."""
     detail = re.sub(r" \((/|[A-Za-z]:\\)[^)]*\)", "", seen["detail"])
     return {"defect": seen["defect"], "detail": detail, "parity": seen["parity"]}
 
@@ -166,7 +162,7 @@ def joined(stack: Stack, parts: Sequence[Mapping[str, Any]], patches: Sequence[P
     }
 
 
-def verdict(runs: Mapping[str, Mapping[str, Any]]) -> str:
+def verdict(runs: Mapping[str, Mapping[str, Any]]) -> Verdict:
     """One patch in one stack, from its reproduction with the shim "off", "on" and "reverted"."""
     if not {"off", "on", "reverted"} <= runs.keys():
         return UNKNOWN

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import gemma4_compat
 from tools import variants
-from tools.pages import errors, failure_points, gates, gpu, matrix
+from tools.pages import errors, failure_points, gpu, matrix
 from tools.pages.markers import shorten
 
 
@@ -73,7 +73,8 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
             "",
             f"- **Failure points:** {', '.join(failure_points.link(point, '../') for point in patch.failure_points)}",
             f"- **Affected:** {affected(patch)} ({patch.severity}; fixed in {patch.fixed or 'no release so far'})",
-            f"- **Acts on:** {acts_on(patch)}{_functions(patch)}",
+            f"- **Kind:** {patch.kind}",
+            f"- **Acts on:** {patch.acts_on}",
             *([f"- **Upstream:** {', '.join(f'<{url}>' for url in upstream)}"] if upstream else []),
             *([f"- **Not exact without:** {', '.join(f'`{name}`' for name in patch.needs)}"] if patch.needs else []),
             "- **Replaces:** " + ", ".join(f"`{item}`{optional[item.optional]}" for item in patch.targets),
@@ -96,15 +97,3 @@ def affected(patch: gemma4_compat.Patch) -> str:
     return "; with ".join([f"{patch.distribution} {patch.affected}", ", ".join(patch.requires)]).removesuffix(
         "; with "
     )
-
-
-def acts_on(patch: gemma4_compat.Patch) -> str:
-    return patch.acts_on or ("every model" if gates.for_every_model(patch) else "Gemma 4")
-
-
-def _functions(patch: gemma4_compat.Patch) -> str:
-    """Which replacements see other models, where not all of them do."""
-    found = gates.for_every_model(patch)
-    if not found or len(found) == len(patch.targets):
-        return ""
-    return f" ({', '.join(f'`{name}`' for name in found)}; the rest on Gemma 4)"

@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import dispatched_adapters, merged_layers
 
@@ -69,10 +69,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-dispatch-adapters",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F13",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.GEMMA4,
     requires=("peft",),
     after=("accelerate-nested-map", "accelerate-offload-folder"),
     targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
 
 if TYPE_CHECKING:
@@ -69,10 +69,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-adalora-ranks",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F4",),
     distribution="peft",
     affected=">=0.21.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("transformers>=5.5",),
     targets=(
         Target(module="peft.tuners.adalora.layer", name="AdaLoraLayer.update_layer", replacement=update_layer),

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import fitting
 from gemma4_compat._adapters.translation import PREFIX
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
 if TYPE_CHECKING:
@@ -153,10 +153,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-adapter-keys",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F22",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     needs=(
         "peft-failed-load",
         "peft-clippable-linear",

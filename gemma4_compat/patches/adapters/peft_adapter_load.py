@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import creation, fitting, state
 from gemma4_compat._adapters.translation import PREFIX
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, walk
 
 if TYPE_CHECKING:
@@ -375,10 +375,12 @@ def calls_of(function: Any, action: Callable[[], Any]) -> int:
 
 PATCH = Patch(
     id="peft-adapter-load",
+    kind=Kind.SPEED,
     severity=Severity.SPEED,
     failure_points=("F71",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     needs=("peft-adapter-keys",),
     targets=(
         Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),

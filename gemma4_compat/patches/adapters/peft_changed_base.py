@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization.plain_layers import is_quantized
 
@@ -102,10 +102,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-changed-base",
+    kind=Kind.NOTICE,
     severity=Severity.WRONG_RESULT,
     failure_points=("F4",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     requires=("bitsandbytes", "transformers>=5.5"),
     after=("peft-quantized-tuners",),
     targets=(Target(module="peft.tuners.tuners_utils", name="BaseTuner.inject_adapter", replacement=inject_adapter),),

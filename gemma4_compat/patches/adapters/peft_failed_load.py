@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import rollback
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -76,10 +76,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-failed-load",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F3",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(
         Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),
         Target(module="peft.peft_model", name="PeftModel.load_adapter", replacement=load_adapter),

@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import placement, walk
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-hotswap-offloaded",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F103",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(Target(module="peft.utils.hotswap", name="_convert_scalings_to_tensor", replacement=convert_scalings),),
     reproduce=reproduce,
 )

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import placement, walk
 
 if TYPE_CHECKING:
@@ -119,10 +119,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-input-devices",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F80",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     after=("peft-keep-dispatch",),
     targets=(

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models.placement import hidden_map, map_owner
 from gemma4_compat._offload import peft_layers
@@ -137,10 +137,12 @@ _UTILS = "peft.tuners.tuners_utils"
 
 PATCH = Patch(
     id="peft-keep-dispatch",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F3", "F13", "F16", "F27", "F38", "F42"),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.EVERY_MODEL,
     bug=("https://github.com/huggingface/peft/issues/3169", "https://github.com/huggingface/peft/issues/2541"),
     targets=(
         Target(module="peft.peft_model", name="PeftModel.from_pretrained", replacement=from_pretrained),

@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import merged_layers
 
 if TYPE_CHECKING:
@@ -135,10 +135,12 @@ _MODULE = "peft.tuners.tuners_utils"
 
 PATCH = Patch(
     id="peft-merge-offloaded",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F39", "F41"),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     needs=("accelerate-tied-on-disk", "accelerate-load-offloaded"),
     targets=(

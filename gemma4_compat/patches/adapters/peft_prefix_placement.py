@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, placement
 
 if TYPE_CHECKING:
@@ -71,10 +71,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-prefix-placement",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F76",),
     distribution="peft",
     affected=">=0.20.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(Target(module="peft.utils.integrations", name="map_cache_to_layer_device_map", replacement=map_cache),),
     reproduce=reproduce,
 )

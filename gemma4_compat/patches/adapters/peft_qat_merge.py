@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._quantization import qat
 
@@ -84,10 +84,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-qat-merge",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F56",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.QAT,
     requires=("transformers>=5.11",),
     needs=("transformers-qat-loading",),
     targets=(
@@ -104,5 +106,4 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
-    acts_on="QAT checkpoints",
 )

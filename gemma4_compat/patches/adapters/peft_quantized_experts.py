@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import expert_forward, expert_storage, experts
 
 if TYPE_CHECKING:
@@ -124,10 +124,12 @@ def _values(wrapper: Any) -> Any:
 
 PATCH = Patch(
     id="peft-quantized-experts",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F21",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     requires=("transformers>=5.5", "bitsandbytes"),
     needs=("transformers-quantized-experts",),
     targets=(

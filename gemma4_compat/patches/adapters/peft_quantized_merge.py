@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, placement
 from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, with_base
@@ -182,10 +182,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-quantized-merge",
+    kind=Kind.NOTICE,
     severity=Severity.WRONG_RESULT,
     failure_points=("F7",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     requires=("bitsandbytes", "transformers>=5.5"),
     targets=(
         Target(module="peft.tuners.tuners_utils", name="BaseTuner.merge_adapter", replacement=merge_adapter),

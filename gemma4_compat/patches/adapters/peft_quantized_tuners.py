@@ -37,7 +37,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import fitting, rollback
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, walk
 from gemma4_compat._quantization import compressed, quanto
@@ -238,10 +238,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-quantized-tuners",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F4", "F66"),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("bitsandbytes", "transformers>=5.5"),
     after=("peft-keep-dispatch",),
     targets=(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import fitting
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, walk
 
 if TYPE_CHECKING:
@@ -117,10 +117,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-resized-vocabulary",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F89",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(
             module="peft.utils.save_and_load",

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import merged_layers, stored_weights
 
@@ -95,10 +95,12 @@ _MODULE = "peft.tuners.tuners_utils"
 
 PATCH = Patch(
     id="peft-tied-merge",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F91",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     requires=("transformers>=5.5",),
     targets=(
         Target(module=_MODULE, name="BaseTuner.merge_adapter", replacement=merge_adapter),

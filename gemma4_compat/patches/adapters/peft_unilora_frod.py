@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import placement, walk
 from gemma4_compat._offload import stored_weights
 
@@ -106,10 +106,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-unilora-frod",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F77",),
     distribution="peft",
     affected=">=0.20.0",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(
         Target(
             module="peft.tuners.unilora.layer",

@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, per_layer
 
 if TYPE_CHECKING:
@@ -109,10 +109,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-virtual-tokens",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F93",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     after=("peft-cache-name",),
     needs=("peft-cache-name", "transformers-given-per-layer"),
     targets=(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import fitting
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, walk
 from gemma4_compat._offload import tied_weights
 
@@ -112,10 +112,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-adapter-keys",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F22",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     requires=("peft",),
     needs=("peft-adapter-keys",),
     targets=(

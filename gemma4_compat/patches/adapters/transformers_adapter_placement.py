@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.placement import map_owner, offload_hook
 from gemma4_compat._offload import stored_weights
 
@@ -86,10 +86,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-adapter-placement",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F3", "F13"),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("peft",),
     needs=("peft-keep-dispatch",),
     targets=(

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import placement
 from gemma4_compat._quantization.plain_layers import is_quantized, make_plain
@@ -89,10 +89,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-dequantized-adapter",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F6",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("peft", "bitsandbytes"),
     targets=(
         Target(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -51,10 +51,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-peft-release",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F74",),
     distribution="transformers",
     affected=">=5.24.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("peft>=0.20,<0.22",),
     targets=(
         Target(

@@ -24,7 +24,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import FORWARDS, Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import stored_state, stored_weights
 
@@ -130,10 +130,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-save-state-offloaded",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F95",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.GEMMA4,
     requires=("peft",),
     needs=("accelerate-load-offloaded",),
     targets=(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -52,10 +52,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-int8-load-state",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F95",),
     distribution="bitsandbytes",
     affected=">=0.48.2",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(
         Target(
             module="bitsandbytes.nn.modules",

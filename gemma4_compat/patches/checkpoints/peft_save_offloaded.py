@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import stored_state
 
 if TYPE_CHECKING:
@@ -66,10 +66,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-save-offloaded",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F49",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     targets=(
         Target(

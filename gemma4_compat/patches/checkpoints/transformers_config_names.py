@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import config_names
 
 if TYPE_CHECKING:
@@ -55,10 +55,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-config-names",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F55",),
     distribution="transformers",
     affected=">=5.15.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(
             module="transformers.models.gemma4.configuration_gemma4",

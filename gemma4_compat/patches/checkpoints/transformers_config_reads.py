@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import config_names
 
 if TYPE_CHECKING:
@@ -102,10 +102,12 @@ def _targets(module: str, kind: str) -> tuple[Target, ...]:
 
 PATCH = Patch(
     id="transformers-config-reads",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F96",),
     distribution="transformers",
     affected=">=5.15.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         *_targets("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig"),
         *_targets("transformers.models.gemma4_unified.configuration_gemma4_unified", "Gemma4UnifiedTextConfig"),

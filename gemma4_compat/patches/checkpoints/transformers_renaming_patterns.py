@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -134,10 +134,12 @@ def compiled(names: Collection[str], action: Callable[[], Any]) -> int:
 
 PATCH = Patch(
     id="transformers-renaming-patterns",
+    kind=Kind.SPEED,
     severity=Severity.SPEED,
     failure_points=("F73",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(Target(module=_MODULE, name=f"{_CLASS}.__init__", replacement=init),),
     reproduce=reproduce,
 )

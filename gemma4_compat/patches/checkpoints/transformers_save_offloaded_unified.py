@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
 if TYPE_CHECKING:
@@ -66,10 +66,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-save-offloaded-unified",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F30",),
     distribution="transformers",
     affected=">=5.10.1,<5.14.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.14.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/47018",
     requires=("accelerate",),

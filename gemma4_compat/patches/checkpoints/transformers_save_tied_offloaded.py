@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import host_memory, stored_weights, tied_pairs
 
 if TYPE_CHECKING:
@@ -88,10 +88,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-save-tied-offloaded",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F49",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     targets=(
         Target(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, shared_weights
 
 if TYPE_CHECKING:
@@ -76,10 +76,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-shared-kv-weights",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F55",),
     distribution="transformers",
     affected=">=5.5.2",
+    acts_on=ActsOn.GEMMA4,
     after=("transformers-text-only-checkpoint", "transformers-save-tied-offloaded"),
     targets=(
         Target(

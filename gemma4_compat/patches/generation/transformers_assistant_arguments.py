@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -44,10 +44,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-assistant-arguments",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F30",),
     distribution="transformers",
     affected=">=5.18.0,<5.20.0",
+    acts_on=ActsOn.EVERY_MODEL,
     fixed="5.20.0",
     bug=("https://github.com/huggingface/transformers/pull/48982",),
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import shared_kv
 
 if TYPE_CHECKING:
@@ -42,10 +42,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-assistant-sharing",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F30",),
     distribution="transformers",
     affected=">=5.23.0,<5.24.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.24.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.24.0",
     targets=(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models.family import is_gemma4_config
 
@@ -86,10 +86,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-assisted-cache",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.15.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.15.0",
     bug=("https://github.com/huggingface/transformers/issues/46629",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47447",

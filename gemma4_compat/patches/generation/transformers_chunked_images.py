@@ -21,7 +21,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import cache_names
 from gemma4_compat._models.family import is_gemma4_config
@@ -105,10 +105,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-chunked-images",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F24", "F30"),
     distribution="transformers",
     affected=">=5.23.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),
     reproduce=reproduce,
 )

@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models.family import is_gemma4_config
 
@@ -97,10 +97,12 @@ def _compare(model: Any, batch: dict[str, Any], media: str) -> Outcome:
 
 PATCH = Patch(
     id="transformers-chunked-media",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.23.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.23.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.23.0",
     targets=(Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),),

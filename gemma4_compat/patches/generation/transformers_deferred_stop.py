@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._decoding import deferral
 from gemma4_compat._decoding.recording import RECORDERS
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -109,10 +109,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-deferred-stop",
+    kind=Kind.SPEED,
     severity=Severity.SPEED,
     failure_points=("F52",),
     distribution="transformers",
     affected=">=5.17",
+    acts_on=ActsOn.GEMMA4,
     needs=("transformers-graph-decoding",),
     targets=(
         Target(
@@ -137,5 +139,4 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
-    acts_on="Gemma 4",  # where transformers-graph-decoding, which asks, says that a step is replayed
 )

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import per_layer
 from gemma4_compat._models.family import is_gemma4_config
 
@@ -77,10 +77,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-embedding-search",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F93",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
     after=("transformers-offloaded-embedding", "transformers-embedding-devices", "transformers-static-images"),
     needs=("transformers-given-per-layer",),
     targets=(

@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
@@ -69,10 +69,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-generate-embeddings",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F94",),
     distribution="transformers",
     affected=">=5.15.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(
             module="transformers.generation.utils",

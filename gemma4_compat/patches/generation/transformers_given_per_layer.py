@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import per_layer
 
 if TYPE_CHECKING:
@@ -56,10 +56,12 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-given-per-layer",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F93",),
     distribution="transformers",
     affected=">=5.5.0,<5.9.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.9.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.9.0",
     after=("transformers-embedding-search", "transformers-offloaded-embedding", "transformers-embedding-devices"),

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._decoding import decoder, deferral, obstacles, static_caches
 from gemma4_compat._decoding.recording import RECORDERS
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
 
 if TYPE_CHECKING:
@@ -143,10 +143,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-graph-decoding",
+    kind=Kind.SPEED,
     severity=Severity.SPEED,
     failure_points=("F52",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     after=("transformers-model-device", "transformers-assisted-cache"),
     targets=(
         Target(

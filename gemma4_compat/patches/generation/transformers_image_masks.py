@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import masks
 
 if TYPE_CHECKING:
@@ -106,10 +106,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 PATCH = Patch(
     id="transformers-image-masks",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F68",),
     distribution="transformers",
     affected=">=5.5.0,<5.13.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.13.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.13.0",
     targets=(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.host import has_cuda
 
 if TYPE_CHECKING:
@@ -67,10 +67,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-offloaded-cache",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.20.0",
+    acts_on=ActsOn.EVERY_MODEL,
     fixed="5.20.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",
     detect=has_cuda,

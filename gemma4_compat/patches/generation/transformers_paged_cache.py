@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family, flash
 
@@ -127,10 +127,12 @@ _PLACE = "transformers.generation.continuous_batching"
 
 PATCH = Patch(
     id="transformers-paged-cache",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F97",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(module=f"{_PLACE}.continuous_api", name="ContinuousMixin.init_continuous_batching", replacement=start),
         Target(

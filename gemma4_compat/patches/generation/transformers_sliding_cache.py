@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.cache_config import Unshared, shares_nothing
 from gemma4_compat._models.family import is_gemma4_config
 
@@ -65,10 +65,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-sliding-cache",
+    kind=Kind.REPAIR,
     severity=Severity.MEMORY,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.14.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.14.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/47118",
     needs=(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.cache_config import Unshared, shares_nothing
 
 if TYPE_CHECKING:
@@ -44,10 +44,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-static-cache",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.5.0,<5.10.1",
+    acts_on=ActsOn.EVERY_MODEL,
     fixed="5.10.1",
     applied_upstream="https://github.com/huggingface/transformers/pull/46235",
     targets=(Target(module="transformers.cache_utils", name="StaticCache.__init__", replacement=static_cache),),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
@@ -46,10 +46,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-static-chunks",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.13.0,<5.18.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.18.0",
     bug=("https://github.com/huggingface/transformers/issues/48501",),
     applied_upstream="https://github.com/huggingface/transformers/pull/48619",

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
@@ -76,10 +76,12 @@ def _off(model: Any, batch: dict[str, Any]) -> float:
 
 PATCH = Patch(
     id="transformers-static-images",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F24", "F30"),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
     needs=(
         "transformers-static-cache",
         "transformers-vision-masks",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import masks
 
 if TYPE_CHECKING:
@@ -44,10 +44,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-vision-masks",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F24",),
     distribution="transformers",
     affected=">=5.13.0,<5.17.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.17.0",
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.17.0",
     targets=(

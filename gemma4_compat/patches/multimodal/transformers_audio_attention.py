@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Detection, Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Detection, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -140,10 +140,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-audio-attention",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F8",),
     distribution="transformers",
     affected=">=5.20.0",
+    acts_on=ActsOn.GEMMA4,
     detect=detect,
     targets=(
         Target(module=_GEMMA4, name="Gemma4ForConditionalGeneration.__init__", replacement=build),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import autocast
 
 if TYPE_CHECKING:
@@ -84,10 +84,12 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-audio-autocast",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F25",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
     after=("transformers-quantized-audio",),
     targets=(
         Target(module=_GEMMA4, name="Gemma4AudioLayer.forward", replacement=clipped),

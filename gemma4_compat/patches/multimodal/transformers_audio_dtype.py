@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -60,10 +60,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-audio-dtype",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F25",),
     distribution="transformers",
     affected=">=5.5.0,<5.15.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.15.0",
     bug=("https://github.com/huggingface/transformers/issues/47672",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47482",

@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -78,10 +78,12 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-audio-mask",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F8",),
     distribution="transformers",
     affected=">=5.5.0,<5.20.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.20.0",
     bug=("https://github.com/huggingface/transformers/issues/48818",),
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.20.0",

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
 
 if TYPE_CHECKING:
@@ -61,10 +61,12 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-quantized-audio",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F10",),
     distribution="transformers",
     affected=">=5.5.0,<5.11.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.11.0",
     bug=("https://github.com/huggingface/transformers/issues/45672",),
     applied_upstream="https://github.com/huggingface/transformers/releases/tag/v5.11.0",

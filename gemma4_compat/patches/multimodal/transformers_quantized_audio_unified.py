@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
 
 if TYPE_CHECKING:
@@ -49,10 +49,12 @@ _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 PATCH = Patch(
     id="transformers-quantized-audio-unified",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F10", "F30"),
     distribution="transformers",
     affected=">=5.10.1,<5.13.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.13.0",
     bug=("https://github.com/huggingface/transformers/issues/46899",),
     applied_upstream="https://github.com/huggingface/transformers/pull/46904",

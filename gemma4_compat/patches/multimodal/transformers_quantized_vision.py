@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
 
 if TYPE_CHECKING:
@@ -54,10 +54,12 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-quantized-vision",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F9",),
     distribution="transformers",
     affected=">=5.5.0,<5.13.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.13.0",
     bug=("https://github.com/huggingface/transformers/issues/46932",),
     applied_upstream="https://github.com/huggingface/transformers/pull/46933",

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import compute_dtype
 
 if TYPE_CHECKING:
@@ -56,10 +56,12 @@ _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 PATCH = Patch(
     id="transformers-quantized-vision-unified",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F9", "F30"),
     distribution="transformers",
     affected=">=5.10.1",
+    acts_on=ActsOn.GEMMA4,
     bug=("https://github.com/huggingface/transformers/issues/46899",),
     requires=("bitsandbytes",),
     needs=("transformers-quantized-audio-unified",),

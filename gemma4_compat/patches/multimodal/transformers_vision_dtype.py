@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import FORWARDS, Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import autocast
 
 if TYPE_CHECKING:
@@ -58,10 +58,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-vision-dtype",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F9",),
     distribution="transformers",
     affected=">=5.13.0",
+    acts_on=ActsOn.GEMMA4,
     requires=("bitsandbytes",),
     targets=(
         Target(

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import device_maps, family
 
 if TYPE_CHECKING:
@@ -110,10 +110,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-disk-buffers",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F65",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(
         Target(
             module="accelerate.utils.modeling",

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import row_lookup
 
 if TYPE_CHECKING:
@@ -136,10 +136,12 @@ def largest_tensor(action: Callable[[], Any]) -> int:
 
 PATCH = Patch(
     id="accelerate-embedding-lookup",
+    kind=Kind.REPAIR,
     severity=Severity.MEMORY,
     failure_points=("F12",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     needs=("transformers-offloaded-embedding",),
     targets=(
         Target(module="accelerate.hooks", name="AlignDevicesHook.pre_forward", replacement=pre_forward),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -60,10 +60,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-hf-initialized",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F1",),
     distribution="accelerate",
     affected=">=1.12,<1.14.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("bitsandbytes", "transformers>=5"),
     bug=("https://github.com/huggingface/transformers/issues/43872",),
     applied_upstream="https://github.com/huggingface/accelerate/pull/3976",

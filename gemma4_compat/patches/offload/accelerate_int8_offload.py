@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import placement
 from gemma4_compat._offload import int8_state
@@ -140,10 +140,12 @@ def _gradient(workspace: Workspace, model: Any) -> Any:
 
 PATCH = Patch(
     id="accelerate-int8-offload",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F28",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("bitsandbytes>=0.48.2",),
     after=("accelerate-hf-initialized",),
     needs=("bitsandbytes-int8-meta-scales",),

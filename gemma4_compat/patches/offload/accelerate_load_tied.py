@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import device_maps
 
 if TYPE_CHECKING:
@@ -141,10 +141,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-load-tied",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F65", "F15"),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     needs=("transformers-offloaded-embedding", "accelerate-tied-on-disk"),
     targets=(
         Target(

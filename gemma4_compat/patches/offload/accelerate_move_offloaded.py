@@ -25,7 +25,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import placement
 
@@ -117,10 +117,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-move-offloaded",
+    kind=Kind.REFUSAL,
     severity=Severity.CRASH,
     failure_points=("F3",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     after=("accelerate-offload-folder",),
     targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
     reproduce=reproduce,

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps
 
@@ -132,10 +132,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-offload-folder",
+    kind=Kind.REFUSAL,
     severity=Severity.WRONG_RESULT,
     failure_points=("F27",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(
         Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),
         Target(module="accelerate.utils.offload", name="offload_state_dict", replacement=offload_state_dict),

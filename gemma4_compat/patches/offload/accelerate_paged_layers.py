@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, placement
 from gemma4_compat._offload import idle_hooks, model_lock, streaming, torch_internals
 
@@ -85,10 +85,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-paged-layers",
+    kind=Kind.SPEED,
     severity=Severity.SPEED,
     failure_points=("F31", "F45", "F46", "F53"),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.GEMMA4,
     after=("accelerate-skip-keys", "accelerate-nested-map", "accelerate-offload-folder", "accelerate-move-offloaded"),
     needs=("bitsandbytes-meta-quant-state",),
     targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import idle_hooks, joined_weights, model_lock, state_loading, streaming
 
 if TYPE_CHECKING:
@@ -90,10 +90,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-remove-hooks",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F3",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(
         Target(module="accelerate.hooks", name="remove_hook_from_module", replacement=remove_hook_from_module),
         Target(module="accelerate.hooks", name="AlignDevicesHook.detach_hook", replacement=detach_hook),

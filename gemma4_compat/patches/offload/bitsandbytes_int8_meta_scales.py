@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import quant_states
 
 if TYPE_CHECKING:
@@ -97,10 +97,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-int8-meta-scales",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F28",),
     distribution="bitsandbytes",
     affected=">=0.48.2",
+    acts_on=ActsOn.EVERY_MODEL,
     needs=("accelerate-int8-offload",),
     targets=(Target(module="bitsandbytes.nn.modules", name="Int8Params.to", replacement=int8params_to),),
     reproduce=reproduce,

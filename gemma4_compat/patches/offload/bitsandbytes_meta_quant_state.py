@@ -26,7 +26,7 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import quant_states
 
 if TYPE_CHECKING:
@@ -105,10 +105,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-meta-quant-state",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F2",),
     distribution="bitsandbytes",
     affected=">=0.48.2",
+    acts_on=ActsOn.EVERY_MODEL,
     bug=("https://github.com/huggingface/transformers/issues/43873",),
     targets=(
         Target(module="bitsandbytes.nn.modules", name="Params4bit.to", replacement=params4bit_to),

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import inspection
 
 if TYPE_CHECKING:
@@ -67,10 +67,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-model-device",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F37",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     needs=("transformers-offloaded-embedding",),
     targets=(

@@ -23,7 +23,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import padding_row, walk
 from gemma4_compat._models.placement import execution_device, offload_hook
 from gemma4_compat._offload import host_memory
@@ -89,10 +89,12 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-offloaded-embedding",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F11", "F38", "F42"),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     requires=("accelerate",),
     needs=("accelerate-tied-on-disk",),
     targets=(

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, placement
 
 if TYPE_CHECKING:
@@ -69,10 +69,12 @@ def _tokenizer() -> Any:
 
 PATCH = Patch(
     id="transformers-pipeline-device",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F37",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     needs=("transformers-model-device",),
     targets=(Target(module="transformers.pipelines.base", name="Pipeline.__init__", replacement=init),),

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps, family
 
@@ -87,10 +87,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-map-check",
+    kind=Kind.REFUSAL,
     severity=Severity.MEMORY,
     failure_points=("F26", "F27"),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.GEMMA4,
     requires=("transformers>=5.5",),
     after=("accelerate-move-offloaded",),
     targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),

@@ -25,7 +25,7 @@ import contextvars
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import device_maps
 
 if TYPE_CHECKING:
@@ -167,10 +167,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-nested-map",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F14",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     after=("accelerate-skip-keys",),
     targets=(
         Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import device_maps, family
 
 if TYPE_CHECKING:
@@ -71,10 +71,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-split-buffers",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F65",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(module="accelerate.utils.modeling", name="infer_auto_device_map", replacement=infer_auto_device_map),
         Target(module="accelerate.utils.modeling", name="check_device_map", replacement=check_device_map),

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import placement, walk
 
 if TYPE_CHECKING:
@@ -74,10 +74,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-tied-devices",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F82",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(Target(module="accelerate.utils.modeling", name="retie_parameters", replacement=retie_parameters),),
     reproduce=reproduce,
 )

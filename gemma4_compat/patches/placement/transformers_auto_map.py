@@ -35,7 +35,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import versions
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps, family
@@ -233,10 +233,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-auto-map",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F17", "F50"),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     requires=("accelerate",),
     needs=(
         "accelerate-embedding-lookup",

@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import placement, walk
 
 if TYPE_CHECKING:
@@ -98,10 +98,12 @@ _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
 PATCH = Patch(
     id="transformers-embedding-devices",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F81",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     targets=(
         Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward),

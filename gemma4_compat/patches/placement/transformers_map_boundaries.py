@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import device_maps
 
 if TYPE_CHECKING:
@@ -57,10 +57,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-map-boundaries",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F14",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     needs=("accelerate-nested-map",),
     targets=(

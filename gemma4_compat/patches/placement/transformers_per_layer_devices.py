@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import placement
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-per-layer-devices",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F79",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(
             module="transformers.models.gemma4.modeling_gemma4",

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import versions
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import device_maps, family
 from gemma4_compat._offload import host_room
@@ -93,10 +93,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-placement-names",
+    kind=Kind.NOTICE,
     severity=Severity.MEMORY,
     failure_points=("F26",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     requires=("accelerate",),
     targets=(
         Target(module="transformers.integrations.accelerate", name="_get_device_map", replacement=get_device_map),

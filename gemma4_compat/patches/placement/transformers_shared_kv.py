@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import shared_kv
 
 if TYPE_CHECKING:
@@ -91,10 +91,12 @@ _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 PATCH = Patch(
     id="transformers-shared-kv",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F5", "F30", "F33"),
     distribution="transformers",
     affected=">=5.5.2,<5.23.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.23.0",
     bug=("https://github.com/huggingface/transformers/issues/45663",),
     applied_upstream="https://github.com/huggingface/transformers/pull/47290",

@@ -19,7 +19,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import padding_row, walk
 
 if TYPE_CHECKING:
@@ -79,10 +79,12 @@ def _one_process() -> Iterator[None]:
 
 PATCH = Patch(
     id="transformers-tensor-parallel",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F64",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(
             module="transformers.models.gemma4.modeling_gemma4",

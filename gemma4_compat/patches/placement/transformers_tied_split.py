@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import device_maps
 from gemma4_compat._offload import tied_weights
 
@@ -156,10 +156,12 @@ _MODULE = "transformers.integrations.accelerate"
 
 PATCH = Patch(
     id="transformers-tied-split",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F15", "F44"),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     needs=(
         "transformers-offloaded-embedding",

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._quantization import compressed
@@ -111,10 +111,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-subclass-offload",
+    kind=Kind.REFUSAL,
     severity=Severity.CRASH,
     failure_points=("F66",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.GEMMA4,
     requires=("transformers>=5.5",),
     targets=(Target(module="accelerate.big_modeling", name="dispatch_model", replacement=dispatch_model),),
     reproduce=reproduce,

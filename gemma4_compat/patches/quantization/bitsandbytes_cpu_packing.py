@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import host
 from gemma4_compat._quantization import quant_states
 
@@ -133,10 +133,12 @@ _FUNCTIONAL = "bitsandbytes.functional"
 
 PATCH = Patch(
     id="bitsandbytes-cpu-packing",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F18",),
     distribution="bitsandbytes",
     affected=">=0.49.0",
+    acts_on=ActsOn.EVERY_MODEL,
     after=("bitsandbytes-meta-quant-state",),
     detect=host.packs_for_cpu,
     targets=(

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import host
 
 if TYPE_CHECKING:
@@ -58,10 +58,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-cpu-strides",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F10", "F18"),
     distribution="bitsandbytes",
     affected=">=0.49.0",
+    acts_on=ActsOn.EVERY_MODEL,
     detect=host.packs_for_cpu,
     targets=(Target(module="bitsandbytes.functional", name="gemv_4bit", replacement=gemv_4bit),),
     reproduce=reproduce,

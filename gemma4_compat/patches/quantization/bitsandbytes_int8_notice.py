@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -80,10 +80,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-int8-notice",
+    kind=Kind.NOTICE,
     severity=Severity.SPEED,
     failure_points=("F100",),
     distribution="bitsandbytes",
     affected=">=0.50.0",
+    acts_on=ActsOn.EVERY_MODEL,
     targets=(Target(module=_MODULE, name="MatMul8bitLt.forward", replacement=forward),),
     reproduce=reproduce,
 )

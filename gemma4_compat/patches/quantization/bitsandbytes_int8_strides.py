@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.host import has_cuda
 
 if TYPE_CHECKING:
@@ -41,10 +41,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-int8-strides",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F10",),
     distribution="bitsandbytes",
     affected=">=0.48.2",
+    acts_on=ActsOn.EVERY_MODEL,
     bug=("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1690",),
     detect=has_cuda,
     targets=(

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
 if TYPE_CHECKING:
@@ -78,10 +78,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-compute-dtype",
+    kind=Kind.NOTICE,
     severity=Severity.SPEED,
     failure_points=("F61",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     requires=("bitsandbytes",),
     targets=(
         Target(

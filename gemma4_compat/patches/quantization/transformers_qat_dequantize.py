@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, OffloadedWeightsError
 from gemma4_compat._models import placement
 from gemma4_compat._quantization import qat
@@ -72,11 +72,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-qat-dequantize",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F56",),
     distribution="transformers",
     affected=">=5.11",
+    acts_on=ActsOn.QAT,
     targets=(Target(module="transformers.quantizers.base", name="HfQuantizer._dequantize", replacement=dequantize),),
     reproduce=reproduce,
-    acts_on="QAT checkpoints",
 )

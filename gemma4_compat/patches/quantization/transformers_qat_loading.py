@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._checkpoint.header import header
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._quantization import qat
 
 if TYPE_CHECKING:
@@ -90,10 +90,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-qat-loading",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F56",),
     distribution="transformers",
     affected=">=5.11",
+    acts_on=ActsOn.QAT,
     requires=("accelerate",),
     targets=(
         Target(
@@ -103,5 +105,4 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
-    acts_on="QAT checkpoints",
 )

@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import placement, walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import qat
@@ -123,10 +123,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-qat-padding-row",
+    kind=Kind.REPAIR,
     severity=Severity.SPEED,
     failure_points=("F56",),
     distribution="transformers",
     affected=">=5.11",
+    acts_on=ActsOn.QAT,
     targets=(
         Target(module="transformers.integrations.gemma_quant", name="QuantizedEmbedding.weight", replacement=weight),
         Target(

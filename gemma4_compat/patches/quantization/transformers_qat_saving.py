@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -44,10 +44,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-qat-saving",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F56",),
     distribution="transformers",
     affected=">=5.11",
+    acts_on=ActsOn.QAT,
     targets=(
         Target(
             module="transformers.quantizers.quantizer_gemma",
@@ -56,5 +58,4 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
-    acts_on="QAT checkpoints",
 )

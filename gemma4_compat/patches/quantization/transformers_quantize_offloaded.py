@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._quantization import offloaded, opt_in
@@ -193,10 +193,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-quantize-offloaded",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F32",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     requires=("accelerate", "bitsandbytes"),
     needs=(
         "bitsandbytes-meta-quant-state",

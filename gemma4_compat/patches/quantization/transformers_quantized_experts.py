@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization import config as quantization_config
 from gemma4_compat._quantization import expert_forward, expert_storage, opt_in
@@ -177,10 +177,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-quantized-experts",
+    kind=Kind.REPAIR,
     severity=Severity.MEMORY,
     failure_points=("F21",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     requires=("accelerate", "bitsandbytes"),
     targets=(
         Target(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._checkpoint.header import header
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization import config
 
@@ -96,10 +96,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-tied-head",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F36",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     requires=("accelerate", "bitsandbytes"),
     targets=(
         Target(

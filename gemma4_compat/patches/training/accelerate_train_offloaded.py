@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import FORWARDS, Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import family, placement
 
@@ -190,10 +190,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-train-offloaded",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F34",),
     distribution="accelerate",
     affected=">=1.12",
+    acts_on=ActsOn.GEMMA4,
     requires=("peft",),
     needs=(
         "peft-keep-dispatch",

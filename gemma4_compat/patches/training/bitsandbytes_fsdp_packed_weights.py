@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -79,10 +79,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="bitsandbytes-fsdp-packed-weights",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F72",),
     distribution="bitsandbytes",
     affected=">=0.48.2",
+    acts_on=ActsOn.EVERY_MODEL,
     bug=(
         "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1945",
         "https://github.com/pytorch/pytorch/issues/159333",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -62,10 +62,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-adalora-unused",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F4",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.EVERY_MODEL,
     requires=("transformers>=5.5",),
     targets=(Target(module="peft.tuners.adalora.layer", name="RankAllocator.update_ipt", replacement=update_ipt),),
     reproduce=reproduce,

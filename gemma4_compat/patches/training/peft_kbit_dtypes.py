@@ -27,7 +27,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family, placement
 
 if TYPE_CHECKING:
@@ -116,10 +116,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="peft-kbit-dtypes",
+    kind=Kind.REPAIR,
     severity=Severity.MEMORY,
     failure_points=("F20",),
     distribution="peft",
     affected=">=0.18.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(
             module="peft.utils.other",

@@ -25,7 +25,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
 if TYPE_CHECKING:
@@ -166,10 +166,12 @@ def _loss(workspace: Workspace, model: Any, batch: list[dict[str, Any]], size: i
 
 PATCH = Patch(
     id="transformers-accumulation-weights",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F60",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(module="transformers.trainer", name="Trainer.__init__", replacement=trainer, group="trainer"),
         Target(module=_GEMMA4, name="Gemma4ForConditionalGeneration.forward", replacement=forward, group="gemma4"),

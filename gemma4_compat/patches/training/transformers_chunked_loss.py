@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._training import loss
 
 if TYPE_CHECKING:
@@ -70,10 +70,12 @@ def _target(module: str, name: str, group: str) -> Target:
 
 PATCH = Patch(
     id=loss.ID,
+    kind=Kind.REPAIR,
     severity=Severity.MEMORY,
     failure_points=("F57",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         _target(_GEMMA4, "Gemma4ForCausalLM", "gemma4"),
         _target(_GEMMA4, "Gemma4ForConditionalGeneration", "gemma4"),

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import unseen_keys
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-cudnn-padding",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F70",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.EVERY_MODEL,
     bug=("https://github.com/pytorch/pytorch/issues/196678",),
     targets=(
         Target(

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names, flash
 
 if TYPE_CHECKING:
@@ -88,10 +88,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-flash-attention",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F54",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
     bug=("https://github.com/Dao-AILab/flash-attention/issues/2427",),
     targets=(
         Target(module=_MASKS, name="create_causal_mask", replacement=create_causal_mask),

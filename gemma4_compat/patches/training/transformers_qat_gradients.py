@@ -21,7 +21,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -82,10 +82,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-qat-gradients",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F56",),
     distribution="transformers",
     affected=">=5.11",
+    acts_on=ActsOn.QAT,
     requires=("peft",),
     targets=(
         Target(module="transformers.integrations.gemma_quant", name="apply_srq", replacement=apply_srq),
@@ -96,5 +98,4 @@ PATCH = Patch(
         ),
     ),
     reproduce=reproduce,
-    acts_on="QAT checkpoints",
 )

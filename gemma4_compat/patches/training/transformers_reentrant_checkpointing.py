@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatWarning
 from gemma4_compat._models import family
 
@@ -105,10 +105,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-reentrant-checkpointing",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F19",),
     distribution="transformers",
     affected=">=5.5",
+    acts_on=ActsOn.GEMMA4,
     needs=("transformers-uncached-sharing",),
     targets=(
         Target(

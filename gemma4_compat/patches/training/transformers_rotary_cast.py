@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import rotary
 
 if TYPE_CHECKING:
@@ -54,10 +54,12 @@ def _target(module: str, name: str, group: str) -> Target:
 
 PATCH = Patch(
     id=rotary.CAST,
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F90",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
     after=("transformers-rotary-order",),
     targets=(
         _target(_GEMMA4, "Gemma4TextRotaryEmbedding", "gemma4"),

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import rotary
 
 if TYPE_CHECKING:
@@ -50,10 +50,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-rotary-order",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F30", "F35"),
     distribution="transformers",
     affected=">=5.5.0,<5.16.0",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.16.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/48162",
     targets=(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -70,10 +70,12 @@ def _of_the_31b(folder: Any) -> None:
 
 PATCH = Patch(
     id="transformers-text-training",
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F58",),
     distribution="transformers",
     affected=">=5.5,<5.6",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.6",
     bug=("https://github.com/huggingface/transformers/issues/45200",),
     applied_upstream="https://github.com/huggingface/transformers/pull/45454",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.shared_kv import SharedStates
 
 if TYPE_CHECKING:
@@ -71,10 +71,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-uncached-sharing",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F19",),
     distribution="transformers",
     affected=">=5.5.0,<5.5.2",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.5.2",
     bug=("https://github.com/huggingface/transformers/issues/45242",),
     applied_upstream="https://github.com/huggingface/transformers/pull/45312",

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import notice
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -101,10 +101,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id=_ID,
+    kind=Kind.NOTICE,
     severity=Severity.CRASH,
     failure_points=("F99",),
     distribution="transformers",
     affected=">=5.5.0",
+    acts_on=ActsOn.GEMMA4,
     targets=(
         Target(module="transformers.models.gemma4.modeling_gemma4", name="Gemma4Model.forward", replacement=forward),
     ),

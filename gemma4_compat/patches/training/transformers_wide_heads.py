@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models.flash import WIDEST
 
 if TYPE_CHECKING:
@@ -61,10 +61,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-wide-heads",
+    kind=Kind.REPAIR,
     severity=Severity.MEMORY,
     failure_points=("F59",),
     distribution="transformers",
     affected=">=5.5.0,<5.13.0",
+    acts_on=ActsOn.EVERY_MODEL,
     fixed="5.13.0",
     applied_upstream="https://github.com/huggingface/transformers/pull/46960",
     targets=(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
 if TYPE_CHECKING:
@@ -85,10 +85,12 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="transformers-zero3-buffers",
+    kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F62",),
     distribution="transformers",
     affected=">=5.5,<5.6",
+    acts_on=ActsOn.GEMMA4,
     fixed="5.6",
     bug=("https://github.com/huggingface/transformers/issues/45397",),
     applied_upstream="https://github.com/huggingface/transformers/pull/45402",
