@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from gemma4_compat._planner.plan import plan_device_map as plan_device_map
     from gemma4_compat._planner.result import Plan as Plan
     from gemma4_compat._planner.result import TrainingPlan as TrainingPlan
-    from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
     from gemma4_compat._planner.training import plan_training as plan_training
     from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
+    from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
     from gemma4_compat._training.loss import chunked_loss as chunked_loss

@@ -11,8 +11,6 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._merge import job
-from gemma4_compat._planner import plan
-from gemma4_compat._quantization import skip_modules
 from gemma4_compat._scan import job as scan_job
 from tests.helpers import child
 
