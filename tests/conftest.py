@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gemma4_compat
 from gemma4_compat._doctor import children
 from gemma4_compat._engine import notice, versions
-from tests import warm
+from tests import collecting, warm
 from tests.helpers import ROOT, Finished, Library, child
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup ignores a closed terminal. Children inherit
@@ -43,6 +43,12 @@ notice.show = lambda warning, file, line: _shown.append(f"{file}:{line}: {warnin
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every test, not only those of the fast suite")
     parser.addoption("--sample", metavar="COUNT:SEED", help="of COUNT parts of the tests, the one that SEED chooses")
+    parser.addoption("--case", metavar="TEXT", action="append", default=[], help="of tests that look at many patches "
+                     "or files in one go, only those whose name contains TEXT")  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    collecting.chosen[:] = config.getoption("--case")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

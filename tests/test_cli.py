@@ -19,6 +19,7 @@ from gemma4_compat import cli
 from gemma4_compat._engine import words
 from gemma4_compat.patches import registry
 from tests.adapters.adapter_files import lora, write_adapter
+from tests.collecting import collect_failures
 from tests.engine.test_import_cost import UPSTREAM, imported_by
 from tests.helpers import Finished, child
 
@@ -94,7 +95,7 @@ def test_list_as_json() -> None:
         assert item["documentation"]
 
 
-@pytest.mark.parametrize("patch", PATCHES, ids=IDS)
+@collect_failures(patch=PATCHES)
 def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> None:
     text = cli_says("explain", patch.id).stdout
     for part in (patch.summary, patch.affected, patch.measured, patch.documentation, *map(str, patch.targets)):
