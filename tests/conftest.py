@@ -24,7 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gemma4_compat
 from gemma4_compat._doctor import children
 from gemma4_compat._engine import notice, versions
-from tests import collecting, warm
+from tests import collecting, torch_state, warm
 from tests.helpers import ROOT, Finished, Library, child
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup ignores a closed terminal. Children inherit
@@ -100,6 +100,16 @@ def _a_patch_that_could_not_apply_is_a_failure() -> Iterator[None]:
     yield
     said, _shown[:] = _shown[:], []
     assert not said
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was() -> Iterator[None]:
+    """The test that changes what torch has once for a process fails, not one that comes later."""
+    before = torch_state.now()
+    yield
+    changed = torch_state.changes(before, torch_state.now())
+    torch_state.put(before)
+    assert not changed, "the test left torch's state changed"
 
 
 @pytest.fixture(scope="session")

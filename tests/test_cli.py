@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -97,7 +98,7 @@ def test_list_as_json() -> None:
 
 @collect_failures(patch=PATCHES)
 def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> None:
-    text = cli_says("explain", patch.id).stdout
+    text = explained(patch.id)
     for part in (patch.summary, patch.affected, patch.measured, patch.documentation, *map(str, patch.targets)):
         assert part in text
     assert text.startswith(f"{patch.id} ({registry.area(patch.id)})\n")
@@ -105,7 +106,12 @@ def test_explain_tells_everything_about_a_patch(patch: gemma4_compat.Patch) -> N
     assert f"{words.state_word(gemma4_compat.status()[patch.id])}: " in text
 
 
-@pytest.mark.parametrize("area", sorted({registry.area(patch_id) for patch_id in IDS}))
+@functools.cache
+def explained(patch_id: str) -> str:
+    return str(cli_says("explain", patch_id).stdout)
+
+
+@collect_failures(area=sorted({registry.area(patch_id) for patch_id in IDS}))
 def test_explain_tells_everything_about_the_patches_of_an_area(area: str) -> None:
     expected = [patch_id for patch_id in IDS if registry.area(patch_id) == area]
     data = json.loads(cli_says("explain", area, "--json").stdout)["patches"]
@@ -113,7 +119,7 @@ def test_explain_tells_everything_about_the_patches_of_an_area(area: str) -> Non
     assert {item["area"] for item in data} == {area}
     assert [item["status"]["id"] for item in data] == expected
     text = cli_says("explain", area).stdout
-    assert text == "\n".join(cli_says("explain", patch_id).stdout for patch_id in expected)
+    assert text == "\n".join(explained(patch_id) for patch_id in expected)
 
 
 @pytest.mark.parametrize(

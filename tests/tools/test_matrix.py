@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -25,9 +26,16 @@ GATES = [gate for patch in gemma4_compat.patches() for gate in stacks.gates(patc
 IN_CI = [stack for stack in STACKS.values() if stack.ci]
 
 
+@functools.cache
 def result(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((stacks.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return found
+
+
+@functools.cache
+def in_ci(name: str) -> list[Patch]:
+    """What CI runs in the stack of that name."""
+    return stacks.patches_in_ci(STACKS[name], RELEASES)
 
 
 def verdict(stack: str, patch_id: str) -> str | None:
@@ -78,12 +86,12 @@ def test_every_gate_has_two_stacks_that_differ_in_nothing_else(gate: Any, among:
     pairs = stacks.pairs(gate, STACKS.values() if among == "everywhere" else IN_CI)
     assert pairs
     for stack in {stack.name: stack for pair in pairs for stack in pair}.values() if among == "in CI" else ():
-        assert stack.ci == "suite" or gate.patch in stacks.patches_in_ci(stack, RELEASES)
+        assert stack.ci == "suite" or gate.patch in in_ci(stack.name)
 
 
 @collect_failures(stack=[stack for stack in IN_CI if stack.ci == "gates"])
 def test_ci_has_something_to_run_in_a_stack_that_is_there_for_gates(stack: stacks.Stack) -> None:
-    assert stacks.patches_in_ci(stack, RELEASES)
+    assert in_ci(stack.name)
 
 
 def test_the_measured_release_of_every_patch_is_in_a_stack_that_claims_it() -> None:

@@ -34,14 +34,10 @@ MAIN = (("", "main"),)
 
 
 @pytest.fixture(autouse=True)
-def _as_torch_starts() -> Iterator[None]:
-    """A sequence changes what torch has once for all models; no test begins, or leaves others, with that changed."""
-    import torch
+def _nothing_on_every_module() -> Iterator[None]:
+    """No sequence begins with hooks of every module that another left, or with a patch that is off."""
 
     def reset() -> None:
-        torch.set_float32_matmul_precision("highest")
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
         for hooks in dependencies.global_hooks():
             hooks.clear()
         gemma4_compat.install()
