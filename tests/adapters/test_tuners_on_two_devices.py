@@ -29,7 +29,7 @@ def as_on_one_device(workspace: Any, warm_child: Callable[..., Finished]) -> Cal
     """A process for each case: the second device stays registered."""
 
     def check(case: str) -> None:
-        done = warm_child(str(ROOT / "tests" / "adapters" / "two_devices.py"), str(workspace.folder), case)
+        done = warm_child(str(ROOT / "tests/adapters/two_devices.py"), str(workspace.folder), case)
         assert done.stdout.endswith("as on one device\n"), done.stderr[-3000:]
 
     return check
