@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gemma4_compat
 from gemma4_compat._doctor import children
 from gemma4_compat._engine import notice, versions
+from gemma4_compat._reproduction.workspace import never_wait_for_the_disk
 from tests import collecting, torch_state, warm
 from tests.helpers import ROOT, Finished, Library, child
 
@@ -49,6 +50,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     collecting.chosen[:] = config.getoption("--case")
+    if importlib.util.find_spec("numpy") is not None:
+        never_wait_for_the_disk()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

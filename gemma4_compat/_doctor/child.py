@@ -17,7 +17,7 @@ from typing import Any
 
 from gemma4_compat import _shim
 from gemma4_compat._engine.patch import Outcome, Patch
-from gemma4_compat._reproduction.workspace import MissingPartError, Workspace
+from gemma4_compat._reproduction.workspace import MissingPartError, Workspace, never_wait_for_the_disk
 
 
 def run(patch_id: str, folder: Path) -> dict[str, Any]:
@@ -64,6 +64,7 @@ def answer(command: str, folder: Path) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     command, folder, *variant = argv
+    never_wait_for_the_disk()
     print("\n" + json.dumps(answer(" ".join([command, *variant]), Path(folder)), allow_nan=True), flush=True)
     return 0
 

@@ -34,6 +34,20 @@ FAILED = "PATCH FAILED"
 CAUSED = "BROKEN BY THE PATCH"
 OFF_REMAINS = "PATCH OFF, DEFECT REMAINS"
 OFF_NOT_SEEN = "patch off, defect not seen"
+#: Reproductions that take seconds: they begin first, so that none is waited for in the end.
+LONG = frozenset(
+    {
+        "accelerate-tied-devices",
+        "peft-adalora-devices",
+        "peft-input-devices",
+        "peft-shared-devices",
+        "peft-unilora-frod",
+        "transformers-auto-map",
+        "transformers-embedding-devices",
+        "transformers-per-layer-devices",
+        "transformers-quantize-offloaded",
+    }
+)
 _GOOD = frozenset({REPAIRED, NOT_AFFECTED, NOT_APPLICABLE, OFF_NOT_SEEN})
 
 
@@ -197,8 +211,8 @@ def _built(folder: Path, stack: contextlib.ExitStack) -> tuple[_Run, int]:
             Workspace(off).copied(on)
             if built["forks"]:
                 stack.push(servers.pop_all())
-                # One more than cores: what is offloaded to disk waits for the disk.
-                return lambda command, shim: (with_shim if shim else without)(command), min(8, cores + 1)
+                # One more than cores: a process that loads models for its forks takes no command meanwhile.
+                return lambda command, shim: (with_shim if shim else without)(command), min(16, cores + 1)
     else:
         _checked(children.alone("build", off, disabled="all"))
         Workspace(off).copied(on)
@@ -226,7 +240,8 @@ def _results(
     One queue for both: whoever is free takes the next, so that no core waits for the longer half.
     """
     pool = ThreadPoolExecutor(jobs)
-    futures = {pool.submit(run, patch.id, shim): (patch, shim) for patch in patches for shim in (False, True)}
+    first = sorted(patches, key=lambda patch: patch.id not in LONG)
+    futures = {pool.submit(run, patch.id, shim): (patch, shim) for patch in first for shim in (True, False)}
     try:
         for future in as_completed(futures):
             yield *futures[future], future.result()
