@@ -94,6 +94,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """No module of the tests may change what every later test and child process inherits."""
     now = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
+    # typer makes the commands anew for each call of its runner, which takes longer than most commands.
+    if hasattr(runner := sys.modules.get("typer.testing"), "_get_command"):
+        runner._get_command = functools.cache(runner._get_command)
     if now != _SETTINGS:
         raise pytest.UsageError(f"importing the tests changed the shim's settings: {_SETTINGS} became {now}")
 
