@@ -24,7 +24,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import gemma4_compat
 from gemma4_compat._doctor import children
 from gemma4_compat._engine import notice, versions
-from tests import warm
+from gemma4_compat._reproduction.workspace import never_wait_for_the_disk
+from tests import collecting, torch_state, warm
 from tests.helpers import ROOT, Finished, Library, child
 
 # A shell ignores Ctrl-C for what it starts in the background, and nohup ignores a closed terminal. Children inherit
@@ -51,6 +52,14 @@ notice.show = lambda warning, file, line: _shown.append(f"{file}:{line}: {warnin
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every test, not only those of the fast suite")
     parser.addoption("--sample", metavar="COUNT:SEED", help="of COUNT parts of the tests, the one that SEED chooses")
+    parser.addoption("--case", metavar="TEXT", action="append", default=[], help="of tests that look at many patches "
+                     "or files in one go, only those whose name contains TEXT")  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    collecting.chosen[:] = config.getoption("--case")
+    if importlib.util.find_spec("numpy") is not None:
+        never_wait_for_the_disk()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -93,6 +102,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     """No module of the tests may change what every later test and child process inherits."""
     now = {name: value for name, value in os.environ.items() if name.startswith("GEMMA4_COMPAT_")}
+    # typer makes the commands anew for each call of its runner, which takes longer than most commands.
+    if hasattr(runner := sys.modules.get("typer.testing"), "_get_command"):
+        runner._get_command = functools.cache(runner._get_command)
     if now != _SETTINGS:
         raise pytest.UsageError(f"importing the tests changed the shim's settings: {_SETTINGS} became {now}")
 
@@ -102,6 +114,16 @@ def _a_patch_that_could_not_apply_is_a_failure() -> Iterator[None]:
     yield
     said, _shown[:] = _shown[:], []
     assert not said
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was() -> Iterator[None]:
+    """The test that changes what torch has once for a process fails, not one that comes later."""
+    before = torch_state.now()
+    yield
+    changed = torch_state.changes(before, torch_state.now())
+    torch_state.put(before)
+    assert not changed, "the test left torch's state changed"
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,21 @@ ROOM = 512 << 20
 
 STACK = ("torch", "transformers", "accelerate", "peft", "bitsandbytes")
 
+#: Reproductions that take seconds: they begin first, so that none is waited for in the end.
+LONG = frozenset(
+    {
+        "accelerate-tied-devices",
+        "peft-adalora-devices",
+        "peft-input-devices",
+        "peft-shared-devices",
+        "peft-unilora-frod",
+        "transformers-auto-map",
+        "transformers-embedding-devices",
+        "transformers-per-layer-devices",
+        "transformers-quantize-offloaded",
+    }
+)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -190,8 +205,8 @@ def _built(folder: Path, stack: contextlib.ExitStack) -> tuple[_Run, int]:
             Workspace(off).copied(on)
             if built["forks"]:
                 stack.push(servers.pop_all())
-                # One more than cores: what is offloaded to disk waits for the disk.
-                return lambda command, shim: (with_shim if shim else without)(command), min(8, cores + 1)
+                # One more than cores: a process that loads models for its forks takes no command meanwhile.
+                return lambda command, shim: (with_shim if shim else without)(command), min(16, cores + 1)
     else:
         _checked(children.alone("build", off, disabled="all"))
         Workspace(off).copied(on)
@@ -219,7 +234,8 @@ def _results(
     Both are in one queue, so that no core waits for the longer half.
     """
     pool = ThreadPoolExecutor(jobs)
-    futures = {pool.submit(run, patch.id, shim): (patch, shim) for patch in patches for shim in (False, True)}
+    first = sorted(patches, key=lambda patch: patch.id not in LONG)
+    futures = {pool.submit(run, patch.id, shim): (patch, shim) for patch in first for shim in (True, False)}
     try:
         for future in as_completed(futures):
             yield *futures[future], future.result()

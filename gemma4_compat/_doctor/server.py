@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from gemma4_compat._doctor import children
-from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._reproduction.workspace import Workspace, never_wait_for_the_disk
 
 
 @dataclass
@@ -54,6 +54,7 @@ def serve(folder: Path) -> None:
         with contextlib.suppress(Exception):  # the reproductions that need it report the error
             child.import_targets([patch])
     _share()
+    never_wait_for_the_disk()
     Server(folder, results).run()
 
 

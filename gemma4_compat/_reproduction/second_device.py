@@ -12,6 +12,7 @@ The backend stays registered until the process ends, so use it in a separate pro
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 TYPE = "second"
 #: Its name in a device map.
@@ -104,24 +105,52 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     Raises:
         RuntimeError: the arguments are on several devices.
     """
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    here = any(isinstance(tensor, SecondTensor) for tensor in tensors)
-    if here and func not in _COPIES:
-        _refuse_mixed(func, args, tensors)
-    asked = kwargs.get("device")
-    if asked is not None:
-        here = torch.device(asked).type == TYPE
-        kwargs = kwargs | ({"device": torch.device("cpu")} if here else {})
-    plain_args, plain_kwargs = tree_map_only(SecondTensor, lambda tensor: tensor.on_cpu, (args, kwargs))
-    if here and func is _ATEN.histc.default:  # which accepts integers everywhere except on a CPU
-        output = func(plain_args[0].float(), *plain_args[1:], **plain_kwargs).to(plain_args[0].dtype)
-    else:
-        output = func(*plain_args, **plain_kwargs)
-    if not here:
-        return output
-    output = tree_map_only(torch.Tensor, SecondTensor, output)
-    aliases = any(result.alias_info is not None for result in func._schema.returns)
-    return return_and_correct_aliasing(func, args, kwargs, output) if aliases else output
+    with torch._C.DisableTorchFunction():  # modes would hear of every attribute that is read here
+        tensors: list[torch.Tensor] = []
+        plain_args, plain_kwargs = _plain(args, tensors), {name: _plain(kwargs[name], tensors) for name in kwargs}
+        ours = sum(isinstance(tensor, SecondTensor) for tensor in tensors)
+        here = ours > 0
+        if 0 < ours < len(tensors) and func not in _COPIES:
+            _refuse_mixed(func, args, tensors)
+        asked = kwargs.get("device")
+        if asked is not None:
+            here = torch.device(asked).type == TYPE
+            if here:
+                plain_kwargs["device"] = torch.device("cpu")
+        if here and func is _ATEN.histc.default:  # which accepts integers everywhere except on a CPU
+            output = func(plain_args[0].float(), *plain_args[1:], **plain_kwargs).to(plain_args[0].dtype)
+        else:
+            output = func(*plain_args, **plain_kwargs)
+        if not here:
+            return output
+        output = _on_second(output)
+        return return_and_correct_aliasing(func, args, kwargs, output) if _gives_alias(func) else output
+
+
+def _plain(value: Any, found: list[torch.Tensor]) -> Any:
+    """An argument of an operation with the CPU's tensors; those it has are added to ``found``.
+
+    ``torch.utils._pytree`` could do this, but with tens of thousands of operations it takes longer than they do.
+    """
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+        return value.on_cpu if isinstance(value, SecondTensor) else value
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)([_plain(item, found) for item in value])
+    return value
+
+
+def _on_second(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return SecondTensor(output)
+    if isinstance(output, (list, tuple)):
+        return type(output)([_on_second(item) for item in output])
+    return output
+
+
+@functools.cache
+def _gives_alias(func: Any) -> bool:
+    return any(result.alias_info is not None for result in func._schema.returns)
 
 
 def _refuse_mixed(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
@@ -138,6 +167,11 @@ def _refuse_mixed(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
 
 class _Factories(TorchDispatchMode):  # type: ignore[misc]
     """Handles creation on the second device, where no argument is one of its tensors."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to tell the compiler so at each operation takes longer than most."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _computed(func, args, kwargs or {})

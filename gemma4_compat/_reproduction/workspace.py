@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -296,6 +297,18 @@ class Workspace:
 def _quoted(path: Path) -> str:
     """A path as written between the quotes of a JSON file: on Windows each backslash is doubled."""
     return json.dumps(str(path))[1:-1]
+
+
+def never_wait_for_the_disk() -> None:
+    """In this process and its forks, no weight that accelerate offloads waits until the disk has it.
+
+    accelerate flushes a mapping for each weight, hundreds for a tiny model, and a disk takes milliseconds for each.
+    Linux shows every reader what a mapping holds without that; the files are temporary.
+    """
+    if sys.platform == "linux":
+        import numpy
+
+        numpy.memmap.flush = lambda self: None  # type: ignore[method-assign]
 
 
 def difference(reference: Outputs, other: Outputs) -> float:

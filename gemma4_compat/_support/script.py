@@ -8,6 +8,7 @@ Making the script runs none of this code.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -179,6 +180,7 @@ def report(patch: Patch, versions: Mapping[str, str]) -> str:
     )
 
 
+@functools.cache
 def _read(name: str) -> _Module:
     spec = importlib.util.find_spec(name)
     try:
@@ -210,6 +212,7 @@ def _target(module: str, name: str) -> tuple[str, str]:
     return module, name
 
 
+@functools.cache
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("torch")
 from gemma4_compat._reproduction import second_device
 from tests.adapters.test_tuners_on_split_models import OUTSIDE_LAYERS, PREFIXES, TUNERS, configuration
 from tests.conftest import is_affected, patch
-from tests.helpers import child
+from tests.helpers import ROOT, Finished
 
 pytestmark = pytest.mark.skipif(not second_device.available(), reason="this PyTorch takes no backend in Python")
 prefixed = pytest.mark.skipif(
@@ -23,9 +24,15 @@ OTHERWISE_ROUNDED = ("PSOFT",)
 FIRST = ("ADALORA", "LILY", "RANDLORA", "head")
 
 
-def as_on_one_device(workspace: Any, case: str) -> None:
-    done = child("-m", "tests.adapters.two_devices", str(workspace.folder), case)
-    assert done.stdout.endswith("as on one device\n"), done.stderr[-3000:]
+@pytest.fixture
+def as_on_one_device(workspace: Any, warm_child: Callable[..., Finished]) -> Callable[[str], None]:
+    """A process for each case: the second device stays registered."""
+
+    def check(case: str) -> None:
+        done = warm_child(str(ROOT / "tests/adapters/two_devices.py"), str(workspace.folder), case)
+        assert done.stdout.endswith("as on one device\n"), done.stderr[-3000:]
+
+    return check
 
 
 @pytest.mark.parametrize(
@@ -36,12 +43,12 @@ def as_on_one_device(workspace: Any, case: str) -> None:
         if name not in OTHERWISE_ROUNDED
     ],
 )
-def test_two_devices_are_tuned_as_one(workspace: Any, tuner: str) -> None:
+def test_two_devices_are_tuned_as_one(as_on_one_device: Callable[[str], None], tuner: str) -> None:
     configuration(tuner)  # skips what this PEFT does not have
-    as_on_one_device(workspace, tuner)
+    as_on_one_device(tuner)
 
 
 @prefixed
 @pytest.mark.parametrize("kind", PREFIXES)
-def test_a_prefix_is_on_the_device_of_its_layer(workspace: Any, kind: str) -> None:
-    as_on_one_device(workspace, kind)
+def test_a_prefix_is_on_the_device_of_its_layer(as_on_one_device: Callable[[str], None], kind: str) -> None:
+    as_on_one_device(kind)

@@ -1,4 +1,4 @@
-"""What tests on two devices run in a process of its own: python -m tests.adapters.two_devices FOLDER CASE
+"""What tests on two devices run in a process of its own: python tests/adapters/two_devices.py FOLDER CASE
 
 FOLDER is a workspace; the second device is emulated, see ``second_device``. CASE is a tuner, a kind of prefix, or an
 adapter on what is in no layer.

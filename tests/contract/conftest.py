@@ -21,12 +21,6 @@ PATCHES = gemma4_compat.patches()
 MODULES = list(dict.fromkeys(target.module for patch in PATCHES for target in patch.targets))
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test that takes ``patch`` is run for every patch of the registry."""
-    if "patch" in metafunc.fixturenames:
-        metafunc.parametrize("patch", PATCHES, ids=[patch.id for patch in PATCHES])
-
-
 @pytest.fixture(scope="session")
 def inside() -> Callable[[str], Any]:
     """``inside(scenario)``: what that function of inside.py finds in a child of its own, each run once."""

@@ -14,14 +14,14 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from gemma4_compat import Patch
-from tests.contract.conftest import version
+from tests.collecting import collect_failures
+from tests.contract.conftest import PATCHES, version
 from tests.contract.inside import as_of, thread
 
 Inside = Callable[[str], Any]
 
 
-@pytest.fixture
-def old(patch: Patch) -> Patch:
+def as_of_the_thread(patch: Patch) -> Patch:
     """The patch as of the reference stack; skips where the installed release is not of its future."""
     then, now = thread()[patch.distribution], version(patch.distribution)
     if now is None or Version(now) <= Version(then):
@@ -52,10 +52,11 @@ def changed(found: dict[str, Any], old: Patch) -> set[str]:
 
 
 @pytest.mark.parametrize("ordering", ["early", "late"])
+@collect_failures(patch=PATCHES)
 def test_a_later_release_is_repaired_exactly_where_its_code_has_not_changed(
-    inside: Inside, ordering: str, patch: Patch, old: Patch
+    inside: Inside, ordering: str, patch: Patch
 ) -> None:
-    found = inside("future")
+    old, found = as_of_the_thread(patch), inside("future")
     seen, said = found[ordering]["seen"][patch.id], found[ordering]["said"]
     state = expected(found, old)
     assert seen["state"] == state, seen["reason"]
@@ -72,8 +73,10 @@ def test_a_later_release_is_repaired_exactly_where_its_code_has_not_changed(
     assert told == (state in ("applied", "failed") and changed(found, old) != set())
 
 
-def test_the_code_of_a_measured_release_is_what_the_patch_says_it_is(inside: Inside, patch: Patch, old: Patch) -> None:
+@collect_failures(patch=PATCHES)
+def test_the_code_of_a_measured_release_is_what_the_patch_says_it_is(inside: Inside, patch: Patch) -> None:
     """So that the future of the reference stack is judged by code that was really seen in it."""
+    old = as_of_the_thread(patch)
     now = Version(str(version(patch.distribution)))
     if now > Version(patch.measured):
         pytest.skip(f"measured up to {patch.measured}")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Patch
-from tests.contract.conftest import predicted, targets_here
+from tests.collecting import collect_failures
+from tests.contract.conftest import PATCHES, predicted, targets_here
 from tests.contract.observation import groups_here
 
 ORDERINGS = ["before", "between", "after"]
@@ -20,6 +21,7 @@ def essence(seen: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("ordering", ORDERINGS)
+@collect_failures(patch=PATCHES)
 def test_the_state_is_what_the_metadata_and_the_installed_releases_predict(
     inside: Inside, ordering: str, patch: Patch
 ) -> None:
@@ -29,6 +31,7 @@ def test_the_state_is_what_the_metadata_and_the_installed_releases_predict(
 
 
 @pytest.mark.parametrize("ordering", ORDERINGS)
+@collect_failures(patch=PATCHES)
 def test_applied_means_every_target_that_exists_and_nothing_else_does(
     inside: Inside, ordering: str, patch: Patch
 ) -> None:
@@ -49,11 +52,13 @@ def test_between_is_between(inside: Inside) -> None:
 
 
 @pytest.mark.parametrize("ordering", ["between", "after"])
+@collect_failures(patch=PATCHES)
 def test_the_order_makes_no_difference(inside: Inside, ordering: str, patch: Patch) -> None:
     assert essence(inside(ordering)["seen"][patch.id]) == essence(inside("before")["seen"][patch.id])
 
 
 @pytest.mark.parametrize("ordering", ORDERINGS)
+@collect_failures(patch=PATCHES)
 def test_late_means_that_the_library_was_there_first(inside: Inside, ordering: str, patch: Patch) -> None:
     found = inside(ordering)
     seen = found["seen"][patch.id]
@@ -61,10 +66,12 @@ def test_late_means_that_the_library_was_there_first(inside: Inside, ordering: s
     assert seen["late"] is (seen["state"] == "applied" and there)
 
 
+@collect_failures(patch=PATCHES)
 def test_installing_twice_changes_nothing(inside: Inside, patch: Patch) -> None:
     assert inside("after")["twice"][patch.id] == inside("after")["seen"][patch.id]
 
 
+@collect_failures(patch=PATCHES)
 def test_a_replaced_function_has_the_kind_and_signature_of_the_original_and_is_pickled_by_name(
     inside: Inside, patch: Patch
 ) -> None:

@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
 from gemma4_compat.patches import measured
+from tests.collecting import collect_failures
 from tests.contract.conftest import PATCHES, modules_here, predicted, targets_here, version
 from tests.contract.observation import groups_here
 from tests.contract.test_orderings import essence
@@ -33,12 +34,14 @@ def test_reverting_all_restores_every_slot_by_identity(inside: Inside) -> None:
     assert found["differences"] == [], "after all the other experiments"
 
 
+@collect_failures(patch=PATCHES)
 def test_reverting_all_says_so(inside: Inside, patch: Patch) -> None:
     before, seen = inside("after")["seen"][patch.id], inside("after")["reverted"]["seen"][patch.id]
     assert seen["state"] == ("reverted" if before["state"] == "applied" else before["state"])
     assert True not in seen["replaced"].values()
 
 
+@collect_failures(patch=PATCHES)
 def test_reverting_one_leaves_the_others_and_it_can_be_installed_again(inside: Inside, patch: Patch) -> None:
     seen, single = inside("after")["seen"], inside("after")["single"][patch.id]
     without = single["without"]
@@ -50,12 +53,14 @@ def test_reverting_one_leaves_the_others_and_it_can_be_installed_again(inside: I
             assert essence(without[other.id]) == essence(seen[other.id])
 
 
+@collect_failures(patch=PATCHES)
 def test_it_works_and_comes_off_without_the_other_patches(inside: Inside, patch: Patch) -> None:
     alone = inside("after")["alone"][patch.id]
     assert essence(alone["seen"]) == essence(inside("after")["seen"][patch.id])
     assert alone["differences"] == []
 
 
+@collect_failures(patch=PATCHES)
 def test_disabling_it_leaves_its_targets_alone_and_no_others(inside: Inside, patch: Patch) -> None:
     (found,) = [found for found in inside("after")["disabled"] if patch.id in found["ids"]]
     assert len(found["ids"]) < len(PATCHES) / 4
@@ -69,6 +74,7 @@ def test_disabling_it_leaves_its_targets_alone_and_no_others(inside: Inside, pat
     assert found["differences"] == []
 
 
+@collect_failures(patch=PATCHES)
 def test_when_a_replacement_raises_on_the_way_no_trace_stays(inside: Inside, patch: Patch) -> None:
     experiments = inside("after")["raising"][patch.id]
     applicable = expected(inside, patch) == "applied"
@@ -84,6 +90,7 @@ def test_when_a_replacement_raises_on_the_way_no_trace_stays(inside: Inside, pat
             assert (experiment["seen"]["state"], experiment["said"]) == (expected(inside, patch), [])
 
 
+@collect_failures(patch=PATCHES)
 def test_when_a_replacement_raises_the_import_survives(inside: Inside, patch: Patch) -> None:
     found = inside("raising_on_import")
     assert found["ours"] == []
@@ -104,6 +111,7 @@ def twins(name: str, targets: Iterable[str]) -> list[str]:
     ]
 
 
+@collect_failures(patch=PATCHES)
 def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Inside, patch: Patch) -> None:
     experiments = inside("after")["changed"][patch.id]
     applicable = expected(inside, patch) == "applied"
@@ -124,6 +132,7 @@ def test_changed_upstream_code_is_left_alone_whichever_target_it_is(inside: Insi
             assert (experiment["seen"]["state"], experiment["said"]) == (expected(inside, patch), [])
 
 
+@collect_failures(patch=PATCHES)
 def test_when_upstream_code_has_changed_the_import_survives(inside: Inside, patch: Patch) -> None:
     found = inside("changed_on_import")
     assert found["ours"] == []
@@ -133,6 +142,7 @@ def test_when_upstream_code_has_changed_the_import_survives(inside: Inside, patc
         assert len([text for text in found["said"] if f"patch {patch.id!r}" in text]) == 1
 
 
+@collect_failures(patch=PATCHES)
 def test_empty_modules_in_place_of_the_libraries_fail_cleanly(inside: Inside, patch: Patch) -> None:
     found = inside("empty_modules")
     seen = found["seen"][patch.id]
@@ -150,6 +160,7 @@ def _is_in_range(patch: Patch) -> bool:
     return found is not None and SpecifierSet(patch.affected).contains(found, prereleases=True)
 
 
+@collect_failures(patch=PATCHES)
 def test_another_release_is_judged_by_its_number_and_nothing_is_replaced_outside_affected(
     inside: Inside, patch: Patch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gemma4_compat._decoding import fused_steps, kernels
 from tests.decoding import calls
 from tests.decoding.calls import Models
 from tests.decoding.host_kernels import HostCompiler
+from tests.helpers import pairwise
 
 
 @pytest.fixture
@@ -25,9 +27,15 @@ def fusing(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_steps, "AFTER", 2)
 
 
-@pytest.mark.parametrize("where", ["device", "host", "streamed"])
-@pytest.mark.parametrize("adapter", [None, "language"])
-@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+FACTORS = ([None, "4bit-double"], [None, "language"], ["device", "host", "streamed"])
+#: Cells of the fast suite.
+FAST = pairwise(*FACTORS)
+
+
+@pytest.mark.parametrize(
+    "quantization, adapter, where",
+    [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.full) for cell in itertools.product(*FACTORS)],
+)
 def test_answers_are_the_same(
     fusing: None, models: Models, quantization: str | None, adapter: str | None, where: str
 ) -> None:

@@ -99,7 +99,7 @@ def _ours(rest: list[str]) -> None:
 def _paths(rest: list[str]) -> None:
     words = iter(rest)
     for word in words:
-        if word in ("-n", "-k", "-m", "-p"):
+        if word in ("-n", "-k", "-m", "-p", "--case"):
             next(words)
         elif not word.startswith("-"):
             _exists(word.partition("::")[0])

@@ -31,9 +31,9 @@ SLOW = ("TRAINING.md", "index.md")
 CHEAP = ("plan", "scan", "needed", "status", "list", "explain")
 
 
-def of(language: str) -> list[Any]:
+def of(language: str, slow: tuple[str, ...] = ()) -> list[Any]:
     return [
-        pytest.param(block, id=block.name, marks=[pytest.mark.full] * (language == "bash" and block.page in SLOW))
+        pytest.param(block, id=block.name, marks=[pytest.mark.full] * (block.page.name in slow))
         for block in BLOCKS
         if block.language == language
     ]
@@ -82,7 +82,7 @@ def test_shell_commands_exist_with_these_options(block: reading.Block) -> None:
         commands.check(words)
 
 
-@pytest.mark.parametrize("block", of("bash"))
+@pytest.mark.parametrize("block", of("bash", slow=SLOW))
 @pytest.mark.usefixtures("inside")
 def test_cheap_commands_run(block: reading.Block) -> None:
     for words in commands.parts(block.code):

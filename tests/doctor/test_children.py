@@ -18,12 +18,14 @@ from gemma4_compat._doctor.children import Forks
 from tests.commands.helpers import ROOT
 
 
-@pytest.fixture(params=[pytest.param("", id="shim on"), pytest.param("all", id="shim off", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module", params=[pytest.param("", id="shim on"), pytest.param("all", id="shim off", marks=pytest.mark.full)]
+)
 def disabled(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def forks(workspace: Any, disabled: str) -> Iterator[Forks]:
     import torch
 

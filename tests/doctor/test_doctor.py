@@ -311,3 +311,7 @@ def test_a_side_finds_nothing_that_the_other_side_made(monkeypatch: pytest.Monke
     for patch, times in zip(patches, (1, 2)):
         assert found[patch.id].without["detail"] == "all: seed" + ", all" * times
         assert found[patch.id].with_shim["detail"] == "on: seed" + ", on" * times
+
+
+def test_reproductions_that_begin_first_are_of_patches() -> None:
+    assert {patch.id for patch in gemma4_compat.patches()} >= findings.LONG

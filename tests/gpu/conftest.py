@@ -1,4 +1,4 @@
-"""GPU tests run where a CUDA device is found and are skipped, with the reason, elsewhere.
+"""GPU tests run where a CUDA device is found. Elsewhere they are deselected, and the summary says why.
 
 ``GEMMA4_COMPAT_GPU_RESULTS=FILE`` writes what they measured to a JSON file (`gpu/run.sh` does that for two stacks);
 with pytest-xdist each worker writes one of its own, ``FILE`` with its name before the suffix.
@@ -30,14 +30,25 @@ def _missing() -> str | None:
     return None if torch.cuda.is_available() else "needs a CUDA device: torch.cuda.is_available() is False"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+#: How many tests were left out here.
+_left_out = pytest.StashKey[int]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     mine = [item for item in items if here in item.path.parents]
-    reason = _missing() if mine else None
     for item in mine:
         item.add_marker("gpu")
-        if reason:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    if mine and _missing():
+        items[:] = [item for item in items if item not in set(mine)]
+        config.hook.pytest_deselected(items=mine)
+        config.stash[_left_out] = len(mine)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    count = config.stash.get(_left_out, None)  # none of a run by pytest-xdist, whose workers collect
+    if reason := _missing():
+        terminalreporter.write_line(f"{'' if count is None else f'{count} '}tests of tests/gpu left out: {reason}")
 
 
 def run(module: str, *arguments: str, shim: bool, timeout: int = 500, devices: str | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from packaging.version import Version
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions
 from gemma4_compat._needed import judge
+from tests.collecting import collect_failures
 from tests.needed.helpers import OLDEST, PATCHES, PINS, Ask, only, patch_on, verdicts
 
 
@@ -47,7 +48,7 @@ def around_the_gates(patch: Patch, distribution: str) -> list[str | None]:
     return [*dict.fromkeys(found), "0.0.1", "99.0", None]
 
 
-@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+@collect_failures(patch=PATCHES.values())
 def test_for_pins_around_every_gate_it_says_what_the_metadata_ask_for(
     patch: Patch, monkeypatch: pytest.MonkeyPatch
 ) -> None:

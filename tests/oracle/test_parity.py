@@ -4,6 +4,7 @@ included.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from tests.conftest import census
+from tests.helpers import pairwise
 
 QUANTIZATIONS = [None, "4bit", "4bit-double", "8bit"]
+FACTORS = (QUANTIZATIONS, ["layers", "towers", "both"], [None, "language", "all"])
+#: Cells of the fast suite.
+FAST = pairwise(*FACTORS)
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
@@ -32,9 +37,10 @@ def test_the_oracle_sees_a_wrong_value_in_any_forward(wrong: int, value: float) 
     assert difference(right, Outputs(right.logits, tokens + 1)) == float("inf")
 
 
-@pytest.mark.parametrize("adapter", [None, "language", "all"])
-@pytest.mark.parametrize("offload", ["layers", "towers", "both"])
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize(
+    "quantization, offload, adapter",
+    [pytest.param(*cell, marks=() if cell in FAST else pytest.mark.full) for cell in itertools.product(*FACTORS)],
+)
 def test_three_forwards_and_generate_are_bit_exact(
     workspace: Any, one_device: Callable[..., Any], quantization: str | None, offload: str, adapter: str | None
 ) -> None:

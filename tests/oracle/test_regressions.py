@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from tests.helpers import child
-from tests.search import run, sequence_regressions, sequences_run
+from tests.helpers import Finished
+from tests.search import cli, run, sequence_regressions, sequences_run
 from tests.search.case import Case
 from tests.search.regressions import REGRESSIONS
 from tests.search.sequence import Sequence
@@ -38,30 +42,37 @@ def test_the_sequence_holds_now(sequence: Sequence) -> None:
     assert failure is None, failure.detail
 
 
-def test_a_case_that_holds_exits_0() -> None:
+@pytest.fixture
+def searched(warm_child: Callable[..., Finished]) -> Callable[..., Finished]:
+    """``searched(...)``: ``python -m tests.search ...`` in a fork of a process that has imported the libraries."""
     pytest.importorskip("bitsandbytes", reason=NEEDS)
-    done = child("-m", "tests.search", "--regression", REGRESSIONS[0].id, timeout=300)
+    return functools.partial(warm_child, str(Path(cli.__file__).with_name("__main__.py")), timeout=300)
+
+
+def test_a_case_that_holds_exits_0(searched: Callable[..., Finished]) -> None:
+    done = searched("--regression", REGRESSIONS[0].id)
     assert done.code == 0, done.stdout + done.stderr
 
 
-def test_a_sequence_that_holds_exits_0() -> None:
-    pytest.importorskip("bitsandbytes", reason=NEEDS)
-    done = child(
-        "-m", "tests.search", "--sequences", "--regression", sequence_regressions.REGRESSIONS[0].id, timeout=300
-    )
+def test_a_sequence_that_holds_exits_0(searched: Callable[..., Finished]) -> None:
+    done = searched("--sequences", "--regression", sequence_regressions.REGRESSIONS[0].id)
     assert done.code == 0, done.stdout + done.stderr
     assert "good: 2 operations" in done.stdout
 
 
-def test_a_case_that_does_not_hold_exits_1_and_says_what_is_wrong() -> None:
+def test_a_case_that_does_not_hold_exits_1_and_says_what_is_wrong(
+    warm_child: Callable[..., Finished], tmp_path: Path
+) -> None:
     pytest.importorskip("bitsandbytes", reason=NEEDS)
-    done = child("-c", PLANTED, timeout=300)
+    script = tmp_path / "planted.py"
+    script.write_text(PLANTED, encoding="utf-8")
+    done = warm_child(str(script), timeout=300)
     assert done.code == 1, done.stdout + done.stderr
     assert "gives no device" in done.stderr
 
 
 @pytest.mark.parametrize("mode", [(), ("--sequences",)], ids=["placements", "sequences"])
-def test_an_unknown_id_is_one_clear_error(mode: tuple[str, ...]) -> None:
-    done = child("-m", "tests.search", *mode, "--regression", "no-such", timeout=300)
+def test_an_unknown_id_is_one_clear_error(searched: Callable[..., Finished], mode: tuple[str, ...]) -> None:
+    done = searched(*mode, "--regression", "no-such")
     assert done.code == 2
     assert "no regression has the id 'no-such'" in done.stderr

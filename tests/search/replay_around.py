@@ -7,6 +7,7 @@ import gc
 import io
 from typing import Any
 
+from tests import torch_state
 from tests.search.replay_world import ReplayWorld
 
 GRAPHS = "transformers-graph-decoding"
@@ -124,15 +125,12 @@ def settings(world: ReplayWorld, what: str) -> None:
     """Of PyTorch, for all that follows in the sequence."""
     import torch
 
+    world.undone.callback(torch_state.put, torch_state.now())
     if what == "precision":
-        world.undone.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("medium")
     elif what == "type":
-        world.undone.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
     else:
-        before = torch.are_deterministic_algorithms_enabled()
-        world.undone.callback(torch.use_deterministic_algorithms, before)
         torch.use_deterministic_algorithms(True)
 
 

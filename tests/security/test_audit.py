@@ -14,7 +14,7 @@ from tests.adapters.adapter_files import write_adapter
 from tests.helpers import ROOT, child
 
 EVIL = "import pathlib; pathlib.Path({marker!r}).write_text('code of a file was run')\n"
-SAMPLES = sorted(path for path in (ROOT / "tests" / "needed" / "samples").rglob("*") if path.is_file())
+SAMPLES = sorted(path for path in (ROOT / "tests/needed/samples").rglob("*") if path.is_file())
 
 
 class Payload:

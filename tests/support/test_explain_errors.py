@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,6 +14,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import PatchState, PatchStatus, Reason, cli
 from gemma4_compat._support import answers, messages, search
+from tests.collecting import collect_failures
 from tests.commands.helpers import ROOT
 from tests.commands.test_json import assert_as_documented
 from tests.helpers import ON_A_GPU, WITH_OTHER_LIBRARIES
@@ -24,10 +24,10 @@ PATCHES = gemma4_compat.patches()
 PARAMS4BIT = "TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'"
 
 
-def raised() -> list[Any]:
+def raised() -> dict[str, list[str]]:
     """What the reproduction of each patch whose symptom is an error raised in each stack, from docs/evidence."""
     stacks = matrix_stacks.results().values()
-    found = {}
+    found: dict[str, list[str]] = {}
     for patch in PATCHES:
         if patch.symptom.startswith("silent"):
             continue
@@ -36,7 +36,7 @@ def raised() -> list[Any]:
             for part in re.split(r"(?:^|; )gemma4(?:_unified)?: ", off.get("detail", "") if off.get("defect") else ""):
                 if re.match(r"\w+Error: ?", part):
                     found.setdefault(part, []).append(patch.id)
-    return [pytest.param(text, ids, id=text[:60]) for text, ids in found.items()]
+    return found
 
 
 RAISED = raised()
@@ -51,15 +51,15 @@ def found_for(text: str) -> list[str]:
     return [match.patch.id for match in search.search(messages.read(text), PATCHES).matches]
 
 
-@pytest.mark.parametrize("text, ids", RAISED)
-def test_the_error_of_a_reproduction_finds_its_patch(text: str, ids: list[str]) -> None:
-    owners = {patch_id for patch_id in ids if patch_id not in OF_OTHERS.get(text, ())}
+@collect_failures(text=RAISED)
+def test_the_error_of_a_reproduction_finds_its_patch(text: str) -> None:
+    owners = {patch_id for patch_id in RAISED[text] if patch_id not in OF_OTHERS.get(text, ())}
     assert owners
     assert owners <= set(found_for(text))
 
 
 def test_every_patch_whose_symptom_is_an_error_has_one_that_finds_it() -> None:
-    raising = {patch_id for param in RAISED for patch_id in param.values[1]}
+    raising = {patch_id for ids in RAISED.values() for patch_id in ids}
     for patch in PATCHES:
         if not patch.symptom.startswith("silent"):
             quoted = re.findall(r"``(\w+Error\b.*?)``", patch.symptom)[0]

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import gemma4_compat
 from gemma4_compat import cli
 from gemma4_compat._support import script
+from tests.collecting import collect_failures
 from tests.helpers import ON_A_GPU, Finished, child
 
 PATCHES = {patch.id: patch for patch in gemma4_compat.patches()}
@@ -44,7 +45,7 @@ def unknown(table: symtable.SymbolTable, known: set[str]) -> Iterator[str]:
         yield from unknown(inner, known)
 
 
-@pytest.mark.parametrize("patch_id", sorted(set(PATCHES) - REFUSED))
+@collect_failures(patch_id=sorted(set(PATCHES) - REFUSED))
 def test_a_script_is_whole_and_has_nothing_of_this_package(patch_id: str) -> None:
     text = script.script(PATCHES[patch_id])
     tree = ast.parse(text)
@@ -58,7 +59,7 @@ def test_a_script_is_whole_and_has_nothing_of_this_package(patch_id: str) -> Non
     assert set(unknown(table, known)) - {"reveal_type"} == set()
 
 
-@pytest.mark.parametrize("patch_id", sorted(REFUSED))
+@collect_failures(patch_id=sorted(REFUSED))
 def test_what_needs_a_part_of_the_repair_is_refused_in_one_line(patch_id: str) -> None:
     done = CliRunner().invoke(cli.app, ["reproduce", patch_id])
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)

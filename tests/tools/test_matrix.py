@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from packaging.version import Version
 import gemma4_compat
 from gemma4_compat import Patch
 from gemma4_compat._engine import versions as _versions
+from tests.collecting import collect_failures
 from tests.helpers import ON_A_GPU, ROOT, WITH_OTHER_LIBRARIES
 from tools import evidence
 from tools.matrix import __main__ as command
@@ -26,8 +28,15 @@ GATES = [gate for patch in gemma4_compat.patches() for gate in stacks.gates(patc
 IN_CI = [stack for stack in STACKS.values() if stack.ci]
 
 
+@functools.cache
 def result(name: str) -> dict[str, Any]:
     return RESULTS[name]
+
+
+@functools.cache
+def in_ci(name: str) -> list[Patch]:
+    """What CI runs in the stack of that name."""
+    return stacks.patches_in_ci(STACKS[name], RELEASES)
 
 
 def verdict(stack: str, patch_id: str) -> str | None:
@@ -72,18 +81,18 @@ def test_there_are_gates() -> None:
     assert {gate.distribution for gate in GATES} >= {"transformers", "accelerate", "bitsandbytes"}
 
 
-@pytest.mark.parametrize("gate", GATES, ids=str)
 @pytest.mark.parametrize("among", ["everywhere", "in CI"])
+@collect_failures(gate=GATES)
 def test_every_gate_has_two_stacks_that_differ_in_nothing_else(gate: Any, among: str) -> None:
     pairs = stacks.pairs(gate, STACKS.values() if among == "everywhere" else IN_CI)
     assert pairs
     for stack in {stack.name: stack for pair in pairs for stack in pair}.values() if among == "in CI" else ():
-        assert stack.ci == "suite" or gate.patch in stacks.patches_in_ci(stack, RELEASES)
+        assert stack.ci == "suite" or gate.patch in in_ci(stack.name)
 
 
-@pytest.mark.parametrize("stack", [stack for stack in IN_CI if stack.ci == "gates"], ids=lambda stack: stack.name)
+@collect_failures(stack=[stack for stack in IN_CI if stack.ci == "gates"])
 def test_ci_has_something_to_run_in_a_stack_that_is_there_for_gates(stack: stacks.Stack) -> None:
-    assert stacks.patches_in_ci(stack, RELEASES)
+    assert in_ci(stack.name)
 
 
 def test_the_measured_release_of_every_patch_is_in_a_stack_that_claims_it() -> None:
@@ -102,7 +111,7 @@ def test_every_stack_has_a_result_and_every_result_a_stack() -> None:
         assert "site-packages" not in file.read_text(encoding="utf-8"), f"{file.name} names paths of a machine"
 
 
-@pytest.mark.parametrize("name", STACKS)
+@collect_failures(name=STACKS)
 def test_a_result_is_of_the_pins_and_as_claimed(name: str) -> None:
     """A new patch may lack results, but not where the tests below look: the ends of its range."""
     found = result(name)
@@ -142,7 +151,7 @@ def test_a_patch_for_gpus_was_seen_to_repair_on_one(patch_id: str) -> None:
     assert {verdict(name, patch_id) for name in STACKS} - {None} == {measure.NOT_APPLICABLE}
 
 
-@pytest.mark.parametrize("patch", ON_ANY, ids=lambda patch: patch.id)
+@collect_failures(patch=ON_ANY)
 def test_every_patch_was_seen_to_repair_its_oldest_and_its_newest_release(patch: Patch) -> None:
     inside = [stack for stack in STACKS.values() if stacks.claimed(patch, stack.pins)]
     repaired = {
@@ -152,7 +161,7 @@ def test_every_patch_was_seen_to_repair_its_oldest_and_its_newest_release(patch:
     assert {listed[0], patch.measured} <= repaired
 
 
-@pytest.mark.parametrize("gate", [gate for gate in GATES if gate.patch in ON_ANY], ids=str)
+@collect_failures(gate=[gate for gate in GATES if gate.patch in ON_ANY])
 def test_both_sides_of_every_gate_were_measured(gate: Any) -> None:
     verdicts = [
         {verdict(stack.name, gate.patch.id) for stack in group} - {None}

@@ -131,8 +131,9 @@ def patches_in_ci(stack: Stack, listed: Mapping[str, Sequence[str]]) -> list[Pat
     """What CI runs in a stack: every patch, or those that have a gate just here."""
     if stack.ci == "all":
         return list(gemma4_compat.patches())
+    every = read().values()
     return [
         patch
         for patch in gemma4_compat.patches()
-        if any(stack in pair for gate in gates(patch, listed) for pair in pairs(gate, read().values()))
+        if any(stack in pair for gate in gates(patch, listed) for pair in pairs(gate, every))
     ]
