@@ -28,6 +28,7 @@ def now() -> dict[str, Any]:
         "deterministic, warnings only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "gradients": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
         "threads": torch.get_num_threads(),
     }
 
@@ -46,6 +47,7 @@ def put(state: dict[str, Any]) -> None:
     torch.set_default_dtype(state["default dtype"])
     torch.use_deterministic_algorithms(state["deterministic"], warn_only=state["deterministic, warnings only"])
     torch.set_grad_enabled(state["gradients"])
+    torch.set_autocast_enabled("cpu", state["autocast"])
     if torch.get_num_threads() != state["threads"]:
         torch.set_num_threads(state["threads"])
 
@@ -72,6 +74,7 @@ def _at_first(after: dict[str, Any]) -> dict[str, Any]:
         "deterministic, warnings only": False,
         "gradients": True,
         "inference": False,
+        "autocast": False,
     }
 
 
