@@ -10,9 +10,9 @@ from tools.pages.markers import ROOT
 _INTRODUCTION = """\
 # Clients
 
-Software that is given a model object and asks it where it is, what it answers, or for its weights. Each test gives it
-the tiny model on one device, then the same model with modules on disk or in host memory, and compares every number,
-text and trained weight: they must be equal as bits. `nox -s clients` runs them on the newest stack and on that of the
+Software that takes a model object and uses its device, its outputs or its weights. Each test gives it the tiny model
+on one device, then the same model with modules on disk or in host memory, and compares every number, text and trained
+weight: they must be bit-identical. `nox -s clients` runs them on the newest stack and on that of the
 forum thread (Python on a CPU, no hub); this page is generated from its results.
 
 What they need: [`transformers-model-device`](PATCHES.md#transformers-model-device),
@@ -20,7 +20,7 @@ What they need: [`transformers-model-device`](PATCHES.md#transformers-model-devi
 [`accelerate-train-offloaded`](PATCHES.md#accelerate-train-offloaded).
 
 **Keep `lm_head` (and `embed_tokens`, to which it is tied) on the accelerator for TRL.** Its trainers multiply by
-`lm_head.weight` themselves, outside the head's forward, where no hook brings an offloaded weight in: they raise, and
+`lm_head.weight` themselves, outside the head's forward, where no hook onloads an offloaded weight, so they raise and
 nothing is trained. `Trainer` calls the head and has no such limit.
 """
 _FILES = {

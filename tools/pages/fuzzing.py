@@ -10,30 +10,30 @@ from tools.pages.markers import ROOT
 _INTRODUCTION = """\
 # Hostile inputs
 
-Whatever is in a file or an option, a reader or command gives an answer or one `Gemma4CompatError`: the command line
-exits 0, 1 or 2, without a traceback, and prints no control character of a file. That is tried with valid adapters,
-checkpoints, indexes, requirements files, projects, lock files, error texts and options that
-[hypothesis](https://hypothesis.readthedocs.io) changes anywhere: wrong types, huge numbers, deep nesting, regular
+Whatever a file or an option contains, a function or command gives an answer or one `Gemma4CompatError`: the command
+line exits 0, 1 or 2, without a traceback, and prints no control character from a file. This is tested with valid
+adapters, checkpoints, indexes, requirements files, projects, lock files, error texts and options that
+[hypothesis](https://hypothesis.readthedocs.io) mutates anywhere: wrong types, huge numbers, deep nesting, regular
 expressions that backtrack, overlapping tensors, links, pipes, `/dev/zero`, holes of gigabytes, paths that leave the
-folder, control characters, lone surrogates; then their bytes are cut.
+folder, control characters, lone surrogates; then the bytes are truncated.
 
 Each input runs under a watch. It fails when it
 
 - raises anything but `Gemma4CompatError`, or one whose message is longer than 10,000 characters,
-- takes more processor time or memory than the bounds below, which are a constant and more for each MiB of the input
-  (beyond 16 MiB nothing more), or waits for a pipe,
+- takes more processor time or memory than the bounds below, which are a constant plus an amount per MiB of the input
+  (up to 16 MiB), or waits for a pipe,
 - writes, renames or removes a file outside OUT, or changes one of its own,
 - starts a program, unpickles, or opens a connection,
 - prints a raw control character, or JSON that is not an object or not JSON (`NaN`).
 
 ```bash
 pip install -c constraints/newest.txt ".[test]"
-python -m tests.fuzz --inputs 100000 --jobs 8 --out fuzz.json  # all readers; goes on where it was stopped
+python -m tests.fuzz --inputs 100000 --jobs 8 --out fuzz.json  # all readers; resumes where it stopped
 python -m tests.fuzz --reader safetensors --inputs 100000      # one of them
-python -m tests.fuzz --replay tests/fuzz/corpus                # every input that was ever found
+python -m tests.fuzz --replay tests/fuzz/corpus                # every input ever found
 ```
 
-Failing inputs are made small and saved beside `fuzz.json`; those that were repaired are in `tests/fuzz/corpus/`, which
+Failing inputs are minimized and saved beside `fuzz.json`; those that were fixed are in `tests/fuzz/corpus/`, which
 CI replays, with a few new inputs for each reader.
 """
 

@@ -79,8 +79,8 @@ def section() -> str:
         "",
         f"One {machine['device']}{besides}, transformers {machine['versions']['transformers']}, random weights in the "
         f"real shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
-        f"({measured_on}); VRAM is what torch allocates at most, loading included. Without `decode_fast` "
-        "the speed is that of the machine's CPU. Longer contexts, upstream beside it and all figures: "
+        f"({measured_on}); VRAM is PyTorch's peak allocation, including loading. Without "
+        "`decode_fast`, the CPU limits decoding speed. Longer contexts, a comparison with upstream and all figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
     ]
     return "\n".join(rows)

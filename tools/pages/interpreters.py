@@ -23,7 +23,7 @@ def page() -> str:
         "",
         "One case, the same outcome everywhere. *model*: `import gemma4_compat`, a tiny Gemma 4 with parts on disk",
         "and an adapter, three forwards and a `generate` with the bits of one device, commands, `revert()`.",
-        "*stub*: what needs none of the libraries: arming, `status()`, commands, `revert()`. A dash: not run.",
+        "*stub*: the parts that need no library: the import, `status()`, commands, `revert()`. A dash: not run.",
         "",
         f"| way | {' | '.join(pythons)} |",
         f"|---|{'---|' * len(pythons)}",

@@ -36,7 +36,7 @@ def towers_section() -> str:
             rows.append(f"| {' | '.join([variant, path.rpartition('.')[2], *sizes, saved])} |")
         if not found["towers"]:
             rows.append(f"| {variant} | has none | | | | | |")
-    return "\n".join([*rows, "", "By the parameters alone (`python benchmarks/quantized_bytes.py`)."])
+    return "\n".join([*rows, "", "Parameters only (`python benchmarks/quantized_bytes.py`)."])
 
 
 def keep_section() -> str:

@@ -19,24 +19,23 @@ model on a CPU, with every layer, the towers and the embeddings offloaded.
 
 Threads that call one split model take turns, forward by forward
 ([F45](FAILURE_POINTS.md#f45-several-threads-in-a-split-model)): each waits for those that came before it, and gets the
-answer that it gets alone. Two that `generate` have a token each in turn. A backward pass is one turn. What one thread
-pays for this is in [BENCHMARKS.md](BENCHMARKS.md#the-lock-of-a-split-model-with-one-thread).
+same answer as if it ran by itself. Two threads that `generate` take turns token by token. A backward pass is one turn.
+What this costs a single thread: [BENCHMARKS.md](BENCHMARKS.md#the-lock-of-a-split-model-with-one-thread).
 
-Two things stay with you. What changes a model (loading, merging or switching an adapter, dispatching it again, moving
-it) is for a moment when no other thread runs it. And a model that is whole on one device has no lock: there threads
-are upstream's.
+Two things are up to you. Change a model (load, merge or switch an adapter, dispatch or move it) only while no other
+thread runs it. And a model that is whole on one device has no lock: threads behave as upstream.
 
-`python -m tests.offload.threads --forwards 1000 --jobs 12 --out docs/evidence/threads/STACK.json`: so many forwards of
-text, a batch, and text with an image and sound, in turn, from several threads that Python switches as often as it can.
-Each answer is compared, bit by bit, with that of one device.
+`python -m tests.offload.threads --forwards 1000 --jobs 12 --out docs/evidence/threads/STACK.json`: that many forwards
+of text, a batch, and text with an image and sound, in turn, from several threads that Python switches as often as it
+can. Each answer is compared, bit by bit, with that of one device.
 """
 _LEFTOVERS = """\
 ## What deleted models leave behind
 
 `python -m tests.offload.leftovers --loads 20 --jobs 6 --out docs/evidence/leftovers/STACK.json`: a model is loaded,
-split and given an adapter, generates, takes a training step, and is deleted, so many times in one process. Objects,
+split and given an adapter, generates, takes a training step, and is deleted, that many times in one process. Objects,
 tensors, hooks, threads, open and mapped files and pinned memory are counted after the first one and after the last.
-Memory is what the process has more, for each model after the first ten.
+Memory is the growth of the process per model, after the first ten.
 """
 
 
