@@ -28,7 +28,6 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_audio_mask",
     ),
     "training": (
-        "accelerate_train_offloaded",
         "accelerate_ddp_offloaded",
         "bitsandbytes_fsdp_packed_weights",
         "peft_kbit_dtypes",
@@ -158,6 +157,7 @@ ON_TOP: tuple[str, ...] = (
     "placement.accelerate_map_check",
     "offload.accelerate_paged_layers",
     "checkpoints.accelerate_load_offloaded",
+    "training.accelerate_train_offloaded",
     "placement.transformers_tied_split",
     "placement.transformers_embedding_devices",
     "offload.transformers_offloaded_embedding",

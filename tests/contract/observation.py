@@ -19,7 +19,7 @@ from typing import Any
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
 #: Of torch only what patches replace is looked at.
-TORCH = "torch.distributed.fsdp._fully_shard."
+TORCH = ("torch.distributed.fsdp._fully_shard.", "torch.nn.parallel.distributed")
 FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 
 
