@@ -41,6 +41,7 @@ class _Switch:
     original: Any
     state: list[Callable[..., Any] | None]
     changes: ChangeSet
+    asleep: Callable[..., Any] | None = None  # the replacement, until `awaken` puts it into `state`
 
 
 _ABSENT = object()
@@ -52,6 +53,8 @@ _installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDi
 # By patch and label, what was installed last: objects that kept that function, bound, get the repair back with the
 # next install.
 _latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
+_awake: set[str] = set()  # ids of patches that some object in this process needs: for good
+_switching = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,11 @@ class ChangeSet:
         self._wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # what it installed
         self._labels: set[str] = set()  # in place of what
 
-    def replace(self, module: str, name: str, replacement: Callable[..., Any]) -> None:
+    def replace(self, module: str, name: str, replacement: Callable[..., Any], *, asleep: bool = False) -> None:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
 
-        Static and class methods stay what they are; of a property it is the getter.
+        Static and class methods stay what they are; of a property it is the getter. With ``asleep``, the function
+        that is put there calls the original until :func:`awaken`.
 
         Raises:
             AttributeError: nothing of that name is there.
@@ -88,17 +92,17 @@ class ChangeSet:
         label = f"{module}.{name}"
         self._labels.add(label)
         if (kept := beneath(raw, self.patch_id, label)) is not None and not _installed[kept].changes.active:
-            self._switch_on(kept, replacement)
+            self._switch_on(kept, replacement, asleep)
             self._journal.append(_Edit(owner, attribute, raw, kept, label))
             if not isinstance(owner, type):
                 self._functions.append((kept, _installed[kept].original))
             return
         if isinstance(raw, (staticmethod, classmethod)):
-            installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label))
+            installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label, asleep))
         elif isinstance(raw, property):
-            installed = raw.getter(self._wrap(raw.fget, replacement, label))
+            installed = raw.getter(self._wrap(raw.fget, replacement, label, asleep))
         else:
-            installed = self._wrap(raw, replacement, label)
+            installed = self._wrap(raw, replacement, label, asleep)
         before = vars(owner).get(attribute, _ABSENT)
         if before is _ABSENT and isinstance(owner, type):
             # Inherited: the name it is pickled by would otherwise lead to the base class, and to another function.
@@ -134,16 +138,16 @@ class ChangeSet:
             if edit.owner is not namespace or vars(namespace).get(edit.name) is edit.after
         ]
 
-    def _wrap(self, original: Any, replacement: Callable[..., Any], label: str) -> FunctionType:
+    def _wrap(self, original: Any, replacement: Callable[..., Any], label: str, asleep: bool) -> FunctionType:
         if not isinstance(original, FunctionType):
             raise TypeError(f"{label} is a {type(original).__name__}, not a function")
         kept = _latest.get((self.patch_id, label))
         known = None if kept is None else _installed[kept]
         if kept is not None and known is not None and known.original is original and not known.changes.active:
-            self._switch_on(kept, replacement)
+            self._switch_on(kept, replacement, asleep)
             return kept
-        state: list[Callable[..., Any] | None] = [replacement]
-        asked = label.endswith(".__getattribute__")  # an error is an answer there, which compilers trace
+        state: list[Callable[..., Any] | None] = [None]
+        asked = label.endswith(".__getattr__")  # an error is an answer there, which compilers trace
 
         @functools.wraps(original, updated=())
         def installed(*args: Any, **kwargs: Any) -> Any:
@@ -164,12 +168,17 @@ class ChangeSet:
             function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         _installed[function] = _Switch(original, state, self)
         _latest[self.patch_id, label] = function
-        self._wrappers.add(function)
+        self._switch_on(function, replacement, asleep)
         return function
 
-    def _switch_on(self, kept: FunctionType, replacement: Callable[..., Any]) -> None:
+    def _switch_on(self, kept: FunctionType, replacement: Callable[..., Any], asleep: bool) -> None:
         known = _installed[kept]
-        known.state[0], known.changes = replacement, self
+        with _switching:
+            known.changes = self
+            if asleep and self.patch_id not in _awake:
+                known.state[0], known.asleep = None, replacement
+            else:
+                known.state[0], known.asleep = replacement, None
         self._wrappers.add(kept)
 
     def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:
@@ -203,10 +212,11 @@ class ChangeSet:
         Other modules may have taken our functions since. All are searched for them now, or, where a list is given,
         when the caller hands it to :func:`restore`: a search costs tens of milliseconds, however much is undone.
         """
-        self.active = False
-        for switch in [_installed[function] for function in self._wrappers]:
-            if switch.changes is self:
-                switch.state[0] = None
+        with _switching:
+            self.active = False
+            for switch in [_installed[function] for function in self._wrappers]:
+                if switch.changes is self:
+                    switch.state[0] = switch.asleep = None
         left: list[str] = []
         for edit in reversed(self._journal):
             current = vars(edit.owner).get(edit.name)
@@ -224,6 +234,19 @@ class ChangeSet:
         self._journal.clear()
         self._functions.clear()
         return tuple(left)
+
+
+def awaken(patch_id: str) -> None:
+    """Switch on what a patch has installed :attr:`asleep <gemma4_compat._engine.patch.Target.asleep>`, for good:
+    some object needs it from now on.
+    """
+    if patch_id in _awake:
+        return
+    with _switching:
+        for function, switch in list(_installed.items()):
+            if switch.asleep is not None and vars(function)[_OURS] == patch_id:
+                switch.state[0], switch.asleep = switch.asleep, None
+        _awake.add(patch_id)  # last: whoever finds it there goes on
 
 
 def reach(edits: Iterable[ChangeSet | None]) -> None:
@@ -385,13 +408,22 @@ def resolve_owner(module: str, name: str) -> tuple[Any, str]:
 def raw_slot(owner: Any, name: str) -> Any:
     """What ``owner`` (or, for a class, the first base that has it) holds under ``name``, no descriptor called.
 
+    A class without a ``__getattr__`` has :func:`missing`.
+
     Raises:
         AttributeError: there is no such name.
     """
     for namespace in owner.__mro__ if isinstance(owner, type) else (owner,):
         if name in vars(namespace):
             return vars(namespace)[name]
+    if isinstance(owner, type) and name == "__getattr__":
+        return missing
     raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r}")
+
+
+def missing(self: Any, name: str) -> Any:
+    """A ``__getattr__`` that changes nothing: it raises once more what was raised when ``name`` was read."""
+    return type(self).__getattribute__(self, name)
 
 
 def _modules() -> Iterator[Any]:

@@ -61,11 +61,12 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
     return Found(Detection.AFFECTED, reason, known, notice)
 
 
-def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet) -> None:
-    """Replace the targets of these groups."""
+def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet, *, late: bool = True) -> None:
+    """Replace the targets of these groups. ``late``: their library may have been used before."""
     for target in patch.targets:
-        if target.group in groups and not (target.optional and not _exists(target)):
-            edits.replace(target.module, target.name, target.replacement)
+        if target.group in groups and not _is_left_out(patch, target):
+            asleep = target.asleep is not None and target.asleep(late)
+            edits.replace(target.module, target.name, target.replacement, asleep=asleep)
 
 
 def applied(patch: Patch, releases: Mapping[str, str]) -> str:
@@ -107,11 +108,9 @@ def waiting(patch: Patch, ending: str | None = None) -> str:
 def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> str | None:
     """Why the targets of a group are not the code that the patch was proven on; None when they are."""
     for target in patch.targets:
-        if target.group != group:
+        if target.group != group or _is_left_out(patch, target):
             continue
         if not _exists(target):
-            if target.optional:
-                continue
             return explained(patch, releases, f"{target} does not exist")
         raw = changes.raw_slot(*changes.resolve_owner(target.module, target.name))
         try:
@@ -137,6 +136,13 @@ def _wrapped_by(patch: Patch, target: Target, raw: object) -> str | None:
     if changes.beneath(raw, patch.id, str(target)) is not None:
         return None
     return stranger(changes.function_of(raw), changes.is_installed)
+
+
+def _is_left_out(patch: Patch, target: Target) -> bool:
+    release = versions.current(patch.distribution) if target.affected else None
+    if release is not None and not versions.admits(target.affected, release):
+        return True
+    return target.optional and not _exists(target)
 
 
 def _exists(target: Target) -> bool:

@@ -281,7 +281,7 @@ class Engine:
                 if found.detection is Detection.AFFECTED:
                     with self._uncovered(record):
                         try:
-                            detection.apply(patch, found.groups, edits)
+                            detection.apply(patch, found.groups, edits, late=late)
                         except BaseException:
                             edits.undo()  # before what covers it comes back
                             raise
@@ -368,7 +368,7 @@ class Engine:
             for other in covering:
                 other.changes = ChangeSet(other.id)
                 try:
-                    detection.apply(other.patch, other.groups, other.changes)
+                    detection.apply(other.patch, other.groups, other.changes, late=other.status.late)
                 except Exception as error:
                     other.changes.undo()
                     other.changes = None

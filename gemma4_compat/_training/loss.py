@@ -90,7 +90,7 @@ def _has_a_loss(model: Any) -> bool:
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model with a head. Its loss is computed in chunks where that was asked for."""
-    if not _is_asked_for(self):
+    if not (self.training or _ATTRIBUTE in self.__dict__) or not _is_asked_for(self):
         return original(self, *args, **kwargs)
     if args:
         kwargs.update(zip(_positional(original), args, strict=False))

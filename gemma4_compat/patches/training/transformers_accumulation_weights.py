@@ -172,7 +172,13 @@ PATCH = Patch(
     affected=">=5.5",
     targets=(
         Target(module="transformers.trainer", name="Trainer.__init__", replacement=trainer, group="trainer"),
-        Target(module=_GEMMA4, name="Gemma4ForConditionalGeneration.forward", replacement=forward, group="gemma4"),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4ForConditionalGeneration.forward",
+            replacement=forward,
+            affected="<5.6",
+            group="gemma4",
+        ),
     ),
     reproduce=reproduce,
 )

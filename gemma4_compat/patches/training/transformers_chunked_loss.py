@@ -17,7 +17,6 @@ Remove when: transformers computes the loss of Gemma 4 in chunks by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
@@ -28,10 +27,6 @@ if TYPE_CHECKING:
 
 _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
-
-
-def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    return loss.forward(original, self, *args, **kwargs)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -65,7 +60,7 @@ def _with_states(outputs: Any, states: Any) -> Any:
 
 
 def _target(module: str, name: str, group: str) -> Target:
-    return Target(module=module, name=f"{name}.forward", replacement=forward, group=group)
+    return Target(module=module, name=f"{name}.forward", replacement=loss.forward, group=group)
 
 
 PATCH = Patch(

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
-from gemma4_compat._models import cache_names, flash
+from gemma4_compat._models import attention_lookup, cache_names, flash
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -34,18 +34,21 @@ BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 
 
 def create_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if args or not flash.is_split(kwargs.get("config")):
+    if args or flash.is_plain(config := kwargs.get("config")) or not flash.is_split(config):
         return original(*args, **kwargs)
     return flash.full_mask(original, kwargs)
 
 
 def create_sliding_window_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if args or not flash.is_split(kwargs.get("config")):
+    if args or flash.is_plain(config := kwargs.get("config")) or not flash.is_split(config):
         return original(*args, **kwargs)
     return flash.sliding_mask(original, kwargs)
 
 
 def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config = args[0] if args else kwargs["config"] if "config" in kwargs else None  # noqa: SIM401
+    if flash.is_plain(config):
+        return original(*args, **kwargs)
     from transformers import masking_utils
 
     arguments = dict(zip(_NAMES, args)) | cache_names.renamed(kwargs, cache_names.NEW)
@@ -63,11 +66,12 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
     }
 
 
-def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any:
-    found = original(self, key)
-    if key in flash.PLAIN or not flash.is_flash(key):  # most layers ask for a plain one: no call
+def attention_function(original: Callable[..., Any], self: Any, key: str | None, *default: Any) -> Any:
+    found = original(self, key, *default)
+    if key in flash.PLAIN:  # most layers ask for a plain one: no call
         return found
-    return flash.by_layer(found, original(self, "sdpa"))
+    name = key if key in self else str(key).removeprefix("paged|")
+    return flash.by_layer(found, original(self, "sdpa", *default)) if flash.is_flash(name) else found
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -101,9 +105,7 @@ PATCH = Patch(
             replacement=create_sliding_window_causal_mask,
         ),
         Target(module=_MASKS, name="create_masks_for_generate", replacement=create_masks_for_generate),
-        Target(
-            module="transformers.modeling_utils", name="AttentionInterface.__getitem__", replacement=attention_function
-        ),
+        *attention_lookup.targets(attention_function),
     ),
     reproduce=reproduce,
     after=("transformers-cudnn-padding",),  # the sdpa that its layers run is the repaired one
