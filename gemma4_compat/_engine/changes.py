@@ -53,7 +53,9 @@ _installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDi
 # By patch and label, what was installed last: objects that kept that function, bound, get the repair back with the
 # next install.
 _latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
-_awake: set[str] = set()  # ids of patches that some object in this process needs: for good
+# See `sleep`: ids of patches that are needed; owner, name and what stood there, where something asleep was installed.
+_awake: set[str] = set()
+_beds: dict[tuple[int, str], tuple[Any, str, Any]] = {}
 _switching = threading.Lock()
 
 
@@ -81,7 +83,7 @@ class ChangeSet:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
 
         Static and class methods stay what they are; of a property it is the getter. With ``asleep``, the function
-        that is put there calls the original until :func:`awaken`.
+        that is put there calls the original until :func:`gemma4_compat._engine.sleep.awaken`.
 
         Raises:
             AttributeError: nothing of that name is there.
@@ -104,6 +106,8 @@ class ChangeSet:
         else:
             installed = self._wrap(raw, replacement, label, asleep)
         before = vars(owner).get(attribute, _ABSENT)
+        if asleep and isinstance(owner, type) and not is_installed(function_of(raw)):
+            _beds[id(owner), attribute] = owner, attribute, before
         if before is _ABSENT and isinstance(owner, type):
             # Inherited: the name it is pickled by would otherwise lead to the base class, and to another function.
             function = function_of(installed)
@@ -234,19 +238,6 @@ class ChangeSet:
         self._journal.clear()
         self._functions.clear()
         return tuple(left)
-
-
-def awaken(patch_id: str) -> None:
-    """Switch on what a patch has installed :attr:`asleep <gemma4_compat._engine.patch.Target.asleep>`, for good:
-    some object needs it from now on.
-    """
-    if patch_id in _awake:
-        return
-    with _switching:
-        for function, switch in list(_installed.items()):
-            if switch.asleep is not None and vars(function)[_OURS] == patch_id:
-                switch.state[0], switch.asleep = switch.asleep, None
-        _awake.add(patch_id)  # last: whoever finds it there goes on
 
 
 def reach(edits: Iterable[ChangeSet | None]) -> None:

@@ -9,7 +9,7 @@ Rules:
    failed patch.
 3. Nothing is imported under the lock: it is taken inside import hooks, and waiting there for a module that another
    thread is importing would be a deadlock. Nothing upstream is imported at all.
-4. Everything is decided before anything is said, and that after the lock is released: who hears it may raise.
+4. Decisions are made under the lock; messages follow after its release, because a handler may raise.
 5. Asking changes nothing: ``status`` says what would be decided, and decides nothing.
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from gemma4_compat._engine import autoreload, detection, hooks, notice, report, settings, versions
+from gemma4_compat._engine import autoreload, detection, hooks, notice, report, settings, sleep, versions
 from gemma4_compat._engine.changes import ChangeSet, reach, restore, unreached
 from gemma4_compat._engine.gate import Gate
 from gemma4_compat._engine.patch import Detection, LatePatch, Patch, PatchState, PatchStatus
@@ -65,9 +65,8 @@ class Engine:
                 if record.status.state is not PatchState.APPLIED:
                     record.broken = None
                     record.enter(PatchState.PENDING, "waiting for the import of its library")
-        # Not under the lock, which hooks take. A module that is complete after this is found below; for one that is
-        # not, _on_import will be called. So once all threads are done, no patch is pending whose modules are all
-        # imported: the last thread to decide finds them.
+        # Not under the lock, which hooks take. A module that is complete after this is found below; for any other,
+        # _on_import will be called. So the last thread to decide leaves no patch pending whose modules are imported.
         modules = dict.fromkeys(name for record in self._records.values() for name in sorted(record.modules))
         for name in modules:
             hooks.when_imported(name, self._on_import)
@@ -134,11 +133,12 @@ class Engine:
         """
         with self._lock:
             self._gate.forget()
+            sleep.show()
             try:
                 yield
             finally:
-                warnings, self._warnings = self._warnings, []
-                refusals, self._refusals = self._refusals, []
+                sleep.hide()
+                warnings, refusals, self._warnings, self._refusals = self._warnings, self._refusals, [], []
         for message in warnings if raises else [*warnings, *refusals]:
             notice.warn(message, self._libraries)
         if raises and refusals:

@@ -103,7 +103,7 @@ class Target:
         affected: the releases of the patch's distribution in which this target is needed, where it is not all of the
             patch's; in the others it is left out.
         asleep: whether nothing in this process can need it yet; the argument is whether its library may have been used
-            before. What is installed then calls the original, until :func:`gemma4_compat._engine.changes.awaken`.
+            before. What is installed then calls the original, until :func:`gemma4_compat._engine.sleep.awaken`.
         group: targets of one group are replaced together, as soon as the modules of that group are imported. A patch
             for two copies of the same code has two groups, and the one does not wait for the other.
     """

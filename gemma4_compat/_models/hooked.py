@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._engine import changes
+from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import Target
 
 
@@ -15,7 +15,7 @@ def waker(patch_id: str, group: str = "") -> Target:
     """The target that wakes a patch; put it before those that are :func:`asleep`."""
 
     def add_hook_to_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        changes.awaken(patch_id)
+        sleep.awaken(patch_id)
         return original(*args, **kwargs)
 
     return Target(

@@ -285,6 +285,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "transformers.modeling_utils.AttentionInterface.__getitem__": {"6c9ee973e61a": "5.5.0 - 5.24.0"},
     "transformers.modeling_utils.AttentionInterface.get_interface": {"6e2e41300f64": "5.5.0 - 5.18.0", "d502564f920b": "5.19.0 - 5.24.0"},
     "transformers.modeling_utils.ModuleUtilsMixin.device": {"b90683e53851": "5.5.0 - 5.24.0"},
+    "transformers.modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation": {"2798d212b35d": "5.5.0 - 5.6.2", "6bc38a1f504a": "5.7.0 - 5.11.0", "650b5f074058": "5.12.0 - 5.17.0", "ad27b0e56674": "5.18.0", "343e0b36f4dd": "5.19.0 - 5.23.0", "40d0ead9fd90": "5.24.0"},
     "transformers.modeling_utils.PreTrainedModel._load_pretrained_model": {"b95a861b6b0a": "5.5.0 - 5.5.4", "84aa74409159": "5.6.0 - 5.6.2", "cdb8587d4c91": "5.7.0 - 5.12.1", "2960594e9919": "5.13.0 - 5.15.1", "1b7af09f9cc9": "5.16.0 - 5.16.1", "76231f395559": "5.17.0 - 5.22.2", "47b694dfcb19": "5.23.0 - 5.24.0"},
     "transformers.modeling_utils.PreTrainedModel._resize_token_embeddings": {"a291f2faea2f": "5.5.0 - 5.24.0"},
     "transformers.modeling_utils.PreTrainedModel._set_gradient_checkpointing": {"ea10c1f7ace1": "5.5.0 - 5.6.2", "9f26e8e1d3c6": "5.7.0 - 5.15.1", "b847fc875700": "5.16.0 - 5.24.0"},

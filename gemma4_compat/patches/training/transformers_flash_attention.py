@@ -18,15 +18,18 @@ Remove when: transformers runs Gemma 4 with flash attention, or no longer declar
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import attention_lookup, cache_names, flash
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
+_ID = "transformers-flash-attention"
 _MASKS = "transformers.masking_utils"
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
 #: Of the largest logit. A package's kernel takes no float32; the stand-in does.
@@ -34,13 +37,13 @@ BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 
 
 def create_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if args or flash.is_plain(config := kwargs.get("config")) or not flash.is_split(config):
+    if args or flash.is_plain(config := kwargs.get("config")) or not _is_split(config):
         return original(*args, **kwargs)
     return flash.full_mask(original, kwargs)
 
 
 def create_sliding_window_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if args or flash.is_plain(config := kwargs.get("config")) or not flash.is_split(config):
+    if args or flash.is_plain(config := kwargs.get("config")) or not _is_split(config):
         return original(*args, **kwargs)
     return flash.sliding_mask(original, kwargs)
 
@@ -53,7 +56,7 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
 
     arguments = dict(zip(_NAMES, args)) | cache_names.renamed(kwargs, cache_names.NEW)
     config = getattr(arguments.get("config"), "get_text_config", lambda: None)()
-    if len(args) > len(_NAMES) or not flash.is_split(config):
+    if len(args) > len(_NAMES) or not _is_split(config):
         return original(*args, **kwargs)
     arguments["config"] = config
     known = {*_NAMES, "or_mask_function", "and_mask_function", "block_sequence_ids"}
@@ -64,6 +67,36 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
         "full_attention": masking_utils.create_causal_mask(**given),
         "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
     }
+
+
+def _is_split(config: Any) -> bool:
+    import torch
+
+    found = flash.is_split(config)
+    if found and not torch.compiler.is_compiling():
+        sleep.awaken(_ID)
+    return found
+
+
+def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a model is made with, or given later: from the first flash kernel on, layers have to be told apart."""
+    found = original(self, *args, **kwargs)
+    if _may_be_flash(found):
+        sleep.awaken(_ID)
+    return found
+
+
+def _sleeps(late: bool) -> bool:
+    """Whether no model can run flash yet. Where models may have been made before, all configurations are looked at."""
+    from transformers import PreTrainedConfig
+
+    name = "_attn_implementation_internal"
+    made = [item for item in gc.get_objects() if issubclass(type(item), PreTrainedConfig)] if late else []
+    return not any(_may_be_flash(object.__getattribute__(config, "__dict__").get(name, "eager")) for config in made)
+
+
+def _may_be_flash(implementation: Any) -> bool:
+    return not isinstance(implementation, str | None) or flash.is_flash(implementation)
 
 
 def attention_function(original: Callable[..., Any], self: Any, key: str | None, *default: Any) -> Any:
@@ -91,7 +124,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 PATCH = Patch(
-    id="transformers-flash-attention",
+    id=_ID,
     severity=Severity.CRASH,
     failure_points=("F54",),
     distribution="transformers",
@@ -105,7 +138,12 @@ PATCH = Patch(
             replacement=create_sliding_window_causal_mask,
         ),
         Target(module=_MASKS, name="create_masks_for_generate", replacement=create_masks_for_generate),
-        *attention_lookup.targets(attention_function),
+        Target(
+            module="transformers.modeling_utils",
+            name="PreTrainedModel._check_and_adjust_attn_implementation",
+            replacement=implementation,
+        ),
+        *attention_lookup.targets(attention_function, asleep=_sleeps),
     ),
     reproduce=reproduce,
     after=("transformers-cudnn-padding",),  # the sdpa that its layers run is the repaired one
