@@ -414,7 +414,7 @@ def raw_slot(owner: Any, name: str) -> Any:
 
 def missing(self: Any, name: str) -> Any:
     """A ``__getattr__`` that changes nothing: it raises once more what was raised when ``name`` was read."""
-    return type(self).__getattribute__(self, name)
+    return type(self).__getattribute__(self, name)  # type: ignore[call-arg]  # mypy takes it for bound
 
 
 def _modules() -> Iterator[Any]:

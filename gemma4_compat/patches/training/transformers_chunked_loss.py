@@ -29,6 +29,12 @@ _GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
 _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 
+def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (self.training or loss.ATTRIBUTE in self.__dict__):
+        return original(self, *args, **kwargs)
+    return loss.forward(original, self, *args, **kwargs)
+
+
 def reproduce(workspace: Workspace) -> Outcome:
     """How much the backward pass keeps of the logits, where the loss was asked for in chunks."""
     import torch
@@ -60,7 +66,7 @@ def _with_states(outputs: Any, states: Any) -> Any:
 
 
 def _target(module: str, name: str, group: str) -> Target:
-    return Target(module=module, name=f"{name}.forward", replacement=loss.forward, group=group)
+    return Target(module=module, name=f"{name}.forward", replacement=forward, group=group)
 
 
 PATCH = Patch(
