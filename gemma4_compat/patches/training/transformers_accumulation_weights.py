@@ -25,6 +25,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
@@ -176,7 +177,7 @@ PATCH = Patch(
             module=_GEMMA4,
             name="Gemma4ForConditionalGeneration.forward",
             replacement=forward,
-            affected="<5.6",
+            asleep=lambda _late: versions.admits(">=5.6", versions.current("transformers") or ""),
             group="gemma4",
         ),
     ),

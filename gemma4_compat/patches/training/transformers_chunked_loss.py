@@ -17,6 +17,7 @@ Remove when: transformers computes the loss of Gemma 4 in chunks by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import Outcome, Patch, Severity, Target
