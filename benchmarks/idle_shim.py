@@ -8,10 +8,10 @@ adapter on the language model and both towers. A CPU changes its speed within a 
 costs, so both sides are timed in one process, a few tokens at a time: ``shim_switch`` takes the shim out and puts it
 back within a millisecond. A turn is the end of a short generate and a prefill, each after some that are not timed; a
 round is four turns, with, without, without, with (A1 B1 B2 A2), so that a machine that gets slower costs both sides
-the same. The cost is sqrt(A1 A2 / (B1 B2)), its interval a bootstrap over the rounds; next to it stands sqrt(A1 B2 / (B1 A2)), as
-many turns in which a cost cancels out, so that it is nothing but noise. A cost is called indistinguishable from zero
-where its median is no further from 1 than the 95 % interval of the noise reaches; of fewer than four rounds nothing
-is said.
+the same. The cost is sqrt(A1 A2 / (B1 B2)), its interval a bootstrap over the rounds; next to it stands sqrt(A1 B2 /
+(B1 A2)), as many turns in which a cost cancels out, so that it is nothing but noise. A cost is called
+indistinguishable from zero where its median is no further from 1 than the 95 % interval of the noise reaches; of
+fewer than four rounds nothing is said.
 
 And exactly: the Python and C functions called in a prefill and in a decoded token, counted by ``sys.setprofile``, and
 the instructions of the interpreter, with the shim and without, and which functions differ. These counts are the same
