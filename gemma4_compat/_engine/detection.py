@@ -63,9 +63,10 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
 
 def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet, *, late: bool = True) -> None:
     """Replace the targets of these groups. ``late``: their library may have been used before."""
+    sleeps = not any(target.waker and _is_left_out(patch, target) for target in patch.targets)
     for target in patch.targets:
         if target.group in groups and not _is_left_out(patch, target):
-            asleep = target.asleep is not None and target.asleep(late)
+            asleep = sleeps and target.asleep is not None and target.asleep(late)
             edits.replace(target.module, target.name, target.replacement, asleep=asleep)
 
 
@@ -142,7 +143,13 @@ def _is_left_out(patch: Patch, target: Target) -> bool:
     release = versions.current(patch.distribution) if target.affected else None
     if release is not None and not versions.admits(target.affected, release):
         return True
-    return target.optional and not _exists(target)
+    if not target.waker or not _exists(target):
+        return (target.optional or target.waker) and not _exists(target)
+    raw = changes.raw_slot(*changes.resolve_owner(target.module, target.name))
+    try:
+        return fingerprint(raw) not in target.known or _wrapped_by(patch, target, raw) is not None
+    except OSError:  # no source: as unknown as other code
+        return True
 
 
 def _exists(target: Target) -> bool:

@@ -104,6 +104,8 @@ class Target:
             patch's; in the others it is left out.
         asleep: whether nothing in this process can need it yet; the argument is whether its library may have been used
             before. What is installed then calls the original, until :func:`gemma4_compat._engine.sleep.awaken`.
+        waker: it only wakes the patch. Where it does not exist, or its code is unknown, it is left out, and nothing of
+            the patch sleeps.
         group: targets of one group are replaced together, as soon as the modules of that group are imported. A patch
             for two copies of the same code has two groups, and the one does not wait for the other.
     """
@@ -116,6 +118,7 @@ class Target:
     optional: bool = False
     affected: str = ""
     asleep: Callable[[bool], bool] | None = None
+    waker: bool = False
     group: str = ""
 
     def __str__(self) -> str:
@@ -188,7 +191,7 @@ class Patch:
         found: dict[str, dict[str, None]] = {}
         for target in self.targets:
             modules = found.setdefault(target.group, {})
-            if not target.optional:
+            if not (target.optional or target.waker):
                 modules[target.module] = None
         return {group: tuple(modules) for group, modules in found.items()}
 

@@ -12,7 +12,7 @@ from gemma4_compat._engine.patch import Target
 
 
 def waker(patch_id: str, group: str = "") -> Target:
-    """The target that wakes a patch; put it before those that are :func:`asleep`."""
+    """The target that wakes a patch."""
 
     def add_hook_to_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         sleep.awaken(patch_id)
@@ -23,6 +23,7 @@ def waker(patch_id: str, group: str = "") -> Target:
         name="add_hook_to_module",
         replacement=add_hook_to_module,
         codes={"9d0155698be1": "accelerate 1.12 to 1.15"},
+        waker=True,
         group=group,
     )
 

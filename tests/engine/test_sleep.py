@@ -63,3 +63,26 @@ def test_what_another_library_puts_there_meanwhile_stays_and_is_told(library: Li
     assert engine.status()[patch.id].overridden
     engine.revert()
     assert vars(module.Layer)["forward"] is theirs
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_without_the_code_that_wakes_it_nothing_sleeps(library: Library, known: bool) -> None:
+    module = library.load()
+    own = vars(module.Layer)["forward"]
+
+    def wake(original: Any, *args: Any, **kwargs: Any) -> Any:
+        sleep.awaken("fakelib-double")
+        return original(*args, **kwargs)
+
+    waker = dataclasses.replace(library.target("double", wake), waker=True)
+    if not known:
+        waker = dataclasses.replace(waker, known={"0" * 12: "1.0"})
+    patch = library.patch(dataclasses.replace(library.target("Layer.forward"), asleep=lambda late: True), waker)
+    engine = Engine([patch])
+    engine.install()
+    assert engine.status()[patch.id].state is PatchState.APPLIED
+    assert (vars(module.Layer)["forward"] is own) == known
+    module.double(2)
+    assert changes.is_on(vars(module.Layer)["forward"], patch.id)
+    engine.revert()
+    assert vars(module.Layer)["forward"] is own

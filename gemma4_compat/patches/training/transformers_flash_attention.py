@@ -103,7 +103,7 @@ def attention_function(original: Callable[..., Any], self: Any, key: str | None,
     found = original(self, key, *default)
     if key in flash.PLAIN:  # most layers ask for a plain one: no call
         return found
-    name = key if key in self else str(key).removeprefix("paged|")
+    name = str(key).removeprefix("paged|") if default else key  # `get_interface` leaves the prefix out
     return flash.by_layer(found, original(self, "sdpa", *default)) if flash.is_flash(name) else found
 
 
@@ -142,6 +142,7 @@ PATCH = Patch(
             module="transformers.modeling_utils",
             name="PreTrainedModel._check_and_adjust_attn_implementation",
             replacement=implementation,
+            waker=True,
         ),
         *attention_lookup.targets(attention_function, asleep=_sleeps),
     ),
