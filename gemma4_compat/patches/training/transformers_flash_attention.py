@@ -19,6 +19,7 @@ Remove when: transformers runs Gemma 4 with flash attention, or no longer declar
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -88,10 +89,8 @@ def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs
 
 def _sleeps(late: bool) -> bool:
     """Whether no model can run flash yet. Where models may have been made before, all configurations are looked at."""
-    from transformers import PreTrainedConfig
-
-    name = "_attn_implementation_internal"
-    made = [item for item in gc.get_objects() if issubclass(type(item), PreTrainedConfig)] if late else []
+    name, kind = "_attn_implementation_internal", sys.modules["transformers.configuration_utils"].PreTrainedConfig
+    made = [item for item in gc.get_objects() if issubclass(type(item), kind)] if late else []
     return not any(_may_be_flash(object.__getattribute__(config, "__dict__").get(name, "eager")) for config in made)
 
 
