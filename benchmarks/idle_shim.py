@@ -3,15 +3,15 @@ GPU, with every patch applied, against upstream as it is?
 
 python benchmarks/idle_shim.py --shape E2B|E4B --out FILE.json [--minutes N] [--blocks N]
 
-Random weights in the real shape (no network), 4-bit with double quantization, without and with an adapter on the
-language model and both towers. A CPU changes its speed within a process, and by more than a shim costs, so both sides
-are timed in one process, a few tokens at a time: ``shim_switch`` takes the shim out and puts it back within a
-millisecond. A turn is the end of a short generate and a prefill, each after some that are not timed; a round is four
-turns, with, without, without, with (A1 B1 B2 A2), so that a machine that gets slower costs both sides the same. The
-cost is sqrt(A1 A2 / (B1 B2)), its interval a bootstrap over the rounds; next to it stands sqrt(A1 B2 / (B1 A2)), as
-many turns in which a cost cancels out, so that it is nothing but noise. A cost is called indistinguishable from zero
-where its median is no further from 1 than the 95 % interval of the noise reaches; of fewer than four rounds nothing
-is said.
+Random weights in the real shape (no network): in bfloat16, and 4-bit with double quantization, without and with an
+adapter on the language model and both towers. A CPU changes its speed within a process, and by more than a shim
+costs, so both sides are timed in one process, a few tokens at a time: ``shim_switch`` takes the shim out and puts it
+back within a millisecond. A turn is the end of a short generate and a prefill, each after some that are not timed; a
+round is four turns, with, without, without, with (A1 B1 B2 A2), so that a machine that gets slower costs both sides
+the same. The cost is sqrt(A1 A2 / (B1 B2)), its interval a bootstrap over the rounds; next to it stands sqrt(A1 B2 /
+(B1 A2)), as many turns in which a cost cancels out, so that it is nothing but noise. A cost is called
+indistinguishable from zero where its median is no further from 1 than the 95 % interval of the noise reaches; of
+fewer than four rounds nothing is said.
 
 And exactly: the Python and C functions called in a prefill and in a decoded token, counted by ``sys.setprofile``, and
 the instructions of the interpreter, with the shim and without, and which functions differ. These counts are the same
@@ -58,7 +58,11 @@ ENOUGH = 4
 #: How often calls are counted; the counts should be the same.
 COUNTS = 3
 LISTED = 40
-MODELS = {"base": "4-bit, everything on the GPU", "adapter": "the same with an adapter"}
+MODELS = {
+    "plain": "bfloat16, everything on one device",
+    "base": "4-bit, everything on one device",
+    "adapter": "the same with an adapter",
+}
 TURNS = {"A1": True, "B1": False, "B2": False, "A2": True}
 #: Numerator and denominator of the cost and of what is nothing but noise; of two turns each, the geometric mean.
 PAIRS = {"A/B": ("A1 A2", "B1 B2"), "noise": ("A1 B2", "B1 A2"), "A/A": ("A1", "A2"), "B/B": ("B1", "B2")}
@@ -86,13 +90,21 @@ def _base(shape: str) -> str:
 
 
 def prepare(order: Order) -> Data:
-    """Load the base model, or put the adapter on it, and warm up."""
+    """Load a model, or put the adapter on it, and warm up."""
     global _model
     import torch
     from peft import PeftModel
 
     folder = Path(order["folder"])
-    if order["model"] == "base":
+    if order["model"] == "plain":
+        from transformers import Gemma4ForConditionalGeneration
+
+        place = {"": small_card_models.main_device()}
+        _model = Gemma4ForConditionalGeneration.from_pretrained(
+            folder / "checkpoint", dtype=torch.bfloat16, device_map=place
+        ).eval()
+    elif order["model"] == "base":
+        _model = None  # not both at a time
         _model = small_card_models.load(_base(order["shape"]), small_card_cases.CASES["all-gpu"], folder)
     else:
         _model = PeftModel.from_pretrained(_model, folder / "adapter-linear").eval()
@@ -309,7 +321,7 @@ def measure(
     options: list[str],
     note: str | None,
 ) -> Data:
-    """Build, load in two processes, and time one of them, half of the time each without and with the adapter."""
+    """Build, load in two processes, and time one of them, a third of the time each model."""
     script = Path(__file__)
     deadline = time.monotonic() + 60 * minutes
     result = common.header(script, sys.modules[__name__], shape, options, note)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ class _Switch:
     original: Any
     state: list[Callable[..., Any] | None]
     changes: ChangeSet
+    asleep: Callable[..., Any] | None = None  # the replacement, until `awaken` puts it into `state`
 
 
 _ABSENT = object()
@@ -49,6 +51,10 @@ _installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDi
 # By patch and label, what was installed last: objects that kept it as a bound method get the repair back with the next
 # install.
 _latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
+# See `sleep`: ids of patches that are needed; owner, name and what stood there, where something asleep was installed.
+_awake: set[str] = set()
+_beds: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+_switching = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +77,11 @@ class ChangeSet:
         self._wrappers: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # the functions it installed
         self._labels: set[str] = set()  # the names it replaced
 
-    def replace(self, module: str, name: str, replacement: Callable[..., Any]) -> None:
+    def replace(self, module: str, name: str, replacement: Callable[..., Any], *, asleep: bool = False) -> None:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
 
-        Static and class methods stay what they are; a property gets another getter.
+        Static and class methods stay what they are; a property gets another getter. With ``asleep``, the function
+        that is put there calls the original until :func:`gemma4_compat._engine.sleep.awaken`.
 
         Raises:
             AttributeError: nothing of that name is there.
@@ -85,18 +92,20 @@ class ChangeSet:
         label = f"{module}.{name}"
         self._labels.add(label)
         if (kept := beneath(raw, self.patch_id, label)) is not None and not _installed[kept].changes.active:
-            self._switch_on(kept, replacement)
+            self._switch_on(kept, replacement, asleep)
             self._journal.append(_Edit(owner, attribute, raw, kept, label))
             if not isinstance(owner, type):
                 self._functions.append((kept, _installed[kept].original))
             return
         if isinstance(raw, (staticmethod, classmethod)):
-            installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label))
+            installed: Any = type(raw)(self._wrap(raw.__func__, replacement, label, asleep))
         elif isinstance(raw, property):
-            installed = raw.getter(self._wrap(raw.fget, replacement, label))
+            installed = raw.getter(self._wrap(raw.fget, replacement, label, asleep))
         else:
-            installed = self._wrap(raw, replacement, label)
+            installed = self._wrap(raw, replacement, label, asleep)
         before = vars(owner).get(attribute, _ABSENT)
+        if asleep and isinstance(owner, type) and not is_installed(function_of(raw)):
+            _beds[id(owner), attribute] = owner, attribute, before
         if before is _ABSENT and isinstance(owner, type):
             # Inherited: otherwise it would be pickled under a name that leads to the base class's function.
             function = function_of(installed)
@@ -131,16 +140,16 @@ class ChangeSet:
             if edit.owner is not namespace or vars(namespace).get(edit.name) is edit.after
         ]
 
-    def _wrap(self, original: Any, replacement: Callable[..., Any], label: str) -> FunctionType:
+    def _wrap(self, original: Any, replacement: Callable[..., Any], label: str, asleep: bool) -> FunctionType:
         if not isinstance(original, FunctionType):
             raise TypeError(f"{label} is a {type(original).__name__}, not a function")
         kept = _latest.get((self.patch_id, label))
         known = None if kept is None else _installed[kept]
         if kept is not None and known is not None and known.original is original and not known.changes.active:
-            self._switch_on(kept, replacement)
+            self._switch_on(kept, replacement, asleep)
             return kept
-        state: list[Callable[..., Any] | None] = [replacement]
-        asked = label.endswith(".__getattribute__")  # an error is an answer there, and compilers trace it
+        state: list[Callable[..., Any] | None] = [None]
+        asked = label.endswith(".__getattr__")  # an error is an answer there, which compilers trace
 
         @functools.wraps(original, updated=())
         def installed(*args: Any, **kwargs: Any) -> Any:
@@ -161,12 +170,17 @@ class ChangeSet:
             function.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
         _installed[function] = _Switch(original, state, self)
         _latest[self.patch_id, label] = function
-        self._wrappers.add(function)
+        self._switch_on(function, replacement, asleep)
         return function
 
-    def _switch_on(self, kept: FunctionType, replacement: Callable[..., Any]) -> None:
+    def _switch_on(self, kept: FunctionType, replacement: Callable[..., Any], asleep: bool) -> None:
         known = _installed[kept]
-        known.state[0], known.changes = replacement, self
+        with _switching:
+            known.changes = self
+            if asleep and self.patch_id not in _awake:
+                known.state[0], known.asleep = None, replacement
+            else:
+                known.state[0], known.asleep = replacement, None
         self._wrappers.add(kept)
 
     def _set(self, owner: Any, name: str, before: Any, after: Any, label: str) -> None:
@@ -205,10 +219,11 @@ class ChangeSet:
         Other modules may have taken our functions since. All of them are searched now or, if a list is given, when the
         caller hands it to :func:`restore`: a search costs tens of milliseconds, however much is undone.
         """
-        self.active = False
-        for switch in [_installed[function] for function in self._wrappers]:
-            if switch.changes is self:
-                switch.state[0] = None
+        with _switching:
+            self.active = False
+            for switch in [_installed[function] for function in self._wrappers]:
+                if switch.changes is self:
+                    switch.state[0] = switch.asleep = None
         left: list[str] = []
         for edit in reversed(self._journal):
             current = vars(edit.owner).get(edit.name)
@@ -316,13 +331,22 @@ def resolve_owner(module: str, name: str) -> tuple[Any, str]:
 def raw_slot(owner: Any, name: str) -> Any:
     """What ``owner`` (or, for a class, the first base that has it) holds under ``name``, no descriptor called.
 
+    A class without a ``__getattr__`` has :func:`missing`.
+
     Raises:
         AttributeError: there is no such name.
     """
     for namespace in owner.__mro__ if isinstance(owner, type) else (owner,):
         if name in vars(namespace):
             return vars(namespace)[name]
+    if isinstance(owner, type) and name == "__getattr__":
+        return missing
     raise AttributeError(f"{getattr(owner, '__name__', owner)!s} has no attribute {name!r}")
+
+
+def missing(self: Any, name: str) -> Any:
+    """A ``__getattr__`` that changes nothing: it raises once more what was raised when ``name`` was read."""
+    return type(self).__getattribute__(self, name)  # type: ignore[call-arg]  # mypy takes it for bound
 
 
 def modules() -> Iterator[Any]:

@@ -70,11 +70,13 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
     return Found(Detection.AFFECTED, code, groups=known)
 
 
-def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet) -> None:
-    """Replace the targets of these groups."""
+def apply(patch: Patch, groups: Collection[str], edits: changes.ChangeSet, *, late: bool = True) -> None:
+    """Replace the targets of these groups. ``late``: their library may have been used before."""
+    sleeps = not any(target.waker and _is_left_out(patch, target) for target in patch.targets)
     for target in patch.targets:
-        if target.group in groups and not (target.optional and not _exists(target)):
-            edits.replace(target.module, target.name, target.replacement)
+        if target.group in groups and not _is_left_out(patch, target):
+            asleep = sleeps and target.asleep is not None and target.asleep(late)
+            edits.replace(target.module, target.name, target.replacement, asleep=asleep)
 
 
 def applied(patch: Patch, releases: Mapping[str, str], found: Found) -> str:
@@ -123,11 +125,9 @@ def absent(patch: Patch, releases: Mapping[str, str], module: str) -> str:
 def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> _Why | None:
     """Why the targets of a group are not the code that the patch was proven on; None if they are."""
     for target in patch.targets:
-        if target.group != group:
+        if target.group != group or _is_left_out(patch, target):
             continue
         if not _exists(target):
-            if target.optional:
-                continue
             return _Why(Reason.MODULE_ABSENT, explained(patch, releases, f"{target} does not exist"))
         raw = changes.raw_slot(*changes.resolve_owner(target.module, target.name))
         try:
@@ -154,6 +154,19 @@ def _wrapped_by(patch: Patch, target: Target, raw: object) -> str | None:
     if changes.beneath(raw, patch.id, str(target)) is not None:
         return None
     return stranger(changes.function_of(raw), changes.is_installed)
+
+
+def _is_left_out(patch: Patch, target: Target) -> bool:
+    release = versions.current(patch.distribution) if target.affected else None
+    if release is not None and not versions.admits(target.affected, release):
+        return True
+    if not target.waker or not _exists(target):
+        return (target.optional or target.waker) and not _exists(target)
+    raw = changes.raw_slot(*changes.resolve_owner(target.module, target.name))
+    try:
+        return fingerprint(raw) not in target.known or _wrapped_by(patch, target, raw) is not None
+    except OSError:  # no source: as unknown as other code
+        return True
 
 
 def _exists(target: Target) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from gemma4_compat._engine import autoreload, detection, hooks, settings, versions
+from gemma4_compat._engine import autoreload, detection, hooks, settings, sleep, versions
 from gemma4_compat._engine.changes import ChangeSet, restore
 from gemma4_compat._engine.gate import Decision, Gate
 from gemma4_compat._engine.holders import reach, unreached
@@ -63,8 +63,7 @@ class Engine:
                     record.broken = None
                     record.enter(PatchState.PENDING, Reason.WAITING, "waiting for the import of its library")
         # Not under the lock, which hooks take. A module that is complete after this is found below; for any other,
-        # _on_import will be called. So once all threads are done, no patch is pending whose modules are all imported:
-        # the last thread to decide finds them.
+        # _on_import will be called. So the last thread to decide leaves no patch pending whose modules are imported.
         modules = dict.fromkeys(name for record in self._records.values() for name in sorted(record.modules))
         for name in modules:
             hooks.when_imported(name, self._on_import)
@@ -148,9 +147,11 @@ class Engine:
         """
         with self._lock:
             self._gate.forget()
+            sleep.show()
             try:
                 yield
             finally:
+                sleep.hide()
                 messages = self._outbox.taken()
         messages.emit(raises=raises)
 
@@ -287,7 +288,7 @@ class Engine:
                 if found.detection is Detection.AFFECTED:
                     with self._uncovered(record):
                         try:
-                            detection.apply(patch, found.groups, edits)
+                            detection.apply(patch, found.groups, edits, late=late)
                         except BaseException:
                             edits.undo()  # before what covers it comes back
                             raise
@@ -368,7 +369,7 @@ class Engine:
             for other in covering:
                 other.changes = ChangeSet(other.id)
                 try:
-                    detection.apply(other.patch, other.groups, other.changes)
+                    detection.apply(other.patch, other.groups, other.changes, late=other.status.late)
                 except Exception as error:
                     other.changes.undo()
                     other.changes = None

@@ -165,6 +165,12 @@ class Target:
         codes: for code of torch, whose releases are not pinned here and not measured one by one: fingerprint -> which
             releases are known to have it. ``known`` then has these in every affected release of the distribution.
         optional: the module or name does not exist in every affected release; where it is missing it is left out.
+        affected: the releases of the patch's distribution in which this target is needed, where it is not all of the
+            patch's; in the others it is left out.
+        asleep: whether nothing in this process can need it yet; the argument is whether its library may have been used
+            before. What is installed then calls the original, until :func:`gemma4_compat._engine.sleep.awaken`.
+        waker: it only wakes the patch. Where it does not exist, or its code is unknown, it is left out, and nothing of
+            the patch sleeps.
         group: targets of one group are replaced together, as soon as the modules of that group are imported. A patch
             for two copies of the same code has two groups, and the one does not wait for the other.
     """
@@ -175,6 +181,9 @@ class Target:
     known: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     codes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     optional: bool = False
+    affected: str = ""
+    asleep: Callable[[bool], bool] | None = None
+    waker: bool = False
     group: str = ""
 
     def __str__(self) -> str:
@@ -250,7 +259,7 @@ class Patch:
         found: dict[str, dict[str, None]] = {}
         for target in self.targets:
             modules = found.setdefault(target.group, {})
-            if not target.optional:
+            if not (target.optional or target.waker):
                 modules[target.module] = None
         return {group: tuple(modules) for group, modules in found.items()}
 

@@ -44,8 +44,23 @@ def is_flash(implementation: str | None) -> bool:
     return known.get(implementation) is masking_utils.flash_attention_mask
 
 
+def is_plain(config: Any) -> bool:
+    """Whether a configuration says that its text model runs no flash kernel; False where it takes more to tell.
+
+    Asked for each token: the look goes past upstream's checks of each name, which Dynamo cannot follow.
+    """
+    import torch
+
+    if config is None or torch.compiler.is_compiling():
+        return config is None
+    own = object.__getattribute__(config, "__dict__")
+    text = own["text_config"] if "text_config" in own else config  # noqa: SIM401
+    name = "_attn_implementation_internal"
+    return name in (own := object.__getattribute__(text, "__dict__")) and own[name] in PLAIN
+
+
 def is_split(config: Any) -> bool:
-    """Whether this is the configuration of a Gemma 4's text model that flash runs in its narrow layers alone."""
+    """Whether this is the configuration of a Gemma 4's text model in which flash runs only the narrow layers."""
     if isinstance(config, Sdpa) or not str(getattr(config, "model_type", "")).startswith("gemma4"):
         return False
     return is_flash(config._attn_implementation) and _width(config) > WIDEST

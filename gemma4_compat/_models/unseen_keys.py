@@ -10,6 +10,8 @@ from typing import Any
 
 from gemma4_compat._models.flash import WIDEST
 
+ID = "transformers-cudnn-padding"
+
 #: The compute capability from which PyTorch takes cuDNN for attention by itself: Hopper.
 _FIRST = 9
 _LAYERS = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
@@ -35,6 +37,13 @@ def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any
         filled = attention_mask | empty
     found, weights = upstream(module, query, key, value, filled, **kwargs)
     return found.masked_fill(empty.transpose(1, 2), 0.0), weights  # (batch, queries, heads, width)
+
+
+def no_cuda(_late: bool) -> bool:
+    """Whether this torch has no CUDA."""
+    import torch
+
+    return torch.version.cuda is None
 
 
 def takes_cudnn(device: Any) -> bool:

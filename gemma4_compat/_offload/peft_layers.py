@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import in_place, placement, walk
 
 #: Fields of a LoRA config under which a layer only adds to the output of its base layer. Any other field with another
 #: value than its default may make the layer read the base weight.
@@ -124,9 +124,10 @@ def inject_adapter(
     if _is_additive(config) or not any(placement.offload_hook(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, on creation and later.
-    create = self._create_and_replace
 
-    def create_with_weights(config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any):  # type: ignore[no-untyped-def]
+    def create_with_weights(
+        create: Any, config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any
+    ) -> None:
         base = _base(target)
         placement.offload_tied(base)
         offloaded = placement.offload_hook(base) is not None
@@ -135,11 +136,8 @@ def inject_adapter(
         if offloaded:
             keep_onloaded_for_whole_forward(getattr(parent, target_name))
 
-    vars(self)["_create_and_replace"] = create_with_weights
-    try:
+    with in_place.replaced(self, "_create_and_replace", create_with_weights):
         return original(self, model, adapter_name, *args, **kwargs)
-    finally:
-        del vars(self)["_create_and_replace"]
 
 
 def _is_additive(config: Any) -> bool:

@@ -16,7 +16,7 @@ from gemma4_compat._training import chunks, head, sharded
 ID = "transformers-chunked-loss"
 _Model = TypeVar("_Model")
 _TRAINING, _ALWAYS = "training", "always"
-_ATTRIBUTE = "_gemma4_compat_chunked_loss"  # of a model: one of the two
+ATTRIBUTE = "_gemma4_compat_chunked_loss"  # of a model: one of the two
 _TOLD = "_gemma4_compat_chunked_loss_told"  # of a model: what was already warned about
 _IGNORED = -100
 _EAGER: list[Callable[..., Any]] = []  # `_mean`, run eagerly between the graphs of torch.compile
@@ -72,7 +72,7 @@ def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = Fals
             f"gemma4_compat.status()[{ID!r}] says why."
         )
     vars(inner).pop(_TOLD, None)
-    vars(inner).pop(_ATTRIBUTE, None)
+    vars(inner).pop(ATTRIBUTE, None)
     if enabled:
         ask(inner, evaluation=evaluation)
     return model
@@ -81,7 +81,7 @@ def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = Fals
 def ask(model: Any, *, evaluation: bool = False) -> None:
     """Mark the model for a loss in chunks, without checking whether the patch is applied."""
     _run_eagerly()
-    setattr(model, _ATTRIBUTE, _ALWAYS if evaluation else _TRAINING)
+    setattr(model, ATTRIBUTE, _ALWAYS if evaluation else _TRAINING)
 
 
 def _has_a_loss(model: Any) -> bool:
@@ -104,7 +104,7 @@ def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) 
 
 
 def _is_asked_for(model: Any) -> bool:
-    chosen = vars(model).get(_ATTRIBUTE)
+    chosen = vars(model).get(ATTRIBUTE)
     if chosen is None:
         return model.training and settings.is_enabled(ID)
     return bool(model.training) or chosen == _ALWAYS

@@ -55,7 +55,14 @@ def modules_here(patch: Patch) -> set[str]:
 def targets_here(patch: Patch) -> set[str]:
     """The targets that must be replaced in the installed release, if any is."""
     here = groups_here(patch)
-    return {str(target) for target in patch.targets if target.group in here and not target.optional}
+    release = str(version(patch.distribution))
+    return {
+        str(target)
+        for target in patch.targets
+        if target.group in here
+        and not (target.optional or target.waker)
+        and (not target.affected or _versions.admits(target.affected, release))
+    }
 
 
 def predicted(patch: Patch, detected: str | None = None, **versions: str | None) -> str:

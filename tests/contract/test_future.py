@@ -14,6 +14,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from gemma4_compat import Patch
+from gemma4_compat._engine import versions
+from gemma4_compat._engine.patch import Target
 from tests.collecting import collect_failures
 from tests.contract.conftest import PATCHES, version
 from tests.contract.inside import as_of, thread
@@ -47,8 +49,17 @@ def changed(found: dict[str, Any], old: Patch) -> set[str]:
     return {
         target.group
         for target in old.targets
-        if (code := codes[str(target)]) not in target.known and not (code is None and target.optional)
+        if (code := codes[str(target)]) not in target.known
+        and not (code is None and target.optional)
+        and not is_left_out(codes, target, old)
     }
+
+
+def is_left_out(codes: dict[str, Any], target: Target, old: Patch) -> bool:
+    """Whether the installed release does without this target."""
+    if target.waker and codes[str(target)] not in target.known:
+        return True
+    return bool(target.affected) and not versions.admits(target.affected, str(version(old.distribution)))
 
 
 @pytest.mark.parametrize("ordering", ["early", "late"])
@@ -62,7 +73,11 @@ def test_a_later_release_is_repaired_exactly_where_its_code_has_not_changed(
     assert seen["state"] == state, seen["reason"]
     if state == "applied":
         assert seen["reason"].startswith("unmeasured release, code unchanged (")
-        kept = {str(target) for target in old.targets if target.group in changed(found, old)}
+        kept = {
+            str(target)
+            for target in old.targets
+            if target.group in changed(found, old) or is_left_out(found["code"], target, old)
+        }
         assert {target for target, ours in seen["replaced"].items() if not ours} == kept
         assert True in seen["replaced"].values()
     else:

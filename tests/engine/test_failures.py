@@ -89,10 +89,10 @@ def test_nothing_stays_replaced_when_a_replacement_raises_on_the_way(
     names = ["double", "triple", "Layer.forward"]
     replace = ChangeSet.replace
 
-    def breaks(self: ChangeSet, module: str, name: str, replacement: Any) -> None:
+    def breaks(self: ChangeSet, module: str, name: str, replacement: Any, **options: Any) -> None:
         if name == names[broken - 1]:
             raise RuntimeError("on purpose")
-        replace(self, module, name, replacement)
+        replace(self, module, name, replacement, **options)
 
     monkeypatch.setattr(ChangeSet, "replace", breaks)
     status = failed(installed(library.patch(*map(library.target, names))), library)

@@ -51,7 +51,7 @@ def test_loading_an_adapter_is_measured_in_turns_with_upstream(run: Callable[...
 
 def test_the_idle_shim_is_counted_and_timed(run: Callable[..., dict[str, Any]]) -> None:
     found = run("idle_shim", "--blocks", "1")
-    assert list(found["models"]) == ["base", "adapter"]
+    assert list(found["models"]) == ["plain", "base", "adapter"]
     for model in found["models"].values():
         assert set(model["costs"]) == {"token", "prefill"}
         with_shim, without = model["calls"]["token"]["python_calls"]

@@ -17,7 +17,6 @@ Remove when: PEFT neither draws the weights that a load replaces nor compares al
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._adapters import creation, fitting, state
 from gemma4_compat._adapters.translation import PREFIX
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import family, walk
+from gemma4_compat._models import family, in_place, walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -320,11 +319,8 @@ def set_peft_model_state_dict(
     adapter = fitting.being_loaded()
     if adapter is None or not adapter.created or "load_state_dict" in vars(model):
         return original(model, peft_model_state_dict, *args, **kwargs)
-    vars(model)["load_state_dict"] = functools.partial(state.load, model)
-    try:
+    with in_place.replaced(model, "load_state_dict", lambda _, *given, **named: state.load(model, *given, **named)):
         result = original(model, peft_model_state_dict, *args, **kwargs)
-    finally:
-        del vars(model)["load_state_dict"]
     for created in adapter.created:
         created.is_read = True
         missing = {name.rpartition(".")[0] for name in result.missing_keys if ".lora_" in name}

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import in_place
 from gemma4_compat._quantization import expert_forward, expert_storage, experts
 
 if TYPE_CHECKING:
@@ -50,16 +51,13 @@ def _activated(original: Callable[..., Any], wrapper: Any, active_adapters: list
     holder: Any = torch.nn.Module()
     values = expert_forward.logical(module, name)
     holder.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
-    vars(wrapper)["get_base_layer"] = lambda *_args, **_kwargs: holder
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(original(wrapper, active_adapters))
-            if torch.nn.utils.parametrize.is_parametrized(holder, name):  # otherwise no adapter is active
-                for add in holder.parametrizations[name]:
-                    stack.enter_context(expert_forward.adding(module, name, add))
-            yield
-    finally:
-        del vars(wrapper)["get_base_layer"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(in_place.replaced(wrapper, "get_base_layer", lambda *_args, **_kwargs: holder))
+        stack.enter_context(original(wrapper, active_adapters))
+        if torch.nn.utils.parametrize.is_parametrized(holder, name):  # otherwise no adapter is active
+            for add in holder.parametrizations[name]:
+                stack.enter_context(expert_forward.adding(module, name, add))
+        yield
 
 
 def merge(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._engine import notice
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family, placement
+from gemma4_compat._models import family, in_place, placement
 from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, with_base
 
 if TYPE_CHECKING:
@@ -66,15 +66,11 @@ def _measured(tuner: Any) -> Iterator[None]:
     tuner._check_merge_allowed()  # PEFT's own refusals are clearer
     _refuse_tuners_that_cannot_merge(layers)
     losses: dict[str, tuple[float, float]] = {}
-    for name, layer in layers.items():
-        vars(layer)["merge"] = functools.partial(_merge, layer, name, losses)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_UPSTREAM)
-            yield
-    finally:
-        for layer in layers.values():
-            del vars(layer)["merge"]
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        for name, layer in layers.items():
+            stack.enter_context(in_place.replaced(layer, "merge", functools.partial(_merge, layer, name, losses)))
+        warnings.filterwarnings("ignore", message=_UPSTREAM)
+        yield
     _warn_of_losses(losses)
 
 
@@ -87,13 +83,15 @@ def _quantized_layers(model: Any) -> dict[str, Any]:
     }
 
 
-def _merge(layer: Any, name: str, losses: dict[str, tuple[float, float]], *args: Any, **kwargs: Any) -> None:
+def _merge(
+    layer: Any, name: str, losses: dict[str, tuple[float, float]], merge: Any, *args: Any, **kwargs: Any
+) -> None:
     """The layer's own merge; sets ``losses[name]`` to the squared norms of the error and of the intended change."""
     import torch
 
     base = layer.get_base_layer()
     before, done = (base.weight, scales(base)), len(layer.merged_adapters)
-    type(layer).merge(layer, *args, **kwargs)
+    merge(*args, **kwargs)
     merged = layer.merged_adapters[done:]
     if not merged:
         return

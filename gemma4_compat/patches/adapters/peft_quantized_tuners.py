@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._adapters import fitting, rollback
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family, walk
+from gemma4_compat._models import family, in_place, walk
 from gemma4_compat._quantization import compressed, quanto
 from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
 
@@ -65,9 +65,8 @@ def inject_adapter(
         return original(self, model, adapter_name, *args, **kwargs)
     config = self.peft_config[adapter_name]
     _refuse_quantized_copies(config, model)
-    create = self._create_and_replace
 
-    def create_or_refuse(config: Any, name: str, target: Any, *rest: Any, **kw: Any) -> None:
+    def create_or_refuse(create: Any, config: Any, name: str, target: Any, *rest: Any, **kw: Any) -> None:
         try:
             create(config, name, target, *rest, **kw)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -77,11 +76,8 @@ def inject_adapter(
             raise
 
     with rollback.undone_if_it_fails(model, adapter_name):
-        vars(self)["_create_and_replace"] = create_or_refuse
-        try:
+        with in_place.replaced(self, "_create_and_replace", create_or_refuse):
             result = original(self, model, adapter_name, *args, **kwargs)
-        finally:
-            vars(self).pop("_create_and_replace", None)
         _try_one_of_each_kind(config, model, adapter_name)
     return result
 

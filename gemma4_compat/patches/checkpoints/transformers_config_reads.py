@@ -21,7 +21,8 @@ supported releases.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
@@ -30,20 +31,51 @@ from gemma4_compat._models import config_names
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
+_SWITCH = "allow_global_per_layer_attribute_access"
+_as_upstream: ContextVar[bool] = ContextVar("gemma4_compat_config_reads", default=False)
+_known: dict[type, frozenset[str]] = {}  # by class of a configuration, the names that may be more than missing
 
-def read(original: Callable[..., Any], self: Any, key: str) -> Any:
+
+def switch(original: Callable[..., Any], self: Any) -> Any:
+    """Transformers asks this where a name is read in which layers differ, and for no other name."""
+    if (allowed := original(self)) or _as_upstream.get():
+        return allowed
+    if not self.per_layer_attributes <= _known.get(type(self), frozenset()):
+        _know(type(self), {*config_names.NAMES, *self.per_layer_attributes})
+    raise AttributeError(_SWITCH)  # Python asks `__getattr__` now, for the name that was read
+
+
+def missing(original: Callable[..., Any], self: Any, key: str) -> Any:
+    """``__getattr__``: what Python asks only after a read has failed. Every forward reads names that are not there."""
+    kind = type(self)
+    if kind not in _known:
+        _know(kind, config_names.NAMES)
+    if key in _known[kind]:
+        return _found(original, self, self.attribute_map.get(key, key))
+    raise AttributeError(f"{kind.__name__!r} object has no attribute {key!r}")
+
+
+def _know(kind: type, names: Iterable[str]) -> None:
+    _known[kind] = frozenset({*dir(kind), *names, *_known.get(kind, ())})
+
+
+def _found(original: Callable[..., Any], self: Any, key: str) -> Any:
+    if key == _SWITCH:
+        return vars(self).get(_SWITCH, False)
+    if key in config_names.NAMES and key in (found := config_names.of(self)):
+        return found[key]
+    by_layer = vars(self).get("_heterogeneity_spec")
+    if by_layer is None or key not in by_layer.per_layer_attributes:
+        return original(self, key)
+    if _is_said(self):
+        return vars(self)[key]
+    token = _as_upstream.set(True)
     try:
         return original(self, key)
-    except AttributeError:
-        if key in config_names.NAMES and key in (found := config_names.of(self)):
-            return found[key]
-        raise
-    except RuntimeError as error:
-        if not isinstance(error, _ambiguous()):
-            raise
-        if _is_said(self):
-            return vars(self)[key]
+    except _ambiguous() as error:
         raise _missing()(*error.args) from None
+    finally:
+        _as_upstream.reset(token)
 
 
 def write(original: Callable[..., None], self: Any, key: str, value: Any) -> None:
@@ -62,7 +94,7 @@ def keys(original: Callable[..., Iterator[str]], self: Any) -> Iterator[str]:
 
 
 def _is_said(config: Any) -> bool:
-    return vars(config).get("allow_global_per_layer_attribute_access") is not False and bool(config_names.of(config))
+    return vars(config).get(_SWITCH) is not False and bool(config_names.of(config))
 
 
 def _ambiguous() -> Any:
@@ -92,10 +124,15 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(found != expected, f"the configuration of the {name}: {found}")
 
 
-def _targets(module: str, kind: str) -> tuple[Target, ...]:
-    replacements: dict[str, Callable[..., Any]] = {"__getattribute__": read, "__setattr__": write, "__iter__": keys}
+def _targets(module: str, kind: str, group: str) -> tuple[Target, ...]:
+    replacements: dict[str, Callable[..., Any]] = {
+        _SWITCH: switch,
+        "__getattr__": missing,
+        "__setattr__": write,
+        "__iter__": keys,
+    }
     return tuple(
-        Target(module=module, name=f"{kind}.{name}", replacement=replacement)
+        Target(module=module, name=f"{kind}.{name}", replacement=replacement, group=group)
         for name, replacement in replacements.items()
     )
 
@@ -109,8 +146,12 @@ PATCH = Patch(
     affected=">=5.15.0",
     acts_on=ActsOn.GEMMA4,
     targets=(
-        *_targets("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig"),
-        *_targets("transformers.models.gemma4_unified.configuration_gemma4_unified", "Gemma4UnifiedTextConfig"),
+        *_targets("transformers.models.gemma4.configuration_gemma4", "Gemma4TextConfig", "gemma4"),
+        *_targets(
+            "transformers.models.gemma4_unified.configuration_gemma4_unified",
+            "Gemma4UnifiedTextConfig",
+            "gemma4_unified",
+        ),
     ),
     reproduce=reproduce,
 )

@@ -41,6 +41,8 @@ def get_per_layer_inputs(
 
 def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = original(self, input_ids, *args, **kwargs)
+    if "per_layer_inputs" not in inputs and ("inputs_embeds" not in inputs or inputs["inputs_embeds"] is None):
+        return inputs  # most tokens
     if not is_gemma4_config(self.config) or per_layer.text_model(self) is None:
         return inputs
     embeds, whole = inputs.get("inputs_embeds"), kwargs.get("inputs_embeds")

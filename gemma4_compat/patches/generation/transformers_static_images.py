@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def prepare_inputs(original: Callable[..., Any], self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = original(self, input_ids, *args, **kwargs)
     if (
-        kwargs.get("is_first_iteration")
+        "is_first_iteration" in kwargs
+        and kwargs["is_first_iteration"]
         and kwargs.get("mm_token_type_ids") is not None
         and isinstance(inputs.get("attention_mask"), dict)
         and is_gemma4_config(self.config)

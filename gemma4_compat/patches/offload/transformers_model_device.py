@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import inspection
+from gemma4_compat._models import hooked, inspection
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -65,8 +65,10 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome.of_parity(difference(expected, workspace.outputs(model)), f"inputs moved to {model.device}")
 
 
+_ID = "transformers-model-device"
+
 PATCH = Patch(
-    id="transformers-model-device",
+    id=_ID,
     kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F37",),
@@ -76,10 +78,12 @@ PATCH = Patch(
     requires=("accelerate",),
     needs=("transformers-offloaded-embedding",),
     targets=(
+        hooked.waker(_ID, "model.device"),
         Target(
             module="transformers.modeling_utils",
             name="ModuleUtilsMixin.device",
             replacement=device,
+            asleep=hooked.asleep,
             group="model.device",
         ),
         Target(

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import padding_row, walk
+from gemma4_compat._models import hooked, padding_row, walk
 from gemma4_compat._models.placement import execution_device, offload_hook
 from gemma4_compat._offload import host_memory
 
@@ -87,8 +87,10 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
+_ID = "transformers-offloaded-embedding"
+
 PATCH = Patch(
-    id="transformers-offloaded-embedding",
+    id=_ID,
     kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F11", "F38", "F42"),
@@ -98,8 +100,14 @@ PATCH = Patch(
     requires=("accelerate",),
     needs=("accelerate-tied-on-disk",),
     targets=(
-        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward),
-        Target(module=_MODELING, name="Gemma4TextModel.get_per_layer_inputs", replacement=get_per_layer_inputs),
+        hooked.waker(_ID),
+        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward, asleep=hooked.asleep),
+        Target(
+            module=_MODELING,
+            name="Gemma4TextModel.get_per_layer_inputs",
+            replacement=get_per_layer_inputs,
+            asleep=hooked.asleep,
+        ),
     ),
     reproduce=reproduce,
 )

@@ -38,7 +38,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps, family
+from gemma4_compat._models import device_maps, family, in_place
 from gemma4_compat._planner import layout, memory
 from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._quantization import offloaded
@@ -97,20 +97,14 @@ def _is_planned_for(model: Any, hf_quantizer: Any) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _maps_not_refused(hf_quantizer: Any) -> Iterator[None]:
+def _maps_not_refused(hf_quantizer: Any) -> contextlib.AbstractContextManager[None]:
     """Inside, the quantizer of this load does not refuse a map with offloaded modules.
 
     Such a map only shows that not everything fits on the accelerator; it is not used.
     """
     if hf_quantizer is None:
-        yield
-        return
-    vars(hf_quantizer)["validate_environment"] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del vars(hf_quantizer)["validate_environment"]
+        return contextlib.nullcontext()
+    return in_place.replaced(hf_quantizer, "validate_environment", lambda *_args, **_kwargs: None)
 
 
 def _check_not_refused(hf_quantizer: Any, placement: dict[str, Any], problem: str) -> None:

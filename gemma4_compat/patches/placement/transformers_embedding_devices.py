@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import hooked, placement, walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -96,8 +96,10 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 _MODELING = "transformers.models.gemma4.modeling_gemma4"
 
+_ID = "transformers-embedding-devices"
+
 PATCH = Patch(
-    id="transformers-embedding-devices",
+    id=_ID,
     kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F81",),
@@ -106,8 +108,14 @@ PATCH = Patch(
     acts_on=ActsOn.EVERY_MODEL,
     requires=("accelerate",),
     targets=(
-        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward),
-        Target(module=_MODELING, name="Gemma4TextModel.get_per_layer_inputs", replacement=get_per_layer_inputs),
+        hooked.waker(_ID),
+        Target(module=_MODELING, name="Gemma4Model.forward", replacement=model_forward, asleep=hooked.asleep),
+        Target(
+            module=_MODELING,
+            name="Gemma4TextModel.get_per_layer_inputs",
+            replacement=get_per_layer_inputs,
+            asleep=hooked.asleep,
+        ),
         Target(
             module="transformers.models.gemma4_unified.modeling_gemma4_unified",
             name="Gemma4UnifiedModel.forward",

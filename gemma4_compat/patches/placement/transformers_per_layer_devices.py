@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement
+from gemma4_compat._models import hooked, placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -50,19 +50,24 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome.of_parity(found, "a per-layer embedding on another device than its projection")
 
 
+_ID = "transformers-per-layer-devices"
+
 PATCH = Patch(
-    id="transformers-per-layer-devices",
+    id=_ID,
     kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F79",),
     distribution="transformers",
     affected=">=5.5.0",
+    requires=("accelerate",),
     acts_on=ActsOn.GEMMA4,
     targets=(
+        hooked.waker(_ID),
         Target(
             module="transformers.models.gemma4.modeling_gemma4",
             name="Gemma4TextModel.project_per_layer_inputs",
             replacement=project_per_layer_inputs,
+            asleep=hooked.asleep,
         ),
     ),
     reproduce=reproduce,

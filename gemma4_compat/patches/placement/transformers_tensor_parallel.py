@@ -25,12 +25,20 @@ from gemma4_compat._models import padding_row, walk
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
+_WHOLE = ("Parameter", "Params4bit", "Int8Params")  # what most weights are: no further look
+
 
 def model_forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    embedding = walk.in_use(self.language_model.embed_tokens)
-    weight = vars(embedding).get("_parameters", {}).get("weight")
+    text = self.language_model
+    # For each token: past torch's `__getattr__` where that finds nothing else.
+    embedding = text._modules["embed_tokens"] if "embed_tokens" in text._modules else text.embed_tokens  # noqa: SIM401
+    if embedding._modules:
+        embedding = walk.in_use(embedding)
+    weight = embedding._parameters["weight"] if "weight" in embedding._parameters else None  # noqa: SIM401
+    if weight is None or type(weight).__name__ in _WHOLE or not hasattr(weight, "full_tensor"):
+        return original(self, *args, **kwargs)
     config = self.config.text_config
-    if not hasattr(weight, "full_tensor") or not config.hidden_size_per_layer_input:
+    if not config.hidden_size_per_layer_input:
         return original(self, *args, **kwargs)
     row = weight.detach()[config.pad_token_id].full_tensor()
     with padding_row.between_forwards(self.language_model.embed_tokens, embedding, row):

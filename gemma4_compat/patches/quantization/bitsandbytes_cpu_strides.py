@@ -36,7 +36,7 @@ def gemv_4bit(
     state: Any = None,
 ) -> Any:
     if A.device.type == "cpu":
-        if A.numel() == 0 and state is not None:
+        if 0 in A.shape and state is not None:
             return A.new_empty((*A.shape[:-1], state.shape[0])) if out is None else out
         if A.stride(-1) != 1:
             A = A.contiguous()  # noqa: N806

@@ -25,6 +25,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
@@ -174,7 +175,13 @@ PATCH = Patch(
     acts_on=ActsOn.GEMMA4,
     targets=(
         Target(module="transformers.trainer", name="Trainer.__init__", replacement=trainer, group="trainer"),
-        Target(module=_GEMMA4, name="Gemma4ForConditionalGeneration.forward", replacement=forward, group="gemma4"),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4ForConditionalGeneration.forward",
+            replacement=forward,
+            asleep=lambda _late: versions.admits(">=5.6", versions.current("transformers") or ""),
+            group="gemma4",
+        ),
     ),
     reproduce=reproduce,
 )

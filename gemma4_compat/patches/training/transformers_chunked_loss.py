@@ -31,6 +31,8 @@ _UNIFIED = "transformers.models.gemma4_unified.modeling_gemma4_unified"
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if not (self.training or loss.ATTRIBUTE in self.__dict__):
+        return original(self, *args, **kwargs)
     return loss.forward(original, self, *args, **kwargs)
 
 

@@ -23,17 +23,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import unseen_keys
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity
+from gemma4_compat._models import attention_lookup, unseen_keys
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
-def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any:
+def attention_function(original: Callable[..., Any], self: Any, key: str, *default: Any) -> Any:
     import torch
 
-    found = original(self, key)
+    found = original(self, key, *default)
     if key != "sdpa" or not torch.is_grad_enabled():
         return found
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -51,7 +51,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 PATCH = Patch(
-    id="transformers-cudnn-padding",
+    id=unseen_keys.ID,
     kind=Kind.REPAIR,
     severity=Severity.WRONG_RESULT,
     failure_points=("F70",),
@@ -59,10 +59,6 @@ PATCH = Patch(
     affected=">=5.5.0",
     acts_on=ActsOn.EVERY_MODEL,
     bug=("https://github.com/pytorch/pytorch/issues/196678",),
-    targets=(
-        Target(
-            module="transformers.modeling_utils", name="AttentionInterface.__getitem__", replacement=attention_function
-        ),
-    ),
+    targets=(*attention_lookup.targets(attention_function, asleep=unseen_keys.no_cuda),),
     reproduce=reproduce,
 )

@@ -18,15 +18,19 @@ Remove when: transformers runs Gemma 4 with flash attention, or no longer declar
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import cache_names, flash
+from gemma4_compat._models import attention_lookup, cache_names, flash
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
+_ID = "transformers-flash-attention"
 _MASKS = "transformers.masking_utils"
 _NAMES = ("config", "inputs_embeds", "attention_mask", cache_names.NEW, "position_ids")
 #: Bound relative to the largest logit. The package's kernel does not accept float32; the stand-in does.
@@ -34,23 +38,26 @@ BOUNDS = {"torch.float32": 1e-4, "torch.bfloat16": 0.1}
 
 
 def create_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if args or not flash.is_split(kwargs.get("config")):
+    if args or flash.is_plain(config := kwargs.get("config")) or not _is_split(config):
         return original(*args, **kwargs)
     return flash.full_mask(original, kwargs)
 
 
 def create_sliding_window_causal_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if args or not flash.is_split(kwargs.get("config")):
+    if args or flash.is_plain(config := kwargs.get("config")) or not _is_split(config):
         return original(*args, **kwargs)
     return flash.sliding_mask(original, kwargs)
 
 
 def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config = args[0] if args else kwargs["config"] if "config" in kwargs else None  # noqa: SIM401
+    if flash.is_plain(config):
+        return original(*args, **kwargs)
     from transformers import masking_utils
 
     arguments = dict(zip(_NAMES, args)) | cache_names.renamed(kwargs, cache_names.NEW)
     config = getattr(arguments.get("config"), "get_text_config", lambda: None)()
-    if len(args) > len(_NAMES) or not flash.is_split(config):
+    if len(args) > len(_NAMES) or not _is_split(config):
         return original(*args, **kwargs)
     arguments["config"] = config
     known = {*_NAMES, "or_mask_function", "and_mask_function", "block_sequence_ids"}
@@ -63,11 +70,40 @@ def create_masks_for_generate(original: Callable[..., Any], *args: Any, **kwargs
     }
 
 
-def attention_function(original: Callable[..., Any], self: Any, key: str) -> Any:
-    found = original(self, key)
-    if key in flash.PLAIN or not flash.is_flash(key):  # most layers use a plain one: no call
+def _is_split(config: Any) -> bool:
+    import torch
+
+    found = flash.is_split(config)
+    if found and not torch.compiler.is_compiling():
+        sleep.awaken(_ID)
+    return found
+
+
+def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a model is made with, or given later: from the first flash kernel on, layers have to be told apart."""
+    found = original(self, *args, **kwargs)
+    if _may_be_flash(found):
+        sleep.awaken(_ID)
+    return found
+
+
+def _sleeps(late: bool) -> bool:
+    """Whether no model can run flash yet. Where models may have been made before, all configurations are looked at."""
+    name, kind = "_attn_implementation_internal", sys.modules["transformers.configuration_utils"].PreTrainedConfig
+    made = [item for item in gc.get_objects() if issubclass(type(item), kind)] if late else []
+    return not any(_may_be_flash(object.__getattribute__(config, "__dict__").get(name, "eager")) for config in made)
+
+
+def _may_be_flash(implementation: Any) -> bool:
+    return not isinstance(implementation, str | None) or flash.is_flash(implementation)
+
+
+def attention_function(original: Callable[..., Any], self: Any, key: str | None, *default: Any) -> Any:
+    found = original(self, key, *default)
+    if key in flash.PLAIN:  # most layers ask for a plain one: no call
         return found
-    return flash.by_layer(found, original(self, "sdpa"))
+    name = str(key).removeprefix("paged|") if default else key  # `get_interface` leaves the prefix out
+    return flash.by_layer(found, original(self, "sdpa", *default)) if flash.is_flash(name) else found
 
 
 def reproduce(workspace: Workspace) -> Outcome:
@@ -87,7 +123,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 
 PATCH = Patch(
-    id="transformers-flash-attention",
+    id=_ID,
     kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F54",),
@@ -104,8 +140,12 @@ PATCH = Patch(
         ),
         Target(module=_MASKS, name="create_masks_for_generate", replacement=create_masks_for_generate),
         Target(
-            module="transformers.modeling_utils", name="AttentionInterface.__getitem__", replacement=attention_function
+            module="transformers.modeling_utils",
+            name="PreTrainedModel._check_and_adjust_attn_implementation",
+            replacement=implementation,
+            waker=True,
         ),
+        *attention_lookup.targets(attention_function, asleep=_sleeps),
     ),
     reproduce=reproduce,
     after=("transformers-cudnn-padding",),  # the sdpa that its layers run is the repaired one

@@ -1,0 +1,34 @@
+"""Targets that matter to models with accelerate's hooks only: they sleep until a module gets its first one."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat._engine import sleep
+from gemma4_compat._engine.patch import Target
+
+
+def waker(patch_id: str, group: str = "") -> Target:
+    """The target that wakes a patch."""
+
+    def add_hook_to_module(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        sleep.awaken(patch_id)
+        return original(*args, **kwargs)
+
+    return Target(
+        module="accelerate.hooks",
+        name="add_hook_to_module",
+        replacement=add_hook_to_module,
+        codes={"9d0155698be1": "accelerate 1.12 to 1.15"},
+        waker=True,
+        group=group,
+    )
+
+
+def asleep(late: bool) -> bool:
+    """Whether no module has a hook yet. Where accelerate was used before, all objects are looked at."""
+    kind = getattr(sys.modules.get("accelerate.hooks"), "ModelHook", None)
+    return not late or kind is None or not any(issubclass(type(item), kind) for item in gc.get_objects())

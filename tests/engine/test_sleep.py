@@ -1,0 +1,88 @@
+"""What is installed asleep costs nothing until it is needed, and then works everywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gemma4_compat._engine import changes, sleep
+from gemma4_compat._engine.engine import Engine
+from gemma4_compat._engine.patch import PatchState
+from tests.helpers import Library
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_awake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(changes, "_awake", set())
+    yield
+    sleep.show()
+
+
+def asleep(library: Library) -> Any:
+    return library.patch(dataclasses.replace(library.target("Layer.forward"), asleep=lambda late: True))
+
+
+def test_upstreams_own_function_is_in_its_place_until_it_is_needed(library: Library) -> None:
+    module = library.load()
+    own = vars(module.Layer)["forward"]
+    patch = asleep(library)
+    engine = Engine([patch])
+    engine.install()
+    assert engine.status()[patch.id].state is PatchState.APPLIED
+    assert vars(module.Layer)["forward"] is own
+    sleep.awaken(patch.id)
+    assert changes.is_on(vars(module.Layer)["forward"], patch.id)
+    assert engine.status()[patch.id].overridden == ()
+    engine.revert()
+    assert vars(module.Layer)["forward"] is own
+
+
+def test_it_is_awake_when_it_is_installed_again(library: Library) -> None:
+    module = library.load()
+    patch = asleep(library)
+    engine = Engine([patch])
+    engine.install()
+    sleep.awaken(patch.id)
+    engine.revert()
+    engine.install()
+    assert changes.is_on(vars(module.Layer)["forward"], patch.id)
+    engine.revert()
+
+
+def test_what_another_library_puts_there_meanwhile_stays_and_is_told(library: Library) -> None:
+    module = library.load()
+    patch = asleep(library)
+    engine = Engine([patch])
+    engine.install()
+    theirs = module.Layer.forward = lambda self, x: "theirs"
+    sleep.awaken(patch.id)
+    assert vars(module.Layer)["forward"] is theirs
+    assert engine.status()[patch.id].overridden
+    engine.revert()
+    assert vars(module.Layer)["forward"] is theirs
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_without_the_code_that_wakes_it_nothing_sleeps(library: Library, known: bool) -> None:
+    module = library.load()
+    own = vars(module.Layer)["forward"]
+
+    def wake(original: Any, *args: Any, **kwargs: Any) -> Any:
+        sleep.awaken("fakelib-double")
+        return original(*args, **kwargs)
+
+    waker = dataclasses.replace(library.target("double", wake), waker=True)
+    if not known:
+        waker = dataclasses.replace(waker, known={"0" * 12: "1.0"})
+    patch = library.patch(dataclasses.replace(library.target("Layer.forward"), asleep=lambda late: True), waker)
+    engine = Engine([patch])
+    engine.install()
+    assert engine.status()[patch.id].state is PatchState.APPLIED
+    assert (vars(module.Layer)["forward"] is own) == known
+    module.double(2)
+    assert changes.is_on(vars(module.Layer)["forward"], patch.id)
+    engine.revert()
+    assert vars(module.Layer)["forward"] is own
