@@ -87,11 +87,11 @@ def raising_at(counts: dict[str, int]) -> Iterator[None]:
 
     replace, calls = ChangeSet.replace, dict[str, int]()
 
-    def breaks(self: Any, *arguments: Any) -> None:
+    def breaks(self: Any, *arguments: Any, **options: Any) -> None:
         calls[self.patch_id] = calls.get(self.patch_id, 0) + 1
         if calls[self.patch_id] >= counts[self.patch_id]:
             raise RuntimeError(f"replacement {calls[self.patch_id]} fails on purpose")
-        replace(self, *arguments)
+        replace(self, *arguments, **options)
 
     with instead(ChangeSet, "replace", breaks):
         yield

@@ -30,6 +30,7 @@ from tests.contract.observation import (
     detection_module,
     engine_module,
     instead,
+    is_needed,
     look,
     ours,
     slot,
@@ -105,7 +106,7 @@ def after(modules: list[str]) -> dict[str, Any]:
 
 
 def smallest_group(patch: Any) -> int:
-    groups = [target.group for target in patch.targets]
+    groups = [target.group for target in patch.targets if is_needed(target)]
     return min(map(groups.count, groups))
 
 
@@ -126,10 +127,12 @@ def changed_on_import(modules: list[str]) -> dict[str, Any]:
 
 
 def empty_modules(modules: list[str]) -> dict[str, Any]:
-    """Modules without content where the libraries should be, and FSDP2; the rest of torch says what the host is."""
+    """Modules without content where those with targets should be; the rest of torch says what the host is."""
     importlib.import_module("torch")
     for module in modules:
         parts = module.split(".")
+        if parts[0] == "torch":
+            sys.modules[module] = types.ModuleType(module)  # torch may have imported it
         for end in range(1, len(parts) + 1):
             name = ".".join(parts[:end])
             sys.modules.setdefault(name, types.ModuleType(name))

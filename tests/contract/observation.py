@@ -138,8 +138,19 @@ def marks(owner: Any, name: str) -> list[str]:
     return found
 
 
+def is_needed(target: Any) -> bool:
+    """Whether the target is replaced in the installed release, if it exists."""
+    from gemma4_compat._engine import versions
+
+    return not target.affected or versions.admits(
+        target.affected, versions.current(target.module.partition(".")[0]) or "0"
+    )
+
+
 def slot(target: Any) -> tuple[Any, str] | None:
-    """The owner and the last part of a target's name; None where the installed release has no such thing."""
+    """The owner and the last part of a target's name; None where the installed release has no such thing, or no need."""
+    if not is_needed(target):
+        return None
     owner: Any = sys.modules.get(target.module)
     *path, name = target.name.split(".")
     for part in path:
