@@ -148,7 +148,7 @@ def is_needed(target: Any) -> bool:
 
 
 def slot(target: Any) -> tuple[Any, str] | None:
-    """The owner and the last part of a target's name; None where the installed release has no such thing, or no need."""
+    """The owner and the last part of a target's name; None where the release has no such thing, or no need."""
     if not is_needed(target):
         return None
     owner: Any = sys.modules.get(target.module)
