@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._doctor import findings
+from gemma4_compat._diagnostics import findings
 
 GIB = 2**30
 #: A generate, or a forward, that takes longer than this is timed once.

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from gemma4_compat._export.result import ExportReport as ExportReport
     from gemma4_compat._merge.check import Parity as Parity
     from gemma4_compat._merge.job import merge_adapter as merge_adapter
-    from gemma4_compat._merge.repair import RepairReport as RepairReport
-    from gemma4_compat._merge.repair import repair_checkpoint as repair_checkpoint
     from gemma4_compat._merge.result import MergeParityError as MergeParityError
     from gemma4_compat._merge.result import MergeReport as MergeReport
     from gemma4_compat._models.inspection import MetaTensor as MetaTensor
@@ -51,6 +49,8 @@ if TYPE_CHECKING:
     from gemma4_compat._planner.training import plan_training as plan_training
     from gemma4_compat._quantization.skip_modules import SkipModule as SkipModule
     from gemma4_compat._quantization.skip_modules import quantization_skip_modules as quantization_skip_modules
+    from gemma4_compat._repair.repair import RepairReport as RepairReport
+    from gemma4_compat._repair.repair import repair_checkpoint as repair_checkpoint
     from gemma4_compat._scan.result import Problem as Problem
     from gemma4_compat._scan.result import Scan as Scan
     from gemma4_compat._training.loss import chunked_loss as chunked_loss
@@ -108,7 +108,7 @@ _LAZY = {
     "Parity": "gemma4_compat._merge.check",
     "Plan": "gemma4_compat._planner.result",
     "Problem": "gemma4_compat._scan.result",
-    "RepairReport": "gemma4_compat._merge.repair",
+    "RepairReport": "gemma4_compat._repair.repair",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "TrainingPlan": "gemma4_compat._planner.result",
@@ -121,7 +121,7 @@ _LAZY = {
     "plan_device_map": "gemma4_compat._planner.plan",
     "plan_training": "gemma4_compat._planner.training",
     "quantization_skip_modules": "gemma4_compat._quantization.skip_modules",
-    "repair_checkpoint": "gemma4_compat._merge.repair",
+    "repair_checkpoint": "gemma4_compat._repair.repair",
 }
 
 if not TYPE_CHECKING:  # a type checker that sees __getattr__ takes every name, misspelt ones too

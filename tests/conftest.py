@@ -22,8 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import gemma4_compat
-from gemma4_compat._doctor import children
-from gemma4_compat._engine import notice, versions
+from gemma4_compat._common import notice
+from gemma4_compat._diagnostics import children
+from gemma4_compat._engine import versions
 from gemma4_compat._reproduction.workspace import never_wait_for_the_disk
 from tests import collecting, torch_state, warm
 from tests.helpers import ROOT, Finished, Library, child

@@ -1,7 +1,7 @@
 """MkDocs' hook for the site: pages from the root of the repository, and links to files that are not on the site.
 
 CHANGELOG, CONTRIBUTING and SECURITY become pages. Other links that leave docs/ go to the repository's address
-(``gemma4_compat/_engine/address.py``), or are plain text as long as there is none.
+(``gemma4_compat/_common/address.py``), or are plain text as long as there is none.
 """
 
 from __future__ import annotations

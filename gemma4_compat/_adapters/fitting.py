@@ -17,7 +17,7 @@ from typing import Any
 
 from gemma4_compat._adapters import clipped, matching, translation
 from gemma4_compat._adapters.translation import PREFIX, Translation
-from gemma4_compat._engine import notice
+from gemma4_compat._common import notice
 from gemma4_compat._errors import Gemma4CompatError
 
 _SHOWN = 3

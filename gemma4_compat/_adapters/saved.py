@@ -14,9 +14,9 @@ from typing import Any
 
 from gemma4_compat._adapters import translation
 from gemma4_compat._checkpoint import header
+from gemma4_compat._common import files, json_files
+from gemma4_compat._common import patterns as patterned
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reading import files, json_files
-from gemma4_compat._reading import patterns as patterned
 
 #: Exceptions of PEFT, torch and ``re`` for settings that they cannot use.
 REFUSALS = (
@@ -84,7 +84,7 @@ def configuration(file: Path) -> dict[str, Any]:
     Raises:
         Gemma4CompatError: it is damaged, or a setting has the wrong type.
     """
-    from gemma4_compat._reading.formats import AdapterConfig
+    from gemma4_compat._common.formats import AdapterConfig
 
     return json_files.settings(file, AdapterConfig)
 

@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._common import json_files
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reading import json_files
 
 #: Bits per element, by safetensors' name of the dtype.
 BITS = {
@@ -89,7 +89,7 @@ def header(file: Path) -> dict[str, Tensor]:
 
 
 def _entries(text: bytes, wrong: str) -> dict[str, Any]:
-    from gemma4_compat._reading import formats
+    from gemma4_compat._common import formats
 
     entries = json_files.of_format(text, dict[formats.Name, formats.Tensor], wrong)
     entries.pop("__metadata__", None)

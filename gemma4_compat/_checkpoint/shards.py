@@ -16,9 +16,9 @@ from typing import Any
 
 from gemma4_compat._checkpoint import consistency
 from gemma4_compat._checkpoint.header import header
+from gemma4_compat._common import json_files
+from gemma4_compat._common.files import exists, read_bytes
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reading import json_files
-from gemma4_compat._reading.files import exists, read_bytes
 
 #: Bytes per piece when a tensor is only copied.
 PIECE = 64 << 20
@@ -154,7 +154,7 @@ def checkpoint(folder: Path) -> dict[str, Entry]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    from gemma4_compat._reading.formats import ShardIndex
+    from gemma4_compat._common.formats import ShardIndex
 
     data = read_bytes(index, json_files.TENSORS_LIMIT, "an index of shards")
     return json_files.of_format(data, ShardIndex, f"{str(index)!r} is not an index of shards").weight_map

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._decoding import dependencies
-from gemma4_compat._models import placement
 from gemma4_compat._offload import host_memory, row_lookup, streaming
 
 #: Parts that a step without images and sounds does not go through.
@@ -83,7 +83,7 @@ def _has_int8(module: Any) -> bool:
 def _devices(modules: list[Any]) -> dict[Any, None]:
     found: dict[Any, None] = {}
     for module in modules:
-        where = placement.execution_device(module)
+        where = module_hooks.execution_device(module)
         if where is not None:
             found[where] = None
             continue
@@ -95,7 +95,7 @@ def _devices(modules: list[Any]) -> dict[Any, None]:
 
 def _on_disk(model: Any, modules: list[Any]) -> Iterator[str]:
     for module in modules:
-        hook = placement.offload_hook(module)
+        hook = module_hooks.offload_hook(module)
         for name, parameter in module._parameters.items() if hook is not None else ():
             if parameter is not None and host_memory.stored(hook.weights_map, name).on_disk:
                 yield _reads_disk(model, module)
@@ -108,7 +108,7 @@ def _reads_disk(model: Any, module: Any) -> str:
 def _offloaded(model: Any, modules: list[Any]) -> Iterator[str]:
     streamed = streaming.streamed_modules(model)
     for module in modules:
-        hook = placement.offload_hook(module)
+        hook = module_hooks.offload_hook(module)
         if hook is None or not any(tensor is not None for tensor in module._parameters.values()):
             continue
         where = streamed.get(module)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from gemma4_compat._engine import notice, report, versions
+from gemma4_compat._common import notice
+from gemma4_compat._engine import report, versions
 from gemma4_compat._engine.patch import PatchState
 from gemma4_compat._engine.record import Record
 from gemma4_compat._errors import Gemma4CompatError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._engine import notice
+from gemma4_compat._common import notice
 from gemma4_compat._errors import Gemma4CompatError
 
 #: Bytes of a file; real files have some ten thousand.
@@ -82,7 +82,7 @@ def _candidates() -> Iterator[Path]:
 
 
 def _parse(content: bytes, file: Path) -> Project | None:
-    from gemma4_compat._engine import toml
+    from gemma4_compat._common import toml
 
     if len(content) > LARGEST:
         raise Gemma4CompatError(f"{file} is larger than {LARGEST} bytes and is not read; make it smaller")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._engine import address, words
+from gemma4_compat._common import address
+from gemma4_compat._common.text import table_text
+from gemma4_compat._engine import words
 from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
-from gemma4_compat._engine.text import table_text
 
 
 def status_data(status: PatchStatus) -> dict[str, Any]:

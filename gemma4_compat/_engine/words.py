@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+from gemma4_compat._common.text import Cell, Tone
 from gemma4_compat._engine.patch import PatchState, PatchStatus, Reason
-from gemma4_compat._engine.text import Cell, Tone
 
 
 class _Look(NamedTuple):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._adapters import translation
+from gemma4_compat._common import files
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._reading import files
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
+from gemma4_compat._common import files
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._export.base import Base, layer_of
 from gemma4_compat._export.pieces import Piece, Written, refuse
 from gemma4_compat._export.plain import Module, Plain, instead
-from gemma4_compat._reading import files
 
 RELEASE = "llama.cpp in llama-cpp-python 0.3.36"
 FILE = "adapter.gguf"

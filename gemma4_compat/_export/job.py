@@ -18,17 +18,15 @@ from gemma4_compat._adapters import clipped, fitting, matching
 from gemma4_compat._adapters import saved as adapters
 from gemma4_compat._adapters import translation as translations
 from gemma4_compat._adapters.saved import CONFIG, REFUSALS, WEIGHTS, SavedAdapter
-from gemma4_compat._checkpoint import shards
+from gemma4_compat._checkpoint import folders, shards
 from gemma4_compat._checkpoint.shards import Entry
-from gemma4_compat._engine import notice, shadowed
+from gemma4_compat._common import files, notice, shadowed
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._export import gguf, mlx, pieces, plain, servers
 from gemma4_compat._export.base import Base, build_base, layer_of
 from gemma4_compat._export.pieces import Piece, Written
 from gemma4_compat._export.plain import Plain
 from gemma4_compat._export.result import ExportReport
-from gemma4_compat._merge import folders
-from gemma4_compat._reading import files
 
 _Writer = Callable[[Plain, Base, Callable[[Entry], Any], str], Written]
 _WRITERS: Mapping[str, tuple[str, str, _Writer]] = {

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._engine import shadowed, terminal, versions
-from gemma4_compat._engine.text import parse_size
+from gemma4_compat._checkpoint import folders, shards
+from gemma4_compat._common import shadowed, terminal
+from gemma4_compat._common.text import parse_size
+from gemma4_compat._engine import versions
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import adapter as adapters
-from gemma4_compat._merge import folders, quantized, resume, text, verification, weights
+from gemma4_compat._merge import quantized, resume, text, verification, weights
 from gemma4_compat._merge import start as starts
 from gemma4_compat._merge.check import Parity
 from gemma4_compat._merge.result import MergeParityError, MergeReport

@@ -14,12 +14,12 @@ from typing import Any
 
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry, Output
+from gemma4_compat._common import json_files
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import weights
 from gemma4_compat._merge.start import DTYPES, Start, quantization_config
 from gemma4_compat._merge.weights import Base
 from gemma4_compat._quantization import config as configs
-from gemma4_compat._reading import json_files
 
 QUANTIZATIONS = ("4bit", "4bit-double", "8bit")
 #: How many values share a scale, and how many scales share one with "4bit-double".

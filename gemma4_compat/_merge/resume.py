@@ -18,7 +18,7 @@ from typing import Any
 
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Output
-from gemma4_compat._engine import notice, temporary
+from gemma4_compat._common import notice, temporary
 
 JOURNAL = ".gemma4-compat-journal"
 

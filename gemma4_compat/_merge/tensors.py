@@ -10,11 +10,11 @@ from typing import Any
 
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry, Output
+from gemma4_compat._common import json_files
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import one_module
 from gemma4_compat._merge.adapter import Adapter, kind_of
 from gemma4_compat._merge.weights import Base
-from gemma4_compat._reading import json_files
 
 
 def tied_sources(model: Any, base: Path) -> dict[str, str]:

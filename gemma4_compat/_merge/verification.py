@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._accelerate import device_maps
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._merge import check
 from gemma4_compat._merge import start as starts
@@ -14,7 +15,6 @@ from gemma4_compat._merge.adapter import Adapter
 from gemma4_compat._merge.check import Parity
 from gemma4_compat._merge.start import Start
 from gemma4_compat._merge.tensors import MergedTensors
-from gemma4_compat._models import device_maps
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 

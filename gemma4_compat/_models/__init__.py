@@ -1,1 +1,10 @@
-"""What a Gemma 4 model is and where its parts are. Reads models; changes none."""
+"""What a Gemma 4 model is and where its parts are. Reads models; changes none.
+
+* :mod:`family`: whether something is a Gemma 4. :mod:`variants`: the shapes of the released ones.
+* :mod:`walk`: a model's modules. :mod:`inspection`: where it wants its inputs, and which tensors have no values.
+* :mod:`build`: a model on the meta device.
+* :mod:`shared_kv`, :mod:`shared_weights`: the layers that share keys and values.
+* :mod:`per_layer`, :mod:`padding_row`: the per-layer embeddings of E2B and E4B.
+* :mod:`rotary`: buffers of rotary embeddings. :mod:`autocast`: what autocast does on a device.
+* :mod:`config_names`, :mod:`cache_config`, :mod:`cache_names`: names that differ between releases.
+"""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._common import files
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import variants
-from gemma4_compat._reading import files
 
 _CLASSES = {
     "gemma4": "Gemma4ForConditionalGeneration",
@@ -84,8 +84,8 @@ def _configuration(model: str) -> tuple[Any, str, str]:
 
 def _check(file: Path) -> None:
     """Refuse a configuration of other types, or of more layers than a model has, before transformers builds them."""
-    from gemma4_compat._reading import json_files
-    from gemma4_compat._reading.formats import ModelConfig
+    from gemma4_compat._common import json_files
+    from gemma4_compat._common.formats import ModelConfig
 
     json_files.settings(file, ModelConfig)
 

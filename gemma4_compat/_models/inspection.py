@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement
 
 if TYPE_CHECKING:
     import torch
@@ -60,12 +60,12 @@ def input_device(model: Any) -> torch.device:
     import torch
 
     embedding = _input_embedding(model)
-    device = placement.hook_device(embedding)
+    device = module_hooks.hook_device(embedding)
     if device is not None:
         return device  # as nearly always: `model.device` asks several times a token
     path = next((name for name, module in model.named_modules() if module is embedding), "")
     for module in _ancestors(model, path):
-        device = placement.hook_device(module, of_submodules=True)
+        device = module_hooks.hook_device(module, of_submodules=True)
         if device is not None:
             return device
     tensor: Any = next(iter((*embedding.parameters(), *embedding.buffers())), None)
@@ -92,13 +92,13 @@ def device_of_offloaded(model: Any) -> torch.device | None:
     if first is None:
         return None
     above = [module for module in _ancestors(model, path) if _offloads_submodules(module)]
-    offloading = [module for module in (first, *above) if placement.offload_hook(module) is not None]
+    offloading = [module for module in (first, *above) if module_hooks.offload_hook(module) is not None]
     if not offloading:
         return None
     try:
         return input_device(model)
     except Gemma4CompatError:
-        found: torch.device | None = placement.execution_device(offloading[0])
+        found: torch.device | None = module_hooks.execution_device(offloading[0])
         return found
 
 
@@ -107,7 +107,7 @@ def _has_parameters(module: Any) -> bool:
 
 
 def _offloads_submodules(module: Any) -> bool:
-    return bool(getattr(placement.offload_hook(module), "place_submodules", False))
+    return bool(getattr(module_hooks.offload_hook(module), "place_submodules", False))
 
 
 def find_meta_tensors(model: Any) -> tuple[MetaTensor, ...]:
@@ -191,13 +191,13 @@ def _found(path: str, name: str, kind: str, tensor: Any, offloaded: bool) -> Met
 
 def _offload_hooks(model: Any, path: str, module: Any) -> Iterator[tuple[Any, str]]:
     """The hooks that bring tensors of ``module`` in, each with the prefix its map has for them."""
-    hook = placement.offload_hook(module)
+    hook = module_hooks.offload_hook(module)
     if hook is not None:
         yield hook, ""
     parts = path.split(".") if path else []
     for depth, ancestor in enumerate(reversed(_ancestors(model, path))):
         if _offloads_submodules(ancestor):
-            yield placement.offload_hook(ancestor), ".".join(parts[depth:]) + "."
+            yield module_hooks.offload_hook(ancestor), ".".join(parts[depth:]) + "."
 
 
 def _is_held(hooks: list[tuple[Any, str]], name: str, keys: dict[int, frozenset[Any]]) -> bool:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import walk
 
 #: Bytes of the numbers that rows of embeddings are compared by, at a time.
 SCRATCH = 2**26
@@ -108,7 +109,7 @@ def _search(text: Any, embeds: Any) -> Any:
 
     embedding, size = text.embed_tokens, text.config.vocab_size
     innermost = walk.innermost(embedding)
-    device = placement.hook_device(innermost)
+    device = module_hooks.hook_device(innermost)
     tokens = torch.arange(size, device=innermost.weight.device if device is None else device)
     table = embedding(tokens[:1])
     rows = embeds.detach().to(table.device)

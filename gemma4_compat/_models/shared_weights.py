@@ -13,7 +13,7 @@ from typing import Any
 
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
-from gemma4_compat._engine import notice
+from gemma4_compat._common import notice
 from gemma4_compat._errors import Gemma4CompatError
 
 _NAME = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.weight")

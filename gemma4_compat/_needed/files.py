@@ -16,12 +16,12 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from gemma4_compat._engine import toml
+from gemma4_compat._common import toml
+from gemma4_compat._common.files import MIB, read_bytes
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._needed import ranges, requested, state
 from gemma4_compat._needed.requested import Request, Requests
 from gemma4_compat._needed.state import DistributionState
-from gemma4_compat._reading.files import MIB, read_bytes
 
 ACCEPTED = "requirements.txt (or any .txt or .in), pyproject.toml, pylock.toml, pylock.NAME.toml or uv.lock"
 

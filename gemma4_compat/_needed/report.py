@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from gemma4_compat._engine.text import table_text, wrapped
+from gemma4_compat._common.text import table_text, wrapped
 from gemma4_compat._errors import printable
 from gemma4_compat._needed.judge import Assessment, Verdict
 

@@ -11,7 +11,8 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gemma4_compat._models import device_maps, placement, walk
+from gemma4_compat._accelerate import device_maps, module_hooks
+from gemma4_compat._models import walk
 from gemma4_compat._offload import peft_layers, tied_weights
 
 _TABLES = ("_modules", "_parameters", "_buffers")
@@ -59,7 +60,7 @@ def _place(layer: Any, base: Any) -> None:
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     parts = list(base.modules())
-    devices = [device for part in parts if (device := placement.execution_device(part)) is not None]
+    devices = [device for part in parts if (device := module_hooks.execution_device(part)) is not None]
     if not devices:  # "cpu" is no offloading where the CPU computes
         devices = [tensor.device for tensor in base.parameters()]
     for adapter in layer._modules.values():
@@ -67,6 +68,6 @@ def _place(layer: Any, base: Any) -> None:
             adapter.to(devices[0])
     for copied in getattr(layer, "modules_to_save", {}).values():
         for part, own in zip(parts, list(copied.modules())):
-            device = placement.execution_device(part)
+            device = module_hooks.execution_device(part)
             if device is not None:
                 add_hook_to_module(own, AlignDevicesHook(execution_device=device))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import stored_weights, tied_pairs
 
 
@@ -24,20 +24,20 @@ def gathered(model: Any, getters: list[Callable[[], Any]], device: Any = None) -
     """
     roots = [(getter, root) for getter in getters if (root := getter()) is not None]
     parts = {part: dict(part._parameters) for _, root in roots for part in root.modules() if "_hf_hook" in vars(part)}
-    if not any(placement.offload_hook(part) for part in parts):
+    if not any(module_hooks.offload_hook(part) for part in parts):
         yield
         return
     pairs = [pair for pair in tied_pairs.tied(model) if all(module in parts for module, _ in pair)]
     for part in parts:
         _bring(part, device)
     for (module, name), (owner, owners_name) in pairs:
-        if placement.offload_hook(module) is None:  # the one that stays on its device is both
+        if module_hooks.offload_hook(module) is None:  # the one that stays on its device is both
             owner._parameters[owners_name] = module._parameters[name]
         else:
             module._parameters[name] = owner._parameters[owners_name]
     inside = {part: {name: _identity(value) for name, value in part._parameters.items()} for part in parts}
     try:
-        with placement.hooks_off(parts):
+        with module_hooks.hooks_off(parts):
             yield
     finally:
         now = {root: getter() for getter, root in roots}
@@ -55,8 +55,8 @@ def gathered(model: Any, getters: list[Callable[[], Any]], device: Any = None) -
 def _bring(part: Any, device: Any) -> None:
     import torch
 
-    hook = placement.offload_hook(part)
-    where = placement.hook_device(part) if device is None else device
+    hook = module_hooks.offload_hook(part)
+    where = module_hooks.hook_device(part) if device is None else device
     for name, parameter in part._parameters.items():
         if parameter is None or (hook is None and (where is None or parameter.device == torch.device(where))):
             continue
@@ -72,7 +72,7 @@ def _put_back(part: Any, before: dict[str, Any], inside: dict[str, Any], tied_na
     import torch
 
     changed = []
-    offloaded = placement.offload_hook(part) is not None
+    offloaded = module_hooks.offload_hook(part) is not None
     for name, parameter in part._parameters.items():
         if parameter is None:
             continue
@@ -100,5 +100,5 @@ def _move_hook(old: Any, new: Any) -> None:
 
     add_hook_to_module(new, ModelHook())
     vars(new).update(
-        {name: value for name, value in vars(old).items() if name in ("_hf_hook", placement.COPYS_WEIGHT)}
+        {name: value for name, value in vars(old).items() if name in ("_hf_hook", module_hooks.COPYS_WEIGHT)}
     )

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._engine import notice
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import notice
 
 
 class Stored:
@@ -123,7 +123,7 @@ def cast(tensor: Any, dtypes: tuple[Any, ...]) -> Any:
 
 def note_casts(module: Any) -> None:
     """Have the casts that took bits from the module's offloaded tensors repeated when these are read."""
-    hook = placement.offload_hook(module)
+    hook = module_hooks.offload_hook(module)
     if hook is None or hook.weights_map is None:
         return
     noted: dict[str, tuple[Any, ...]] = {}

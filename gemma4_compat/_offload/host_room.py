@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._engine import notice
-from gemma4_compat._engine.text import size_text
-from gemma4_compat._models import device_maps
+from gemma4_compat._accelerate import device_maps
+from gemma4_compat._common import notice
+from gemma4_compat._common.text import size_text
 from gemma4_compat._quantization.bytes import expected_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")

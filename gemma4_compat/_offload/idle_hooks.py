@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import torch_internals
 
 # The two hooks of each model and tower.
@@ -26,9 +26,9 @@ _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDicti
 def install(model: Any) -> bool:
     """Bypass the idle hooks of a dispatched model; False, and nothing is done, where several devices compute."""
     uninstall(model)
-    device = placement.hook_device(model)
+    device = module_hooks.hook_device(model)
     hooked = [module for module in model.modules() if "_hf_hook" in vars(module)]
-    if device is None or any(placement.hook_device(module) != device for module in hooked):
+    if device is None or any(module_hooks.hook_device(module) != device for module in hooked):
         return False
     # A tower runs once a prompt, and has a hook that moves its inputs: its modules are not touched for every token.
     towers = [
@@ -68,7 +68,7 @@ def _only_moves_inputs(module: Any) -> bool:
         type(hook).__name__ == "AlignDevicesHook"
         and not hook.offload
         and not hook.io_same_device
-        and placement.COPYS_WEIGHT not in vars(module)  # the hook will offload again
+        and module_hooks.COPYS_WEIGHT not in vars(module)  # the hook will offload again
         and is_accelerates_forward(module)
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import stored_weights, tied_pairs
 
 _MODEL = "_gemma4_compat_dispatched_in"  # on a module that is offloaded, or tied to one
@@ -54,7 +54,7 @@ def join(model: Any, module: Any) -> None:
     for pair in tied_pairs.pairs(model):
         target, source = (owner._parameters[name] for owner, name in pair)
         others = [owner for owner, _ in pair if owner is not module]
-        if target is source or len(others) != 1 or placement.offload_hook(others[0]) is not None:
+        if target is source or len(others) != 1 or module_hooks.offload_hook(others[0]) is not None:
             continue
         if target.device != source.device and "_hf_hook" in vars(others[0]):
             continue

@@ -15,8 +15,9 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory, joined_weights, stored_weights, tied_pairs
 
 _UNMERGE = "unmerge"  # on a merged layer: its own is called with its base weight onloaded
@@ -63,7 +64,7 @@ def parting(model: Any) -> Iterator[list[Any]]:
 
 def _forget_addresses(model: Any, places: list[Any]) -> None:
     """Have accelerate take no offloaded weight for one of these: it knows tied ones by their addresses."""
-    hooks = [hook for module in walk.modules(model) if (hook := placement.offload_hook(module)) is not None]
+    hooks = [hook for module in walk.modules(model) if (hook := module_hooks.offload_hook(module)) is not None]
     tensors = [place[0]._parameters[place[1]] for place in places] + [_held(place) for place in places]
     for tensor in tensors:
         if tensor is not None and tensor.device.type != "meta":
@@ -74,7 +75,7 @@ def _forget_addresses(model: Any, places: list[Any]) -> None:
 def _held(place: Any) -> Any:
     """The tensor with the values of a weight; None for one on disk."""
     module, name = place
-    hook = placement.offload_hook(module)
+    hook = module_hooks.offload_hook(module)
     if hook is None:
         return module._parameters[name]
     stored = host_memory.stored(hook.weights_map, name)
@@ -86,12 +87,12 @@ def _take_apart(target: Any, source: Any) -> None:
     import torch
 
     for module, _ in (target, source):
-        placement.offload_tied(module)
+        module_hooks.offload_tied(module)
     held = [_held(place) for place in (target, source)]
     if any(value is None for value in held) or held[0].data_ptr() != held[1].data_ptr():
         return
-    module, name = next((place for place in (target, source) if placement.offload_hook(place[0])), target)
-    if placement.offload_hook(module) is not None:
+    module, name = next((place for place in (target, source) if module_hooks.offload_hook(place[0])), target)
+    if module_hooks.offload_hook(module) is not None:
         stored_weights.write(module, name, stored_weights.read(module, name).clone(), in_place=False)
     else:
         weight = module._parameters[name]
@@ -108,7 +109,7 @@ def join(model: Any) -> None:
 @contextlib.contextmanager
 def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
     """Inside, layers of a split model are merged through :func:`onload_layer`; yields its pairs of tied weights."""
-    if not any(placement.offload_hook(module) for module in walk.modules(model)):
+    if not any(module_hooks.offload_hook(module) for module in walk.modules(model)):
         yield []
         return
     pairs = _pairs(model)
@@ -130,7 +131,7 @@ def dispatched(model: Any) -> None:
     pairs = tied_pairs.tied(base)
     for layer in merged:
         inner = walk.innermost(layer)
-        if placement.offload_hook(inner) is not None or _with(inner, pairs):
+        if module_hooks.offload_hook(inner) is not None or _with(inner, pairs):
             vars(layer)[_UNMERGE] = functools.partial(_unmerge, layer, pairs)
             _unmerge_before_forwards(base)
 
@@ -157,7 +158,7 @@ def is_merged_alone(layer: Any) -> bool:
     """Whether a ``merge`` of this layer, as it is now, would miss its weight or one that is tied to it."""
     if layer is _onloaded.get():
         return False
-    return any(placement.is_offloaded(module) for module in layer.modules()) or bool(
+    return any(module_hooks.is_offloaded(module) for module in layer.modules()) or bool(
         _with(walk.innermost(layer), _pairs(_model_of(layer)))
     )
 
@@ -199,13 +200,13 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
     layers = [module for module in layer.modules() if hasattr(module, "merged_adapters")]
     before = [list(module.merged_adapters) for module in layers]
     offloaded = {
-        module: placement.offload_hook(module) for module in layer.modules() if placement.is_offloaded(module)
+        module: module_hooks.offload_hook(module) for module in layer.modules() if module_hooks.is_offloaded(module)
     }
     for module, hook in offloaded.items():
         hook.pre_forward(module)
     token = _onloaded.set(layer)
     try:
-        with placement.hooks_off(offloaded):
+        with module_hooks.hooks_off(offloaded):
             yield
     finally:
         _onloaded.reset(token)
@@ -213,14 +214,14 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
         for module, hook in offloaded.items():
             hook.post_forward(module, None)
         if [list(module.merged_adapters) for module in layers] != before:
-            if placement.offload_hook(base) is not None:
+            if module_hooks.offload_hook(base) is not None:
                 shared = any(base in (pair[0][0], pair[1][0]) for pair in _parted.get())
                 _store(base, values, in_forward=base not in offloaded, in_place=not shared)
             for own, other in tied:
                 tied_pairs.tie(other, own)
         for module in layers:
             vars(module).pop(_UNMERGE, None)
-            if module.merged_adapters and (tied or placement.offload_hook(base) is not None):
+            if module.merged_adapters and (tied or module_hooks.offload_hook(base) is not None):
                 vars(module)[_UNMERGE] = functools.partial(_unmerge, module, pairs)
 
 

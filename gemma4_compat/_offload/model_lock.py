@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement
 from gemma4_compat._offload import torch_internals
 
 POLL = 0.05  # seconds between two looks at the thread that holds a lock
@@ -59,7 +59,7 @@ def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> 
         if streamed(module):
             return True
         inside = [visit(child) for child in module.children()]
-        if any(inside) or placement.offload_hook(module) is not None:
+        if any(inside) or module_hooks.offload_hook(module) is not None:
             entries.append(module)
             return True
         return False

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import expert_lookup, host_memory, torch_internals
 from gemma4_compat._offload.group_weights import HostTensor, OffloadedWeight
 from gemma4_compat._offload.idle_hooks import HookedForward, is_accelerates_forward
@@ -86,20 +86,20 @@ class ModuleGroup:
     def from_layer(cls, layer: Any) -> ModuleGroup | None:
         """The group of a layer as it is now; None for a layer without weights to stream, or left to accelerate."""
         inside = expert_lookup.inside(layer)
-        device = placement.hook_device(layer)
+        device = module_hooks.hook_device(layer)
         alone = device is None and inside is not None  # a map that names the parts of the layer
         if alone:
-            device = placement.hook_device(inside)
+            device = module_hooks.hook_device(inside)
         weights: list[OffloadedWeight] = []
         forwards: list[HookedForward] = []
         for part in layer.modules():
             if part is layer or "_hf_hook" not in vars(part):
                 continue
-            if device is None or placement.hook_device(part) != device:
+            if device is None or module_hooks.hook_device(part) != device:
                 return None
             if not _only_places(vars(part)["_hf_hook"]):  # somebody else's hook has to run
                 return None
-            hook = placement.offload_hook(part)
+            hook = module_hooks.offload_hook(part)
             if hook is not None:
                 if hook.offload_buffers or hook.place_submodules or hook.tied_params_names:
                     return None

@@ -15,8 +15,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import in_place
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import in_place, placement, walk
+from gemma4_compat._models import walk
 
 #: Fields of a LoRA config under which a layer only adds to the output of its base layer. Any other field with another
 #: value than its default may make the layer read the base weight.
@@ -55,12 +57,12 @@ _REGISTERED = "_gemma4_compat_registered"  # on a layer that has the two forward
 def replace_module(
     original: Callable[..., None], self: Any, parent: Any, child_name: str, new_module: Any, child: Any
 ) -> None:
-    with placement.seen_on_execution_device(_base(child)):
+    with module_hooks.seen_on_execution_device(_base(child)):
         original(self, parent, child_name, new_module, child)
 
 
 def move_adapter_to_device_of_base_layer(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    with placement.seen_on_execution_device(self.get_base_layer()):
+    with module_hooks.seen_on_execution_device(self.get_base_layer()):
         original(self, *args, **kwargs)
 
 
@@ -68,8 +70,8 @@ def modules_to_save_update(
     original: Callable[..., None], self: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
     for module in self.original_module.modules():
-        placement.offload_tied(module)
-    offloaded = [module for module in self.original_module.modules() if placement.is_offloaded(module)]
+        module_hooks.offload_tied(module)
+    offloaded = [module for module in self.original_module.modules() if module_hooks.is_offloaded(module)]
     if not offloaded or adapter_name in self.modules_to_save:
         original(self, adapter_name, *args, **kwargs)
         return
@@ -77,11 +79,11 @@ def modules_to_save_update(
     # with its weights and without hooks; the copy gets a hook that only moves inputs.
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    devices = {module: placement.execution_device(module) for module in offloaded}
+    devices = {module: module_hooks.execution_device(module) for module in offloaded}
     with contextlib.ExitStack() as stack:
         for module in offloaded:
-            stack.enter_context(placement.weights_brought_in(module))
-        stack.enter_context(placement.hooks_off(self.original_module.modules()))
+            stack.enter_context(module_hooks.weights_brought_in(module))
+        stack.enter_context(module_hooks.hooks_off(self.original_module.modules()))
         original(self, adapter_name, *args, **kwargs)
     pairs = zip(self.original_module.modules(), self.modules_to_save[adapter_name].modules())
     for module, copied in list(pairs):
@@ -93,10 +95,10 @@ def trainable_tokens_update_layer(
     original: Callable[..., None], self: Any, adapter_name: str, *args: Any, **kwargs: Any
 ) -> None:
     base = self.get_base_layer()
-    placement.offload_tied(base)
-    with placement.weights_brought_in(base):  # whose rows are copied
+    module_hooks.offload_tied(base)
+    with module_hooks.weights_brought_in(base):  # whose rows are copied
         original(self, adapter_name, *args, **kwargs)
-    if placement.offload_hook(base) is not None:
+    if module_hooks.offload_hook(base) is not None:
         keep_onloaded_for_whole_forward(self)  # which computes with the weight, not with the base layer
 
 
@@ -105,8 +107,8 @@ def trainable_tokens_mixed_batch(
 ) -> Any:
     """The part of a batch that has an adapter; upstream calls no forward of the layer, so no hook of it, either."""
     base = self.token_adapter.get_base_layer()
-    hook = placement.offload_hook(base)
-    if hook is None or not placement.is_offloaded(base):
+    hook = module_hooks.offload_hook(base)
+    if hook is None or not module_hooks.is_offloaded(base):
         return original(self, x, active_adapter, *args, **kwargs)
     hook.pre_forward(base)
     try:
@@ -121,7 +123,7 @@ def inject_adapter(
     config = self.peft_config[adapter_name]
     _refuse_offloaded_biases(config, model)
     # Not `is_offloaded`: accelerate leaves one of two tied weights on the device until its module's first forward.
-    if _is_additive(config) or not any(placement.offload_hook(module) for module in walk.modules(model)):
+    if _is_additive(config) or not any(module_hooks.offload_hook(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, on creation and later.
 
@@ -129,9 +131,9 @@ def inject_adapter(
         create: Any, config: Any, name: str, target: Any, target_name: str, parent: Any, *rest: Any, **kw: Any
     ) -> None:
         base = _base(target)
-        placement.offload_tied(base)
-        offloaded = placement.offload_hook(base) is not None
-        with placement.weights_brought_in(base):
+        module_hooks.offload_tied(base)
+        offloaded = module_hooks.offload_hook(base) is not None
+        with module_hooks.weights_brought_in(base):
             create(config, name, target, target_name, parent, *rest, **kw)
         if offloaded:
             keep_onloaded_for_whole_forward(getattr(parent, target_name))
@@ -167,9 +169,9 @@ def keep_onloaded_for_whole_forward(layer: Any) -> None:
 
 def _onload(layer: Any, _inputs: Any) -> None:
     base = _base(layer)
-    hook = placement.offload_hook(base)
+    hook = module_hooks.offload_hook(base)
     # Else it is not offloaded any more, or a layer around this one, or its module group, has onloaded it.
-    if hook is not None and placement.is_offloaded(base):
+    if hook is not None and module_hooks.is_offloaded(base):
         hook.pre_forward(base)
         hook.offload = False  # the base layer's own forward leaves the weights alone
         vars(layer)[_ONLOADED] = hook
@@ -186,7 +188,7 @@ def _refuse_offloaded_biases(config: Any, model: Any) -> None:
     if getattr(config, "bias", "none") in ("none", None):
         return
     for name, module in model.named_modules():
-        if placement.is_offloaded(module) and vars(module)["_parameters"].get("bias") is not None:
+        if module_hooks.is_offloaded(module) and vars(module)["_parameters"].get("bias") is not None:
             raise Gemma4CompatError(
                 f"bias={config.bias!r} trains biases of the base model, and that of {name!r} is offloaded: it would "
                 "neither learn nor load. Use bias='none', or a device_map that keeps the module on its device."

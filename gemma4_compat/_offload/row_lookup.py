@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import host_memory, read_ahead
 
 _STATE = "_gemma4_compat_lookup"  # on the hook of an offloaded embedding
@@ -35,7 +35,7 @@ class Lookup:
         import torch
 
         self.weights_map = hook.weights_map
-        self.device = placement.execution_device(module)
+        self.device = module_hooks.execution_device(module)
         self.dtype = module._parameters["weight"].dtype  # the parameter's: the model may have been cast
         self.meta: Any = None  # the parameter between forwards, while a forward runs
         self._padding: Any = None
@@ -66,7 +66,7 @@ class Lookup:
         return (
             self.weights_map is hook.weights_map
             and self.dtype is module._parameters["weight"].dtype
-            and self.device == placement.execution_device(module)
+            and self.device == module_hooks.execution_device(module)
         )
 
     def enter(self, module: Any, tokens: Any) -> Any:
@@ -145,7 +145,7 @@ def lookup_for(hook: Any, module: Any) -> Lookup | None:
     weight = module._parameters.get("weight")
     if weight is None or (weight.requires_grad and module.training and torch.is_grad_enabled()):
         return None
-    if module.max_norm is not None or placement.offload_hook(module) is not hook:
+    if module.max_norm is not None or module_hooks.offload_hook(module) is not hook:
         return None
     if found is not None and found.is_current(hook, module):
         return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import joined_weights, stored_weights, tied_pairs
 
 _LOADING = "_gemma4_compat_loading"  # on a module, during its turn
@@ -28,7 +28,7 @@ def install(model: Any) -> None:
     apart = {module for pair in tied_pairs.tied(model) for module, _ in pair}
     for module in model.modules():
         forget(module)
-        if placement.offload_hook(module) is not None or module in apart:
+        if module_hooks.offload_hook(module) is not None or module in apart:
             # Its public name came with torch 2.5.
             before = module._register_load_state_dict_pre_hook(_before, with_module=True)
             _handles[module] = before, module.register_load_state_dict_post_hook(_after)
@@ -45,7 +45,7 @@ def forget(module: Any) -> None:
 def _before(module: Any, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
     """Give the module something to load into."""
     names = [name for name in (*module._parameters, *module._buffers) if f"{prefix}{name}" in state_dict]
-    offloaded = placement.offload_hook(module) is not None
+    offloaded = module_hooks.offload_hook(module) is not None
     found = {}
     for name in names:
         holder = stored_weights.holder(module, name)
@@ -62,7 +62,7 @@ def _before(module: Any, state_dict: Any, prefix: str, metadata: Any, *_: Any) -
 def _after(module: Any, _incompatible: Any) -> None:
     """Store what was loaded."""
     found, assigned = vars(module).pop(_LOADING, ({}, False))
-    hook = placement.offload_hook(module)
+    hook = module_hooks.offload_hook(module)
     for name, (before, inside, version) in found.items():
         offloaded = hook is not None and (name in module._parameters or hook.offload_buffers)
         holder = stored_weights.holder(module, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import stored_weights, tied_pairs
 
 
@@ -22,11 +22,11 @@ def fill(model: Any, state: dict[str, Any]) -> None:
     for name in offloaded:
         path, _, attribute = name.rpartition(".")
         module = modules.get(path)
-        if module is None or placement.offload_hook(module) is None:
+        if module is None or module_hooks.offload_hook(module) is None:
             continue
         if stored_weights.holder(module, attribute).get(attribute) is not None:
             state[name] = stored_weights.read(module, attribute)
-    owner = placement.map_owner(model)
+    owner = module_hooks.map_owner(model)
     for pair in () if owner is None else tied_pairs.tied(owner):
         target, source = (f"{names[module]}.{name}" for module, name in pair)
         if {target, source} <= state.keys() and stored_weights.is_same(*pair):

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import placement, walk
+from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import quant_states
 
@@ -30,7 +31,7 @@ Place = tuple[Any, str]
 
 def read(module: Any, name: str) -> Any:
     """The value with which a module computes as its parameter ``name``: on its device, or offloaded, on the host."""
-    parameter, hook = holder(module, name)[name], placement.offload_hook(module)
+    parameter, hook = holder(module, name)[name], module_hooks.offload_hook(module)
     if hook is None:
         return parameter.data
     return host_memory.stored(hook.weights_map, name).tensor.to(parameter.dtype)
@@ -50,7 +51,7 @@ def write(module: Any, name: str, value: Any, *, in_place: bool = True) -> None:
     """
     with outside_inference():
         value = value.detach().cpu()
-        store(placement.offload_hook(module), name, value, in_place=in_place)
+        store(module_hooks.offload_hook(module), name, value, in_place=in_place)
         leave_on_meta(module, name, value)
 
 
@@ -61,7 +62,7 @@ def write_scales(module: Any, scales: Any) -> None:
         vars(scales)[quant_states.PRISTINE] = True
         vars(module._parameters["weight"])["SCB"] = scales
         with contextlib.suppress(KeyError):  # accelerate's map has them as well, or has not
-            store(placement.offload_hook(module), "SCB", scales)
+            store(module_hooks.offload_hook(module), "SCB", scales)
 
 
 def is_same(first: Place, second: Place) -> bool:
@@ -71,7 +72,7 @@ def is_same(first: Place, second: Place) -> bool:
 
 def holds(module: Any, name: str, value: Any) -> bool:
     """Whether this value is already stored as the offloaded parameter ``name`` of ``module``, bit for bit."""
-    return equal(host_memory.stored(placement.offload_hook(module).weights_map, name).tensor, value.detach())
+    return equal(host_memory.stored(module_hooks.offload_hook(module).weights_map, name).tensor, value.detach())
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -95,7 +96,7 @@ def replaced(model: Any) -> Iterator[None]:
     before = {
         (module, name): parameter
         for module in walk.modules(model)
-        if placement.offload_hook(module) is not None
+        if module_hooks.offload_hook(module) is not None
         for name, parameter in module._parameters.items()
     }
     try:
@@ -105,7 +106,7 @@ def replaced(model: Any) -> Iterator[None]:
             module._parameters[name] = parameter
         raise
     for (module, name), parameter in before.items():
-        now, hook = module._parameters.get(name), placement.offload_hook(module)
+        now, hook = module._parameters.get(name), module_hooks.offload_hook(module)
         if now is None or now is parameter or now.device.type == "meta" or hook is None:
             continue
         if host_memory.stored(hook.weights_map, name).on_disk and holds(module, name, now):

@@ -37,7 +37,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import expert_lookup, torch_internals
 from gemma4_compat._offload.copy_stream import CopyStream
 from gemma4_compat._offload.model_lock import ModelLock
@@ -67,7 +67,7 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.ModuleList) or id(module) in inside:
             continue
-        layers = [layer for layer in module if any(placement.offload_hook(part) for part in layer.modules())]
+        layers = [layer for layer in module if any(module_hooks.offload_hook(part) for part in layer.modules())]
         if layers:
             inside.update(id(part) for part in module.modules())
             # A tower runs once a prompt; in the language model the first layer follows the last, token after token.

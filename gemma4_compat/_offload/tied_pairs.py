@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import host_memory, stored_weights
 from gemma4_compat._offload.stored_weights import Place
 
@@ -39,13 +39,13 @@ def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
     return [
         (target, source)
         for target, source in pairs(model, declared=declared)
-        if (declared if placement.COPYS_WEIGHT in vars(target[0]) else is_apart(target, source))
+        if (declared if module_hooks.COPYS_WEIGHT in vars(target[0]) else is_apart(target, source))
     ]
 
 
 def is_apart(target: Place, source: Place) -> bool:
     """Whether one of two tied weights is offloaded."""
-    return any(placement.offload_hook(module) for module, _ in (target, source))
+    return any(module_hooks.offload_hook(module) for module, _ in (target, source))
 
 
 def _place(model: Any, name: str) -> Place | None:
@@ -66,10 +66,10 @@ def tie(target: Place, source: Place) -> None:
 
     (module, name), (owner, owners_name) = target, source
     parameter, owners = module._parameters[name], owner._parameters[owners_name]
-    hook = placement.offload_hook(module)
+    hook = module_hooks.offload_hook(module)
     if hook is None:
         if parameter.device.type == "meta" or not stored_weights.is_same(target, source):
-            device = placement.hook_device(module) if parameter.device.type == "meta" else parameter.device
+            device = module_hooks.hook_device(module) if parameter.device.type == "meta" else parameter.device
             with stored_weights.outside_inference():
                 value = stored_weights.read(*source)
                 if (parameter.device, parameter.shape, parameter.dtype) == (device, value.shape, value.dtype):
@@ -89,7 +89,7 @@ def tie(target: Place, source: Place) -> None:
 
 def _link(target: Place, source: Place) -> bool:
     """Let both read the same tensor, or the same file; False where their weights are stored in different ways."""
-    hooks = placement.offload_hook(target[0]), placement.offload_hook(source[0])
+    hooks = module_hooks.offload_hook(target[0]), module_hooks.offload_hook(source[0])
     if hooks[1] is None:
         return False
     mine, theirs = (host_memory.stored(hook.weights_map, name) for hook, (_, name) in zip(hooks, (target, source)))
@@ -108,9 +108,13 @@ def _link(target: Place, source: Place) -> bool:
 
 def _serve_from(offloaded: Place, resident: Place) -> None:
     """Let accelerate take a weight in host memory from the module that has it on the device, as after a dispatch."""
-    hook, parameter = placement.offload_hook(offloaded[0]), resident[0]._parameters[resident[1]]
-    if hook is None or placement.offload_hook(resident[0]) is not None or offloaded[1] not in hook.tied_params_names:
+    hook, parameter = module_hooks.offload_hook(offloaded[0]), resident[0]._parameters[resident[1]]
+    if (
+        hook is None
+        or module_hooks.offload_hook(resident[0]) is not None
+        or offloaded[1] not in hook.tied_params_names
+    ):
         return
     place = host_memory.stored(hook.weights_map, offloaded[1])
-    if not place.on_disk and parameter.device == placement.execution_device(offloaded[0]):
+    if not place.on_disk and parameter.device == module_hooks.execution_device(offloaded[0]):
         hook.tied_params_map[place.raw.data_ptr()] = {hook.execution_device: parameter}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gemma4_compat._engine.text import runs
+from gemma4_compat._common.text import runs
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
 from gemma4_compat._planner.result import Source

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._engine import shadowed
-from gemma4_compat._engine.text import parse_size, size_text
+from gemma4_compat._common import shadowed
+from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
 from gemma4_compat._planner import blueprint, budgets, code, layout, speed

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from gemma4_compat._engine import notice
+from gemma4_compat._common import notice
 from gemma4_compat._errors import Gemma4CompatError
 
 _P = ParamSpec("_P")

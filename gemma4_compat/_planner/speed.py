@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gemma4_compat._engine.text import parse_size
+from gemma4_compat._common.text import parse_size
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._planner.blueprint import Block, Blueprint
 

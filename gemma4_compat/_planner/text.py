@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from gemma4_compat._engine.text import runs_text, size_text
+from gemma4_compat._common.text import runs_text, size_text
 from gemma4_compat._planner import speed
 from gemma4_compat._planner.code import FAST, grouped
 from gemma4_compat._planner.layout import PREFILL_CHUNK

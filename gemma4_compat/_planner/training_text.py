@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gemma4_compat._engine.text import size_text
+from gemma4_compat._common.text import size_text
 from gemma4_compat._planner.text import ASCII, BLOCKS, map_lines
 
 if TYPE_CHECKING:

@@ -1,1 +1,11 @@
-"""4-bit and 8-bit weights of bitsandbytes: their states, experts, offloaded layers and compute dtypes."""
+"""4-bit and 8-bit weights of bitsandbytes: their states, experts, offloaded layers, compute dtypes.
+
+* :mod:`quant_states`: copies of a ``QuantState``. :mod:`bytes`: how many bytes a quantized weight takes.
+* :mod:`config`, :mod:`skip_modules`: what is to be quantized, and what is better not.
+* :mod:`offloaded`: what a device map offloads. :mod:`opt_in`: what a user enables.
+* :mod:`experts`, :mod:`expert_storage`, :mod:`expert_forward`: experts in 4 bits.
+* :mod:`compute_dtype`: the dtype in which a quantized layer computes.
+* :mod:`plain_layers`: PEFT's layers over plain ones.
+* :mod:`qat`, :mod:`quanto`, :mod:`compressed`: layers of other quantizers.
+* :mod:`host`: whether a patch's CPU or GPU is there.
+"""

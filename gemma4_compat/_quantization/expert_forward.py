@@ -8,8 +8,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement
 from gemma4_compat._quantization import expert_storage
 from gemma4_compat._quantization.expert_storage import dequantized
 from gemma4_compat._quantization.experts import NAMES, quantized_parameter
@@ -191,7 +191,7 @@ def logical(module: Any, name: str) -> Any:
 
     parameter = quantized_parameter(module, name)
     state = parameter.quant_state
-    device = placement.execution_device(module) or parameter.device
+    device = module_hooks.execution_device(module) or parameter.device
     return torch.zeros(1, dtype=state.dtype, device=device).expand(state.shape)
 
 

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement
 from gemma4_compat._quantization.experts import NAMES, all_experts, quantized_parameter, tail_of
 
 #: Tensors beside the packed bytes in a checkpoint, ``<parameter>.<name>``: bitsandbytes' own, and an offset per
@@ -82,7 +82,7 @@ def dequantize_module(module: Any, dtype: Any = None) -> None:
     """Replace the 4-bit weights of an experts module by their bf16 (``dtype``) values, also if offloaded."""
     import torch
 
-    with placement.weights_brought_in(module):
+    with module_hooks.weights_brought_in(module):
         for name in NAMES:
             parameter = quantized_parameter(module, name)
             if parameter is not None:

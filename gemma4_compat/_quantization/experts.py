@@ -10,7 +10,7 @@ import logging
 import re
 from typing import Any
 
-from gemma4_compat._engine.text import scaled_text
+from gemma4_compat._common.text import scaled_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._quantization import offloaded, opt_in

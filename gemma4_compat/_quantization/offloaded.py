@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gemma4_compat._engine.text import runs_text, scaled_text
-from gemma4_compat._models import device_maps
+from gemma4_compat._accelerate import device_maps
+from gemma4_compat._common.text import runs_text, scaled_text
 from gemma4_compat._quantization.bytes import stored_bytes
 
 #: Entries of a device map that offload. For accelerate only these strings do; ``torch.device("cpu")`` is a main

@@ -93,7 +93,7 @@ class Workspace:
         Raises:
             MissingPartError: it cannot, so the reproduction is not applicable.
         """
-        from gemma4_compat._reproduction import second_device
+        from gemma4_compat._stand_ins import second_device
 
         if not second_device.available():
             raise MissingPartError("this PyTorch takes no backend in Python, to be the second device")

@@ -1,1 +1,6 @@
-"""The command ``scan``: what a saved adapter is and what it would do on a base model."""
+"""The command ``scan``: what a saved adapter is and what it would do on a base model.
+
+* :mod:`job`: the scan. :mod:`result`, :mod:`text`: what it found.
+* :mod:`configuration`, :mod:`lora_file`: what the adapter's two files say.
+* :mod:`base`: the base's class and its linears. :mod:`comparison`: one held against the other.
+"""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._adapters import clipped
-from gemma4_compat._engine import shadowed
+from gemma4_compat._common import shadowed
 from gemma4_compat._models import build as models
 from gemma4_compat._quantization import config, qat
 from gemma4_compat._scan.result import Findings

@@ -13,8 +13,8 @@ from typing import Any
 
 from gemma4_compat._adapters import translation
 from gemma4_compat._adapters.saved import CONFIG, SavedAdapter, module_of, read
+from gemma4_compat._common import patterns
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reading import patterns
 from gemma4_compat._scan import configuration, lora_file
 from gemma4_compat._scan.base import build
 from gemma4_compat._scan.comparison import Comparison

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 
 
 @contextlib.contextmanager
@@ -18,11 +18,11 @@ def onloaded(head: Any) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for module in list(head.modules()):
-            hook = placement.offload_hook(module)
-            if hook is not None and placement.is_offloaded(module):
+            hook = module_hooks.offload_hook(module)
+            if hook is not None and module_hooks.is_offloaded(module):
                 hook.pre_forward(module)
                 stack.callback(hook.post_forward, module, None)
-                stack.enter_context(placement.hooks_off([module]))
+                stack.enter_context(module_hooks.hooks_off([module]))
         yield
 
 

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from gemma4_compat._engine import changes, notice, settings
+from gemma4_compat._common import notice
+from gemma4_compat._engine import changes, settings
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
 from gemma4_compat._offload import torch_internals

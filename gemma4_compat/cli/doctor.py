@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 import gemma4_compat
-from gemma4_compat._doctor import findings as _doctor
-from gemma4_compat._doctor import text as _text
-from gemma4_compat._engine import settings, terminal
+from gemma4_compat._common import terminal
+from gemma4_compat._diagnostics import findings as _doctor
+from gemma4_compat._diagnostics import text as _text
+from gemma4_compat._engine import settings
 from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
 
 _FORMATS = ("text", "markdown", "github", "json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gemma4_compat
-from gemma4_compat._support import environment
+from gemma4_compat._diagnostics import environment
 from gemma4_compat.cli.app import Json, app, command, print_json, say
 
 

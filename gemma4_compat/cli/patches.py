@@ -9,10 +9,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import gemma4_compat
+from gemma4_compat._common import terminal
+from gemma4_compat._diagnostics import answers, messages, search
 from gemma4_compat._engine import report as _report
-from gemma4_compat._engine import settings, terminal
+from gemma4_compat._engine import settings
 from gemma4_compat._launch import environment
-from gemma4_compat._support import answers, messages, search
 from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
 
 #: Bytes of standard input: a log of days, not a device that never ends.

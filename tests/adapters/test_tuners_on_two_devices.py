@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from gemma4_compat._reproduction import second_device
+from gemma4_compat._stand_ins import second_device
 from tests.adapters.test_tuners_on_split_models import OUTSIDE_LAYERS, PREFIXES, TUNERS, configuration
 from tests.conftest import is_affected, patch
 from tests.helpers import ROOT, Finished

@@ -14,8 +14,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._reproduction import second_device, tiny
+from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import Workspace
+from gemma4_compat._stand_ins import second_device
 from tests.adapters.test_tuners_on_split_models import (
     APART,
     OUTSIDE_LAYERS,

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._doctor import children, findings
-from gemma4_compat._engine import terminal
+from gemma4_compat._common import terminal
+from gemma4_compat._diagnostics import children, findings
+from gemma4_compat._diagnostics import environment as facts
 from gemma4_compat._launch import environment
 from gemma4_compat._merge.check import Parity
-from gemma4_compat._merge.repair import RepairReport
 from gemma4_compat._merge.result import MergeParityError, MergeReport
+from gemma4_compat._repair.repair import RepairReport
 from gemma4_compat._reproduction import tiny_models
-from gemma4_compat._support import environment as facts
 from tests.adapters.adapter_files import lora, write_adapter
 from tests.commands.helpers import ROOT
 from tests.planner.test_arithmetic import a_plan

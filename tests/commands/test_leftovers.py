@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._doctor import children, findings
-from gemma4_compat._merge import folders
+from gemma4_compat._checkpoint import folders
+from gemma4_compat._diagnostics import children, findings
 from tests.commands.helpers import started
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX does")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="kills as POSIX 
 MERGE = """
 import sys, time
 from pathlib import Path
-from gemma4_compat._merge import folders
+from gemma4_compat._checkpoint import folders
 with folders.staging(Path(sys.argv[1]).absolute()) as folder:
     (folder / "model.safetensors").write_bytes(b"half")
     print("writing", flush=True)
@@ -29,7 +29,7 @@ with folders.staging(Path(sys.argv[1]).absolute()) as folder:
 """
 DOCTOR = """
 import time
-from gemma4_compat._doctor import children, findings
+from gemma4_compat._diagnostics import children, findings
 def alone(command, folder, **_):
     (folder / "model.safetensors").write_bytes(b"half")
     print("building", flush=True)

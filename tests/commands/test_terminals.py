@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, cli
-from gemma4_compat._engine import terminal
+from gemma4_compat._common import terminal
 from gemma4_compat._scan import configuration
 from tests.adapters.adapter_files import LORA, PREFIX, lora, write_adapter
 from tests.commands.helpers import command

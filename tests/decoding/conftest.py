@@ -13,7 +13,7 @@ from tests.decoding.calls import Models
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Steps on the CPU are recorded, by a class whose methods tests may replace."""
-    from gemma4_compat._reproduction.tape import Tape, standing_in
+    from gemma4_compat._stand_ins.tape import Tape, standing_in
 
     class OneAtATime(Tape):
         """As :class:`recording.CudaRecording`: who comes second waits."""

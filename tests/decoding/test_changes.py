@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._decoding import dependencies
-from gemma4_compat._models import placement
 from tests.decoding.calls import (
     ATTRIBUTES,
     CHANGES,
@@ -260,7 +260,7 @@ def test_an_object_set_to_none(models: Models) -> None:
 def test_a_streamed_weight_changed_on_the_host(models: Models) -> None:
     def changed(model: Any) -> None:
         norm = layers(model)[1].input_layernorm
-        with placement.weights_brought_in(norm):
+        with module_hooks.weights_brought_in(norm):
             norm.weight.data = norm.weight.data * -1.5
 
     noticed(models.fresh(where="streamed"), changed)
@@ -270,7 +270,7 @@ def test_a_streamed_weight_changed_on_the_host(models: Models) -> None:
 def test_a_weight_changed_on_the_host(models: Models, part: str, in_place: bool) -> None:
     def changed(model: Any) -> None:
         module = layers(model)[1].input_layernorm if part == "layer" else model.get_submodule(TABLE)
-        weights = placement.offload_hook(module).weights_map
+        weights = module_hooks.offload_hook(module).weights_map
         if in_place:
             weights["weight"].mul_(-1.5)
         else:

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("bitsandbytes")
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._decoding import decoder
-from gemma4_compat._models import placement
 from gemma4_compat._offload import model_lock, row_lookup, streaming
-from gemma4_compat._reproduction import tape
+from gemma4_compat._stand_ins import tape
 from tests.decoding.calls import (
     TABLE,
     WINDOW,
@@ -200,7 +200,7 @@ def test_weights_on_disk(models: Models, tapes: Any) -> None:
 def test_rows_that_the_host_gathers(models: Models, tapes: Any) -> None:
     model = models.fresh(None, where="host")
     generate(model, text(model), EAGER)
-    lookup = row_lookup.known(placement.offload_hook(model.get_submodule(TABLE)))
+    lookup = row_lookup.known(module_hooks.offload_hook(model.get_submodule(TABLE)))
     assert lookup is not None
     lookup._in_place = None  # as on a GPU whose host cannot pin more memory
     compared(model, ask(model), replays=False)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from gemma4_compat._reproduction.tape import Tape
+from gemma4_compat._stand_ins.tape import Tape
 
 
 class Counter(nn.Module):

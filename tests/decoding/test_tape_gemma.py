@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from gemma4_compat._decoding import static_caches
 from gemma4_compat._models import cache_names
 from gemma4_compat._offload import streaming
-from gemma4_compat._reproduction.tape import Tape
+from gemma4_compat._stand_ins.tape import Tape
 
 PROMPT, TOKENS = 4, 12  # tiny models have a window of 8: it is not yet full, fills and is full
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._doctor import children
-from gemma4_compat._doctor.children import Forks
+from gemma4_compat._diagnostics import children
+from gemma4_compat._diagnostics.children import Forks
 from tests.commands.helpers import ROOT
 
 
@@ -59,7 +59,7 @@ def test_a_process_that_cannot_import_the_libraries_is_a_result(
 HANGS = """
 import sys, time
 from pathlib import Path
-from gemma4_compat._doctor import child, children, server
+from gemma4_compat._diagnostics import child, children, server
 children.TIMEOUT = 1
 
 def answer(command, folder):
@@ -101,7 +101,7 @@ def test_commands_side_by_side_get_their_own_results(forks: Forks) -> None:
 THREADS = """
 import sys, threading, time
 from pathlib import Path
-from gemma4_compat._doctor import child, server
+from gemma4_compat._diagnostics import child, server
 
 ended = []
 
@@ -133,7 +133,7 @@ LOOKS = """
 import os, sys, threading
 from pathlib import Path
 from gemma4_compat import _shim
-from gemma4_compat._doctor import child, server
+from gemma4_compat._diagnostics import child, server
 from gemma4_compat._engine import hooks
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import Workspace

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Verdict, _shim, cli
-from gemma4_compat._doctor import children as _children
-from gemma4_compat._doctor import findings
-from gemma4_compat._doctor import text as _text
-from gemma4_compat._engine import address
+from gemma4_compat._common import address
+from gemma4_compat._diagnostics import children as _children
+from gemma4_compat._diagnostics import findings
+from gemma4_compat._diagnostics import text as _text
 from gemma4_compat._engine import versions as _versions
 from gemma4_compat._reproduction.workspace import Workspace
 

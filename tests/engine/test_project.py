@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning
-from gemma4_compat._engine import project, settings, toml
+from gemma4_compat._common import toml
+from gemma4_compat._engine import project, settings
 from tests.commands.helpers import command
 from tests.helpers import child
 

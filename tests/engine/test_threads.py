@@ -18,7 +18,8 @@ import pytest
 import wrapt
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, Patch, PatchState
-from gemma4_compat._engine import hooks, notice
+from gemma4_compat._common import notice
+from gemma4_compat._engine import hooks
 from gemma4_compat._engine.engine import Engine
 from gemma4_compat._engine.patch import LatePatch
 from tests.helpers import CORE, Library, installed, is_ours, raw

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._accelerate import module_hooks as _placement
 from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny as _tiny
 from gemma4_compat._reproduction import tiny_models

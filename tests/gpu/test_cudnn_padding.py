@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 import gemma4_compat
+from gemma4_compat._attention import unseen_keys
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import unseen_keys
-from gemma4_compat._reproduction import cudnn, tiny, tiny_adapters, tiny_models
+from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
+from gemma4_compat._stand_ins import cudnn
 
 PATCH = "transformers-cudnn-padding"
 TIMES, LEAST = 3, 1e-3

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from tests.conftest import is_affected, patch
 from tests.decoding.calls import (
     CHANGES,
@@ -103,7 +103,7 @@ def test_a_streamed_weight_changed_on_the_host_is_read_anew(models: Models) -> N
     model = models.fresh(where="streamed")
     before = compared(model, ask(model))
     norm = layers(model)[1].input_layernorm
-    with placement.weights_brought_in(norm):
+    with module_hooks.weights_brought_in(norm):
         norm.weight.data = norm.weight.data * -1.5
     assert differ(before, compared(model, ask(model)))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import host_memory, row_lookup
 
 ROWS, WIDTH = 100_000, 64
@@ -151,7 +151,7 @@ def test_changed_while_brought_in() -> None:
     module, _ = offloaded(table)
     tokens = torch.tensor([[5, ROWS - 1]])
     module(tokens.cuda())
-    with placement.weights_brought_in(module):
+    with module_hooks.weights_brought_in(module):
         assert module.weight.device.type == "cuda"
         module.weight.data = module.weight.data * 2
     assert torch.equal(module(tokens.cuda()).cpu(), torch.nn.functional.embedding(tokens, table * 2))

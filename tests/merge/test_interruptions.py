@@ -14,8 +14,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._merge import check, folders
+from gemma4_compat._checkpoint import folders, shards
+from gemma4_compat._merge import check
 from tests.helpers import cut_short
 
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._merge import check, folders, result
+from gemma4_compat._checkpoint import folders
+from gemma4_compat._merge import check, result
 from gemma4_compat._reproduction import tiny
 from tests.merge.adapters import LANGUAGE, assert_same, digests, make, merged_by_peft, tensors
 

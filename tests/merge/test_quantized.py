@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError, cli
-from gemma4_compat._checkpoint import shards
-from gemma4_compat._merge import folders, quantized, result
+from gemma4_compat._checkpoint import folders, shards
+from gemma4_compat._merge import quantized, result
 from gemma4_compat._reproduction import tiny_models
 from tests.merge.adapters import tensors
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import in_place
+from gemma4_compat._common import in_place
 
 
 class Layer:

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._offload import expert_lookup, host_memory, read_ahead, streaming
 from gemma4_compat._quantization import expert_forward, expert_storage
 from gemma4_compat._reproduction import tiny, tiny_models
@@ -227,7 +227,7 @@ def test_the_host_keeps_the_values(workspace: Any, checkpoint: Path) -> None:
     with torch.no_grad():
         model(input_ids=torch.tensor([[5]], device=model.device))
     for name, module in model.named_modules():
-        hook = placement.offload_hook(module)
+        hook = module_hooks.offload_hook(module)
         for key in [key for key, value in module._parameters.items() if hook is not None and value is not None]:
             assert torch.equal(hook.weights_map[key].cpu(), state[f"{name}.{key}"].cpu()), name
 
@@ -465,7 +465,7 @@ def test_from_pretrained_with_entries_for_experts(
     placement: dict[str, Any] = {"": main, **{f"{LAYERS}.{number}.experts": away for number in range(3)}}
     model = load(placement, offload_folder=str(tmp_path))
     assert {name: str(device) for name, device in model.hf_device_map.items()} == {
-        name: str(device) for name, device in placement.items()
+        name: str(device) for name, device in module_hooks.items()
     }
     plain = load({"": main})
     ids = torch.tensor([[5, 6, 7]], device=main)

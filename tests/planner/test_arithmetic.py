@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._engine.text import parse_size, runs, size_text
+from gemma4_compat._common.text import parse_size, runs, size_text
 from gemma4_compat._planner import code, layout
 from gemma4_compat._planner import text as _plan_text
 from gemma4_compat._planner.blueprint import Attention, Block, Blueprint, Size, rounded

@@ -10,8 +10,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._reading import json_files
-from gemma4_compat._reading.formats import AdapterConfig, ModelConfig
+from gemma4_compat._common import json_files
+from gemma4_compat._common.formats import AdapterConfig, ModelConfig
 from tests.adapters.adapter_files import LORA, lora, write_adapter
 
 TEXT = "model.layers.{}.self_attn.q_proj"

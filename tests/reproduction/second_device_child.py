@@ -9,7 +9,7 @@ import traceback
 import pytest
 import torch
 
-from gemma4_compat._reproduction.second_device import DEVICE, SecondTensor, second_device
+from gemma4_compat._stand_ins.second_device import DEVICE, SecondTensor, second_device
 
 HERE = torch.arange(6.0).reshape(2, 3)
 

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from gemma4_compat._reproduction import second_device
+from gemma4_compat._stand_ins import second_device
 from tests.helpers import child
 
 pytestmark = pytest.mark.skipif(not second_device.available(), reason="this PyTorch takes no backend in Python")

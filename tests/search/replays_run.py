@@ -57,7 +57,7 @@ def bench(folder: Path | None = None) -> Iterator[SequenceBench]:
     import transformers.models.gemma4.modeling_gemma4  # noqa: F401  (parts of PyTorch ask for the type of an event)
 
     from gemma4_compat._decoding.recording import RECORDERS
-    from gemma4_compat._reproduction.tape import standing_in
+    from gemma4_compat._stand_ins.tape import standing_in
 
     with (
         run.quiet(),

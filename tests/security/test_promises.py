@@ -17,7 +17,7 @@ _ROWS = dict(re.findall(r"^\| ([A-Z][^|]*) \| (.*) \|$", _HELD, re.MULTILINE))
 
 #: Modules that may start a process: this interpreter with a program that is a constant, or a fork of it; and `run`,
 #: the program that its user names.
-_STARTERS = {"_reading/patterns.py", "_doctor/children.py", "_doctor/server.py", "_launch/environment.py"}
+_STARTERS = {"_common/patterns.py", "_diagnostics/children.py", "_diagnostics/server.py", "_launch/environment.py"}
 _STARTERS |= {"_launch/program.py"}
 _NETWORK = {"socket", "ssl", "http", "ftplib", "smtplib", "requests", "httpx", "urllib.request"}
 #: Of the hub's client: what looks into the cache. The last one does so with ``local_files_only`` alone.

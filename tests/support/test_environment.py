@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat._diagnostics import environment
 from gemma4_compat._engine import versions
-from gemma4_compat._support import environment
 from tests.engine.test_import_cost import UPSTREAM, imported_by
 from tests.helpers import child
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import PatchState, PatchStatus, Reason, cli
-from gemma4_compat._support import answers, messages, search
+from gemma4_compat._diagnostics import answers, messages, search
 from tests.collecting import collect_failures
 from tests.commands.helpers import ROOT
 from tests.commands.test_json import assert_as_documented

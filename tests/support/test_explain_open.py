@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import PatchState, PatchStatus, Reason, cli
-from gemma4_compat._support import answers, messages, search
+from gemma4_compat._diagnostics import answers, messages, search
 
 PATCHES = gemma4_compat.patches()
 

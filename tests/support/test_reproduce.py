@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
-from gemma4_compat._support import script
+from gemma4_compat._diagnostics import script
 from tests.collecting import collect_failures
 from tests.helpers import ON_A_GPU, Finished, child
 

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import creation, fitting, state
 from gemma4_compat._adapters.translation import PREFIX
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import family, in_place, walk
+from gemma4_compat._models import family, walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

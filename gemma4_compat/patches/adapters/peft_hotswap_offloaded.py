@@ -17,8 +17,9 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 def convert_scalings(original: Callable[..., bool], model: Any) -> bool:
     with contextlib.ExitStack() as stack:
         for module in walk.modules(model):
-            if placement.is_offloaded(module):
-                stack.enter_context(placement.seen_on_execution_device(module))
+            if module_hooks.is_offloaded(module):
+                stack.enter_context(module_hooks.seen_on_execution_device(module))
         return original(model)
 
 

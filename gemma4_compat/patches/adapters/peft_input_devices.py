@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -55,7 +56,7 @@ def _entrances(module: Any) -> tuple[set[Any], list[Any]]:
             devices |= below
             found += layers
     # Not if a wrapper only exposes the hook of the module inside it.
-    own = placement.hook_device(module) if "_hf_hook" in vars(module) else None
+    own = module_hooks.hook_device(module) if "_hf_hook" in vars(module) else None
     if own is not None:
         devices.add(own)
         if devices == {own}:
@@ -66,7 +67,7 @@ def _entrances(module: Any) -> tuple[set[Any], list[Any]]:
 
 
 def _bring_inputs(layer: Any, args: Any, kwargs: Any) -> Any:
-    device = placement.hook_device(walk.innermost(layer))
+    device = module_hooks.hook_device(walk.innermost(layer))
     if device is None:  # accelerate's hooks were removed
         return None
     from accelerate.utils import send_to_device
@@ -78,7 +79,7 @@ def _hook_copies(wrapper: Any) -> None:
     """A copy has the hook of the module it was copied from; a copy made for a tied weight has no hook."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
-    device = placement.hook_device(wrapper.original_module)
+    device = module_hooks.hook_device(wrapper.original_module)
     for copied in wrapper.modules_to_save.values():
         if device is not None and "_hf_hook" not in vars(copied):
             add_hook_to_module(copied, AlignDevicesHook(execution_device=device))
@@ -89,8 +90,9 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import peft
 
-    from gemma4_compat._reproduction import second_device, tiny, tiny_adapters
+    from gemma4_compat._reproduction import tiny, tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._stand_ins import second_device
 
     workspace.needs_second_device()
     cases: list[dict[str, Any]] = [

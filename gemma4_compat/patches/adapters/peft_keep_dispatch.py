@@ -33,10 +33,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import notice
+from gemma4_compat._accelerate.module_hooks import hidden_map, map_owner
+from gemma4_compat._common import notice
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models.placement import hidden_map, map_owner
 from gemma4_compat._offload import peft_layers
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def load_adapter(original: Callable[..., Any], self: Any, model_id: Any, *args: 
 
 def _refuse_folder_without_weights(model_id: Any, subfolder: str | None) -> None:
     """Check before the base model is touched; upstream would treat the folder as a hub id and report that instead."""
-    from gemma4_compat._reading import json_files  # imports json, which the package does not load at import
+    from gemma4_compat._common import json_files  # imports json, which the package does not load at import
 
     folder = Path(model_id, subfolder or "")
     config = folder / "adapter_config.json"

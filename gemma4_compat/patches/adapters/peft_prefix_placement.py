@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import family, placement
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -41,7 +42,7 @@ def map_cache(original: Callable[..., Any], model: Any, cache: Any) -> None:
 
 def _attention_device(layer: Any) -> Any:
     projection = layer.self_attn.q_proj  # every layer has this one
-    device = placement.hook_device(projection)
+    device = module_hooks.hook_device(projection)
     return projection.weight.device if device is None else device
 
 

@@ -21,8 +21,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import in_place
 from gemma4_compat._quantization import expert_forward, expert_storage, experts
 
 if TYPE_CHECKING:

@@ -26,10 +26,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import notice
+from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import in_place, notice
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family, in_place, placement
+from gemma4_compat._models import family
 from gemma4_compat._quantization.plain_layers import dequantized, is_quantized, over_plain_weight, scales, with_base
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _refuse_tuners_that_cannot_merge(layers: dict[str, Any]) -> None:
     tried: set[type] = set()
     for name, layer in layers.items():
         base = layer.get_base_layer()
-        if type(layer) in tried or layer.base_layer is not base or placement.is_offloaded(base):
+        if type(layer) in tried or layer.base_layer is not base or module_hooks.is_offloaded(base):
             continue
         tried.add(type(layer))
         copied, plain = with_base(layer, copy.deepcopy(base)), over_plain_weight(layer)

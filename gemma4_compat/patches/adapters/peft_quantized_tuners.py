@@ -37,9 +37,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._adapters import fitting, rollback
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family, in_place, walk
+from gemma4_compat._models import family, walk
 from gemma4_compat._quantization import compressed, quanto
 from gemma4_compat._quantization.plain_layers import is_quantized, over_plain_weight, shallow_copy, with_base
 

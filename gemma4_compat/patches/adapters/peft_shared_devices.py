@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -61,15 +61,16 @@ def randlora_bases(original: Callable[..., Any], self: Any, adapter: str, device
     """``device`` is None while an adapter is merged."""
     if device is None:
         base = self.get_base_layer()
-        device = placement.execution_device(base) or base.weight.device
+        device = module_hooks.execution_device(base) or base.weight.device
     return original(self, adapter, device)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
     import peft
 
-    from gemma4_compat._reproduction import second_device, tiny, tiny_adapters
+    from gemma4_compat._reproduction import tiny, tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._stand_ins import second_device
 
     workspace.needs_second_device()
 

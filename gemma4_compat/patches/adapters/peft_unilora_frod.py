@@ -21,8 +21,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import walk
 from gemma4_compat._offload import stored_weights
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def update_scaling(
     unilora_scales_B: Any,  # noqa: N803
 ) -> None:
     base = self.get_base_layer()
-    with placement.seen_on_execution_device(base):
+    with module_hooks.seen_on_execution_device(base):
         original(self, adapter_name, unilora_scales_A, unilora_scales_B)
         if base.weight.dtype.is_floating_point or adapter_name not in self.unilora_scales_A:
             return
@@ -59,7 +60,7 @@ def _stored_weights(modules: list[Any]) -> Iterator[None]:
     before = []
     try:
         for module in modules:
-            if isinstance(module, torch.nn.Linear) and placement.is_offloaded(module):
+            if isinstance(module, torch.nn.Linear) and module_hooks.is_offloaded(module):
                 stored = torch.nn.Parameter(stored_weights.read(module, "weight"), requires_grad=False)
                 before.append((module, module.weight))
                 module._parameters["weight"] = stored

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate.module_hooks import map_owner, offload_hook
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models.placement import map_owner, offload_hook
 from gemma4_compat._offload import stored_weights
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
-from gemma4_compat._models import placement
 from gemma4_compat._quantization.plain_layers import is_quantized, make_plain
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def dequantize_and_replace(original: Callable[..., Any], model: Any, *args: Any,
 
 
 def _refuse_offloaded(quantized: dict[str, Any]) -> None:
-    offloaded = [name for name, module in quantized.items() if placement.is_offloaded(module)]
+    offloaded = [name for name, module in quantized.items() if module_hooks.is_offloaded(module)]
     if offloaded:
         raise OffloadedWeightsError(
             f"dequantize: the weights of {len(offloaded)} quantized layers are offloaded, {offloaded[0]!r} among "

@@ -81,7 +81,8 @@ def reproduce(workspace: Workspace) -> Outcome:
 
     import torch
 
-    from gemma4_compat._reproduction import tape, tiny
+    from gemma4_compat._reproduction import tiny
+    from gemma4_compat._stand_ins import tape
 
     model = workspace.load("4bit")
     options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": _TOKENS, "min_new_tokens": _TOKENS}

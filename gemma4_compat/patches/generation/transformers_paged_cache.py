@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._attention import flash
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import family, flash
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

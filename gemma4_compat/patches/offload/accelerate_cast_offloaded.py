@@ -27,8 +27,8 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement
 from gemma4_compat._offload import host_memory
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _ties: weakref.WeakKeyDictionary[Any, list[tuple[str, weakref.ref[Any], str]]] =
 def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     ties = _find_ties(model)  # before they become two weights on meta
     model = original(model, *args, **kwargs)
-    found = [module for module in model.modules() if placement.offload_hook(module) is not None]
+    found = [module for module in model.modules() if module_hooks.offload_hook(module) is not None]
     offloaded = set(found)
     for tied in ties if offloaded else ():
         for module, name in tied.items():
@@ -79,14 +79,14 @@ def _tied(module: Any) -> list[tuple[str, Any, str]]:
     return [
         (name, other, its)
         for name, other, its in ties
-        if other is not None and (placement.offload_hook(module) or placement.offload_hook(other)) is not None
+        if other is not None and (module_hooks.offload_hook(module) or module_hooks.offload_hook(other)) is not None
     ]
 
 
 def _apply(module: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces ``nn.Module._apply``, which every cast of the module or of a module around it uses."""
     ties = _tied(module)
-    if placement.offload_hook(module) is None and not ties:
+    if module_hooks.offload_hook(module) is None and not ties:
         vars(module).pop("_apply", None)
         return type(module)._apply(module, fn, *args, **kwargs)
     host_memory.note_casts(module)  # parameters whose data were assigned since

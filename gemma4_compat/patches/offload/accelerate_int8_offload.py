@@ -34,9 +34,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement
 from gemma4_compat._offload import int8_state
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def set_module_tensor_to_device(
     owner = module.get_submodule(path) if path else module
     weight = owner._parameters.get(name)
     if type(weight).__name__ == "Int8Params":
-        to_meta, hooked = torch.device(device).type == "meta", placement.offload_hook(owner) is not None
+        to_meta, hooked = torch.device(device).type == "meta", module_hooks.offload_hook(owner) is not None
         if getattr(weight, "has_fp16_weights", False) and weight.is_floating_point() and (to_meta or hooked):
             new = (weight.data if value is None else value).to(device, dtype, non_blocking=non_blocking)
             owner._parameters[name] = type(weight)(new, requires_grad=weight.requires_grad, has_fp16_weights=True)

@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import device_maps
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -83,7 +83,7 @@ def _complete(model: Any, names: list[str], placement: Mapping[str, Any], folder
 
     from accelerate.utils import load_offloaded_weight, set_module_tensor_to_device
 
-    from gemma4_compat._reading import json_files
+    from gemma4_compat._common import json_files
 
     file = folder / "index.json"
     index = json_files.settings(file) if file.is_file() else {}

@@ -25,9 +25,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
-from gemma4_compat._models import placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -42,7 +42,7 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 
 def _guarded_apply(model: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
-    names = [name for name, module in model.named_modules() if placement.is_offloaded(module)]
+    names = [name for name, module in model.named_modules() if module_hooks.is_offloaded(module)]
     if names and _brings_to_cpu(fn):
         _end_dispatch(model)
     elif names and _moves(fn):
@@ -66,7 +66,7 @@ def _end_dispatch(model: Any) -> None:
 
 def _has_offload_hooks(model: Any) -> bool:
     """Also if nothing is on meta: accelerate ties an offloaded head to its embedding until its first forward."""
-    return any(placement.offload_hook(module) is not None for module in model.modules())
+    return any(module_hooks.offload_hook(module) is not None for module in model.modules())
 
 
 def _moves(fn: Callable[[Any], Any]) -> bool:

@@ -32,8 +32,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import family, placement
+from gemma4_compat._models import family
 from gemma4_compat._offload import idle_hooks, model_lock, streaming, torch_internals
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwarg
         idle_hooks.install(dispatched)
         if not absent:
             model_lock.install(dispatched, lock, streamed=streaming.is_streamed)
-        elif any(placement.offload_hook(module) for module in dispatched.modules()):
+        elif any(module_hooks.offload_hook(module) for module in dispatched.modules()):
             torch_internals.warn(absent)
     return dispatched
 

@@ -20,8 +20,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate.module_hooks import offload_hook
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models.placement import offload_hook
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

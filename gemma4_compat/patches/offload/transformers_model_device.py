@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import hooked
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import hooked, inspection
+from gemma4_compat._models import inspection
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

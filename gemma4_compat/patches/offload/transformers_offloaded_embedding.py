@@ -23,9 +23,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import hooked
+from gemma4_compat._accelerate.module_hooks import execution_device, offload_hook
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import hooked, padding_row, walk
-from gemma4_compat._models.placement import execution_device, offload_hook
+from gemma4_compat._models import padding_row, walk
 from gemma4_compat._offload import host_memory
 
 if TYPE_CHECKING:

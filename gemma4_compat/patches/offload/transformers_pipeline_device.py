@@ -18,15 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import family, placement
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
 def init(original: Callable[..., None], self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    owner = placement.map_owner(model)
+    owner = module_hooks.map_owner(model)
     if owner is None:
         return original(self, model, *args, **kwargs)
     asked = owner.hf_device_map

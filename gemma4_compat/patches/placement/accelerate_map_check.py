@@ -25,10 +25,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import notice
+from gemma4_compat._accelerate import device_maps
+from gemma4_compat._common import notice
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps, family
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

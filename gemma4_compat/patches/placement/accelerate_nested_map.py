@@ -25,8 +25,8 @@ import contextvars
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import device_maps
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

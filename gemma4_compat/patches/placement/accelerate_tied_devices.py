@@ -18,15 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
 
 def retie_parameters(original: Callable[..., None], model: Any, tied_params: Any) -> None:
-    main = placement.hook_device(model)
+    main = module_hooks.hook_device(model)
     if main is None:
         original(model, tied_params)
         return
@@ -47,12 +48,12 @@ def _weight(model: Any, name: str) -> Any:
 def _compute_on(device: Any, model: Any, name: str) -> None:
     """Have the module ``name``, with the adapters around it, compute on ``device`` unless it is offloaded."""
     module = model.get_submodule(name)
-    if placement.offload_hook(module) is not None or placement.hook_device(module) in (None, device):
+    if module_hooks.offload_hook(module) is not None or module_hooks.hook_device(module) in (None, device):
         return
     while name and walk.wrapped(around := model.get_submodule(name := name.rpartition(".")[0])):
         module = around
     for part in walk.modules(module):
-        hook = placement.computing_hook(part)
+        hook = module_hooks.computing_hook(part)
         if hook is not None:
             for copies in (hook.tied_params_map or {}).values():
                 copies.pop(hook.execution_device, None)
@@ -61,8 +62,9 @@ def _compute_on(device: Any, model: Any, name: str) -> None:
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._stand_ins import second_device
 
     workspace.needs_second_device()
     expected = workspace.outputs(tiny.load(workspace.checkpoint), device="cpu")

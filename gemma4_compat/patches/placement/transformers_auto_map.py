@@ -34,11 +34,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import device_maps
+from gemma4_compat._common import in_place
+from gemma4_compat._common.text import size_text
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._engine.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps, family, in_place
+from gemma4_compat._models import family
 from gemma4_compat._planner import layout, memory
 from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._quantization import offloaded

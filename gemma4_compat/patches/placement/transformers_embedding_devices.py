@@ -23,8 +23,9 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import hooked, module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import hooked, placement, walk
+from gemma4_compat._models import walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -41,7 +42,7 @@ def get_per_layer_inputs(original: Callable[..., Any], self: Any, *args: Any, **
 
 
 def _called(original: Callable[..., Any], model: Any, embedding: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    device = placement.hook_device(walk.innermost(embedding))
+    device = module_hooks.hook_device(walk.innermost(embedding))
     if device is None:
         return original(model, *args, **kwargs)
     tensors = [value for value in (*args, *map(kwargs.get, _INPUTS)) if hasattr(value, "device")]
@@ -57,7 +58,7 @@ def _called(original: Callable[..., Any], model: Any, embedding: Any, args: Any,
 def candidate_generator(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
     embedding = self.target_model_input_embeddings
-    if placement.hook_device(walk.innermost(embedding)) is not None:
+    if module_hooks.hook_device(walk.innermost(embedding)) is not None:
         self.target_model_input_embeddings = _OfTokens(embedding)
 
 
@@ -74,8 +75,9 @@ class _OfTokens:
 def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
-    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._stand_ins import second_device
 
     workspace.needs_second_device()
     ids = tiny.inputs("cpu", text_only=True, variant=workspace.variant)["input_ids"]

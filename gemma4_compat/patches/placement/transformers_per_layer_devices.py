@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import hooked, module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import hooked, placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -28,15 +28,16 @@ def project_per_layer_inputs(
     original: Callable[..., Any], self: Any, inputs_embeds: Any, per_layer_inputs: Any = None
 ) -> Any:
     if per_layer_inputs is not None:
-        device = placement.hook_device(self.per_layer_projection_norm)
+        device = module_hooks.hook_device(self.per_layer_projection_norm)
         if device is not None and device != per_layer_inputs.device:
             per_layer_inputs = per_layer_inputs.to(device)
     return original(self, inputs_embeds, per_layer_inputs)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import second_device, tiny
+    from gemma4_compat._reproduction import tiny
     from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._stand_ins import second_device
 
     workspace.needs_second_device()
     workspace.needs("per_layer_embeddings")

@@ -24,10 +24,11 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import device_maps
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import device_maps, family
+from gemma4_compat._models import family
 from gemma4_compat._offload import host_room
 
 if TYPE_CHECKING:

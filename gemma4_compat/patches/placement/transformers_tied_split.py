@@ -30,8 +30,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import device_maps
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import device_maps
 from gemma4_compat._offload import tied_weights
 
 if TYPE_CHECKING:

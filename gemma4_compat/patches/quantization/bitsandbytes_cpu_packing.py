@@ -24,10 +24,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import notice
+from gemma4_compat._common import notice
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import host
-from gemma4_compat._quantization import quant_states
+from gemma4_compat._quantization import host, quant_states
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import host
+from gemma4_compat._quantization import host
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models.host import has_cuda
+from gemma4_compat._quantization.host import has_cuda
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace

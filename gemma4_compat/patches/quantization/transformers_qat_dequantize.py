@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError, OffloadedWeightsError
-from gemma4_compat._models import placement
 from gemma4_compat._quantization import qat
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def dequantize(original: Callable[..., Any], self: Any, model: Any, dtype: Any =
 
 def _refuse(model: Any) -> None:
     layers = qat.packed(model)
-    away = [name for name, module in layers.items() if placement.offload_hook(module) is not None]
+    away = [name for name, module in layers.items() if module_hooks.offload_hook(module) is not None]
     if away:
         raise OffloadedWeightsError(
             f"dequantize: the weights of {len(away)} quantized layers are offloaded, {away[0]!r} among them, and "
@@ -50,7 +50,7 @@ def _refuse(model: Any) -> None:
     if hooked:
         from accelerate.hooks import remove_hook_from_submodules
 
-        devices = {str(placement.hook_device(layers[name])) for name in hooked}
+        devices = {str(module_hooks.hook_device(layers[name])) for name in hooked}
         if len(devices) > 1:
             raise Gemma4CompatError(
                 f"dequantize: the model is split over {', '.join(sorted(devices))}. Nothing was changed. Load "

@@ -22,8 +22,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import placement, walk
+from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory
 from gemma4_compat._quantization import qat
 
@@ -68,8 +69,8 @@ def _one_row(embedding: Any, token: int) -> Iterator[None]:
 
 def weight(original: Callable[[Any], Any], self: Any) -> Any:
     token = _running.tokens.get(id(self)) if _running.tokens else None
-    hook = placement.offload_hook(self)
-    away = hook is not None and placement.is_offloaded(self)
+    hook = module_hooks.offload_hook(self)
+    away = hook is not None and module_hooks.is_offloaded(self)
     if token is None:
         if not away:
             return original(self)
@@ -80,7 +81,7 @@ def weight(original: Callable[[Any], Any], self: Any) -> Any:
             hook.post_forward(self, None)
     rows = [_stored_row(hook, name, token) if away else getattr(self, name)[token : token + 1] for name in _PARTS]
     if away:
-        device = placement.execution_device(self)
+        device = module_hooks.execution_device(self)
         rows = [row.to(device) for row in rows]
     return self._dequantize_weights(*rows).expand(self.num_embeddings, -1)
 

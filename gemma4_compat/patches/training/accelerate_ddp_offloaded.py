@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import placement
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -60,7 +60,7 @@ def _offloaded(model: Any) -> dict[str, Any]:
     return {
         f"{prefix}.{name}".lstrip("."): value
         for prefix, module in model.named_modules()
-        if placement.offload_hook(module) is not None
+        if module_hooks.offload_hook(module) is not None
         for name, value in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         if value.device.type == "meta"
     }

@@ -28,10 +28,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._engine import notice
+from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import notice
 from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
-from gemma4_compat._models import family, placement
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -53,7 +54,7 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> Any:
-    owner = placement.map_owner(model)
+    owner = module_hooks.map_owner(model)
     if owner is None or not family.is_gemma4(model):
         return original(self, model, device_placement, evaluation_mode)
     with _without_offloaded_entries(owner, self):
@@ -62,7 +63,7 @@ def prepare_model(
 
 def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = original(*args, **kwargs)
-    if placement.map_owner(model) is model and family.is_gemma4(model):
+    if module_hooks.map_owner(model) is model and family.is_gemma4(model):
         _watch(model)
     return model
 
@@ -141,7 +142,7 @@ def _refuse(names: list[str]) -> None:
 
 
 def _trained_and_offloaded(model: Any) -> list[str]:
-    if placement.map_owner(model) is None or not family.is_gemma4(model):
+    if module_hooks.map_owner(model) is None or not family.is_gemma4(model):
         return []
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.device.type == "meta"]
 

@@ -61,8 +61,9 @@ class _Together:
 def reproduce(workspace: Workspace) -> Outcome:
     import peft
 
-    from gemma4_compat._reproduction import second_device, tiny, tiny_adapters
+    from gemma4_compat._reproduction import tiny, tiny_adapters
     from gemma4_compat._reproduction.workspace import difference
+    from gemma4_compat._stand_ins import second_device
 
     workspace.needs_second_device()
     batch = workspace.inputs(text_only=True, device="cpu")

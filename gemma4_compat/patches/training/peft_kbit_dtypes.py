@@ -27,8 +27,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import family, placement
+from gemma4_compat._models import family
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -78,8 +79,8 @@ def _cast_offloaded_norms(model: Any) -> None:
     import torch
 
     for module in model.modules():
-        if _is_norm(module) and placement.is_offloaded(module) and module.weight.dtype == torch.bfloat16:
-            with placement.weights_brought_in(module):
+        if _is_norm(module) and module_hooks.is_offloaded(module) and module.weight.dtype == torch.bfloat16:
+            with module_hooks.weights_brought_in(module):
                 module.weight.data = module.weight.data.to(torch.float32)
 
 

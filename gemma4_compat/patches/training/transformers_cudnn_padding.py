@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._attention import attention_lookup, unseen_keys
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity
-from gemma4_compat._models import attention_lookup, unseen_keys
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -43,7 +43,7 @@ def attention_function(original: Callable[..., Any], self: Any, key: str, *defau
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    from gemma4_compat._reproduction import cudnn
+    from gemma4_compat._stand_ins import cudnn
 
     with cudnn.kernel(workspace.main) as name:
         broken, weights = cudnn.broken(workspace.load(), cudnn.padded(workspace.main))

@@ -23,9 +23,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._attention import attention_lookup, flash
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import attention_lookup, cache_names, flash
+from gemma4_compat._models import cache_names
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -110,7 +111,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     from gemma4_compat._reproduction import tiny
-    from gemma4_compat._reproduction.flash import kernel
+    from gemma4_compat._stand_ins.flash import kernel
 
     checkpoint = workspace.larger(full_width=512)
     batch = workspace.inputs(text_only=True)

@@ -11,7 +11,7 @@ import pytest
 from packaging.version import Version
 
 import gemma4_compat
-from gemma4_compat._models import placement
+from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat.patches.adapters.peft_merge_offloaded import PATCH
 from tests.helpers import pairwise
@@ -193,7 +193,7 @@ def test_a_merge_that_fails_changes_nothing(workspace: Any) -> None:
         embedding.merge(True)
     with model.disable_adapter():
         assert torch.equal(before, tied_halves.logits(workspace, model))
-    assert placement.is_offloaded(embedding.base_layer)
+    assert module_hooks.is_offloaded(embedding.base_layer)
 
 
 def test_a_merged_model_is_copied_and_keeps_its_way_back_without_the_patches(workspace: Any) -> None:
@@ -224,7 +224,7 @@ def test_merge_and_unload_onloads_one_layer_at_a_time(workspace: Any) -> None:
     model = PeftModel.from_pretrained(model, adapter(workspace, "layers"))
     onloaded = []
     for module in model.modules():
-        if placement.is_offloaded(module):
+        if module_hooks.is_offloaded(module):
             pre_forward = module._hf_hook.pre_forward
 
             def spy(module: Any, *args: Any, original: Any = pre_forward, **kwargs: Any) -> Any:

@@ -120,7 +120,7 @@ def test_the_cache_has_the_shapes_of_its_layers(workspace: Any) -> None:
 
 @repaired
 def test_flash_attention_is_refused_before_anything_starts(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gemma4_compat._models import flash
+    from gemma4_compat._attention import flash
 
     model = workspace.load().float()
     monkeypatch.setattr(flash, "is_split", lambda config: True)

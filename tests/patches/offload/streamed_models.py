@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._accelerate import module_hooks as _placement
 from gemma4_compat._offload import group_weights, module_groups, streaming
 from gemma4_compat._reproduction import tiny
 

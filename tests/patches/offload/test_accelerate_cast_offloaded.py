@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._accelerate import module_hooks as _placement
 from gemma4_compat._offload import host_memory
 from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.offload.accelerate_cast_offloaded import PATCH

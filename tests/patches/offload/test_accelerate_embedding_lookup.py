@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import gemma4_compat
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._accelerate import module_hooks as _placement
 from gemma4_compat._offload import row_lookup
 from gemma4_compat._reproduction import tiny, tiny_configs
 from gemma4_compat._reproduction.workspace import difference

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._accelerate import module_hooks as _placement
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from tests.patches.offload.streamed_models import INFERENCE, LAST, LAYER, assert_as_accelerate_left_it, split

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import device_maps
+from gemma4_compat._accelerate import device_maps
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.accelerate_nested_map import PATCH, _most_specific
@@ -122,7 +122,7 @@ print("as asked")
 
 def test_a_catch_all_of_one_device_beside_an_entry_of_another(workspace: Any) -> None:
     pytest.importorskip("torch")
-    from gemma4_compat._reproduction import second_device
+    from gemma4_compat._stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._models import device_maps
+from gemma4_compat._accelerate import device_maps
 from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.placement.accelerate_split_buffers import PATCH
 from tests.patches.promise import Promise

@@ -63,7 +63,7 @@ print("as on one device")
 @pytest.mark.parametrize("adapter", ["default", "head", "embedding"])
 def test_a_tied_weight_is_one_and_computes_where_it_is(workspace: Any, adapter: str) -> None:
     pytest.importorskip("torch")
-    from gemma4_compat._reproduction import second_device
+    from gemma4_compat._stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
+from gemma4_compat._accelerate import device_maps
 from gemma4_compat._engine import versions
-from gemma4_compat._models import device_maps, variants
+from gemma4_compat._models import variants
 from gemma4_compat._reproduction import tiny, tiny_configs, tiny_models
 from gemma4_compat._reproduction.workspace import Workspace, difference
 from gemma4_compat.patches.placement.transformers_auto_map import PATCH

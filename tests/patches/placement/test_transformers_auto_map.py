@@ -11,8 +11,8 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._engine.text import size_text
-from gemma4_compat._models import device_maps
+from gemma4_compat._accelerate import device_maps
+from gemma4_compat._common.text import size_text
 from gemma4_compat._planner import layout
 from gemma4_compat._planner.blueprint import describe
 from gemma4_compat._planner.memory import Load

@@ -120,7 +120,7 @@ print("as on one device")
 @pytest.mark.parametrize("kind", ["multimodal", "text"])
 def test_embeddings_and_an_assistant_as_on_one_device(workspace: Any, kind: str) -> None:
     pytest.importorskip("torch")
-    from gemma4_compat._reproduction import second_device
+    from gemma4_compat._stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")

@@ -14,7 +14,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._engine.text import scaled_text
+from gemma4_compat._common.text import scaled_text
 from gemma4_compat._quantization import offloaded, opt_in
 from gemma4_compat._quantization.bytes import stored_bytes
 from gemma4_compat._reproduction import tiny, tiny_models

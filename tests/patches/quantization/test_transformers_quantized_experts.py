@@ -13,7 +13,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat import Gemma4CompatError
-from gemma4_compat._models import placement as _placement
+from gemma4_compat._accelerate import module_hooks as _placement
 from gemma4_compat._quantization import expert_forward, expert_storage
 from gemma4_compat._quantization import experts as _quantized_experts
 from gemma4_compat._quantization.bytes import stored_bytes, stored_bytes_of

@@ -1,8 +1,8 @@
 """A process that has imported the libraries, and forks for each reproduction.
 
-``python -m gemma4_compat._doctor.server FOLDER`` reads lines ``NUMBER COMMAND`` from standard input, runs the commands
-of :mod:`gemma4_compat._doctor.child` side by side, and writes a line of JSON when one ends. It, and its children, end
-with standard input. For Linux without a GPU: elsewhere a fork of this process is not safe.
+``python -m gemma4_compat._diagnostics.server FOLDER`` reads lines ``NUMBER COMMAND`` from standard input, runs the
+commands of :mod:`gemma4_compat._diagnostics.child` side by side, and writes a line of JSON when one ends. It, and its
+children, end with standard input. For Linux without a GPU: elsewhere a fork of this process is not safe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from gemma4_compat._doctor import children
+from gemma4_compat._diagnostics import children
 from gemma4_compat._reproduction.workspace import Workspace, never_wait_for_the_disk
 
 
@@ -47,7 +47,7 @@ def serve(folder: Path) -> None:
     from transformers import Gemma4ForConditionalGeneration  # noqa: F401
 
     from gemma4_compat import _shim
-    from gemma4_compat._doctor import child
+    from gemma4_compat._diagnostics import child
 
     # Deciding about patches at an import takes as long as loading a tiny model: once here, not in each fork.
     for patch in _shim.engine.patches():
@@ -149,7 +149,7 @@ class Server:
 
     def _work(self, command: str, writer: int, output: IO[str]) -> None:
         """In the fork; does not return."""
-        from gemma4_compat._doctor.child import answer
+        from gemma4_compat._diagnostics.child import answer
 
         status = 1
         try:

@@ -1,4 +1,4 @@
-"""Run one reproduction in this process and print JSON: ``python -m gemma4_compat._doctor.child ID FOLDER``.
+"""Run one reproduction in this process and print JSON: ``python -m gemma4_compat._diagnostics.child ID FOLDER``.
 
 ``doctor`` runs it twice, with the shim off and on. ``build FOLDER [VARIANT]`` creates the folder instead.
 """

@@ -1,6 +1,6 @@
 """Read JSON files: configurations, indices of shards and headers of safetensors files.
 
-A type (:mod:`gemma4_compat._reading.formats`) says which fields are checked and what they may hold; other fields stay
+A type (:mod:`gemma4_compat._common.formats`) says which fields are checked and what they may hold; other fields stay
 as they are, because newer releases add some.
 """
 
@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gemma4_compat._common import files
+from gemma4_compat._common.files import MIB
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reading import files
-from gemma4_compat._reading.files import MIB
 
 #: Bytes of a configuration. The largest of a Gemma 4 adapter is the one with ``trainable_token_indices`` of all
 #: 262,144 tokens, 3.6 MB as PEFT writes it; a model's is a few kB.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gemma4_compat._models.flash import WIDEST
+from gemma4_compat._attention.flash import WIDEST
 
 ID = "transformers-cudnn-padding"
 

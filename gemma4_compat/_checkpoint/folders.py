@@ -10,9 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from gemma4_compat._checkpoint import shards
-from gemma4_compat._engine import notice, temporary
+from gemma4_compat._common import json_files, notice, temporary
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reading import json_files
 
 REPORT, REPORT_TEXT = "merge_report.json", "merge_report.txt"
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._doctor import children
-from gemma4_compat._engine import address, shadowed, temporary
+from gemma4_compat._common import address, shadowed, temporary
+from gemma4_compat._diagnostics import children
 from gemma4_compat._engine import versions as _versions
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat._engine.words import Verdict

@@ -3,7 +3,7 @@
 Importing the libraries takes longer than most reproductions, so :class:`Forks` imports them once. It also loads once
 the tiny models that most reproductions begin with; each fork has its own copies. Where a fork is not safe, each
 reproduction has its own process: with a GPU (CUDA does not survive a fork) and on systems other than Linux. Nothing
-upstream is imported except in the process that forks (:mod:`gemma4_compat._doctor.server`).
+upstream is imported except in the process that forks (:mod:`gemma4_compat._diagnostics.server`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TIMEOUT = 600
 
 
 def alone(command: str, folder: Path, *, disabled: str = "") -> dict[str, Any]:
-    """The result of ``python -m gemma4_compat._doctor.child`` for ``command``, in a new process.
+    """The result of ``python -m gemma4_compat._diagnostics.child`` for ``command``, in a new process.
 
     A crash counts as a defect, with the last line of its output. ``disabled`` is the child's GEMMA4_COMPAT_DISABLE.
     """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "gemma4_compat._doctor.child", command, str(folder)],
+            [sys.executable, "-m", "gemma4_compat._diagnostics.child", command, str(folder)],
             env=_environment(disabled),
             capture_output=True,
             text=True,
@@ -72,7 +72,7 @@ class Forks:
     def __init__(self, folder: Path, disabled: str = "") -> None:
         self._output = text_file()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gemma4_compat._doctor.server", str(folder)],
+            [sys.executable, "-m", "gemma4_compat._diagnostics.server", str(folder)],
             # Overrides the user's setting: this process computes before it forks, and OpenMP's threads do not survive.
             env=_environment(disabled) | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 #: The fix, which is told about the device if it is loaded; a standalone script does not load it.
-REPAIR = "gemma4_compat._models.unseen_keys"
+REPAIR = "gemma4_compat._attention.unseen_keys"
 #: The widest head that cuDNN's attention supports.
 WIDEST = 256
 #: Tokens in a row; NaN was seen at this length.

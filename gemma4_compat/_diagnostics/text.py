@@ -6,8 +6,8 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from gemma4_compat._doctor.findings import Finding
-from gemma4_compat._engine.text import table_text, wrapped
+from gemma4_compat._common.text import table_text, wrapped
+from gemma4_compat._diagnostics.findings import Finding
 from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import printable
 

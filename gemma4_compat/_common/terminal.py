@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from gemma4_compat._engine.text import wrapped
+from gemma4_compat._common.text import wrapped
 from gemma4_compat._errors import printable
 
 #: The number of the format of ``--json`` and of ``merge_report.json``; docs/JSON.md says when it changes.
@@ -111,7 +111,7 @@ def write(text: str, *, error: bool = False, coloured: bool = False) -> None:
         text: the line, or several.
         error: to standard error.
         coloured: the colours in ``text`` are this package's, and all other control characters are escapes already
-            (:func:`~gemma4_compat._engine.text.table_text`).
+            (:func:`~gemma4_compat._common.text.table_text`).
     """
     stream = sys.stderr if error else sys.stdout
     if stream is None:

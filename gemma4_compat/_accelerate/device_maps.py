@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gemma4_compat._engine import notice
+from gemma4_compat._common import notice
 from gemma4_compat._errors import Gemma4CompatError
 
 #: What other model families, and older Gemma code, call the modules of Gemma 4.

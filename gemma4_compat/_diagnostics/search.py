@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gemma4_compat._diagnostics.messages import Frame, Message, Said
 from gemma4_compat._engine.patch import Patch
-from gemma4_compat._support.messages import Frame, Message, Said
 from gemma4_compat.patches.measured import RAISED
 
 #: A message matches a pattern if it has this share of the pattern's weight, in the same order.

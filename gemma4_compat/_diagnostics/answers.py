@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gemma4_compat._common.address import report_request
+from gemma4_compat._common.text import table_text, wrapped
+from gemma4_compat._diagnostics.messages import Said
+from gemma4_compat._diagnostics.search import Answer, Match
 from gemma4_compat._engine import words
-from gemma4_compat._engine.address import report_request
 from gemma4_compat._engine.patch import PatchState, PatchStatus, Reason
-from gemma4_compat._engine.text import table_text, wrapped
 from gemma4_compat._errors import Gemma4CompatError, printable
-from gemma4_compat._support.messages import Said
-from gemma4_compat._support.search import Answer, Match
 
 #: How many matches are shown in full; the others are only named.
 _SHOWN = 3

@@ -1,0 +1,6 @@
+"""Help for a user: what is broken here, and which patch an error belongs to.
+
+* ``doctor`` runs the reproductions: :mod:`findings`, :mod:`children`, :mod:`server`, :mod:`child`, :mod:`text`.
+* ``explain`` searches the patches for an error: :mod:`search`, :mod:`answers`, :mod:`messages`.
+* ``reproduce`` prints a script: :mod:`script`. ``env`` describes the machine: :mod:`environment`.
+"""

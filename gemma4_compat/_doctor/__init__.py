@@ -1,1 +1,0 @@
-"""The command ``doctor``: reproductions in child processes, and the verdicts."""

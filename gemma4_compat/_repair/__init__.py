@@ -1,0 +1,1 @@
+"""Checkpoints that lack weights or files, completed."""

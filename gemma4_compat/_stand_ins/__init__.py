@@ -1,0 +1,1 @@
+"""Hardware that a machine lacks, imitated on its CPU: a second device, CUDA graphs, flash attention, ZeRO-3."""

@@ -1,1 +1,0 @@
-"""For a user with an error: which patch it concerns, and what to put into a report. Imports nothing upstream."""
