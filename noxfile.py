@@ -29,10 +29,11 @@ MATRIX = (
 #: What upstream's tests import beside the libraries (tests/upstream.toml), and what fetches them.
 UPSTREAM = ("attrs", "datasets", "diffusers", "parameterized", "scikit-learn", "scipy", "pip")
 
-#: Software on top of the libraries that tests/clients runs.
+#: Software on top of the libraries that tests/world/clients runs.
 CLIENTS = ("datasets", "lm-eval", "trl", "torchvision")
 
-#: Readers of exported adapters (tests/readers); llama-cpp-python compiles llama.cpp. What follows them, they import.
+#: Readers of exported adapters (tests/world/readers); llama-cpp-python compiles llama.cpp. What follows them, they
+#: import.
 READERS = ("mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2", "mlx-vlm==0.7.10", "gguf==0.19.0",
            "llama-cpp-python==0.3.36", "diskcache")  # fmt: skip
 
@@ -59,7 +60,7 @@ def lint(session: nox.Session) -> None:
 def package(session: nox.Session) -> None:
     """The wheel and the sdist: the same bytes twice, complete, accepted by an index."""
     session.install(*NEWEST, ".[dev]")
-    session.run("python", "-m", "pytest", "tests/tools/test_package.py")
+    session.run("python", "-m", "pytest", "tests/project/tools/test_package.py")
 
 
 @nox.session
@@ -133,7 +134,7 @@ def clients(session: nox.Session, stack: str) -> None:
     if session.run("python", "-c", "import torchvision", success_codes=[0, 1], silent=True):
         session.run("pip", "uninstall", "-y", "torchvision")
     results = {"GEMMA4_COMPAT_CLIENTS": f"docs/evidence/clients/{stack}.json"}
-    session.run("python", "-m", "pytest", "tests/clients", *session.posargs, env=results)
+    session.run("python", "-m", "pytest", "tests/world/clients", *session.posargs, env=results)
 
 
 @nox.session
@@ -141,7 +142,7 @@ def readers(session: nox.Session) -> None:
     """mlx-lm, mlx-vlm and llama.cpp read what `export` writes, and compute what PEFT does (Linux, CPU)."""
     session.install(*NEWEST, ".[test]", "requests")
     session.install("--no-deps", *READERS)  # they want other releases of what is under test
-    session.run("python", "-m", "pytest", "tests/readers", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/world/readers", *session.posargs)
 
 
 @nox.session
@@ -158,7 +159,7 @@ def quantizers(session: nox.Session) -> None:
 def interpreters(session: nox.Session) -> None:
     """The same small case in every interpreter mode and packaging; `-- --python PATH` adds interpreters."""
     session.install(*NEWEST, ".[test]", "pyinstaller>=6.10")
-    session.run("python", "-m", "tests.interpreters", *session.posargs)
+    session.run("python", "-m", "tests.world.interpreters", *session.posargs)
 
 
 @nox.session

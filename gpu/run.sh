@@ -11,10 +11,10 @@
 set -u
 wheels=$1; shift
 out=${OUT:-$(mktemp -d)}; mkdir -p "$out"; logs=${LOGS:-$(mktemp -d)}; mkdir -p "$logs"; logs=$(cd "$logs" && pwd)
-matrix="tests/gpu/test_thread.py"  # it and "small" fill the card: nothing else may be on it; two GPUs halve its time
-small="tests/gpu/test_small_card.py"
-several="tests/gpu/test_two_gpus.py tests/gpu/test_tuners.py"
-tiny=$(ls tests/gpu/test_*.py | grep -vxF "$(printf '%s\n' $matrix $small $several)" | tr '\n' ' ')
+matrix="tests/world/gpu/test_thread.py"  # it and "small" fill the card: nothing else may be on it; two GPUs halve its time
+small="tests/world/gpu/test_small_card.py"
+several="tests/world/gpu/test_two_gpus.py tests/world/gpu/test_tuners.py"
+tiny=$(ls tests/world/gpu/test_*.py | grep -vxF "$(printf '%s\n' $matrix $small $several)" | tr '\n' ' ')
 gpus=$(nvidia-smi -L | wc -l)
 [ "$gpus" -gt 0 ] || { echo "gpu/run.sh: nvidia-smi lists no GPU" >&2; exit 2; }
 parts=${PARTS:-matrix small tiny several benchmarks}

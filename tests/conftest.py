@@ -147,9 +147,9 @@ def workspace(folder_of_workspace: Path) -> Any:
 
 @pytest.fixture
 def bench() -> Iterator[Any]:
-    """Where cases of ``tests.search`` are run."""
+    """Where cases of ``tests.generated.search`` are run."""
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
-    from tests.search import run
+    from tests.generated.search import run
 
     with run.bench() as place:
         yield place

@@ -349,7 +349,7 @@ def child(
 def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Cells of a grid, few of them, in which every two values of different factors meet (all-pairs testing).
 
-    What only three values together show is for the random search (``tests/search``).
+    What only three values together show is for the random search (``tests/generated/search``).
     """
     cells = list(itertools.product(*(range(len(factor)) for factor in factors)))
 

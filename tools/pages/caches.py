@@ -1,6 +1,6 @@
 """What each cache does on Gemma 4, and the table of that in docs/CACHES.md.
 
-``python -m tools.pages.caches`` writes the table; tests/oracle/test_caches.py tries every cell of it.
+``python -m tools.pages.caches`` writes the table; tests/one_device/test_caches.py tries every cell of it.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ Each input runs under a watch. It fails when it
 
 ```bash
 pip install -c constraints/newest.txt ".[test]"
-python -m tests.fuzz --inputs 100000 --jobs 8 --out fuzz.json  # all readers; resumes where it stopped
-python -m tests.fuzz --reader safetensors --inputs 100000      # one of them
-python -m tests.fuzz --replay tests/fuzz/corpus                # every input ever found
+python -m tests.generated.fuzz --inputs 100000 --jobs 8 --out fuzz.json  # all readers; resumes where it stopped
+python -m tests.generated.fuzz --reader safetensors --inputs 100000      # one of them
+python -m tests.generated.fuzz --replay tests/generated/fuzz/corpus                # every input ever found
 ```
 
-Failing inputs are minimized and saved beside `fuzz.json`; those that were fixed are in `tests/fuzz/corpus/`, which
-CI replays, with a few new inputs for each reader.
+Failing inputs are minimized and saved beside `fuzz.json`; those that were fixed are in
+`tests/generated/fuzz/corpus/`, which CI replays, with a few new inputs for each reader.
 """
 
 

@@ -128,7 +128,7 @@ def rows_of(run: dict[str, Any], prefix: str) -> dict[str, str]:
 
 
 def tuners_lines(run: dict[str, Any]) -> list[str]:
-    """What tests/gpu/test_tuners.py found: how many cases were as on one GPU, and the others."""
+    """What tests/world/gpu/test_tuners.py found: how many cases were as on one GPU, and the others."""
     measured = run["measured"].items()
     errors = {name.removeprefix("tuners: "): found["error"] for name, found in measured if name.startswith("tuners: ")}
     if not errors:

@@ -25,17 +25,17 @@ What this costs a single thread: [BENCHMARKS.md](BENCHMARKS.md#the-lock-of-a-spl
 Two things are up to you. Change a model (load, merge or switch an adapter, dispatch or move it) only while no other
 thread runs it. And a model that is whole on one device has no lock: threads behave as upstream.
 
-`python -m tests.offload.threads --forwards 1000 --jobs 12 --out docs/evidence/threads/STACK.json`: that many forwards
-of text, a batch, and text with an image and sound, in turn, from several threads that Python switches as often as it
-can. Each answer is compared, bit by bit, with that of one device.
+`python -m tests.unit.offload.threads --forwards 1000 --jobs 12 --out docs/evidence/threads/STACK.json`: that many
+forwards of text, a batch, and text with an image and sound, in turn, from several threads that Python switches as
+often as it can. Each answer is compared, bit by bit, with that of one device.
 """
 _LEFTOVERS = """\
 ## What deleted models leave behind
 
-`python -m tests.offload.leftovers --loads 20 --jobs 6 --out docs/evidence/leftovers/STACK.json`: a model is loaded,
-split and given an adapter, generates, takes a training step, and is deleted, that many times in one process. Objects,
-tensors, hooks, threads, open and mapped files and pinned memory are counted after the first one and after the last.
-Memory is the growth of the process per model, after the first ten.
+`python -m tests.unit.offload.leftovers --loads 20 --jobs 6 --out docs/evidence/leftovers/STACK.json`: a model is
+loaded, split and given an adapter, generates, takes a training step, and is deleted, that many times in one process.
+Objects, tensors, hooks, threads, open and mapped files and pinned memory are counted after the first one and after
+the last. Memory is the growth of the process per model, after the first ten.
 """
 
 

@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from tests.search.differential.calls import load
-from tests.search.differential.table import CALLS
+from tests.generated.search.differential.calls import load
+from tests.generated.search.differential.table import CALLS
 from tools.pages.markers import ROOT, shorten
 
 STACKS = ("newest", "middle", "thread")
@@ -20,7 +20,7 @@ stack with fewer cases in the table was given the part that CI runs. The right o
 without the package, or what the call itself says. An outcome that is right without the package and not with it, or
 an error that the same `except` no longer catches, is worse: a defect. Nobody catches what upstream stumbles over
 in its own code (`'NoneType' object has no attribute ...`). Defects that are open are named in
-`tests/tools/test_differential_search.py` (`OPEN`).
+`tests/generated/search/test_differential_search.py` (`OPEN`).
 
 Two comparisons need care. `PeftModel.from_pretrained` without the package undoes the placement of its base, so the
 model is whole again and can do what a whole model can. Where that makes an outcome worse, upstream is asked once more,
@@ -28,9 +28,9 @@ for a model that gets its adapter first and is split then. And where an error be
 gives, the wrong answer is one device's.
 
 ```bash
-python -m tests.search.differential --jobs 2                      # all of it
-python -m tests.search.differential --only 'states/' --jobs 2     # some
-python -m tests.search.differential --stack-json docs/evidence/search/differential-newest.json
+python -m tests.generated.search.differential --jobs 2                      # all of it
+python -m tests.generated.search.differential --only 'states/' --jobs 2     # some
+python -m tests.generated.search.differential --stack-json docs/evidence/search/differential-newest.json
 ```
 """
 _BOTH = """\

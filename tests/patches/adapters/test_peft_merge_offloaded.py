@@ -14,11 +14,11 @@ import gemma4_compat
 from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._reproduction import tiny_adapters
 from gemma4_compat.patches.adapters.peft_merge_offloaded import PATCH
+from tests.generated.search import replay_tuners
 from tests.helpers import pairwise
 from tests.patches.adapters import tied_halves
 from tests.patches.adapters.tied_halves import EMBEDDING, HALVES, LAYERS, PLACES
 from tests.patches.promise import Promise
-from tests.search import replay_tuners
 
 LAYER = "model.language_model.layers.1"
 TARGETS: dict[str, Any] = {

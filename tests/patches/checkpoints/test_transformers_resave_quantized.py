@@ -1,6 +1,6 @@
 """transformers-resave-quantized: what was loaded from a quantized checkpoint is saved as it was.
 
-Bit by bit, split and with experts: tests/oracle/test_round_trips.py.
+Bit by bit, split and with experts: tests/one_device/test_round_trips.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Assisted generation with caches of all origins. Each cache and model: tests/oracle/test_caches.py."""
+"""Assisted generation with caches of all origins. Each cache and model: tests/one_device/test_caches.py."""
 
 from __future__ import annotations
 

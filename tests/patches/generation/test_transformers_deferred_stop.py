@@ -1,4 +1,4 @@
-"""Stops read one step late: the rest is in tests/decoding/test_deferral.py."""
+"""Stops read one step late: the rest is in tests/unit/decoding/test_deferral.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoding step as one CUDA graph: the rest is in tests/decoding, real graphs in tests/gpu."""
+"""The decoding step as one CUDA graph: the rest is in tests/unit/decoding, real graphs in tests/world/gpu."""
 
 from __future__ import annotations
 

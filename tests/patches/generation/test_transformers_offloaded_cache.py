@@ -1,4 +1,4 @@
-"""F24: caches on the host. Answers are compared in tests/gpu/test_caches.py; here who waits for whom."""
+"""F24: caches on the host. Answers are compared in tests/world/gpu/test_caches.py; here who waits for whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Static caches on the models that have no KV-shared layers. Each cache and model: tests/oracle/test_caches.py."""
+"""Static caches on the models that have no KV-shared layers. Each cache and model: tests/one_device/test_caches.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.patches.promise import Promise
 class TestPromise(Promise):
     patch_id = PATCH.id
     original = r"IndexError: list index out of range"
-    exact = False  # tokens are compared: the logits differ by rounding, see tests/oracle/test_caches.py
+    exact = False  # tokens are compared: the logits differ by rounding, see tests/one_device/test_caches.py
 
 
 def test_another_model_without_shared_layers_and_one_that_has_never_heard_of_them() -> None:

@@ -1,4 +1,4 @@
-"""Static caches that are filled in chunks. Each cache and model: tests/oracle/test_caches.py."""
+"""Static caches that are filled in chunks. Each cache and model: tests/one_device/test_caches.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""F45: several threads in one split model, each exact. ``python -m tests.offload.threads`` runs 1,000 forwards."""
+"""F45: several threads in one split model, each exact. ``python -m tests.unit.offload.threads`` runs 1,000
+forwards.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.offload import threads
 from tests.patches.offload.streamed_models import adapted, assert_as_accelerate_left_it
+from tests.unit.offload import threads
 
 CELLS = threads.cells()
 

@@ -13,7 +13,7 @@ import gemma4_compat
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import Workspace, difference
 from gemma4_compat.patches.offload.transformers_model_device import PATCH
-from tests.oracle import modalities
+from tests.one_device import modalities
 from tests.patches.promise import Promise
 
 EMBEDDING = ("model.language_model.embed_tokens", "lm_head")

@@ -8,7 +8,7 @@ import pytest
 
 from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.offload.transformers_pipeline_device import PATCH
-from tests.oracle import modalities
+from tests.one_device import modalities
 from tests.patches.promise import Promise
 
 

@@ -1,4 +1,4 @@
-"""F10: the GPU's 8-bit kernel and inputs that are not contiguous; values are compared in tests/gpu."""
+"""F10: the GPU's 8-bit kernel and inputs that are not contiguous; values are compared in tests/world/gpu."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""The same small case in every interpreter, mode and packaging: `python -m tests.interpreters`."""

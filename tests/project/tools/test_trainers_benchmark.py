@@ -1,0 +1,111 @@
+"""What trainers.py concludes from its measurements, and its tables; end to end it runs in another file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import trainers  # noqa: E402
+import trainers_fit as fit  # noqa: E402
+import trainers_report as report  # noqa: E402
+
+
+def run(way: str, sequence: int, peak: float | None, reserved: float | None, *losses: str) -> dict[str, Any]:
+    memory = {"peak_gib": peak, "peak_reserved_gib": reserved}
+    return {"way": way, "sequence": sequence, "seconds": [1.0, 2.0], "memory": memory, "losses": list(losses)}
+
+
+RUNS = [
+    run("upstream", 512, 5.0, 5.5, "2", "4"),
+    run("upstream", 4096, 20.0, 22.0, "1"),
+    run("shim", 512, 5.0, 5.5, "2", "4.4"),
+    run("shim", 512, 4.0, 6.5, "2", "4.2"),
+]
+
+
+class Unhurried:
+    """A run that has time for everything; what needs more than 5.75 GiB does not fit."""
+
+    def __init__(self, result: dict[str, Any], ways: list[str], confirm: list[str]) -> None:
+        self.result, self.asked = result, []
+        self.arguments = type("Arguments", (), {"ways": ways, "confirm": confirm})
+
+    def train(self, way: str, sequence: int, name: str, **more: Any) -> dict[str, Any] | None:
+        self.asked.append((way, sequence, more["budget"]))
+        if more["budget"] < 5.75:
+            self.result["out"][name] = "OutOfMemoryError: no"
+            return None
+        return {"memory": {"peak_gib": 5.0, "peak_reserved_gib": 5.7}}
+
+
+def test_a_result_of_several_rounds_is_its_largest_peak() -> None:
+    assert fit.peaks({"runs": RUNS}, "shim") == {512: (5.0, 6.5)}
+    assert fit.peaks({"runs": [run("shim", 512, None, None)]}, "shim") == {}
+
+
+def test_tensors_that_are_larger_do_not_fit_and_reserved_memory_that_is_smaller_does() -> None:
+    peaks = {512: (5.0, 5.5), 1024: (6.0, 7.5), 4096: (8.0, 9.0)}
+    assert fit.candidates(peaks, 12) == [(4096, True), (1024, True), (512, True)]
+    assert fit.candidates(peaks, 7) == [(1024, False), (512, True)]
+    assert fit.candidates(peaks, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("budget", "asked", "found"),
+    [
+        (22.0, [("shim", 512, 22.0)], {"upstream": (4096, "peaks"), "shim": (512, "ballast")}),
+        (6.0, [("shim", 512, 6.0)], {"upstream": (512, "peaks"), "shim": (512, "ballast")}),
+        (
+            5.2,
+            [("upstream", 512, 5.2), ("shim", 512, 5.2)],
+            {"upstream": (None, "ballast"), "shim": (None, "ballast")},
+        ),
+        (4.0, [], {"upstream": (None, "peaks"), "shim": (None, "peaks")}),
+    ],
+)
+def test_a_ballast_tensor_decides_what_peaks_do_not(
+    budget: float, asked: list[tuple[str, int, float]], found: dict[str, tuple[int | None, str]]
+) -> None:
+    made: Any = Unhurried({"runs": RUNS, "out": {}}, ["upstream", "shim", "streamed"], ["shim"])
+    fits = trainers.fitting(made, budget)
+    assert made.asked == asked
+    assert {way: (one["longest"], one["by"]) for way, one in fits.items()} == found
+
+
+def test_losses_are_compared_with_those_of_the_same_trainer() -> None:
+    result = {"runs": [*RUNS, run("trl", 512, 5.0, 5.5, "3", "4"), run("trl-shim", 512, 5.0, 5.5, "2", "4")]}
+    result["problems"] = []
+    trainers.compare(result)
+    assert result["differences"] == pytest.approx(
+        {"shim, 512 tokens": 0.1, "trl, 512 tokens": 0.5, "trl-shim, 512 tokens": 1 / 3}
+    )
+    assert result["problems"] == ["trl-shim, 512 tokens: the first loss is 2, without the shim 3"]
+
+
+def test_the_table_has_plans_and_what_fits() -> None:
+    fits = {"shim": {"longest": 512, "by": "ballast"}, "upstream": {"longest": None, "by": "peaks"}}
+    result = {"runs": [one | {"planned_gib": 4.9} for one in RUNS], "out": {}, "fits": {"6": fits}}
+    text = report.table(result)
+    assert "| upstream | 512 | 341 (256 to 512) | 5.00 | 4.90 | 5.50 | - |" in text
+    assert "| upstream | does not fit |" in text
+    assert "| the shim, same placement | **512** |" in text
+
+
+def test_a_result_gets_its_plans_without_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "write_config", lambda shape, folder: None)
+    monkeypatch.setattr(fit, "planned_gib", lambda folder, where, sequence, chunked, rank: sequence / 512 + chunked)
+    monkeypatch.setattr(trainers.device, "machine", lambda: {"versions": {"torch": "1"}})
+    file = tmp_path / "result.json"
+    runs = [*RUNS, run("chunked", 512, 3.0, 3.5), run("trl", 512, 3.0, 3.5)]
+    file.write_text(json.dumps({"shape": "tiny", "settings": {"rank": 4}, "runs": runs, "out": {}}))
+    trainers.planned(file)
+    found = json.loads(file.read_text())
+    assert [one.get("planned_gib") for one in found["runs"]] == [1.0, 8.0, 1.0, 1.0, 2.0, None]
+    assert found["planned_with"] == {"torch": "1"}

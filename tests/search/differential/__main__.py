@@ -1,8 +1,0 @@
-"""``python -m tests.search.differential``."""
-
-import sys
-
-from tests.search.differential.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gemma4_compat._decoding import recording
+from tests.unit.decoding.calls import Models
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Steps on the CPU are recorded, by a class whose methods tests may replace."""
+    from gemma4_compat._stand_ins.tape import Tape, standing_in
+
+    class OneAtATime(Tape):
+        """As :class:`recording.CudaRecording`: who comes second waits."""
+
+        _capturing = threading.Lock()
+
+        def capture(self, run: Callable[[], Any]) -> Any:
+            with self._capturing:
+                return super().capture(run)
+
+    monkeypatch.setitem(recording.RECORDERS, "cpu", OneAtATime)  # first: it is undone last
+    with standing_in(recording.RECORDERS):
+        yield OneAtATime
+
+
+@pytest.fixture(scope="session")
+def models(workspace: Any) -> Models:
+    return Models(workspace)

@@ -1,0 +1,77 @@
+"""Threads that decode at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("bitsandbytes")
+
+from tests.unit.decoding.calls import Models, base, generate, static_cache, steps, text
+from tests.unit.offload import threads
+
+pytestmark = pytest.mark.usefixtures("tapes")
+EAGER = {"disable_compile": True}
+ROUNDS = 3
+
+
+def answer(model: Any, index: int, way: dict[str, Any]) -> Any:
+    """With a cache of its own: before transformers 5.15 the one that ``generate`` makes is the model's."""
+    return generate(model, text(model, 12, seed=index), way, past_key_values=static_cache(model, 32)).sequences
+
+
+def wrong(models: list[Any]) -> list[int]:
+    """Which of several threads, each with a model, got another answer than alone."""
+    import torch
+
+    expected = [answer(model, index, EAGER) for index, model in enumerate(models)]
+    found: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(ROUNDS):
+            if not torch.equal(answer(models[index], index, {}), expected[index]):
+                found.append(index)
+
+    raised = threads.run_together([lambda index=index: work(index) for index in range(len(models))], limit=100)
+    assert raised == [None] * len(models)
+    return found
+
+
+@pytest.mark.parametrize("where", ["device", "streamed"])
+def test_one_model(models: Models, where: str) -> None:
+    model = models.fresh(None, where=where)
+    assert wrong([model, model]) == []
+    assert steps(model).replayed > 0
+    assert steps(model).reasons == ()
+
+
+def test_two_models(models: Models) -> None:
+    both = [models.fresh(None), models.fresh("4bit-double", "language")]
+    assert wrong(both) == []
+    for model in both:
+        assert steps(model).replayed > 0
+        assert steps(model).reasons == ()
+
+
+@pytest.mark.parametrize("where", ["device", "streamed"])
+def test_forwards_beside_a_generate(models: Models, where: str) -> None:
+    import torch
+
+    model = models.fresh(None, where=where)
+    expected, prompt = answer(model, 0, EAGER), text(model, 9)
+    wrong = []
+    with torch.no_grad():
+        logits = model(**prompt).logits
+
+    def forwards() -> None:
+        with torch.no_grad():
+            wrong.extend(index for index in range(12) if not torch.equal(model(**prompt).logits, logits))
+
+    def generates() -> None:
+        wrong.extend(index for index in range(ROUNDS) if not torch.equal(answer(model, 0, {}), expected))
+
+    assert threads.run_together([forwards, generates], limit=100) == [None, None]
+    assert wrong == []
+    assert steps(base(model)).replayed > 0
+    assert steps(model).reasons == ()

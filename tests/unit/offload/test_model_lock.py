@@ -1,0 +1,373 @@
+"""The lock of a split model: who waits for whom, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gemma4_compat import Gemma4CompatError
+from gemma4_compat._offload import model_lock
+from tests.unit.offload.threads import run_together
+
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Callable[[], Any]:
+    """A new model of three linears, the last two offloaded, with its lock."""
+    import torch
+    from accelerate import dispatch_model
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))).eval()
+        model = dispatch_model(module, {"0": "cpu", "1": "disk", "2": "disk"}, offload_dir=str(tmp_path))
+        model.lock = model_lock.ModelLock()
+        model_lock.install(model, model.lock, streamed=lambda _: False)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def model(split: Callable[[], Any]) -> Any:
+    return split()
+
+
+def x() -> Any:
+    import torch
+
+    return torch.ones(1, 4)
+
+
+def is_free(model: Any) -> bool:
+    lock = model.lock
+    return lock._thread is None and not lock._entered and not lock._backwards and not lock._queue
+
+
+def in_thread(work: Callable[[], Any]) -> None:
+    """Run it in another thread; raises what it raised, and TimeoutError after 20 seconds."""
+    (raised,) = run_together([work], limit=20)
+    if raised is not None:
+        raise raised
+
+
+def test_what_takes_the_lock(model: Any) -> None:
+    seen = []
+    for module in (model, *model):
+        module.register_forward_hook(lambda *_: seen.append(model.lock._thread))
+    model(x())
+    me = threading.get_ident()
+    assert seen == [me, me, me, None], "the last hook is that of the model, after the lock's"
+    seen.clear()
+    for module in model:
+        module(x())
+    assert seen == [None, None, None]
+    assert [len(module._forward_pre_hooks) for module in (model, *model)] == [1, 0, 1, 1]
+    assert is_free(model)
+    model_lock.uninstall(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_model_without_offloaded_parts_gets_no_hooks() -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model_lock.install(model, model_lock.ModelLock(), streamed=lambda _: False)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_one_thread_at_a_time_in_the_order_of_their_coming(model: Any) -> None:
+    inside, go_on, order = threading.Event(), threading.Event(), []
+
+    def first(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    handle = model[0].register_forward_hook(first)
+    threads = [threading.Thread(target=lambda: model(x()))]
+    threads[0].start()
+    assert inside.wait(20)
+    handle.remove()
+    model[0].register_forward_hook(lambda *_: order.append(threading.current_thread()))
+    for number in range(1, 4):
+        threads.append(threading.Thread(target=lambda: model(x())))
+        threads[-1].start()
+        while len(model.lock._queue) < number:
+            time.sleep(0.001)
+    go_on.set()
+    for thread in threads:
+        thread.join(20)
+    assert order == threads[1:]
+    assert is_free(model)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_after_an_exception_another_thread_gets_it(model: Any, kind: type[BaseException]) -> None:
+    import torch
+
+    expected = model(x())
+
+    def fail(*_: Any) -> None:
+        raise kind("stop")
+
+    for module in (model, model[1]):
+        handle = model[1].register_forward_pre_hook(fail)
+        with pytest.raises(kind, match="stop"):
+            module(x())
+        handle.remove()
+        assert is_free(model) == (kind is ValueError), "no hook runs after Ctrl-C"
+        answers = []
+        in_thread(lambda answers=answers: answers.append(model(x())))
+        assert torch.equal(answers[0], expected)
+        assert is_free(model)
+
+
+def test_a_forward_after_an_interrupted_one_is_not_taken_for_it(model: Any) -> None:
+    """The thread whose forward was interrupted is in another one: nobody else may enter."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(x())
+    handle.remove()
+    seen = []
+    other = threading.Thread(target=lambda: model(x()))
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread() is not other:
+            other.start()
+            time.sleep(4 * model_lock.POLL)
+            seen.append(other.is_alive())
+
+    model[2].register_forward_pre_hook(wait)
+    model[2](x())
+    other.join(20)
+    assert seen == [True]
+    assert not other.is_alive()
+    assert is_free(model)
+
+
+def interrupt(model: Any) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(x())
+    handle.remove()
+    assert not is_free(model)
+
+
+def test_the_model_called_in_a_layer_after_an_interrupted_forward(model: Any) -> None:
+    """Only the layer's end gives the lock back, not that of the model inside it."""
+    interrupt(model)
+    seen = []
+
+    def again(*_: Any) -> None:
+        handle.remove()
+        model(x())
+        seen.append(model.lock._thread)
+
+    handle = model[2].register_forward_pre_hook(again)
+    model[2](x())
+    assert seen == [threading.get_ident()]
+    assert is_free(model)
+
+
+def test_a_wrapped_model_after_an_interrupted_forward(model: Any) -> None:
+    """A module around it, such as PEFT's, is none of the model's."""
+    import torch
+
+    class Wrapper(torch.nn.Module):
+        def forward(self, inputs: Any) -> Any:
+            return model(inputs)
+
+    interrupt(model)
+    seen = []
+    model[1].register_forward_hook(lambda *_: seen.append(len(model.lock._entered)))
+    Wrapper()(x())
+    assert seen == [1]
+    assert is_free(model)
+
+
+def test_a_forward_in_itself_that_fails_leaves_the_outer_one_its_lock(model: Any) -> None:
+    """Also where it fails before the lock's hook."""
+    seen = []
+
+    def fail(*_: Any) -> None:
+        raise ValueError("stop")
+
+    def again(*_: Any) -> None:
+        handle.remove()
+        for part in (model, model[1]):
+            failing = part.register_forward_pre_hook(fail, prepend=True)
+            with pytest.raises(ValueError, match="stop"):
+                model(x())
+            failing.remove()
+            seen.append(model.lock._thread)
+
+    handle = model[0].register_forward_hook(again)
+    model(x())
+    assert seen == [threading.get_ident()] * 2
+    assert is_free(model)
+
+
+def test_forwards_inside_another_are_not_recorded(model: Any) -> None:
+    """The lock's price for each layer of a model."""
+    import sys
+
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename == model_lock.__file__:
+            called.append(frame.f_code.co_name)
+
+    model.lock.pre_forward(model, ())
+    sys.setprofile(profile)
+    try:
+        model.lock.pre_forward(model[1], ())
+        model.lock.post_forward(model[1], (), None)
+    finally:
+        sys.setprofile(None)
+    assert called == ["pre_forward", "post_forward"]
+    model.lock.post_forward(model, (), None)
+    assert is_free(model)
+
+
+def test_a_thread_that_ended_holds_nothing(model: Any) -> None:
+    in_thread(lambda: model.lock.pre_forward(model, ()))
+    assert not is_free(model)
+    model(x())
+    assert is_free(model)
+
+
+def test_a_forward_in_a_forward(model: Any) -> None:
+    import torch
+
+    expected, answers = model(x()), []
+
+    def again(*_: Any) -> None:
+        handle.remove()
+        answers.append(model(x()))
+        assert model.lock._thread == threading.get_ident()
+
+    handle = model[0].register_forward_hook(again)
+    answers.append(model(x()))
+    assert all(torch.equal(answer, expected) for answer in answers)
+    assert is_free(model)
+
+
+def test_two_models_in_both_orders_are_an_error(split: Callable[[], Any]) -> None:
+    one, two = split(), split()
+    both = threading.Barrier(2, timeout=20)
+
+    def calls(other: Any) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            both.wait()
+            other(x())
+
+        return hook
+
+    one[0].register_forward_hook(calls(two[1]))
+    two[0].register_forward_hook(calls(one[1]))
+    raised = run_together([lambda: one(x()), lambda: two(x())], limit=20)
+    assert sorted(type(error).__name__ for error in raised) == ["Gemma4CompatError", "NoneType"]
+    (error,) = (error for error in raised if error is not None)
+    assert isinstance(error, Gemma4CompatError)
+    assert "wait for each other" in str(error)
+    assert is_free(one)
+    assert is_free(two)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_pass_holds_it_until_it_is_over(model: Any, fails: bool) -> None:
+    import torch
+
+    ended, seen, other = [], [], threading.Thread(target=lambda: model(x()))
+
+    def begin(_: Any) -> None:
+        for _ in range(2):
+            model.lock.begin_backward(ended.append)
+        other.start()
+        time.sleep(0.1)
+        seen.append((other.is_alive(), list(ended)))
+        model(x())  # a hook that calls the model is part of the backward pass
+
+    def fail(_: Any) -> None:
+        if fails:
+            raise ValueError("stop")
+
+    value = torch.ones(1, requires_grad=True)
+    inner = value * 2
+    inner.register_hook(fail)
+    outer = inner * 3
+    outer.register_hook(begin)
+    try:
+        outer.sum().backward()
+        assert not fails
+    except ValueError:
+        assert fails
+    assert seen == [(True, [])]
+    assert len(ended) == 1
+    other.join(20)
+    assert not other.is_alive()
+    assert is_free(model)
+
+
+def test_what_is_for_later_is_done_when_it_is_free(model: Any) -> None:
+    done: list[int] = []
+    model.lock.when_free(lambda: done.append(0))
+    assert done == [0]
+    model[1].register_forward_hook(lambda *_: model.lock.when_free(lambda: done.append(1)))
+    model[2].register_forward_hook(lambda *_: done.append(2))
+    model(x())
+    assert done == [0, 2, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_has_no_lock_of_another_thread(model: Any) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        assert go_on.wait(20)
+
+    handle = model[0].register_forward_hook(wait)
+    other = threading.Thread(target=lambda: model(x()))
+    other.start()
+    assert inside.wait(20)
+    child = os.fork()
+    if child == 0:
+        free = is_free(model)
+        model.lock.pre_forward(model, ())
+        os._exit(0 if free and model.lock._thread == threading.get_ident() else 1)
+    go_on.set()
+    other.join(20)
+    handle.remove()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert is_free(model)
+
+
+def test_a_deep_copy_and_a_pickle_without_accelerates_hooks(model: Any) -> None:
+    import torch
+    from accelerate.hooks import remove_hook_from_submodules
+
+    expected = model(x())
+    lock = vars(model).pop("lock")
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x()), expected)
+    model_lock.uninstall(model)
+    remove_hook_from_submodules(model)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x()), expected)
+    assert lock._thread is None

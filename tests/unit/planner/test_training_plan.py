@@ -1,0 +1,323 @@
+"""What a training plan says against steps that are really run, and its own code."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import gemma4_compat
+from gemma4_compat import Gemma4CompatError, cli
+from gemma4_compat._models import build
+from gemma4_compat._planner import training, training_step
+from gemma4_compat._planner.memory import TrainingLoad
+from gemma4_compat._planner.training_step import Step
+from gemma4_compat._training import chunks
+from tests.unit.planner.models import VARIANTS
+
+MIB = 1 << 20
+BLOCK = 512  # bytes, of an allocation
+
+
+def of(checkpoint: Any, quantized: tuple[str, ...] = (), **step: Any) -> training_step.StepMemory:
+    return training_step.measure(build.on_meta(str(checkpoint))[0], quantized, Step(**step))
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("sequence, batch", [(24, 1), (16, 3)])
+def test_every_byte_is_that_of_a_step_with_memory(
+    workspace: Any, monkeypatch: pytest.MonkeyPatch, sequence: int, batch: int, checkpointing: bool, chunked: bool
+) -> None:
+    """The same model, in bf16 on the CPU, with the same adapter, and a real forward and backward pass."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    monkeypatch.setattr(chunks, "LOGITS_BYTES", 10 * 256 * 2)  # of 10 tokens: several chunks
+    step = {"gradient_checkpointing": checkpointing, "chunked_loss": chunked}
+    planned = of(workspace.checkpoint, max_length=sequence, batch=batch, r=4, **step)
+    model = get_peft_model(
+        workspace.load(), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS, init_lora_weights=False)
+    ).train()
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    gemma4_compat.chunked_loss(model, enabled=chunked)
+    tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    more = {"shift_labels": tokens} if chunked else {}  # a plan counts a label for every token
+    inputs = {"input_ids": tokens, **more, "attention_mask": torch.ones_like(tokens)}
+    inputs["attention_mask"][0, 0] = 0  # masks without padding may be left out, which a plan does not count on
+    inputs["mm_token_type_ids"] = torch.zeros_like(tokens)
+    counted = training_step.storage_counter(model)
+    with counted, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**inputs, labels=tokens, use_cache=False).loss
+    forward = counted.reset_peak()
+    with counted:
+        loss.backward()
+    assert planned.forward == forward
+    # The indices of the labels that count are of one block more where they are looked up.
+    assert 0 <= counted.peak - planned.backward <= (BLOCK if chunked else 0)
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    assert sorted(planned.sizes) == sorted(trained)
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_a_4_bit_base_adds_the_copy_that_a_layer_is_dequantized_into(workspace: Any) -> None:
+    """Of each layer in turn: the most that one of them can add is its weight in bf16."""
+    built = build.on_meta(str(workspace.checkpoint))[0]
+    names = tuple(
+        name for name, module in built.named_modules() if "language_model" in name and name.endswith("up_proj")
+    )
+    largest = max(built.get_submodule(name).weight.numel() for name in names)
+    plain, packed = (of(workspace.checkpoint, chosen, max_length=4, r=2) for chosen in ((), names))
+    assert 0 <= packed.backward - plain.backward <= 2 * largest
+    assert packed.sizes == plain.sizes
+
+
+def test_a_4_bit_step_keeps_what_bitsandbytes_and_peft_keep(workspace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast PEFT's 4-bit layers do not cast their inputs to float32. They ask for CUDA's: it is on here."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    pytest.importorskip("bitsandbytes")
+    tokens = torch.zeros(1, 512, dtype=torch.long)
+    model = get_peft_model(
+        workspace.load("4bit"), LoraConfig(r=4, lora_alpha=4, target_modules=training_step.TARGETS)
+    ).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": 0 * tokens}
+    inputs["attention_mask"][0, 0] = 0
+    counted = training_step.storage_counter(model)
+    ask = torch.is_autocast_enabled  # of the CPU it must tell the truth: leaving an autocast restores what this said
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: ask(*device) if device else True)
+    with counted, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**inputs, labels=tokens, use_cache=False).loss
+    forward = counted.reset_peak()
+    with counted:
+        loss.backward()
+    monkeypatch.undo()
+    assert not torch.is_autocast_enabled("cpu")
+    planned = training._measure(str(workspace.checkpoint), "4bit", Step(max_length=512, r=4))
+    assert (planned.forward, planned.backward) == (forward, counted.peak)
+
+
+@pytest.mark.full
+def test_steps_grow_with_what_they_are(workspace: Any) -> None:
+    base = of(workspace.checkpoint, max_length=32)
+    assert of(workspace.checkpoint, max_length=64).peak > base.peak
+    assert of(workspace.checkpoint, max_length=32, batch=2).peak > base.peak
+    assert of(workspace.checkpoint, max_length=32, r=32).adapter == pytest.approx(2 * base.adapter, rel=0.01)
+    assert of(workspace.checkpoint, max_length=32, gradient_checkpointing=False).peak > base.peak
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch", "adamw_torch_fused", "sgd"])
+def test_states_of_torchs_optimizers_are_what_they_keep(optimizer: str) -> None:
+    import torch
+
+    sizes = (16, 4096, 100_000)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    made = torch.optim.SGD(parameters) if optimizer == "sgd" else torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    states = [value for state in made.state.values() for value in state.values() if value.dim()]
+    kept = sum(value.numel() * value.element_size() for value in states)
+    assert training_step.optimizer_bytes(optimizer, sizes) == pytest.approx(kept, abs=512 * len(sizes))
+
+
+def test_states_of_8_bit_optimizers_are_what_bitsandbytes_makes() -> None:
+    import bitsandbytes as bnb
+    import torch
+
+    sizes = (16, 4096, 100_000)
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    made = bnb.optim.AdamW8bit(parameters)
+    kept = 0
+    for index, parameter in enumerate(parameters):
+        made.init_state(made.param_groups[0], parameter, 0, index)
+        state = made.state[parameter]
+        found = [state[name] for name in ("state1", "state2", "absmax1", "absmax2") if name in state]
+        kept += sum(value.numel() * value.element_size() for value in found)
+    assert training_step.optimizer_bytes("adamw_8bit", sizes) == pytest.approx(kept, abs=512 * len(sizes))
+    assert training_step.optimizer_bytes("paged_adamw_8bit", sizes) == 0
+
+
+@functools.cache
+def planned(checkpoint: str, **options: Any) -> Any:
+    return gemma4_compat.plan_training(checkpoint, 1 << 40, max_length=32, **options)
+
+
+@pytest.mark.full
+def test_more_memory_never_offloads_more(workspace: Any) -> None:
+    whole = planned(str(workspace.checkpoint))
+    assert set(whole.device_map.values()) == {0}
+    assert whole.streamed == ()
+    away: list[set[str]] = []
+    for budget in (whole.peak - 1, whole.peak - whole.weights // 4):
+        plan = gemma4_compat.plan_training(str(workspace.checkpoint), budget, max_length=32)
+        assert plan.peak <= budget
+        away.append({name for name, device in plan.device_map.items() if device == "cpu"})
+    assert set() < away[0] <= away[1]
+
+
+def test_a_step_leaves_memory_free() -> None:
+    """Half a GiB, or an eighth of the budget; what would fit without it is refused with the figure."""
+    step = {"adapter": 0, "optimizer": 0, "forward": 0, "sizes": ()}
+    cut = training._described("E2B", "4bit")[0]
+    for budget, free in ((12 << 30, 512 * MIB), (2 << 30, 256 * MIB)):
+        least = training.layout.smallest_budget(cut, TrainingLoad(step=0))
+        fits = training_step.StepMemory(backward=int((budget - free - least) / 1.02), **step)
+        use = training._placed(cut, 0, budget, fits, {}, cpu=None).use[0]
+        assert use.budget == budget
+        assert use.peak <= budget - free
+        much = training_step.StepMemory(backward=int((budget - free // 2 - least) / 1.01), **step)
+        with pytest.raises(Gemma4CompatError, match=f"of which {free // MIB} MiB stay free"):
+            training._placed(cut, 0, budget, much, {}, cpu=None)
+
+
+@pytest.mark.full
+def test_the_parts_add_up_to_the_peak(workspace: Any) -> None:
+    plan = planned(str(workspace.checkpoint))
+    parts = plan.weights + plan.buffers + plan.adapter + plan.optimizer_states + plan.activations
+    workspace_of_blas = 32 * MIB
+    assert plan.peak == pytest.approx(1.01 * (parts + workspace_of_blas), rel=1e-6)
+    assert plan.changes["--no-gradient-checkpointing"] > 0
+    chunked = planned(str(workspace.checkpoint), chunked_loss=True)
+    assert chunked.changes["--no-chunked-loss"] == -plan.changes["--chunked-loss"]
+    assert chunked.activations - plan.activations == plan.changes["--chunked-loss"]
+    assert plan.changes["--optim paged_adamw_8bit"] == -plan.optimizer_states
+    assert planned(str(workspace.checkpoint), gradient_checkpointing=False).changes[
+        "--gradient-checkpointing"
+    ] == pytest.approx(-plan.changes["--no-gradient-checkpointing"])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_length": 0}, "max_length is 0; it must be at least 1"),
+        ({"r": -1}, "r is -1"),
+        ({"optim": "adam"}, "optim 'adam' is unknown; use one of adamw_torch"),
+        ({"quantize": "8bit"}, "training plans know 4bit"),
+        ({"vram": {0: "8GiB", 1: "8GiB"}}, "a training plan covers one accelerator"),
+        ({"vram": 1000}, r"takes .* with all decoder layers streamed.* saves .*A shorter sequence"),
+    ],
+)
+def test_what_cannot_be_is_one_error(workspace: Any, options: dict[str, Any], message: str) -> None:
+    options = {"vram": "8GiB", "max_length": 8, **options}
+    with pytest.raises(Gemma4CompatError, match=message):
+        gemma4_compat.plan_training(str(workspace.checkpoint), **options)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_code_trains(workspace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+    """On a host without a GPU, whose main device is the CPU: one step, and an adapter is saved."""
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    plan = gemma4_compat.plan_training(
+        str(workspace.checkpoint), {"cpu": 1 << 40}, max_length=8, r=2, chunked_loss=chunked
+    )
+    assert ("gemma4_compat.chunked_loss(model)" in plan.code) is chunked
+    rows = [
+        {"input_ids": torch.arange(8), "labels": torch.arange(8), "attention_mask": torch.ones(8, dtype=torch.long)}
+    ]
+    code = plan.code.replace('"adapter",\n', '"adapter",\n    max_steps=1, report_to=[], use_cpu=True,\n', 1)
+    assert code != plan.code
+    exec(compile(code, "plan", "exec"), {"DATASET": rows})
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert saved["r"] == 2
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_can_be_planned(variant: str) -> None:
+    plan = gemma4_compat.plan_training(variant, "80GiB", max_length=64)
+    assert plan.adapter < plan.activations
+    assert plan.trained > 10**7
+    assert plan.changes["--chunked-loss"] <= 0  # of 64 tokens the loss need not be what the peak is made of
+
+
+def says(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(cli.app, [*arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_command_prints_the_report(workspace: Any) -> None:
+    arguments = ["--vram", "1GiB", "--max-length", "16", "--r", "4"]
+    text = says("plan-training", str(workspace.checkpoint), *arguments).stdout
+    for part in (
+        "sequences of 16 tokens",
+        "of rank 4",
+        "gpu 0 [",
+        "Expected peak: ",
+        "--no-gradient-checkpointing",
+        "DATASET",
+    ):
+        assert part in " ".join(text.split())
+    report = text.partition("import gemma4_compat")[0]
+    assert max(map(len, report.splitlines())) <= 100
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a command hands to the function, which plans nothing here."""
+    found: dict[str, Any] = {}
+
+    def refuse(model: str, vram: Any, **options: Any) -> None:
+        found.update(options, model=model, vram=vram)
+        raise Gemma4CompatError("not planned")
+
+    monkeypatch.setattr(gemma4_compat, "plan_training", refuse)
+    return found
+
+
+def test_old_names_of_the_command_and_its_options_work(given: dict[str, Any]) -> None:
+    new = ["--max-length=8", "--r", "4", "--no-gradient-checkpointing", "--optim", "sgd"]
+    says("plan-training", "E2B", "--vram", "8GiB", *new, code=2)
+    expected = dict(given)
+    assert [expected[name] for name in ("max_length", "r", "gradient_checkpointing", "optim")] == [8, 4, False, "sgd"]
+    given.clear()
+    old = ["--sequence=8", "--rank", "4", "--no-checkpointing", "--optimizer", "sgd"]
+    said = says("plan", "E2B", "--vram", "8GiB", "--train", *old, code=2).stderr
+    assert given == expected
+    assert "--optimizer is called --optim now" in said
+    assert said.count("is called") == 4
+
+
+def test_old_names_of_arguments_work_with_a_warning(workspace: Any) -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="rank is called r now") as warned,
+        pytest.raises(Gemma4CompatError, match="r is 0"),
+    ):
+        gemma4_compat.plan_training(str(workspace.checkpoint), "8GiB", rank=0)  # type: ignore[call-arg]
+    assert warned[0].filename == __file__
+    with pytest.raises(Gemma4CompatError, match="sequence and max_length are the same argument"):
+        gemma4_compat.plan_training("E2B", "8GiB", sequence=8, max_length=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="optimiser"):
+        gemma4_compat.plan_training("E2B", "8GiB", optimiser="sgd")  # type: ignore[call-arg]
+
+
+def test_a_plan_has_its_old_attributes(workspace: Any) -> None:
+    plan = planned(str(workspace.checkpoint))
+    assert (plan.sequence, plan.rank, plan.checkpointing, plan.optimizer) == (32, 16, True, "adamw_torch")
+    assert plan.as_data()["sequence"] == plan.max_length
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["plan", "E2B", "--max-length", "8"], "No such option: --max-length"),
+        (["plan-training", "E2B", "--vision"], "No such option: --vision"),
+        (["plan", "E2B", "--train", "--vram", "1GiB"], "a training plan covers one accelerator; give --vram once"),
+    ],
+)
+def test_what_a_command_does_not_take_is_refused(arguments: list[str], message: str) -> None:
+    assert message in says(*arguments, "--vram", "8GiB", code=2).stderr

@@ -1,0 +1,1 @@
+"""The same small case in every interpreter, mode and packaging: `python -m tests.world.interpreters`."""
