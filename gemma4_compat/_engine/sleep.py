@@ -23,7 +23,7 @@ def awaken(patch_id: str) -> None:
             if switch.asleep is not None and vars(function)[changes._OURS] == patch_id:
                 switch.state[0], switch.asleep = switch.asleep, None
         _show()
-        changes._awake.add(patch_id)  # last: whoever finds it there goes on
+        changes._awake.add(patch_id)  # last: a thread that finds it there goes on
 
 
 def show() -> None:
