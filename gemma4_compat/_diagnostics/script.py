@@ -21,7 +21,7 @@ from gemma4_compat._errors import Gemma4CompatError
 _PACKAGE = "gemma4_compat"
 #: Modules that reproductions may use. Anything else would be part of the fix.
 _ALLOWED = re.compile(
-    rf"{_PACKAGE}\.(_reproduction\.\w+|_models\.(variants|shared_weights)|_engine\.(patch|versions)|_errors)"
+    rf"{_PACKAGE}\.(_reproduction\.\w+|_stand_ins\.\w+|_models\.(variants|shared_weights)|_engine\.(patch|versions)|_errors)"
 )
 _HEAD = '''\
 """{summary}

@@ -111,14 +111,14 @@ def raising(patch: Any, untouched: Snapshot) -> list[dict[str, Any]]:
 
 def changed(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
     """One experiment for each target: its code is said to be unknown."""
-    module, found = detection_module(), {}
+    module, found, raws = detection_module(), {}, []
     for target in patch.targets:
         place = slot(target)
-        if place is None:
-            continue
-        owner, name = place
-        holders = owner.__mro__ if isinstance(owner, type) else (owner,)
-        raw = next(vars(holder)[name] for holder in holders if name in vars(holder))
+        if place is not None:
+            owner, name = place
+            holders = owner.__mro__ if isinstance(owner, type) else (owner,)
+            raws.append((target, next(vars(holder)[name] for holder in holders if name in vars(holder))))
+    for target, raw in raws:
 
         def fingerprint(function: Any, raw: Any = raw, real: Callable[[Any], str] = module.fingerprint) -> str:
             return UNKNOWN if function is raw else real(function)
@@ -129,6 +129,8 @@ def changed(patch: Any, untouched: Snapshot) -> dict[str, dict[str, Any]]:
         seen = look(engine)[patch.id]
         engine.revert()  # another group of targets is applied all the same
         found[str(target)] = {"seen": seen, "said": said, "differences": untouched.differences()}
+        # Classes inherit one function: it has changed for each of them.
+        found[str(target)]["inherited"] = [str(other) for other, held in raws if held is raw]
     return found
 
 

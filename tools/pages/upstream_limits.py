@@ -45,6 +45,8 @@ case at least; the raw file has every case.
 """
 _BETTER = """\
 ## What works with the package only
+
+In the newest stack; the raw results have the others.
 """
 #: Texts that one cause has in several forms.
 _SAME = (
@@ -75,7 +77,7 @@ def page() -> str:
     found = runs()
     calls, entries = (max(run[what] for run in found.values()) for what in ("calls", "entries"))
     parts = [_INTRODUCTION.format(calls=calls, entries=f"{entries:,}"), _table(found)]
-    parts += [_BOTH, _by_call(found), _BETTER, _by_cause(found)]
+    parts += [_BOTH, _by_call(found), _BETTER, _by_cause({STACKS[0]: found[STACKS[0]]})]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -113,7 +113,7 @@ def _unwatch() -> None:
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Called before the step of every optimizer. A placeholder on meta may be another since the last forward, of the same shape."""
+    """Called before every optimizer step. Each forward makes new placeholders on meta, alike in shape and dtype."""
     asked = {(weight.shape, weight.dtype) for weight in _offloaded([optimizer]) if weight.grad is None}
     if asked:
         found = ((model, name) for model in _split for name in _trained_and_offloaded(model))

@@ -465,7 +465,7 @@ def test_from_pretrained_with_entries_for_experts(
     placement: dict[str, Any] = {"": main, **{f"{LAYERS}.{number}.experts": away for number in range(3)}}
     model = load(placement, offload_folder=str(tmp_path))
     assert {name: str(device) for name, device in model.hf_device_map.items()} == {
-        name: str(device) for name, device in module_hooks.items()
+        name: str(device) for name, device in placement.items()
     }
     plain = load({"": main})
     ids = torch.tensor([[5, 6, 7]], device=main)
