@@ -117,9 +117,9 @@ def reproduce(workspace: Workspace) -> Outcome:
     shape = tiny_configs.scaled_text(variants.shape(name), layers=6)
     names = ("head_dim", "num_key_value_heads", "global_head_dim", "num_global_key_value_heads")
     expected = {key: shape.get(key) for key in names}
-    missing = [key for key in expected if not hasattr(config, key)]
-    if missing:
-        return Outcome(True, f"the configuration of the {name} lacks: {', '.join(missing)}")
+    lost = [key for key in expected if not hasattr(config, key)]
+    if lost:
+        return Outcome(True, f"the configuration of the {name} lacks: {', '.join(lost)}")
     found = {key: getattr(config, key) for key in expected}
     return Outcome(found != expected, f"the configuration of the {name}: {found}")
 
