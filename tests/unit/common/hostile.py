@@ -164,12 +164,15 @@ CASES: dict[str, tuple[Callable[[Path], Read], str | None]] = {
         lambda folder: adapter(folder, json.dumps(LORA | {"target_modules": "(.+)+x"}), _entry()),
         "the pattern '(.+)+x' in",
     ),
-    "pattern nested": (_config(json.dumps(LORA | {"rank_pattern": {"(" * 4000 + ")" * 4000: 8}})), "no regular exp"),
+    "pattern nested": (
+        _config(json.dumps(LORA | {"rank_pattern": {"(" * 4000 + ")" * 4000: 8}})),
+        "is not a valid regular",
+    ),
     "header nested": (_header(b'{"a": ' + b"[" * 100_000), "its header cannot be read"),
     "header nested in what is skipped": (_header(b'{"a": {"b": ' + b"[" * 100_000), "nested too deeply"),
     "header of 100 MB": (
         lambda folder: _long_header(folder, 99_000_000),
-        "and one of at most 16777216 is read",
+        "at most 16777216 are supported",
     ),
     "header of empty entries": (
         lambda folder: adapter(folder, header=b"{" + b",".join(b'"%d":{}' % n for n in range(700_000)) + b"}"),
@@ -195,7 +198,7 @@ CASES: dict[str, tuple[Callable[[Path], Read], str | None]] = {
     "pipe": (_pipe("requirements.txt"), "is a device or a pipe"),
     "many variables": (_txt("${PATH}" * 70_000), "more than 50 variables"),
     "many bounds": (_txt("\n".join(f"peft!=0.{n}" for n in range(4000))), "at most 100 are judged"),
-    "version of 5,000 digits": (_txt("peft==" + "1" * 5000), "a version of 5000 characters"),
+    "version of 5,000 digits": (_txt("peft==" + "1" * 5000), "a version has 5000 characters"),
     "wheel of 5,000 digits": (_txt("./peft-" + "1" * 5000 + "-py3-none-any.whl"), None),
     "marker in parentheses": (_txt("peft ; " + "(" * 4500 + "'a'=='a'" + ")" * 4500), "is not a requirement"),
     "URL with signs": (_txt(("https://x/" + "@[" * 4900 + "\n") * 100), None),
