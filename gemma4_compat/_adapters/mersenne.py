@@ -119,7 +119,7 @@ def _terms() -> tuple[int, ...]:
     for bit in range(_LOWER):
         if _TWIST >> bit & 1:
             found ^= _product(powers[_LOWER - 1 - bit], whole)
-    if _TWIST >> _LOWER & 1:  # the highest bit; there is none above it
+    if _TWIST >> _LOWER & 1:  # the highest bit
         found ^= 1
     return tuple(exponent for exponent in range(_DEGREE) if found >> exponent & 1)
 

@@ -189,7 +189,7 @@ class Decoding:
         return outputs
 
     def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
-        """A graph of the step, which is not done yet; None, with model and cache as they were, if there is none."""
+        """Capture the step without running it; None, with model and cache unchanged, if it cannot be captured."""
         recorder = RECORDERS[step.device.type]
         self._make_room()
         begun = time.perf_counter()

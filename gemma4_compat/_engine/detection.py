@@ -150,7 +150,7 @@ def _unknown(patch: Patch, group: str, releases: Mapping[str, str]) -> _Why | No
 
 
 def _wrapped_by(patch: Patch, target: Target, raw: object) -> str | None:
-    """The foreign wrapper around a target's code; None if there is none, or it wraps what this patch put there."""
+    """The foreign wrapper around a target's code; None if the code is not wrapped, or if this patch is underneath."""
     if changes.beneath(raw, patch.id, str(target)) is not None:
         return None
     return stranger(changes.function_of(raw), changes.is_installed)

@@ -126,7 +126,7 @@ def _lock(name: str) -> Any:
 
 
 def _listen(name: str) -> bool:
-    """Listen for the end of the running import of the module, which begins before the search; False if there is none.
+    """Listen for the end of the running import of the module, which begins before the search. False: none runs.
 
     Callbacks then run inside that import: the module is still locked, and that import raises what a callback raises.
     """

@@ -213,7 +213,7 @@ class Patch:
         after: ids of patches that must be applied before this one. The engine applies patches in the order of the
             registry; a contract test holds the registry to this.
         needs: ids of patches without which this one does not make the situation exact.
-        acts_on: see :class:`ActsOn`. A test runs other models with and without the patches that leave them alone.
+        acts_on: see :class:`ActsOn`. A test runs other models with and without the patches that are not for them.
         detect: a cheap, static look at the loaded code that may say ``NOT_AFFECTED`` (or ``UNKNOWN``) although the
             version is in range; the fingerprints of ``targets`` are checked after it.
         summary: one sentence, what is repaired.

@@ -49,7 +49,7 @@ def is_apart(target: Place, source: Place) -> bool:
 
 
 def _place(model: Any, name: str) -> Place | None:
-    """Where a parameter is, below the layers of adapters; None where there is none of that name."""
+    """Where a parameter is, below the layers of adapters; None if it does not exist."""
     path, _, attribute = name.rpartition(".")
     module = model
     for part in path.split("."):

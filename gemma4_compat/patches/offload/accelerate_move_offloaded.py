@@ -117,7 +117,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
 PATCH = Patch(
     id="accelerate-move-offloaded",
-    kind=Kind.REFUSAL,
+    kind=Kind.REPAIR,
     severity=Severity.CRASH,
     failure_points=("F3",),
     distribution="accelerate",

@@ -141,7 +141,7 @@ def _budgets(max_memory: Any) -> tuple[dict[Any, int], int, int | None]:
 def _plan(
     model: Any, budgets: dict[Any, int], host: int, disk: int | None, *, balanced: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """A map and the line that describes it; or None and the reason why there is none."""
+    """A map and the line that describes it; or None and the reason."""
     given = " and ".join(f"{_size(size)} on {device}" for device, size in budgets.items())
     try:
         blueprint = describe(model)
