@@ -23,7 +23,8 @@ import gemma4_compat
 import sys
 from pathlib import Path
 import peft, torch
-from gemma4_compat._reproduction import second_device, tiny
+from gemma4_compat._reproduction import tiny
+from gemma4_compat._stand_ins import second_device
 from gemma4_compat._reproduction.workspace import Workspace, difference
 
 workspace = Workspace(Path(sys.argv[1]))

@@ -81,7 +81,8 @@ import sys
 from pathlib import Path
 import torch
 from accelerate import dispatch_model
-from gemma4_compat._reproduction import second_device, tiny
+from gemma4_compat._reproduction import tiny
+from gemma4_compat._stand_ins import second_device
 from gemma4_compat._reproduction.workspace import Workspace
 
 workspace = Workspace(Path(sys.argv[1]))
