@@ -433,7 +433,7 @@ def test_undone_it_is_upstreams_again(workspace: Any) -> None:
     gemma4_compat.revert(PATCH.id)
     try:
         assert model(**given).logits is not None
-        with pytest.raises(Gemma4CompatError, match="needs the patch transformers-chunked-loss, which does not"):
+        with pytest.raises(Gemma4CompatError, match="needs the patch transformers-chunked-loss, which is not applied"):
             gemma4_compat.chunked_loss(model)
     finally:
         gemma4_compat.install()
