@@ -26,8 +26,8 @@ PASTED = [
     ),
     (
         "ValueError: The checkpoint you are trying to load has model type `gemma4` but Transformers does not "
-        "recognize this architecture. This could be because of an issue with the checkpoint, or because your version of "
-        "Transformers is out of date.",
+        "recognize this architecture. This could be because of an issue with the checkpoint, or because your version "
+        "of Transformers is out of date.",
         "pip install -U",
     ),
     ("KeyError: 'gemma4'", "pip install -U"),
@@ -46,7 +46,7 @@ PASTED = [
     ("ImportError: Gemma4ImageProcessor requires the PIL library but it was not found.", "pip install pillow"),
     ("ModuleNotFoundError: No module named 'PIL'", "pip install pillow"),
     (
-        "ImportError: Using `bitsandbytes` 4-bit quantization requires bitsandbytes: `pip install bitsandbytes>=0.46.1`",
+        "ImportError: Using `bitsandbytes` 4-bit quantization requires bitsandbytes: `pip install bitsandbytes`",
         "pip install -U bitsandbytes",
     ),
     (
