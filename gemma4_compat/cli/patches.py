@@ -10,7 +10,7 @@ import typer
 
 import gemma4_compat
 from gemma4_compat._common import terminal
-from gemma4_compat._diagnostics import answers, messages, search
+from gemma4_compat._diagnostics import answers, explanation, messages
 from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
 from gemma4_compat._launch import environment
@@ -87,16 +87,12 @@ def explain(
 
 def _explain_error(text: str, *, as_json: bool) -> NoReturn:
     statuses = gemma4_compat.status()
-    said = messages.read(text)
-    if not said.messages:
-        fail("there is no error in this text; give the error, or - and a traceback on standard input")
-    answer = answers.sorted_answer(search.search(said, gemma4_compat.patches()), statuses)
+    found, said, answer = explanation.look_up(text, gemma4_compat.patches(), statuses, terminal.width())
     if as_json:
-        patches = _explained([match.patch for match in answer.matches], statuses)
-        print_json(answers.answer_data(said, answer) | {"patches": patches})
+        print_json(answers.answer_data(said, answer) | {"patches": _explained(found.patches, statuses)})
     else:
-        say(answers.answer_text(said, answer, statuses, terminal.width()))
-    raise typer.Exit(0 if answer.matches else 1)
+        say(found.text)
+    raise typer.Exit(0 if found.patches else 1)
 
 
 def _explained(patches: Sequence[gemma4_compat.Patch], statuses: Mapping[str, gemma4_compat.PatchStatus]) -> list[Any]:
