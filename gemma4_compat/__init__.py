@@ -34,6 +34,8 @@ from gemma4_compat._shim import (
 
 if TYPE_CHECKING:
     from gemma4_compat._decoding.fast import decode_fast as decode_fast
+    from gemma4_compat._diagnostics.explanation import Explanation as Explanation
+    from gemma4_compat._diagnostics.explanation import explain as explain
     from gemma4_compat._export.job import export_adapter as export_adapter
     from gemma4_compat._export.result import ExportReport as ExportReport
     from gemma4_compat._merge.check import Parity as Parity
@@ -59,6 +61,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActsOn",
+    "Explanation",
     "ExportReport",
     "Gemma4CompatError",
     "Gemma4CompatWarning",
@@ -82,6 +85,7 @@ __all__ = [
     "__version__",
     "chunked_loss",
     "decode_fast",
+    "explain",
     "export_adapter",
     "find_meta_tensors",
     "input_device",
@@ -101,6 +105,7 @@ __all__ = [
 
 #: Names that are imported on first use, and where they are.
 _LAZY = {
+    "Explanation": "gemma4_compat._diagnostics.explanation",
     "ExportReport": "gemma4_compat._export.result",
     "MergeParityError": "gemma4_compat._merge.result",
     "MergeReport": "gemma4_compat._merge.result",
@@ -114,6 +119,7 @@ _LAZY = {
     "TrainingPlan": "gemma4_compat._planner.result",
     "chunked_loss": "gemma4_compat._training.loss",
     "decode_fast": "gemma4_compat._decoding.fast",
+    "explain": "gemma4_compat._diagnostics.explanation",
     "export_adapter": "gemma4_compat._export.job",
     "find_meta_tensors": "gemma4_compat._models.inspection",
     "input_device": "gemma4_compat._models.inspection",

@@ -7,10 +7,11 @@ from typing import Any
 
 from gemma4_compat._common.address import report_request
 from gemma4_compat._common.text import table_text, wrapped
+from gemma4_compat._diagnostics.common_errors import advice
 from gemma4_compat._diagnostics.messages import Said
 from gemma4_compat._diagnostics.search import Answer, Match
-from gemma4_compat._engine import words
-from gemma4_compat._engine.patch import PatchState, PatchStatus, Reason
+from gemma4_compat._engine import versions, words
+from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus, Reason
 from gemma4_compat._errors import Gemma4CompatError, printable
 
 #: How many matches are shown in full; the others are only named.
@@ -52,12 +53,25 @@ def remedy(status: PatchStatus) -> str:
     )
 
 
+def here(patch: Patch, status: PatchStatus) -> str:
+    """The state of a patch in this environment, as a reader of an error needs it."""
+    release = status.versions.get(patch.distribution)
+    if status.reason_code is not Reason.WAITING or release is None:
+        return f"{words.of(status).word}: {status.reason}"
+    has = "has this bug" if versions.admits(f"<={patch.measured}", release) else "may have this bug (not measured yet)"
+    return f"{patch.distribution} {release} {has}; it is repaired as soon as {patch.distribution} is imported"
+
+
 def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus], width: int | None = None) -> str:
     """The error, its fix and what to do, or what to report. Lines have up to ``width`` characters; None: any."""
     if not answer.matches:
         parts = [_cut(str(message)) for message in said.messages[:1]]
+        known = advice(said)
         if said.messages[:1] and said.messages[0].kind == Gemma4CompatError.__name__:
             parts.append("gemma4_compat itself raises this, before anything is changed. The message says what to do.")
+        elif known:
+            parts += [f"{known.what} No patch is about that.", f"To do: {known.to_do}"]
+            return "\n\n".join(wrapped(part, width) for part in parts)
         else:
             parts.append("No known patch concerns this error.")
         if answer.nearest:
@@ -81,6 +95,7 @@ def answer_text(said: Said, answer: Answer, statuses: Mapping[str, PatchStatus],
 def answer_data(said: Said, answer: Answer) -> dict[str, Any]:
     """The answer as plain data, without the patches."""
     messages = [match.message for match in answer.matches[:1]] or list(said.messages[:1])
+    known = None if answer.matches else advice(said)
     return {
         "error": _cut(str(messages[0])) if messages else "",
         "matches": [
@@ -88,6 +103,7 @@ def answer_data(said: Said, answer: Answer) -> dict[str, Any]:
             for match in answer.matches
         ],
         "nearest": list(answer.nearest),
+        "advice": f"{known.what} {known.to_do}" if known else None,
     }
 
 
@@ -98,7 +114,7 @@ def _rows(match: Match, status: PatchStatus) -> list[tuple[str, str]]:
         ("patch", f"{patch.id} ({patch.area}; {points} of docs/FAILURE_POINTS.md)"),
         ("repairs", patch.summary),
         ("known as", match.known if match.quoted else f"{match.known} (raised by its reproduction)"),
-        ("here", f"{words.of(status).word}: {status.reason}"),
+        ("here", here(patch, status)),
         ("to do", remedy(status)),
         ("more", f"gemma4-compat explain {patch.id}"),
     ]

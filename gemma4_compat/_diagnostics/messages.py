@@ -19,6 +19,8 @@ _PREFIX = re.compile(r"(?:\[(?:rank|default)?\d{1,5}\]:? ?|E {2,6}|\(\w{1,40} pi
 _ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,120}(?:Error|Exception|Warning))(?:: ?(.{0,4000})|$)")
 #: An error in the middle of a line, as loggers and other programs write it.
 _INSIDE = re.compile(r"\b([A-Z]\w{0,120}(?:Error|Exception|Warning)): (.{1,4000})$")
+#: A Gemma 4 checkpoint: ``google/gemma-4-E2B-it``.
+_MODEL = re.compile(r"(?:[\w.-]{1,60}/)?gemma-4-[\w.-]{0,60}\w", re.IGNORECASE)
 _FRAME = re.compile(r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)(?:in (\w{1,120}))?')
 
 
@@ -42,10 +44,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Said:
-    """The content of a text: its errors, the last one first, and the frames of all its tracebacks."""
+    """The content of a text: errors, the last one first, the frames of all tracebacks, and the checkpoint it names."""
 
     messages: tuple[Message, ...]
     frames: tuple[Frame, ...]
+    model: str = ""
 
 
 def looks_like_an_error(text: str) -> bool:
@@ -66,7 +69,8 @@ def read(text: str) -> Said:
     if not found:
         shown = " ".join(" ".join(lines)[:LONGEST_MESSAGE].split())
         found = [Message("", shown)] if shown else []
-    return Said(tuple(dict.fromkeys(reversed(found[-_MOST:]))), frames)
+    model = next((match[0] for line in reversed(lines) if (match := _MODEL.search(line[-5000:]))), "")
+    return Said(tuple(dict.fromkeys(reversed(found[-_MOST:]))), frames, model)
 
 
 def _errors(lines: list[str]) -> list[Message]:

@@ -24,8 +24,11 @@ from gemma4_compat.patches.measured import RAISED
 _ENOUGH = 0.82
 #: Below this share, no pattern is named as the nearest.
 _NEAR = 0.4
+#: What `_seen` gives for a frame in code that the patch replaces.
+_THROUGH = 2
 #: How many words of a message are compared.
 _WORDS = 400
+_DEVICE = re.compile(r"\b(cpu|meta|cuda|xpu|mps)\b")
 _ERROR_NAME = re.compile(r"\w+(?:Error|Exception|Warning)")
 _PATH = re.compile(r"[\w.\-]*[\\/][\w.\-\\/]+|\.{2,}")
 _MODULE = re.compile(r"(?:\w+\.){2,}\w+")  # model.layers.3.mlp, which varies between messages
@@ -75,6 +78,7 @@ class _Pattern:
     words: tuple[str, ...]
     quoted: bool
     names: frozenset[str]  # words of these libraries, which no other program's errors have
+    shape: re.Pattern[str] | None  # of a message that is one name with a part left out: ``KeyError: 'model...weight'``
 
 
 def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[str]] = RAISED) -> Answer:
@@ -87,21 +91,37 @@ def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[s
         words = _words(message.text)
         for pattern in patterns:
             own = pattern.kind == message.kind and pattern.kind not in _COMMON | {""}
-            covered = 1.0 if own and _is_cut_short(pattern, words) else _covered(pattern, words, weights)
+            shaped = pattern.shape is not None and pattern.shape.fullmatch(message.text) is not None
+            whole = shaped or (own and _is_cut_short(pattern, words))
+            covered = 1.0 if whole else _covered(pattern, words, weights)
             near[pattern.patch.id] = max(near[pattern.patch.id], covered * (0.5 + 0.5 * _same(pattern, message)))
-            if covered < _ENOUGH or not _same(pattern, message) or not _fits(pattern, words):
+            if covered < _ENOUGH or not _same(pattern, message) or not (shaped or _fits(pattern, words)):
                 continue
             seen = _seen(pattern.patch, said.frames)
-            certain = own or seen > 0 or not pattern.names.isdisjoint(words)
+            certain = own or shaped or seen > 0 or not pattern.names.isdisjoint(words)
             match = Match(pattern.patch, message, pattern.text, certain, pattern.quoted)
-            rank = (match.certain, pattern.quoted, seen, sum(weights[word] for word in pattern.words))
+            weight = len(pattern.text) if shaped else sum(weights[word] for word in pattern.words)
+            rank = (match.certain, _devices_agree(pattern.text, message.text), pattern.quoted, seen, weight)
             if pattern.patch.id not in found or rank > found[pattern.patch.id][0]:
                 found[pattern.patch.id] = (rank, match)
         if found:
             ordered = sorted(found.values(), key=lambda item: item[0], reverse=True)
             return Answer(tuple(match for _, match in ordered), ())
+    if through := _on_the_way(said, patterns):
+        return Answer(tuple(through), ())
     closest = sorted(near, key=lambda name: -near[name])[:3]
     return Answer((), tuple(name for name in closest if near[name] >= _NEAR))
+
+
+def _on_the_way(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
+    """Possible matches of an unknown text: its class is one of the patch, and its traceback goes through the code."""
+    found: dict[str, tuple[int, Match]] = {}
+    for message in said.messages[:1]:
+        for pattern in patterns:
+            seen = _seen(pattern.patch, said.frames) if pattern.kind == message.kind != "" else 0
+            if seen >= _THROUGH and seen > found.get(pattern.patch.id, (0,))[0]:
+                found[pattern.patch.id] = (seen, Match(pattern.patch, message, pattern.text, False, pattern.quoted))
+    return [match for _, match in sorted(found.values(), key=lambda item: -item[0])]
 
 
 def _patterns(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
@@ -127,7 +147,9 @@ def _pattern(patch: Patch, text: str, *, quoted: bool) -> _Pattern:
     kind, message = (found[1], text[found.end() :]) if found else ("", text)
     words = tuple(_words(_MODULE.sub(" ", _PATH.sub(" ", message))) or _words(message))
     names = frozenset(word.lower() for word in _WORD.findall(message) if _NAME.search(word) and word not in _ANYBODYS)
-    return _Pattern(patch, text, kind, words, quoted, names)
+    one_name = kind and "..." in message and not re.search(r"\s", message)
+    shape = re.compile(".*".join(map(re.escape, message.split("...")))) if one_name else None
+    return _Pattern(patch, text, kind, words, quoted, names, shape)
 
 
 def _words(text: str) -> list[str]:
@@ -149,6 +171,12 @@ def _weights(patterns: Sequence[_Pattern]) -> dict[str, float]:
 def _same(pattern: _Pattern, message: Message) -> bool:
     kinds = {pattern.kind, message.kind}
     return "" in kinds or len(kinds) == 1 or kinds <= _SAME
+
+
+def _devices_agree(known: str, text: str) -> int:
+    """1 if both name the same kinds of devices, -1 if they name others, 0 if one of them names none."""
+    first, second = (sorted(_DEVICE.findall(each)) for each in (known, text))
+    return 0 if not first or not second else 1 if first == second else -1
 
 
 def _is_cut_short(pattern: _Pattern, words: Sequence[str]) -> bool:
@@ -189,9 +217,9 @@ def _seen(patch: Patch, frames: Sequence[Frame]) -> int:
     if not frames:
         return 0
     targets = [(target.module.replace(".", "/") + ".py", target.name.rpartition(".")[2]) for target in patch.targets]
-    named = set(re.findall(r"``(?:[\w.]*\.)?([a-z]\w{5,})(?:\(.*?\))?``", patch.symptom))
+    named = set(re.findall(r"``(?:[\w.]*\.)?(_?[a-z]\w{5,})(?:\(.*?\))?``", patch.symptom))
     found = 0
     for file, function in {*frames}:
-        found += 2 * any(file.endswith(f"/{module}") and function in (name, "") for module, name in targets)
+        found += _THROUGH * any(file.endswith(f"/{module}") and function in (name, "") for module, name in targets)
         found += function in named and bool(re.search(r"/(?:transformers|accelerate|peft|bitsandbytes)/", file))
     return found

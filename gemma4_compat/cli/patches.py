@@ -10,7 +10,7 @@ import typer
 
 import gemma4_compat
 from gemma4_compat._common import terminal
-from gemma4_compat._diagnostics import answers, messages, search
+from gemma4_compat._diagnostics import answers, explanation, messages
 from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
 from gemma4_compat._launch import environment
@@ -52,9 +52,9 @@ def explain(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="ID|AREA|ERROR",
-            help="A patch, or an area, such as offload (`list` shows both); or an error, such as "
-            "\"KeyError: 'sliding_attention'\"; or - for a traceback on standard input.",
+            metavar="ID|AREA|F14|ERROR",
+            help="A patch, an area, such as offload (`list` shows both), or a number of docs/FAILURE_POINTS.md; or an "
+            "error, such as \"KeyError: 'sliding_attention'\"; or - for a traceback on standard input.",
         ),
     ],
     as_json: Json = False,
@@ -65,7 +65,11 @@ def explain(
     """
     statuses = gemma4_compat.status()
     areas = {patch.id: patch.area for patch in gemma4_compat.patches()}
-    patches = [patch for patch in gemma4_compat.patches() if name in (patch.id, areas[patch.id])]
+    patches = [
+        patch
+        for patch in gemma4_compat.patches()
+        if name in (patch.id, areas[patch.id]) or name.upper() in patch.failure_points
+    ]
     if not patches and (name == "-" or messages.looks_like_an_error(name)):
         _explain_error(_standard_input() if name == "-" else name, as_json=as_json)
     if not patches:
@@ -73,7 +77,9 @@ def explain(
         known = f"areas are {', '.join(sorted(set(areas.values())))}, and `gemma4-compat list` shows every id."
         fail(f"no patch and no area is called {name!r}; " + (f"did you mean {close!r}?" if close else known))
     if as_json:
-        print_json({"error": None, "matches": [], "nearest": [], "patches": _explained(patches, statuses)})
+        print_json(
+            {"error": None, "matches": [], "nearest": [], "advice": None, "patches": _explained(patches, statuses)}
+        )
     else:
         width = terminal.width()
         say("\n\n".join(_report.explanation_text(patch, statuses[patch.id], width) for patch in patches))
@@ -81,16 +87,12 @@ def explain(
 
 def _explain_error(text: str, *, as_json: bool) -> NoReturn:
     statuses = gemma4_compat.status()
-    said = messages.read(text)
-    if not said.messages:
-        fail("there is no error in this text; give the error, or - and a traceback on standard input")
-    answer = answers.sorted_answer(search.search(said, gemma4_compat.patches()), statuses)
+    found, said, answer = explanation.look_up(text, gemma4_compat.patches(), statuses, terminal.width())
     if as_json:
-        patches = _explained([match.patch for match in answer.matches], statuses)
-        print_json(answers.answer_data(said, answer) | {"patches": patches})
+        print_json(answers.answer_data(said, answer) | {"patches": _explained(found.patches, statuses)})
     else:
-        say(answers.answer_text(said, answer, statuses, terminal.width()))
-    raise typer.Exit(0 if answer.matches else 1)
+        say(found.text)
+    raise typer.Exit(0 if found.patches else 1)
 
 
 def _explained(patches: Sequence[gemma4_compat.Patch], statuses: Mapping[str, gemma4_compat.PatchStatus]) -> list[Any]:

@@ -2,7 +2,7 @@
 
 Symptom: silent: after ``model.load_adapter(...)`` of transformers on a model that is partly on disk or the CPU, the
 outputs are garbage: the adapter weights of offloaded layers stay on meta. With a GPU, ``RuntimeError: Expected all
-tensors to be on the same device``.
+tensors to be on the same device, but found at least two devices, cuda:0 and cpu``.
 
 Cause: ``PeftAdapterMixin.load_adapter`` loads the adapter's tensors with the ``hf_device_map`` of the base. Adapter
 weights under a "disk" entry are treated as offloaded and stay on meta. Those under a "cpu" entry are put on the CPU,

@@ -45,6 +45,12 @@ def engine() -> None:
     gemma4_compat.install()
 
 
+def explained(error: Exception) -> None:
+    assert_type(gemma4_compat.explain(error).patches, tuple[Patch, ...])
+    assert_type(str(gemma4_compat.explain("KeyError: 13")), str)
+    gemma4_compat.explain(13)  # type: ignore[arg-type]
+
+
 def failed(statuses: dict[str, PatchStatus]) -> list[str]:
     return [f"{item.id}: {item.reason}" for item in statuses.values() if item.state is PatchState.FAILED]
 

@@ -1,0 +1,134 @@
+"""Errors that no patch repairs, and what to do about each: too little memory, an old release, a missing package.
+
+Other programs raise them as well, so they are looked at only after the errors of patches.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from gemma4_compat._diagnostics.messages import Said
+
+#: Variants that ``plan`` knows by name.
+_VARIANT = re.compile(r"E2B|E4B|12B|26B-A4B|31B", re.IGNORECASE)
+
+
+class Advice(NamedTuple):
+    """What an error is, and what to do about it, each in a sentence or two."""
+
+    what: str
+    to_do: str
+
+
+class _Known(NamedTuple):
+    kinds: str  # the class, as a pattern; "" is any
+    text: str  # found in the message
+    advice: Advice
+
+
+def _known(kinds: str, text: str, what: str, to_do: str) -> _Known:
+    return _Known(kinds, text, Advice(what, to_do))
+
+
+#: The first that fits is taken; ``{model}`` and ``{variant}`` stand for what the text names.
+ERRORS = (
+    _known(
+        "OutOfMemoryError|RuntimeError",
+        r"CUDA out of memory|CUDA error: out of memory|DefaultCPUAllocator: (?:can't allocate|not enough) memory",
+        "The model, its cache or its activations do not fit.",
+        "`gemma4-compat plan {variant} --vram 12GiB` (your card's memory) prints a script that fits (`--context` for "
+        "long prompts); `gemma4-compat plan-training` does so for training. For a long prompt, "
+        "generate(prefill_chunk_size=512) is often enough.",
+    ),
+    _known(
+        "ValueError|KeyError",
+        r"model type `?gemma4\w*`? but Transformers does not recognize|^'?gemma4\w*'?$",
+        "The installed transformers is older than Gemma 4.",
+        'Upgrade it: `pip install -U "transformers>=5.5"`. `gemma4-compat needed` says which fixes it then needs.',
+    ),
+    _known(
+        "GatedRepoError|OSError|HTTPError|HfHubHTTPError",
+        r"gated repo|Access to model .* is restricted|awaiting a review|401 Client Error|403 Client Error",
+        "The checkpoint is behind a licence page that this account has not accepted, or nobody is logged in.",
+        "Accept the licence on the model's page, then `hf auth login` (or set HF_TOKEN), and load again.",
+    ),
+    _known(
+        "OSError|RepositoryNotFoundError",
+        r"is not a local folder and is not a valid model identifier|Repository Not Found|404 Client Error",
+        "No folder and no repository has this name.",
+        "Check the spelling, and a local path for a typing error; a private repository needs `hf auth login`.",
+    ),
+    _known(
+        "ImportError|ModuleNotFoundError",
+        r"requires the PIL library|No module named 'PIL'|requires .*pillow",
+        "The image processor needs Pillow.",
+        "`pip install pillow`. It is needed for prompts with images only; text alone takes AutoTokenizer.",
+    ),
+    _known(
+        "ImportError|ModuleNotFoundError|PackageNotFoundError",
+        r"(?:requires|[Uu]sing) .*bitsandbytes|No (?:module named|package metadata was found for) '?bitsandbytes",
+        "4-bit and 8-bit weights need bitsandbytes.",
+        "`pip install -U bitsandbytes`, in the environment that runs the program.",
+    ),
+    _known(
+        "ImportError|ModuleNotFoundError|ValueError",
+        r"requires [`']?accelerate|No module named 'accelerate'|install accelerate",
+        "`device_map` and offloading need accelerate.",
+        "`pip install -U accelerate`, in the environment that runs the program.",
+    ),
+    _known(
+        "ImportError|ModuleNotFoundError",
+        r"flash_attn|FlashAttention2 has been toggled on",
+        "flash-attn is not installed. Gemma 4 does not need it: its full layers have heads of 512, wider than "
+        "flash-attn computes.",
+        'Leave `attn_implementation` out, or give "sdpa".',
+    ),
+    _known(
+        "AssertionError|RuntimeError",
+        r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available",
+        "PyTorch sees no GPU: it is the build for CPUs, or there is no driver.",
+        "`gemma4-compat env` shows the build and the driver; install the CUDA build from https://pytorch.org.",
+    ),
+    _known(
+        "OSError|RuntimeError|SafetensorError",
+        r"No space left on device|os error 28|errno 28",
+        "The disk is full.",
+        "Make room, or move `offload_folder`, HF_HOME or TMPDIR to a larger disk, and load again.",
+    ),
+    _known(
+        "SafetensorError",
+        r"HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer",
+        "A weight file is cut short, or is a Git LFS pointer instead of the file.",
+        "Delete the file and download it again: `hf download {model}`.",
+    ),
+    _known(
+        "RuntimeError|AcceleratorError",
+        r"device-side assert triggered",
+        "A kernel met an index out of range; the traceback names a later line.",
+        "Run again with CUDA_LAUNCH_BLOCKING=1 for the right line. With Gemma 4 it is most often a token id beyond "
+        "the vocabulary: a tokenizer of another model, or new tokens without `resize_token_embeddings`.",
+    ),
+    _known(
+        "ValueError",
+        r"tokenizer\.chat_template is not set|does not have a chat template",
+        "The checkpoint is a base model, or its chat template is in another file.",
+        "Load the instruction-tuned checkpoint (its name ends in `-it`), or give `chat_template=`.",
+    ),
+)
+
+
+def advice(said: Said) -> Advice | None:
+    """What to do about the last error that is a common one; None if none is."""
+    for message in said.messages:
+        for known in ERRORS:
+            kind = not message.kind or re.fullmatch(known.kinds, message.kind)
+            if kind and re.search(known.text, message.text):
+                names = {"model": said.model or "MODEL", "variant": _variant(said.model)}
+                return Advice(known.advice.what, known.advice.to_do.format(**names))
+    return None
+
+
+def _variant(model: str) -> str:
+    found = _VARIANT.search(model)
+    return found[0].upper() if found else "MODEL"

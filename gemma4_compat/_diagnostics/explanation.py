@@ -1,0 +1,81 @@
+"""``explain`` of an error, for the command line and for programs."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gemma4_compat import _shim
+from gemma4_compat._diagnostics import answers, messages, search
+from gemma4_compat._engine.patch import Patch, PatchStatus
+from gemma4_compat._errors import Gemma4CompatError
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What is known about an error; ``print`` it to read it.
+
+    Attributes:
+        error: the error that was recognized, its class and message.
+        patches: the patches it may concern, the most probable first.
+        certain: those of them whose error no other program raises.
+        advice: what to do about a common error that no patch is about; None if it is not one.
+        text: all of it, for a reader.
+    """
+
+    error: str
+    patches: tuple[Patch, ...]
+    certain: tuple[Patch, ...]
+    advice: str | None
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def explain(error: BaseException | str) -> Explanation:
+    """Find the patch that repairs an error, or what else to do about it.
+
+    >>> try:
+    ...     model = PeftModel.from_pretrained(model, "my-adapter")
+    ... except Exception as error:
+    ...     print(gemma4_compat.explain(error))
+    ...     raise
+
+    Imports no library. ``gemma4-compat explain`` is the same as a command.
+
+    Args:
+        error: an exception that was caught, whose traceback and causes count as well; or the text of an error, of a
+            traceback or of a log, of which the last 256 Ki characters are read.
+
+    Raises:
+        Gemma4CompatError: the text is empty.
+    """
+    text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
+    explanation, _, _ = look_up(text, _shim.patches(), _shim.status())
+    return explanation
+
+
+def look_up(
+    text: str, patches: Sequence[Patch], statuses: Mapping[str, PatchStatus], width: int | None = None
+) -> tuple[Explanation, messages.Said, search.Answer]:
+    """The explanation of a text, and what it was made from.
+
+    Raises:
+        Gemma4CompatError: there is no error in the text.
+    """
+    said = messages.read(text)
+    if not said.messages:
+        raise Gemma4CompatError("there is no error in this text; give the error or the whole traceback")
+    answer = answers.sorted_answer(search.search(said, patches), statuses)
+    data: dict[str, Any] = answers.answer_data(said, answer)
+    explanation = Explanation(
+        error=data["error"],
+        patches=tuple(match.patch for match in answer.matches),
+        certain=tuple(match.patch for match in answer.matches if match.certain),
+        advice=data["advice"],
+        text=answers.answer_text(said, answer, statuses, width),
+    )
+    return explanation, said, answer
