@@ -43,7 +43,7 @@ class CudaRecording:
 
     Args:
         device: ``torch.device`` with an index.
-            pool: from :meth:`new_pool`.
+        pool: from :meth:`new_pool`.
     """
 
     def __init__(self, device: Any, pool: Any) -> None:

@@ -64,8 +64,8 @@ def export_adapter(
         What was written, what was changed for the reader, and the command that loads it.
 
     Raises:
-            Gemma4CompatError: the reader does not support it, or it cannot be read; the message says why and what to
-                do instead, and nothing is left behind.
+        Gemma4CompatError: the reader does not support it, or it cannot be read; the message says why and what to
+            do instead, and nothing is left behind.
     """
     if target not in TARGETS:
         raise Gemma4CompatError(f"the reader {target!r} is unknown; it is one of {', '.join(TARGETS)}")

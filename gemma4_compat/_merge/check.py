@@ -47,8 +47,8 @@ class Parity:
     Differences are those of logits over every position of every prompt: the largest, and the root mean square.
 
     Attributes:
-            prompts: the prompts.
-            reference: what the merged model was compared with.
+        prompts: the prompts.
+        reference: what the merged model was compared with.
         positions: how many rows of logits were compared.
         difference: merged against adapter-loaded.
         difference_rms: its root mean square.

@@ -21,8 +21,8 @@ def on_meta(model: Any) -> tuple[Any, str, str]:
     """The model on meta, the class name for ``from_pretrained``, and what was assumed.
 
     Args:
-            model: a folder with a ``config.json``, the id of a cached model, a variant, a configuration, or a model,
-                which is returned unchanged.
+        model: a folder with a ``config.json``, the id of a cached model, a variant, a configuration, or a model,
+            which is returned unchanged.
 
     Raises:
         Gemma4CompatError: it is not a Gemma 4, or there is no configuration for it.

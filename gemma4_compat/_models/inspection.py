@@ -54,8 +54,8 @@ def input_device(model: Any) -> torch.device:
             The device, with its index if that is known (``cuda:0``).
 
     Raises:
-            Gemma4CompatError: it is unknown: ``model`` has no input embedding, or the embedding is on meta and no hook
-                will onload it. The message names the module and the remedy.
+        Gemma4CompatError: it is unknown: ``model`` has no input embedding, or the embedding is on meta and no hook
+            will onload it. The message names the module and the remedy.
     """
     import torch
 

@@ -73,7 +73,7 @@ def tokens_of(text: Any, embeds: Any) -> Any:
     """The token of each embedding.
 
     Raises:
-            Gemma4CompatError: an embedding belongs to no token, or to several with different per-layer embeddings.
+        Gemma4CompatError: an embedding belongs to no token, or to several with different per-layer embeddings.
     """
     import torch
 

@@ -14,7 +14,7 @@ class HostTensor:
 
     Args:
         tensor: as it is stored.
-            casts: the dtypes it passes through on its way to the device.
+        casts: the dtypes it passes through on its way to the device.
     """
 
     def __init__(self, tensor: Any, casts: tuple[Any, ...] = ()) -> None:
