@@ -12,14 +12,14 @@ shim        upstream's placement with the shim
 trl-shim    the same under TRL's SFTTrainer
 chunked     with `gemma4_compat.chunked_loss`
 host        table and towers on the host, loss in chunks
-streamed    all layers on the host, too
+streamed    all layers on the host as well
 unsloth     unsloth's model and adapter under TRL's SFTTrainer, everything on the GPU; with `--unsloth FOLDER` alone
 
 Ways with the same base share a process that loads it once; all load at the same time, and then train in turns: for
 each sequence, in the order given, every way. What is not started by `--minutes` is left out, so what matters most
 comes first. The same weights of the adapter and the same data everywhere, so losses are compared. The first one of
 "shim" must be upstream's, bit by bit, and that of "trl-shim" TRL's; of all steps the largest difference is reported:
-a GPU's backward pass of attention is not deterministic, so later ones differ between two runs of upstream, too.
+a GPU's backward pass of attention is not deterministic, so later ones also differ between two runs of upstream.
 `--rounds` repeats it all. With `--long N` the shortest sequence is trained for N steps.
 
 `--budget 12,8,6` (GiB): which is the longest of these sequences that each way can be trained with in so much memory?

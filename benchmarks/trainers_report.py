@@ -12,7 +12,7 @@ WHAT = {
     "shim": "the shim, same placement",
     "chunked": "the same, loss in chunks",
     "host": "table and towers on the host, loss in chunks",
-    "streamed": "all layers on the host, too",
+    "streamed": "all layers on the host as well",
     "trl-shim": "the shim under TRL, all on the GPU",
     "unsloth": "unsloth under TRL",
 }

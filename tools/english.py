@@ -37,7 +37,7 @@ TURNS = {
         "belongs to, covers, has",
     ),
     "alone for only": (
-        rf"\w\W{{0,3}}\s+alone\b(?:{_END}|(?=\s+(?:and|or|that|which|where|there|here|when|for|as|in|on|to|of)\b))",
+        rf"\w[^\w.]{{0,3}}\s+alone\b(?:{_END}|(?=\s+(?:and|or|that|which|where|there|here|when|for|as|in|on|to|of)\b))",
         "only",
     ),
     "another one": (r"\b(?i:another)\s+one\b", "another, or the noun"),

@@ -1,1 +1,1 @@
-"""What accelerate put on a model: its hooks, and the device maps it takes."""
+"""What accelerate put on a model: its hooks, and its device maps."""

@@ -8,7 +8,7 @@ from typing import Any
 from gemma4_compat._common import notice
 from gemma4_compat._errors import Gemma4CompatError
 
-#: What other model families, and older Gemma code, call the modules of Gemma 4.
+#: Names of Gemma 4's modules in other model families and older Gemma code.
 _OTHER_NAMES = {
     "multi_modal_projector": ("embed_vision", "embed_audio"),
     "mm_projector": ("embed_vision", "embed_audio"),
@@ -18,7 +18,7 @@ _OTHER_NAMES = {
     "text_model": ("language_model",),
     "wte": ("embed_tokens",),
 }
-#: Modules that some members of the family have and others do not: an entry that matches nothing is not a mistake.
+#: Modules that only some members of the family have: an entry that matches nothing is not a mistake.
 _FAMILY = {
     *("vision_tower", "audio_tower", "embed_vision", "embed_audio", "lm_head", "router", "experts"),
     *("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm"),
@@ -43,15 +43,15 @@ def ancestors(name: str) -> Iterable[str]:
 
 
 def is_nested(placement: Mapping[str, Any]) -> bool:
-    """Whether an entry lies inside another one."""
+    """Whether an entry lies inside another entry."""
     return any(around in placement for name in placement for around in ancestors(name))
 
 
 def with_buffers(model: Any, placement: Mapping[str, Any]) -> dict[str, Any]:
-    """A map with an entry for each buffer that it forgot.
+    """A map with an added entry for each buffer that it left out.
 
     ``infer_auto_device_map``, accelerate's and transformers', replaces a module that it splits by its submodules and
-    parameters, and not by its buffers. Such a buffer goes where the first part of its module computes: accelerate
+    parameters, and forgets its buffers. Such a buffer goes where the first part of its module computes: accelerate
     offloads a buffer only with the module that has it.
     """
     completed = dict(placement)
@@ -88,10 +88,10 @@ def check_devices(placement: Mapping[str, Any]) -> None:
 
 
 def check_complete(model: Any, placement: Mapping[str, Any]) -> None:
-    """Raise :class:`Gemma4CompatError` when a parameter or a saved buffer is under no entry.
+    """Raise :class:`Gemma4CompatError` if no entry covers a parameter or a saved buffer.
 
-    What a map leaves out is loaded to the CPU, so a map for the CPU needs no more. A weight that is tied to one with a
-    device has that device in a map of one device.
+    Anything a map leaves out is loaded to the CPU, so a map for the CPU needs no more. In a map of one device, a
+    weight tied to a weight with a device has that device.
     """
     devices = set(placement.values())
     if "" in placement or devices == {"cpu"}:
@@ -107,7 +107,7 @@ def check_complete(model: Any, placement: Mapping[str, Any]) -> None:
     around = {around for name in placement for around in ancestors(name)}  # modules that are placed in parts
     missing: dict[str, None] = {}
     for name in forgotten:
-        # The largest module around it that holds nothing the map places; the tensor itself where there is none.
+        # The largest module around it that holds nothing the map places; the tensor itself if there is none.
         holds_nothing = [module for module in ancestors(name) if module not in around]
         missing[holds_nothing[-1] if holds_nothing else name] = None
     raise Gemma4CompatError(
@@ -159,7 +159,7 @@ def _is_absent(model: Any, name: str) -> bool:
 
 
 def nearest(model: Any, name: str) -> list[str]:
-    """The modules somebody who wrote ``name`` most likely meant, best first."""
+    """The modules that the author of ``name`` most likely meant, best first."""
     import difflib  # here: it costs every import of the package otherwise
 
     names = [module for module, _ in model.named_modules() if module]
@@ -207,14 +207,14 @@ def _listed(names: list[str]) -> str:
 
 
 def _problem(device: Any) -> str:
-    """What is wrong with a device of a map; empty when nothing is."""
+    """What is wrong with a device of a map; empty if nothing is."""
     import torch
 
     if device in ("disk", "cpu", "meta"):
         return ""
     if isinstance(device, int):
         accelerator = getattr(torch, "accelerator", None)
-        if accelerator is None:  # before torch 2.6 nobody knows every kind of accelerator: left to upstream
+        if accelerator is None:  # before torch 2.6 the kinds of accelerators are not listed: left to upstream
             return ""
         found: int = accelerator.device_count()
         return "" if 0 <= device < found else f"this machine has {found or 'no'} accelerator{'s' * (found != 1)}"

@@ -1,4 +1,4 @@
-"""Targets that matter to models with accelerate's hooks only: they sleep until a module gets its first one."""
+"""Targets that matter only to models with accelerate's hooks: they sleep until a module gets its first hook."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def waker(patch_id: str, group: str = "") -> Target:
 
 
 def asleep(late: bool) -> bool:
-    """Whether no module has a hook yet. Where accelerate was used before, all objects are looked at."""
+    """Whether no module has a hook yet. If accelerate was used before, this looks at all objects."""
     kind = getattr(sys.modules.get("accelerate.hooks"), "ModelHook", None)
     return not late or kind is None or not any(issubclass(type(item), kind) for item in gc.get_objects())

@@ -1,4 +1,4 @@
-"""Reading where accelerate put a module. Duck-typed on accelerate's hooks; imports nothing upstream."""
+"""Where accelerate put a module. Duck-typed on accelerate's hooks; imports nothing upstream."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 #: An attribute of a module that shares the weight of an adapter's copy (``modules_to_save``): the module's hook, which
-#: does not offload meanwhile, or None where the module was not offloaded.
+#: does not offload meanwhile, or None if the module was not offloaded.
 COPYS_WEIGHT = "_gemma4_compat_copys_weight"
 
 
 def offload_hook(module: Any) -> Any:
-    """The ``AlignDevicesHook`` that brings this module's own weights in for a forward and takes them out; or None."""
+    """The ``AlignDevicesHook`` that onloads this module's own weights for a forward and offloads them; or None."""
     hook = getattr(module, "_hf_hook", None)
     for candidate in getattr(hook, "hooks", (hook,)):  # a SequentialHook holds several
         if getattr(candidate, "offload", False):
@@ -22,15 +22,15 @@ def offload_hook(module: Any) -> Any:
 
 
 def execution_device(module: Any) -> Any:
-    """Where an offloaded module computes (``torch.device``); None for a module whose weights are not offloaded."""
+    """The ``torch.device`` on which an offloaded module computes; None if its weights are not offloaded."""
     hook = offload_hook(module)
     return None if hook is None else _device(hook.execution_device)
 
 
 def hook_device(module: Any, *, of_submodules: bool = False) -> Any:
-    """The ``torch.device`` a hook of ``module`` computes on, offloaded or not; None where no hook says so.
+    """The ``torch.device`` that a hook of ``module`` computes on, offloaded or not; None if no hook says so.
 
-    With ``of_submodules`` only hooks count that also place the modules below this one.
+    With ``of_submodules``, only hooks count that also place the modules below this one.
     """
     hook = computing_hook(module, of_submodules=of_submodules)
     return None if hook is None else _device(hook.execution_device)
@@ -57,17 +57,17 @@ def _device(device: Any) -> Any:
 
 
 def is_offloaded(module: Any) -> bool:
-    """Whether the module's own weights are on meta now, with a hook that can bring them in."""
+    """Whether the module's own weights are on meta now, with a hook that can onload them."""
     return offload_hook(module) is not None and any(
         parameter.device.type == "meta" for parameter in module.parameters(recurse=False)
     )
 
 
 def offload_tied(module: Any) -> None:
-    """Put the module's own weights on meta where a hook offloads them and they are not there yet.
+    """Put the module's own weights on meta if a hook offloads them and they are not there yet.
 
-    accelerate leaves an offloaded weight that is tied to one on the device there, until the first forward of its
-    module: an offloaded module that does not look like one.
+    accelerate leaves an offloaded weight on the device if it is tied to a weight there, until the first forward of its
+    module: until then, the module does not look offloaded.
     """
     hook = offload_hook(module)
     if hook is None or is_offloaded(module) or not any(True for _ in module.parameters(recurse=False)):
@@ -77,9 +77,7 @@ def offload_tied(module: Any) -> None:
 
 
 def map_owner(model: Any) -> Any:
-    """The object in a chain of PEFT wrappers that itself holds an ``hf_device_map`` with CPU or disk entries; or
-    None.
-    """
+    """The object in a chain of PEFT wrappers whose own ``hf_device_map`` has CPU or disk entries; or None."""
     seen: set[int] = set()
     while model is not None and id(model) not in seen:
         seen.add(id(model))
@@ -95,8 +93,8 @@ def map_owner(model: Any) -> Any:
 def seen_on_execution_device(module: Any) -> Iterator[None]:
     """Inside, an offloaded module's own parameters *look* as if they were on its execution device.
 
-    For code that only reads ``weight.device`` and ``weight.dtype``: it finds empty parameters, nothing is
-    moved. Does nothing for a module that is not offloaded.
+    For code that only reads ``weight.device`` and ``weight.dtype``: it finds empty parameters, and nothing is moved.
+    Does nothing for a module that is not offloaded.
     """
     import torch
 
@@ -119,8 +117,8 @@ def seen_on_execution_device(module: Any) -> Iterator[None]:
 def weights_brought_in(module: Any) -> Iterator[None]:
     """Inside, an offloaded module holds its real weights on its execution device and has no accelerate hook.
 
-    So it can be read, deep-copied and changed like any other. Weights that were changed are kept in host memory from
-    then on. Does nothing for a module that is not offloaded.
+    So code can read, deep-copy and change it like any other module. Changed weights are kept in host memory from then
+    on. Does nothing for a module that is not offloaded.
     """
     hook = offload_hook(module)
     if hook is None or not is_offloaded(module):
@@ -144,7 +142,7 @@ def weights_brought_in(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_off(modules: Iterable[Any]) -> Iterator[None]:
-    """Inside, accelerate's hooks are off these modules: out of the way, not detached, which would move weights."""
+    """Inside, accelerate's hooks are off these modules: set aside, not detached, which would move weights."""
     taken: list[tuple[Any, dict[str, Any]]] = []
     for module in modules:
         attributes = vars(module)
@@ -160,7 +158,7 @@ def hooks_off(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hidden_map(model: Any) -> Iterator[None]:
-    """Inside, a dispatched model does not show its ``hf_device_map``. Does nothing for one that has none."""
+    """Inside, a dispatched model hides its ``hf_device_map``. Does nothing for a model without one."""
     owner = map_owner(model)
     if owner is None:
         yield

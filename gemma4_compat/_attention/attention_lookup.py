@@ -1,4 +1,4 @@
-"""Where a layer of a Gemma 4 looks its attention function up."""
+"""Where a Gemma 4 layer looks up its attention function."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MODULE = "transformers.modeling_utils"
 
 
 def targets(replacement: Callable[..., Any], asleep: Callable[[bool], bool] | None = None) -> tuple[Target, ...]:
-    """The lookup, once a layer. ``replacement(original, self, key)``; from 5.7 on a default follows the key."""
+    """The lookup, once per layer. ``replacement(original, self, key)``; from 5.7 on a default follows the key."""
     return (
         Target(
             module=_MODULE,

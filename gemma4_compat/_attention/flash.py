@@ -1,8 +1,8 @@
-"""Flash attention for a model some of whose heads are wider than a flash kernel takes.
+"""Flash attention for a model with heads wider than a flash kernel takes.
 
-The heads of Gemma 4's full-attention layers are 512 wide. These layers, and sliding layers under a mask that flash
-kernels cannot express (the tokens of an image attend to each other), run scaled dot product attention with the mask
-that it takes; the other layers run flash. A mask of four dimensions is how a layer is told.
+The heads of Gemma 4's full-attention layers are 512 wide. These layers, and sliding layers whose mask flash kernels
+cannot express (the tokens of an image attend to each other), run scaled dot product attention with a mask that it
+takes; the other layers run flash. A four-dimensional mask tells a layer to do so.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from gemma4_compat._models import cache_names
 
-#: The widest head of a flash kernel.
+#: The widest head that flash kernels take.
 WIDEST = 256
-#: What most models run, and every layer of theirs asks for: known without a look at what is registered.
+#: What most models run, and what each of their layers asks for: known without a look at the registry.
 PLAIN = ("sdpa", "eager")
 _LAYERS = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
 
 
 class Sdpa:
-    """A configuration that asks for scaled dot product attention, and is the given one in all else."""
+    """A configuration that asks for scaled dot product attention and otherwise equals the given one."""
 
     _attn_implementation = "sdpa"
 
@@ -35,7 +35,7 @@ class Sdpa:
 
 
 def is_flash(implementation: str | None) -> bool:
-    """Whether this attention takes a flash kernel's masks: of a package, or of a kernel from a hub."""
+    """Whether this attention takes a flash kernel's masks: from a package, or from a kernel hub."""
     if implementation in PLAIN:
         return False
     from transformers import masking_utils
@@ -45,9 +45,9 @@ def is_flash(implementation: str | None) -> bool:
 
 
 def is_plain(config: Any) -> bool:
-    """Whether a configuration says that its text model runs no flash kernel; False where it takes more to tell.
+    """Whether a configuration says that its text model runs no flash kernel; False if it takes more to tell.
 
-    Asked for each token: the look goes past upstream's checks of each name, which Dynamo cannot follow.
+    Called for each token: it bypasses upstream's checks of each name, which Dynamo cannot follow.
     """
     import torch
 
@@ -60,14 +60,14 @@ def is_plain(config: Any) -> bool:
 
 
 def is_split(config: Any) -> bool:
-    """Whether this is the configuration of a Gemma 4's text model in which flash runs only the narrow layers."""
+    """Whether this is the configuration of a Gemma 4 text model in which only the narrow layers run flash."""
     if isinstance(config, Sdpa) or not str(getattr(config, "model_type", "")).startswith("gemma4"):
         return False
     return is_flash(config._attn_implementation) and _width(config) > WIDEST
 
 
 def _width(config: Any) -> int:
-    """Of a head in full attention."""
+    """The width of a head in full attention."""
     found = getattr(config, "global_head_dim", None)  # before transformers 5.15
     if found is None and "full_attention" in (getattr(config, "layer_types", None) or ()):
         found = config.per_layer_config[config.layer_types.index("full_attention")].head_dim
@@ -77,8 +77,8 @@ def _width(config: Any) -> int:
 def full_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """The mask of full attention. ``arguments``: for ``create_causal_mask``, the function ``original``.
 
-    A flash kernel separates packed sequences by their positions also where there is a cache that holds nothing yet, or
-    a mask that hides nothing; so does this mask.
+    A flash kernel separates packed sequences by their positions even if there is an empty cache, or a mask that hides
+    nothing; so does this mask.
     """
     if sequences := _packed(arguments):
         arguments["and_mask_function"] = (
@@ -90,7 +90,7 @@ def full_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def sliding_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """The mask of a sliding layer: a flash kernel's, or one of four dimensions that no flash kernel can express.
+    """The mask of a sliding layer: a flash kernel's, or a four-dimensional one that no flash kernel can express.
 
     ``arguments``: for ``create_sliding_window_causal_mask``, the function ``original``.
     """
@@ -101,7 +101,7 @@ def sliding_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any
     mask = arguments.get("attention_mask")
     batch, length = embeds.shape[:2]
     blocks = arguments.get("block_sequence_ids")
-    if length == 1:  # the last token sees no later one
+    if length == 1:  # the last token sees no later token
         blocks = None
     elif any(arguments.get(name) is not None for name in ("or_mask_function", "and_mask_function")):
         return original(**{**arguments, "config": Sdpa(arguments["config"])})
@@ -110,7 +110,7 @@ def sliding_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any
     arguments = {name: value for name, value in arguments.items() if name != "block_sequence_ids"}
     if not getattr(cache, "is_compileable", False):
         return original(**arguments)
-    # A static cache is longer than what was written to it; a kernel is told by a mask that is as long as that.
+    # A static cache is longer than its contents; a mask as long as the contents tells a kernel where they end.
     if mask is None:
         seen = int(cache.get_seq_length())
         arguments["attention_mask"] = torch.ones(batch, seen + length, dtype=torch.bool, device=embeds.device)
@@ -121,14 +121,14 @@ def sliding_mask(original: Callable[..., Any], arguments: dict[str, Any]) -> Any
 
 
 def _unwritten(cache: Any, length: int, written: int) -> bool:
-    """Whether a sliding layer of the cache gives more keys than were ``written``."""
+    """Whether a sliding layer of the cache returns more keys than were ``written``."""
     kinds = getattr(cache, "is_sliding", [])
     layer = kinds.index(True) if True in kinds else 0
     return int(cache.get_mask_sizes(length, layer)[0]) > written
 
 
 def _packed_rows(arguments: dict[str, Any]) -> bool:
-    """Whether the positions say that some row holds several sequences, where sdpa's masks would look at them."""
+    """Whether the positions show a row with several sequences, in a case where sdpa's masks look at them."""
     from transformers import masking_utils
 
     positions = arguments.get("position_ids")
@@ -138,7 +138,7 @@ def _packed_rows(arguments: dict[str, Any]) -> bool:
 
 
 def _packed(arguments: dict[str, Any]) -> Callable[..., Any] | None:
-    """A mask function that separates packed sequences, where flash kernels do and sdpa's masks do not."""
+    """A mask function that separates packed sequences if flash kernels do and sdpa's masks do not."""
     import torch
     from transformers import masking_utils
 
@@ -168,7 +168,7 @@ def _packed(arguments: dict[str, Any]) -> Callable[..., Any] | None:
 def by_layer(flash: Callable[..., Any], sdpa: Callable[..., Any]) -> Callable[..., Any]:
     """The attention function of a Gemma 4: ``sdpa`` where ``flash`` cannot run, otherwise ``flash``.
 
-    The same two give the same function: a graph of a decoding step is of no use once another one is looked up.
+    The same two always give the same function: if the lookup returns another, a graph of a decoding step is useless.
     """
 
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def by_layer(flash: Callable[..., Any], sdpa: Callable[..., Any]) -> Callable[..
 
 
 def _expanded(mask: Any, query: Any, key: Any) -> Any:
-    """A flash kernel's mask, which tokens are none, as one for sdpa; the last query sees the last key."""
+    """A flash kernel's mask, which marks the absent tokens, as a mask for sdpa; the last query sees the last key."""
     import torch
 
     mask = torch.nn.functional.pad(mask.bool(), (0, key.shape[2] - mask.shape[1]))[:, None, None]
@@ -199,7 +199,7 @@ def _expanded(mask: Any, query: Any, key: Any) -> Any:
 def _of_sequences(
     sdpa: Callable[..., Any], starts: Any, module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
 ) -> Any:
-    """Attention inside each of the sequences that begin at ``starts``, counted over all rows, as flash kernels do."""
+    """Attention inside each sequence, as in flash kernels. Sequences begin at ``starts``, counted over all rows."""
     import torch
 
     batch, _, length, _ = query.shape

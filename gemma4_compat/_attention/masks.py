@@ -1,8 +1,8 @@
 """Masks for prompts with images, in models whose image tokens attend to each other (26B-A4B, 31B).
 
-Before 5.13.0 transformers makes other ones than since: :func:`of_images`. 5.13.0 to 5.16.1 make the mask of the
-sliding layers in the shape of a layer of full attention, also where the layers of a cache do not all hold the same
-tokens. With :class:`OneKind`, all layers of the cache appear to be of one kind, and its mask gets the right shape.
+transformers before 5.13.0 builds these masks differently: :func:`of_images`. 5.13.0 to 5.16.1 give the mask of the
+sliding layers the shape of a full-attention layer, even if the layers of a cache do not all hold the same tokens. With
+:class:`OneKind`, all layers of the cache appear to be of one kind, and its mask gets the right shape.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def masks(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def image_numbers(kinds: Any) -> Any:
-    """For each token the number of its image, or frame of a video; -1 for others. ``kinds``: ``mm_token_type_ids``."""
+    """For each token the number of its image or video frame; -1 for other tokens. ``kinds``: ``mm_token_type_ids``."""
     import torch
 
     vision = (kinds == 1) | (kinds == 2)
@@ -55,7 +55,7 @@ def image_numbers(kinds: Any) -> Any:
 
 def of_images(images: Any, *, config: Any, inputs_embeds: Any, **arguments: Any) -> dict[str, Any]:
     """The masks of transformers 5.13 and newer: causal in full attention; in sliding layers the tokens of an image
-    attend to each other inside the window.
+    also attend to each other, within the window.
 
     Args:
         images: see :func:`image_numbers`, from the start of the text.
@@ -68,7 +68,7 @@ def of_images(images: Any, *, config: Any, inputs_embeds: Any, **arguments: Any)
 
     arguments |= {"config": config, "inputs_embeds": inputs_embeds}
     full = masking_utils.create_causal_mask(**arguments)
-    if inputs_embeds.shape[1] > 1:  # a token by itself sees no later one
+    if inputs_embeds.shape[1] > 1:  # a token on its own sees no later token
         images, last = images.to(inputs_embeds.device), images.shape[1] - 1
 
         def in_one_image(batch: Any, head: Any, query: Any, key: Any) -> Any:

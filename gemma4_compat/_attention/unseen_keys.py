@@ -1,7 +1,7 @@
-"""Queries that see no key: the rows of a mask with nothing in them, as padding gives them.
+"""Fully masked queries, as padding produces.
 
-cuDNN's attention may give NaN for the gradient of such a query, where other kernels give zero. Let it see every key
-and take its output for zero: then its output and its gradient are zero, and no other row has changed.
+cuDNN's attention may give NaN for the gradient of such a query, where other kernels give zero. Here such a query sees
+every key, and its output is set to zero: then its output and its gradient are zero, and no other row changes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from gemma4_compat._attention.flash import WIDEST
 
 ID = "transformers-cudnn-padding"
 
-#: The compute capability from which PyTorch takes cuDNN for attention by itself: Hopper.
+#: The compute capability from which PyTorch uses cuDNN for attention without being asked: Hopper.
 _FIRST = 9
 _LAYERS = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
 
 
 def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-    """What transformers has for ``sdpa``, with finite gradients for the queries of a Gemma 4."""
+    """Replaces transformers' function for ``sdpa``, with finite gradients for the queries of a Gemma 4."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward as upstream
 
     if (
@@ -47,10 +47,10 @@ def no_cuda(_late: bool) -> bool:
 
 
 def takes_cudnn(device: Any) -> bool:
-    """Whether PyTorch may compute attention on ``device`` with cuDNN by itself. Nothing waits for the device."""
+    """Whether PyTorch may choose cuDNN for attention on ``device``. Does not wait for the device."""
     import torch
 
     if device.type != "cuda" or torch.cuda.get_device_properties(device).major < _FIRST:
         return False
-    # Dynamo does not trace this setting; where cuDNN is off, the results are the same.
+    # Dynamo does not trace this setting; if cuDNN is off, the results are the same.
     return torch.compiler.is_compiling() or bool(torch.backends.cuda.cudnn_sdp_enabled())

@@ -1,4 +1,4 @@
-"""Equality of tensors as bits."""
+"""Bitwise equality of tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Whether two tensors of one shape, dtype and device have the same bits, except that NaN is NaN."""
+    """Whether two tensors of the same shape, dtype and device have the same bits; every NaN equals every other NaN."""
     import torch
 
     if not one.is_floating_point():

@@ -1,4 +1,4 @@
-"""The call that ``generate`` takes for its steps: a step of one token is replayed where that is known to be exact."""
+"""The call that ``generate`` makes for each step: it replays a one-token step where a replay is known to be exact."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
 from gemma4_compat._offload import model_lock, streaming
 
-#: Graphs of one model, of all caches and adapters. The one that was used longest ago goes first.
+#: Graphs kept for one model, over all its caches and adapters. The least recently used one goes first.
 MAX_GRAPHS = 8
 #: Sets of adapters whose graphs are kept.
 _MAX_VARIANTS = 4
-#: Kinds of steps of one variant. More of them means that no step is like the one before.
+#: Kinds of steps in one variant. If there are more, every step differs from the one before.
 _MAX_KINDS = 64
-_ATTRIBUTE = "_gemma4_compat_decoding"  # of a model
+_ATTRIBUTE = "_gemma4_compat_decoding"  # on a model
 _log = logging.getLogger("gemma4_compat")
 
 
 @dataclass
 class Statistics:
-    """What became of the one-token steps of a model.
+    """How the one-token steps of a model were run.
 
     Attributes:
-        replayed: steps that were replayed, the captured ones among them.
-        captured: graphs that were made.
-        eager: steps that ran as ever: the first of each kind, and those that could not be captured.
+        replayed: replayed steps, including the captured ones.
+        captured: graphs that were captured.
+        eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
         fused: graphs that were captured again with fused kernels.
-        capture_seconds: for all captures together, fused ones and their compiling among them.
-        reasons: why steps ran as ever, but for the first of each kind.
+        capture_seconds: time spent on all captures, including fused ones and compiling their kernels.
+        reasons: why steps ran without a graph, other than the first of each kind.
         not_fused: why graphs stayed as they were captured.
     """
 
@@ -55,15 +55,15 @@ class _Graph:
     """One captured step."""
 
     recording: Recording
-    static: dict[str, Any]  # the inputs that it reads, but for the cache, which it must not keep alive
+    static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
     inputs: list[Any]  # the tensors in them
-    outputs: Any  # of steps.kept
-    replays: int = 0  # until it is fused, or known not to be
+    outputs: Any  # from steps.kept
+    replays: int = 0  # until it is fused, or known not to be fusible
 
 
 @dataclass
 class _Variant:
-    """The model with some of its adapters active."""
+    """The model with one set of active adapters."""
 
     dependencies: Dependencies
     graphs: collections.OrderedDict[Any, _Graph] = field(default_factory=collections.OrderedDict)
@@ -74,12 +74,12 @@ class _Variant:
 class Decoding:
     """What a model keeps for fast decoding: its graphs, and the memory of its last static cache.
 
-    Kept by the model, for as long as it lives. A copy of the model, or a pickled one, has none.
+    The model owns it. A copied or pickled model starts without it.
     """
 
     def __init__(self) -> None:
         self.statistics = Statistics()
-        self.preferred = False  # over compiling, where transformers would
+        self.preferred = False  # to compiling, where transformers would compile
         self.fuses = True
         self.lock = threading.RLock()
         self.memories: list[static_caches.Memory] = []
@@ -94,23 +94,23 @@ class Decoding:
         return (type(None), ())
 
     def _forget(self, dependencies: Dependencies) -> None:
-        """Let the graphs go that depend on a module that is gone."""
+        """Drop the graphs that depend on a deleted module."""
         self._variants = [variant for variant in self._variants if variant.dependencies is not dependencies]
 
     def reason(self, text: str) -> None:
-        """Note, and say once, why steps run as ever."""
+        """Record why steps run without a graph, and log it once."""
         if text not in self.statistics.reasons:
             self.statistics.reasons += (text,)
             _log.warning("gemma4_compat: decoding without a CUDA graph: %s", text)
 
     def reason_not_fused(self, text: str) -> None:
-        """Note, and say once, why a graph is replayed as it was captured."""
+        """Record why a graph is replayed as it was captured, and log it once."""
         if text not in self.statistics.not_fused:
             self.statistics.not_fused += (text,)
             _log.warning("gemma4_compat: decoding without fused kernels, with the same bits: %s", text)
 
     def tidy(self, cache: Any) -> None:
-        """Before a ``generate``: let go of caches that are gone, all but one, which lends its memory to ``cache``."""
+        """Before a ``generate``: release caches that are gone, except one, which lends its memory to ``cache``."""
         with self.lock:
             idle = [memory for memory in self.memories if not memory.in_use]
             for memory in idle[:-1]:
@@ -119,7 +119,7 @@ class Decoding:
                 idle[-1].lend(cache, self._drop)
 
     def _drop(self, memory: static_caches.Memory) -> None:
-        """Let go of the memory of a cache, and of the graphs that hold its addresses."""
+        """Release the memory of a cache, and the graphs that hold its addresses."""
         with self.lock:
             self.memories = [other for other in self.memories if other is not memory]
             for variant in self._variants:
@@ -127,18 +127,18 @@ class Decoding:
                     del variant.graphs[key]
 
     def clear(self) -> None:
-        """Let go of all graphs and caches; the next call captures anew."""
+        """Release all graphs and caches; the next call captures anew."""
         with self.lock:
             self._variants, self.memories = [], []
 
     def variant(self, model: Any, *, in_full: bool) -> _Variant:
-        """That of the model as it is now; ``in_full``: looked at closely."""
+        """The variant of the model as it is now. ``in_full`` also checks what rarely changes."""
         for index, variant in enumerate(self._variants):
             if variant.dependencies.hold() and not (in_full and not variant.dependencies.hold_in_full()):
                 if index:
                     self._variants = [variant, *(other for other in self._variants if other is not variant)]
                 return variant
-        # Other adapters, then, or another model: graphs of the latter are of no use any more.
+        # The adapters have changed, or the model has; in the latter case its graphs are of no use any more.
         self._variants = [
             variant
             for variant in self._variants
@@ -155,10 +155,10 @@ class Decoding:
         return Dependencies(modules, configs, groups, self._forget)
 
     def run(self, model: Any, step: steps.Step, *, first: bool) -> Any:
-        """One step, replayed if it can be. ``first``: of a ``generate``.
+        """Run one step, as a replay if possible. ``first`` marks the first step of a ``generate``.
 
         Returns:
-            the model's output; None, and nothing is done, for a step that cannot be captured.
+            the model's output, or None for a step that cannot be captured; nothing has run then.
         """
         variant, kind = self.variant(model, in_full=first), step.kind
         if kind in variant.refused:
@@ -174,7 +174,7 @@ class Decoding:
         return self._replay(model, graph, step)
 
     def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
-        """The first step of its kind runs as ever: libraries set themselves up, hooks settle."""
+        """Run the first step of a kind without a graph: libraries set themselves up, hooks settle."""
         obstacle = RECORDERS[step.device.type].obstacle()
         obstacle = obstacle or obstacles.find(model, obstacles.modules_of_a_step(model))
         if obstacle is None and len(variant.seen) == _MAX_KINDS:
@@ -189,7 +189,7 @@ class Decoding:
         return outputs
 
     def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
-        """Capture the step without running it; None, with model and cache unchanged, if it cannot be captured."""
+        """Capture the step without running it. None, with model and cache unchanged, if it cannot be captured."""
         recorder = RECORDERS[step.device.type]
         self._make_room()
         begun = time.perf_counter()
@@ -198,7 +198,7 @@ class Decoding:
                 self._pool = recorder.new_pool()
             static = step.static_inputs()
             recording, outputs = self._recorded(model, step, static)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the step runs as ever
+        except Exception as error:  # noqa: BLE001  # whatever it is, the step can run without a graph
             self.reason(f"a capture failed with {_shown(error)}")
             variant.refused.add(step.kind)
             return None
@@ -213,7 +213,7 @@ class Decoding:
     def _recorded(
         self, model: Any, step: steps.Step, static: dict[str, Any], within: fused_steps.Within = contextlib.nullcontext
     ) -> tuple[Recording, Any]:
-        """A recording of the step that reads ``static``, and its output; ``within`` is entered around the forward."""
+        """Record the step that reads ``static``, with its output; ``within`` is entered around the forward."""
         streamers = streaming.streamers(model)
         recording = RECORDERS[step.device.type](step.device, self._pool)
 
@@ -257,7 +257,7 @@ class Decoding:
         return steps.copied(graph.outputs, step.cache)
 
     def _replay_fused(self, model: Any, graph: _Graph, step: steps.Step) -> bool:
-        """Whether the step was replayed, since its graph is fused from now on."""
+        """Whether this call replayed the step, because its graph is fused from now on."""
         obstacle = fused_steps.obstacle(step.device)
         if obstacle is not None:
             _log.debug("gemma4_compat: decoding without fused kernels: %s", obstacle)
@@ -278,18 +278,18 @@ class Decoding:
 
 
 def _shown(error: BaseException) -> str:
-    """An error for one line; of a failed capture, what made it fail."""
+    """An error on one line; for a failed capture, its cause."""
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 class Decoder:
-    """In place of ``model.__call__``, for one ``generate``.
+    """Stands in for ``model.__call__`` during one ``generate``.
 
     Args:
         model: a transformers model.
-        decoding: of :func:`of`.
+        decoding: from :func:`of`.
     """
 
     def __init__(self, model: Any, decoding: Decoding) -> None:
@@ -297,7 +297,7 @@ class Decoder:
         self._first, self._given_up = True, False
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """What ``model(*args, **inputs)`` returns; for one token, without running its Python."""
+        """Return what ``model(*args, **inputs)`` returns; for one token, without running its Python."""
         step = None if args else steps.Step.of(inputs)
         if step is None:
             return self.model(*args, **inputs)
@@ -334,19 +334,19 @@ def of(model: Any) -> Decoding:
 
 
 def is_preferred(model: Any) -> bool:
-    """Whether a replay is preferred to a compiled step (``gemma4_compat.decode_fast``)."""
+    """Whether replaying is preferred to compiling (``gemma4_compat.decode_fast``)."""
     found: Decoding | None = vars(model).get(_ATTRIBUTE)
     return found is not None and found.preferred
 
 
 def statistics(model: Any) -> Statistics:
-    """What became of the one-token steps of ``model``, which may be wrapped by PEFT."""
+    """How the one-token steps of ``model`` were run; PEFT may wrap the model."""
     inner = getattr(model, "get_base_model", None)
     return of(model if inner is None else inner()).statistics
 
 
 def decoder_for(model: Any, cache: Any) -> Decoder | None:
-    """A decoder for a ``generate`` with this cache; None where its steps would run as ever anyway.
+    """A decoder for a ``generate`` with this cache; None where its steps would run without a graph anyway.
 
     Args:
         model: a transformers model.

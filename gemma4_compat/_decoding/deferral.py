@@ -1,11 +1,11 @@
 """When the host waits for a token: after every step, or one step late.
 
-``generate`` asks after each token whether the text is over, and waits for the device until it knows. What Python does
-between two steps then adds to every step. transformers has a ``DeferredStopCheck`` (5.17) that reads the answer of
-one step while the next one is running, and undoes that one where there should not have been any.
+After each token ``generate`` asks whether the text is finished, and waits for the device to answer. The Python between
+two steps then adds to every step. transformers has a ``DeferredStopCheck`` (5.17) that reads the answer of one step
+while the next one is running, and undoes that next step if the text was already finished.
 
-The longer a step, the more that costs, and the longer a text has to be until it pays. How long it will be nobody
-knows; so a step may be read late once waiting has cost this text as much as a step too many would.
+The longer a step takes, the more the extra step costs, and the longer a text must be for deferral to pay. Its final
+length is unknown, so deferral starts once waiting has cost as much as one wasted step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-#: Seconds that waiting costs a step, at least: 2.1 to 4.5 ms with E2B and 12B on an H200 (part "waiting" of
+#: Seconds that waiting adds to a step, at least: 2.1 to 4.5 ms with E2B and 12B on an H200 (part "waiting" of
 #: benchmarks/graph_decoding.py, 2026-11-24).
 WAITING = 0.002
-#: Replays that are timed at least.
+#: Replays to time, at least.
 _TIMED = 4
 
 _running = threading.local()
@@ -32,13 +32,13 @@ class Sampling:
 
     Args:
         functions: its logits processors and stopping criteria.
-        samples: whether tokens are drawn.
-        alone: no other process has to do as many steps.
+        samples: whether tokens are sampled.
+        alone: no other process has to run the same number of steps.
 
     Attributes:
         replays: steps are replayed, as far as is known before the first.
-        ours: its stop check is a deferred one because we said so.
-        deferred: stops are read one step late from now on.
+        ours: its stop check is deferred because we asked for it.
+        deferred: from now on, stops are read one step late.
     """
 
     def __init__(self, functions: list[Any], *, samples: bool, alone: bool = True) -> None:
@@ -49,15 +49,15 @@ class Sampling:
         self._random_states: collections.deque[Any] = collections.deque(maxlen=2)
 
     def can_be_deferred(self) -> bool:
-        """Whether nobody notices the step too many.
+        """Whether nobody notices the extra step.
 
-        Processors and criteria are called once more. Those of transformers remember nothing, and the few that call
-        what a user gave them hold it.
+        Processors and criteria are called once more than needed. Those of transformers remember nothing; the few that
+        call a user's function hold it as an attribute, and rule deferral out.
         """
         return self.replays and self._alone and all(_is_pure(function) for function in self._functions)
 
     def launched(self) -> None:
-        """A step is replayed."""
+        """Note that a step was replayed."""
         self._replays += 1
         self._launched.append(time.perf_counter())
 
@@ -69,13 +69,13 @@ class Sampling:
         return self.deferred
 
     def note_random_state(self, device: Any) -> None:
-        """Remember where the generator of random numbers is, after a token was drawn."""
+        """Remember the state of the random number generator after a token was sampled."""
         if self._samples:
             generator = _generator(device)
             self._random_states.append((generator, generator.get_state()))
 
     def undo_last_draw(self) -> None:
-        """Leave the generator as it was before the token that was one too many."""
+        """Restore the generator's state from before the extra token."""
         if self._random_states:
             generator, state = self._random_states[0]
             generator.set_state(state)
@@ -83,7 +83,7 @@ class Sampling:
 
 @contextlib.contextmanager
 def sampling(functions: list[Any], *, samples: bool, alone: bool) -> Iterator[None]:
-    """Inside, :func:`current` is this one."""
+    """Inside, :func:`current` returns this ``_sample``."""
     outer = current()
     _running.sampling = Sampling(functions, samples=samples, alone=alone)
     try:
@@ -93,7 +93,7 @@ def sampling(functions: list[Any], *, samples: bool, alone: bool) -> Iterator[No
 
 
 def current() -> Sampling | None:
-    """What is running in this thread; None: no ``_sample`` whose stops may be read late."""
+    """The ``_sample`` that runs in this thread; None if there is none whose stops may be read late."""
     return getattr(_running, "sampling", None)
 
 

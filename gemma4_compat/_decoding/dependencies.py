@@ -1,13 +1,13 @@
 """What a captured step has read that a replay would not notice: weights by address, hooks, adapters, modes.
 
-A graph reads memory, so a weight that was changed in place is seen. It does not see that a module has another weight
-now, or another hook, or that another adapter is active. :meth:`Dependencies.hold` looks at that before every replay,
-mostly in C: an entry is a dictionary, a key, and the object that was there. What programs do not change between two
-tokens of one ``generate`` is looked at once for each ``generate``, by :meth:`Dependencies.hold_in_full`: the tree of
-modules, and whatever their forwards may read: every attribute, those that are added among them, what is in their
-lists and dictionaries, their classes and the functions beside these.
+A graph reads memory, so it sees a weight that was changed in place. It does not see that a module now has another
+weight or hook, or that another adapter is active. :meth:`Dependencies.hold` checks that before every replay, mostly in
+C: an entry is a dictionary, a key, and the object that was there. :meth:`Dependencies.hold_in_full` checks, once for
+each ``generate``, what programs do not change between two of its tokens: the tree of modules and everything their
+forwards may read, which is every attribute (added ones included), the contents of their lists and dictionaries, their
+classes, and the functions beside these classes.
 
-Nothing here keeps a module or a tensor alive. When a module of the model is deleted, everything is let go.
+Nothing here keeps a module or a tensor alive. When a module of the model is deleted, everything is released.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 
 from gemma4_compat._quantization import quant_states
 
-#: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers have one only once they
-#: were switched, and their class has it until then.
+#: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers get such an attribute
+#: only when they are switched; until then it is on their class.
 _ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters")
 _ADAPTER_DICTS = ("scaling",)
-#: Attributes of configurations, which a logits processor may change, too.
+#: Attributes of configurations, which a logits processor may also change.
 _IMPLEMENTATIONS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-#: Whose objects are values, and whose classes nobody changes.
+#: Types whose objects are values and whose classes nobody changes.
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
@@ -41,7 +41,7 @@ class Dependencies:
         modules: all of them; the first one is the model.
         configs: dictionaries of its configurations.
         groups: the module groups of streamed layers: their weights are on the host.
-        on_gone: called with this snapshot, once or more, when one of the modules is deleted.
+        on_gone: called with this snapshot, at least once, when one of the modules is deleted.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Dependencies:
                 self._add_attribute(config, key)
 
     def _release(self, on_gone: Callable[[Dependencies], None]) -> None:
-        """A module is deleted, and its weights with it."""
+        """Release everything: a module is deleted, and its weights with it."""
         self._often, self._seldom = _Entries(), _Entries()
         self._hooks, self._no_hooks = [], []
         self._gone = True
@@ -106,7 +106,7 @@ class Dependencies:
             self._seldom.add(attributes["_modules"], name)
         for kind in ("_parameters", "_buffers"):
             self._seldom.add_size(attributes[kind])
-        self._seldom.add_contents(attributes["_modules"])  # it has an order
+        self._seldom.add_contents(attributes["_modules"])  # their order matters
         often = self._often if first else self._seldom
         often.add(attributes, "forward")
         often.add(attributes, "training")
@@ -122,13 +122,13 @@ class Dependencies:
         if not first:
             self._seldom.add_size(attributes)
         for key, value in attributes.items():
-            # `generate` keeps things on the model itself, and PEFT puts methods there in place of its own.
+            # `generate` keeps things on the model itself, and PEFT replaces methods there with its own.
             kept = first and (key.startswith("_") or key in _OF_CALLS or callable(value))
             if key not in self._ignored and not kept:
                 self._add_attribute(attributes, key)
 
     def _add_attribute(self, where: dict[Any, Any], key: Any) -> None:
-        """What is under ``key``, and what is in it: containers, and the tensors and classes of objects."""
+        """Note the object under ``key`` and its contents: containers, and the tensors and classes of objects."""
         self._seldom.add(where, key)
         self._add_contents(where[key], {id(where)})
 
@@ -156,13 +156,13 @@ class Dependencies:
             self._seldom.add(hooks, key)
 
     def _add_class(self, kind: type) -> None:
-        """Somebody may replace its functions."""
+        """Note the attributes of a class: somebody may replace its functions."""
         for part in kind.__mro__:
             if part not in self._classes and part.__module__ not in _PLAIN:
                 self._classes[part] = list(vars(part)), list(vars(part).values())
 
     def _add_globals(self, names: dict[str, Any]) -> None:
-        """Functions that forwards call by their names, and registries in which they look functions up."""
+        """Note the functions that forwards call by name, and the registries in which they look functions up."""
         for name, value in names.items():
             if isinstance(value, MutableMapping) and not isinstance(value, dict):  # ALL_ATTENTION_FUNCTIONS
                 self._registries.append((value, dict(value)))
@@ -188,11 +188,11 @@ class Dependencies:
                 self._layouts.add(part)
 
     def hold(self) -> bool:
-        """Whether a replay would compute what the model computes now. Made for every token."""
+        """Whether a replay would compute what the model computes now. Checked for every token."""
         return self.weights_hold() and self._adapters.hold() and self._configs.hold()
 
     def weights_hold(self) -> bool:
-        """The same, whichever adapters are active."""
+        """The same, regardless of which adapters are active."""
         import torch
 
         if self._gone or any(self._no_hooks) or list(map(len, self._hooks)) != self._hook_numbers:
@@ -207,7 +207,7 @@ class Dependencies:
         return found == self._addresses
 
     def hold_in_full(self) -> bool:
-        """Whether nothing else of the modules has changed either. Made for every ``generate``."""
+        """Whether everything else about the modules is unchanged as well. Checked for every ``generate``."""
         if self._gone or [type(reference()) for reference in self._modules] != self._kinds:
             return False
         if not all(map(_is_as_it_was, self._classes.items())):
@@ -220,22 +220,21 @@ class Dependencies:
 
 
 def _is_as_it_was(item: tuple[type, tuple[list[str], list[Any]]]) -> bool:
-    """Whether a class has the attributes that it had. The old ones are kept alive, so that ids tell them apart."""
+    """Whether a class still has the same attributes. The old ones are kept alive, so their ids stay unique."""
     kind, (names, values) = item
     now = vars(kind)
     return list(now) == names and all(map(operator.is_, now.values(), values))
 
 
-_NOTHING = object()  # what is under a key that is not there
+_NOTHING = object()  # stands for a key that is absent
 
 
 class _Entries:
-    """Of dictionaries: which object is under a key. Of containers: what is in them.
+    """Which object is under a key of a dictionary, and what is in a container.
 
-    Objects are compared by their ids, in two passes over lists. Another object may get the id of one that was deleted,
-    so deletions are noticed: by weak references, or there are none, for numbers, names and the like are kept alive.
-    Containers are neither watched nor kept, since they may hold modules; a new one at the place of a deleted one would
-    not be noticed.
+    Objects are compared by their ids, in two passes over lists. A new object may get the id of a deleted one, so
+    deletions are detected by weak references; numbers, strings and the like are kept alive instead. Containers are
+    neither watched nor kept, since they may hold modules; a new one at the address of a deleted one goes unnoticed.
     """
 
     def __init__(self) -> None:
@@ -262,7 +261,7 @@ class _Entries:
         self._sizes.append(len(where))
 
     def add_contents(self, container: Collection[Any]) -> None:
-        """Note the items of a list, a set or a tuple, or the keys of a dictionary in their order."""
+        """Note the items of a list, a set or a tuple, or the keys of a dictionary in order."""
         self._containers.append(container)
         self._contents.append(list(map(self._noted, container)))
 
@@ -275,7 +274,7 @@ class _Entries:
         return id(value)
 
     def hold(self) -> bool:
-        """Whether the same objects are there."""
+        """Whether the same objects are still there."""
         if self._gone or list(map(len, self._sized)) != self._sizes:
             return False
         if list(map(id, map(dict.get, self._dicts, self._keys, itertools.repeat(_NOTHING)))) != self._ids:
@@ -284,7 +283,7 @@ class _Entries:
 
 
 class _Values:
-    """Of dictionaries: which value is under a key; one that is equal is the same."""
+    """Which value is under a key of a dictionary; an equal value counts as the same."""
 
     def __init__(self) -> None:
         self._dicts: list[dict[Any, Any]] = []
@@ -301,12 +300,12 @@ class _Values:
         self._values.append(list(value) if isinstance(value, list) else value)
 
     def hold(self) -> bool:
-        """Whether equal values are there."""
+        """Whether equal values are still there."""
         return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self._values
 
 
 class _Layouts:
-    """Of tensors: where they lie, and how."""
+    """Where tensors are in memory, and their layout."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
@@ -320,7 +319,7 @@ class _Layouts:
             self._layouts += _layouts([tensor])
 
     def hold(self) -> bool:
-        """Whether all are there, where and as they were."""
+        """Whether all are still there, at the same address and with the same layout."""
         found = [reference() for reference in self._references]
         return not any(tensor is None for tensor in found) and _layouts(found) == self._layouts
 

@@ -1,11 +1,11 @@
 """The 4-bit weights of the experts that a token hits, read and dequantized by one kernel.
 
 PyTorch and bitsandbytes gather the packed bytes, their scales and the scales of these, one kernel each, compute the
-scales, dequantize, and transformers copies the result once more, in the order in which the token names its experts.
-The kernel here reads each byte once, where it is, in pinned host memory or on the device, and writes the weights in
-that order. Its arithmetic is bitsandbytes', operation by operation: ``code * scale`` in float, rounded once; a scale
-that is itself quantized is ``code * scale + offset``. Whether the bits are the same is tried before its first use
-(:mod:`kernels`), and compared in each step that is fused (:mod:`fused_steps`).
+scales, and dequantize; transformers then copies the result in the order in which the token names its experts. The
+kernel here reads each byte once, in place, from pinned host memory or the device, and writes the weights in that
+order. Its arithmetic is bitsandbytes', operation by operation: ``code * scale`` in float, rounded once; a scale that
+is itself quantized is ``code * scale + offset``. The bits are compared before the first use (:mod:`kernels`) and in
+each step that is fused (:mod:`fused_steps`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from gemma4_compat._decoding.kernel_source import Kernel, kinds
 from gemma4_compat._quantization import expert_storage
 
-#: Of an operation's signature.
+#: The name in an operation's signature.
 OPERATION = "4-bit experts"
 _WORD = 16  # bytes that a thread reads at once
 _WORDS = 4  # of a thread; a warp reads 2 KiB in one piece
@@ -66,7 +66,8 @@ for (int j = 0; j < {words}; ++j) {{
 }}
 """
 
-#: Two values of 16 bits a word of the result, or one of 32. bitsandbytes has the first of two values in the high half.
+#: A word of the result holds two 16-bit values or one 32-bit value. bitsandbytes packs the first of two values in the
+#: high half.
 _UNPACK_16 = """unsigned int byte = (words[j].part[k] >> (l * 8)) & 255u;
         float high = __fmul_rn(code[byte >> 4], scales[j]);
         float low = __fmul_rn(code[byte & 15u], scales[j]);
@@ -80,9 +81,9 @@ class _Layout(NamedTuple):
     """What a kernel's text depends on.
 
     Attributes:
-        quant_type: bitsandbytes' name of the code, of which a trial is made.
-        blocksize: values of one scale.
-        nested: scales of one scale's scale; 0 where scales are in float32.
+        quant_type: bitsandbytes' name of the code, which a trial needs.
+        blocksize: values per scale.
+        nested: scales per second-level scale; 0 where scales are in float32.
         dtype: of the weights.
     """
 
@@ -93,7 +94,7 @@ class _Layout(NamedTuple):
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """As of the other operations: name, what it is computed from, dtype."""
+        """As for the other operations: name, operands, dtype."""
         return OPERATION, (self.quant_type, self.blocksize, self.nested), self.dtype
 
 
@@ -101,11 +102,12 @@ def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any
     """The kernel that writes the weights of the experts ``chosen``, its operation's signature, and those weights.
 
     Args:
-        parameter: 4-bit, of all experts, in memory that the device of ``chosen`` reads.
+        parameter: 4-bit weights of all experts, in memory that the device of ``chosen`` can read.
         chosen: int64, (n,), contiguous.
 
     Returns:
-        the last of the three are (n, rows, columns), not written yet; None for a parameter that does not suit.
+        the kernel, the signature, and the weights, (n, rows, columns), not yet written; None for a parameter that does
+        not suit.
     """
     import torch
 
@@ -125,7 +127,7 @@ def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any
     expected = [packed.dtype, torch.int64, torch.uint8 if layout.nested else torch.float32]
     expected += [torch.float32] * (len(tensors) - len(expected))
     if (
-        [tensor.dtype for tensor in tensors] != expected  # the kernel reads them as such
+        [tensor.dtype for tensor in tensors] != expected  # the kernel reads them as these dtypes
         or row % _WORD
         or height * width % state.blocksize
         or layout.blocksize not in _POWERS
@@ -145,7 +147,7 @@ def kernel_of(parameter: Any, chosen: Any) -> tuple[Kernel, tuple[Any, ...], Any
 
 _POWERS = frozenset(1 << power for power in range(5, 16))
 
-# The values of a 4-bit type, by that type and the device.
+# The values of a 4-bit type, by type and device.
 _codes: dict[tuple[str, Any], Any] = {}
 
 
@@ -154,7 +156,7 @@ def code_of(quant_type: str, device: Any) -> Any:
 
     ``QuantState.code`` has the same numbers, but not the same bits. FP4 has two zeros: the second is negative on CUDA
     and on CPUs without AVX-512, and positive there and on CPUs with it (bitsandbytes 0.50.2: ``csrc/kernels.cu``,
-    ``csrc/cpu_ops.cpp``). The first call for a device must be outside of a capture: :func:`prepare`.
+    ``csrc/cpu_ops.cpp``). Make the first call for a device outside a capture: :func:`prepare`.
     """
     if (quant_type, device) not in _codes:
         import torch
@@ -175,7 +177,7 @@ def code_of(quant_type: str, device: Any) -> Any:
 
 
 def prepare(device: Any) -> None:
-    """Have what kernels on this device read and a capture cannot make."""
+    """Prepare what kernels on this device read and a capture cannot create."""
     if "bitsandbytes" in sys.modules:
         for quant_type in ("fp4", "nf4"):
             code_of(quant_type, device)
@@ -215,7 +217,7 @@ def _text(layout: _Layout) -> str:
 
 
 def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
-    """A kernel of an operation for random bytes, the weights that it writes, and those that bitsandbytes computes."""
+    """A kernel of an operation for random bytes, the weights it writes, and the weights bitsandbytes computes."""
     import torch
     from bitsandbytes.functional import QuantState, create_dynamic_map, get_4bit_type
 
@@ -266,7 +268,7 @@ class Rows:
         self._orders: dict[int, Any] = {}  # by how many experts a token hits
 
     def dequantized(self, parameter: Any, chosen: Any) -> Any:
-        """The weights of these experts; None where no kernel reads them."""
+        """The weights of these experts; None where no kernel can read them."""
         if chosen.device != self._device or (found := kernel_of(parameter, chosen)) is None:
             return None
         kernel, signature, values = found
@@ -276,7 +278,7 @@ class Rows:
         return values
 
     def positions(self, top_k_index: Any) -> Any:
-        """``arange``, made once a step. :meth:`is_order` knows it again."""
+        """``arange``, made once per step. :meth:`is_order` recognizes it."""
         import torch
 
         number = top_k_index.numel()
@@ -285,7 +287,7 @@ class Rows:
         return self._orders[number].view(top_k_index.shape)
 
     def is_order(self, indices: Any) -> bool:
-        """Whether these indices, of an indexing operation, are all of an ``arange`` of :meth:`positions`."""
+        """Whether an indexing operation's ``indices`` are exactly an ``arange`` of :meth:`positions`."""
         if len(indices) != 1 or indices[0] is None or indices[0].ndim != 1:
             return False
         known = self._orders.get(indices[0].numel())

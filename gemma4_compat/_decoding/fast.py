@@ -18,29 +18,30 @@ def decode_fast(model: _Model, *, enabled: bool = True) -> _Model:
     >>> model = gemma4_compat.decode_fast(model)
     >>> model.generate(**inputs, max_new_tokens=200)
 
-    A ``generate`` that names no cache, is given none and is not assisted keeps keys and values in a static cache, of
-    fixed size, from then on, and the patch ``transformers-graph-decoding`` replays the step that reads one token. The
-    tokens are those of the same call with ``disable_compile=True``, which turns the replay off, bit by bit. Where
-    transformers would compile the step instead (nothing quantized, nothing offloaded), it is replayed, too: that needs
-    no minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes as ever.
+    Applies to ``generate`` calls that set no cache and use no assistant model. They keep keys and values in a static
+    cache of fixed size from then on, and the patch ``transformers-graph-decoding`` replays the step that reads one
+    token. The tokens are bit by bit those of the same call with ``disable_compile=True``, which turns the replay off.
+    The step is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay
+    needs no minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without
+    replays.
 
     A model that cannot be replayed is left as it is, and a warning in the log says why: 8-bit weights, weights on
     disk, several GPUs, no GPU.
 
     Args:
         model: a transformers model for text generation, quantized, dispatched or not, or a PEFT model around one.
-        enabled: False undoes it, and lets go of the graphs and of the memory that the model keeps for them.
+        enabled: False undoes it, and releases the graphs and the memory that the model keeps for them.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Gemma4CompatError: it is no Gemma 4 model that generates.
+        Gemma4CompatError: it is not a Gemma 4 model that generates.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not family.is_gemma4(inner) or getattr(inner, "generation_config", None) is None:
         raise Gemma4CompatError(
-            f"decode_fast needs a Gemma 4 model with generate(), and {type(inner).__name__} is none. Load it with "
+            f"decode_fast requires a Gemma 4 model with generate(); got {type(inner).__name__}. Load it with "
             "AutoModelForCausalLM or AutoModelForImageTextToText."
         )
     decoding = decoder.of(inner)
@@ -55,5 +56,5 @@ def decode_fast(model: _Model, *, enabled: bool = True) -> _Model:
 
 def _obstacle(model: Any) -> str | None:
     if model.device.type not in RECORDERS:
-        return f"the model is on {model.device}, and graphs are CUDA's"
+        return f"the model is on {model.device}, and graphs need CUDA"
     return obstacles.find_before_a_forward(model)

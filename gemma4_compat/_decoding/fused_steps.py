@@ -1,8 +1,8 @@
-"""A captured step captured again, with fewer kernels, and kept if a replay of it has the same bits.
+"""Capture a captured step again, with fewer kernels, and keep it if a replay has the same bits.
 
-The forward is captured with fused kernels; the first time that shows only which kernels there have to be, and they are
-compiled. Then the step as it was captured at first and the fused one are replayed on the same inputs and the same
-cache. If an output or the cache differs in a bit, the first one stays.
+The forward is captured with fused kernels. The first capture only shows which kernels are needed, and they are
+compiled. Then the first recording of the step and the fused one are replayed on the same inputs and the same cache. If
+an output or the cache differs in a bit, the first recording stays.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from gemma4_compat._decoding.kernels import of as kernels_of
 from gemma4_compat._decoding.recording import Recording
 from gemma4_compat._quantization import expert_storage
 
-#: A plain step is replayed so often before it is fused: an answer of a few tokens is over sooner than the compiler.
+#: Replays before a step is fused: short answers finish before compiling pays off.
 AFTER = 96
-#: Captures: one to see which kernels there have to be, another without operations that were found to be inexact, one
-#: that launches them all.
+#: Captures: one to see which kernels are needed, one without the operations that were found to be inexact, one that
+#: launches all kernels.
 _CAPTURES = 4
 _log = logging.getLogger("gemma4_compat")
 
-#: What is entered around a captured forward; it may give a function to call before an event marks a point in a stream.
+#: Entered around a captured forward; it may provide a function to call before an event marks a point in a stream.
 Within = Callable[[], contextlib.AbstractContextManager[Callable[[], None] | None]]
-#: What captures the step within that: it returns the recording and the outputs.
+#: Captures the step within that, and returns the recording and the outputs.
 Capture = Callable[[Within], tuple[Recording, Any]]
 
 
-class NotFused(Exception):  # noqa: N818 (it is no error: the plain step stays)
+class NotFused(Exception):  # noqa: N818 (not an error: the plain step stays)
     """Why a step is not fused."""
 
 
@@ -54,7 +54,7 @@ class _Launches:
 
 
 def obstacle(device: Any) -> str | None:
-    """Why no step on this device can be fused; None where one can."""
+    """Why steps on this device cannot be fused; None where they can."""
     import torch
 
     compiler = COMPILERS.get(device.type)
@@ -69,14 +69,14 @@ def fused(plain: Recording, outputs: Any, cache: Any, device: Any, capture: Capt
     """Replay the step once, and return how to replay it from now on.
 
     Args:
-        plain: the step as it was captured.
+        plain: the step as it was first captured.
         outputs: its output.
         cache: the static cache that both write.
         device: ``torch.device`` with an index.
         capture: captures the step again.
 
     Returns:
-        the fused recording and its output, which holds this step's.
+        the fused recording and its output, which holds this step's result.
 
     Raises:
         NotFused: it cannot be done, or bits differ. The cache is as it was before.

@@ -1,10 +1,10 @@
-"""Small pointwise operations of a step put off, and computed by one kernel where their results are needed.
+"""Defer the small pointwise operations of a step, and compute them in one kernel where their results are needed.
 
 A decoding step launches thousands of kernels that compute a few thousand numbers each: casts, squares and products of
 the norms, rotary embeddings, residuals, an adapter's sums. :class:`Fusing` sees every ATen operation of the forward.
-One that :mod:`pointwise` understands gives its result's memory at once, and its numbers later: before the first
-operation that reads them and is none of those, or that writes what they are computed from. A result that nobody holds
-by then is never written. Everything else runs as ever, in its order, reductions and products of matrices among it.
+If :mod:`pointwise` understands an operation, its result gets memory at once and numbers later: before the first other
+operation that reads the result or overwrites its operands. If nobody holds the result by then, it is never written.
+Everything else, such as reductions and matrix products, runs unchanged and in order.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gemma4_compat._decoding import expert_rows, kernel_source, pointwise
 from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part, Value
 
-#: A kernel has at most so many arguments.
+#: The most arguments of a kernel.
 _MAX_TENSORS = 60
 #: Views that do not say so in their schema.
 _OTHER_VIEWS = ("aten::_unsafe_view", "aten::lift_fresh")
 
 
 class Sink(Protocol):
-    """Where kernels go."""
+    """Receives kernels."""
 
     def accepts(self, signature: tuple[Any, ...]) -> bool:
         """Whether an operation with these dtypes may be computed by a kernel of ours."""
 
     def kernel(self, kernel: kernel_source.Kernel, signatures: Iterable[tuple[Any, ...]]) -> None:
-        """Note a kernel, or launch it; ``signatures`` are of the operations in it."""
+        """Note a kernel, or launch it; ``signatures`` belong to the operations in it."""
 
 
 class Fusing(TorchDispatchMode):  # type: ignore[misc]
-    """Inside, pointwise operations on ``device`` are put off.
+    """Inside, pointwise operations on ``device`` are deferred.
 
-    Leave it with :meth:`settle` done: what is put off is computed then. Whoever marks a point in a stream by an event,
-    or frees memory that an operation may read, calls :meth:`settle` before. ``rows`` reads the experts that are hit.
+    Call :meth:`settle` before leaving, to compute what is still deferred; also before an event marks a point in a
+    stream, and before freeing memory that an operation may read. ``rows`` reads the experts that are hit.
 
     Args:
         device: ``torch.device`` with an index.
-        sink: where kernels go.
+        sink: receives the kernels.
         layouts: what is known about results, by operation and operands; kept by the caller.
     """
 
@@ -53,7 +53,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         super().__init__()
         self._device, self._sink, self._layouts = device, sink, layouts
         self.rows = expert_rows.Rows(sink, device)
-        self._pending: dict[int, Value] = {}  # by storage, the oldest first; of each the last value
+        self._pending: dict[int, Value] = {}  # by storage, the oldest first; for each its last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -70,7 +70,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         return op(*args, **kwargs)
 
     def settle(self) -> None:
-        """Compute what is put off, but for what nobody holds any more."""
+        """Compute what is deferred, except results that nobody holds any more."""
         pending, self._pending = self._pending, {}
         values = [value for value in pending.values() if _is_held(value.memory)]
         if values:
@@ -81,7 +81,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     # Which operations
 
     def _put_off(self, call: Call, op: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation that is computed later; None where it cannot be."""
+        """The result of an operation that is computed later; None where it cannot be deferred."""
         if call.in_place and not self._is_whole(call.operands[0]):
             return None
         if call.name == "constant" and kwargs.get("device") != self._device:
@@ -125,7 +125,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         )
 
     def _is_plain(self, tensor: Any) -> bool:
-        """Whether the tensor, if it is pending, has the dtype of what was put off."""
+        """Whether the tensor, if it is pending, has the dtype of the deferred value."""
         value = self._pending.get(_storage(tensor))
         return value is None or tensor.dtype == value.dtype
 
@@ -150,7 +150,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             if isinstance(operand, Load):
                 self._read[_storage(operand.tensor)] = operand.tensor
         key = _storage(result)
-        # A result in place stays where it was in the order; its memory is that of the value before.
+        # An in-place result keeps its place in the order; its memory is that of the value before.
         known = self._pending.get(key)
         value.memory = torch.ops.aten.alias.default(result) if known is None else known.memory
         self._pending[key] = value
@@ -158,7 +158,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             self.settle()
 
     def _touches(self, op: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operation needs what is put off, or changes what it is computed from."""
+        """Whether an operation needs a deferred value, or changes one of its operands."""
         if not isinstance(op, torch._ops.OpOverload):
             return True
         if _is_view(op):
@@ -173,7 +173,7 @@ def _storage(tensor: Any) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """The tensors in arguments: schemas nest them in lists alone."""
+    """The tensors in arguments: schemas nest them only in lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -200,12 +200,12 @@ def _is_view(op: Any) -> bool:
 
 
 def _is_held(memory: Any) -> bool:
-    """Whether anybody holds the memory of a value, but the value."""
+    """Whether anything other than the value holds its memory."""
     return bool(torch._C._storage_Use_Count(memory.untyped_storage()._cdata) > _NOBODYS)
 
 
 def _holders_of_a_value() -> int:
-    with torch.inference_mode():  # no view holds what it is a view of
+    with torch.inference_mode():  # views hold no reference to their base
         alone = torch.ops.aten.alias.default(torch.empty(1))
         return int(torch._C._storage_Use_Count(alone.untyped_storage()._cdata))
 

@@ -1,7 +1,7 @@
 """The CUDA C of one kernel that computes several results of small pointwise operations.
 
-A thread computes the element of its number of every result that has so many. What it needs of other results that are
-not in memory yet, it computes again: they are pure functions of what is.
+In every result that is long enough, each thread computes the element with the thread's number. If it needs another
+result that is not in memory yet, it computes that again: results are pure functions of what is in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gemma4_compat._decoding.pointwise import Load, Number, Operand, Part, Value
 
 NAME = "fused"
 
-#: bfloat16 is rounded as c10::BFloat16 is; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
+#: bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
 PRELUDE = r"""
 typedef unsigned short u16;
 struct alignas(16) Word16 { unsigned int part[4]; };
@@ -59,7 +59,7 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 
 @dataclass(frozen=True)
 class Kind:
-    """How a dtype lies in memory: its C type, and how it becomes a ``float`` and back."""
+    """How a dtype is stored: its C type, and its conversions to and from ``float``."""
 
     c: str
     load: str
@@ -84,11 +84,11 @@ class Kernel:
     """One kernel.
 
     Attributes:
-        text: its body and parameters; kernels of one text are one kernel.
+        text: its body and parameters; kernels with the same text are the same kernel.
         tensors: its arguments, in order: memory that it reads, then memory that it writes.
         written: how many of them it writes.
-        sizes: arguments after those, unsigned, of 32 bits; the first one is :attr:`threads`. Of pointwise operations:
-            how many elements the results have, each number once, the largest first.
+        sizes: 32-bit unsigned arguments after those; the first is :attr:`threads`. For pointwise operations they are
+            the results' element counts, each number once, the largest first.
     """
 
     text: str
@@ -103,7 +103,7 @@ class Kernel:
 
 
 def kernel_of(values: Sequence[Value]) -> Kernel:
-    """The kernel that puts these values into their memory."""
+    """The kernel that computes these values into their memory."""
     return _Writer().kernel(values)
 
 
@@ -115,7 +115,7 @@ def program(texts: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _named(text: str) -> str:
-    """The name of the kernel in a text, as a profile shows it, but for its number."""
+    """The name of the kernel with this text, as a profile shows it, without its number."""
     return text.partition("(")[0].rpartition(" ")[2]
 
 
@@ -123,7 +123,7 @@ _Scope = MutableMapping[tuple[Any, ...], str]
 
 
 class _Writer:
-    """Lines of a kernel as they are written."""
+    """Writes the lines of a kernel."""
 
     def __init__(self) -> None:
         self._kinds = kinds()
@@ -180,7 +180,7 @@ class _Writer:
         return self._new("float", self._kinds[value.dtype].rounded.format(expression) if how.rounds else expression)
 
     def _concatenated(self, value: Value, at: str, scope: _Scope) -> str:
-        """The element of whichever operand it comes from; that one's index counts from its own begin."""
+        """The element, from the operand that holds it; the index into that operand counts from its own start."""
         inner = math.prod(value.shape[value.dim + 1 :])
         whole = inner * value.shape[value.dim]
         within = self._new("unsigned int", f"{at} % {whole}u")
@@ -224,7 +224,7 @@ class _Writer:
 
 
 def _literal(value: float) -> str:
-    """A number as PyTorch hands it to a kernel: rounded to ``float``."""
+    """A number as PyTorch passes it to a kernel: rounded to ``float``."""
     try:
         bits = struct.pack("<f", value)
     except OverflowError:
@@ -233,7 +233,7 @@ def _literal(value: float) -> str:
 
 
 def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: str) -> str:
-    """Where the element with number ``at``, counted in ``shape``, lies with these strides."""
+    """Where the element with number ``at``, counted in ``shape``, is with these strides."""
     merged: list[tuple[int, int]] = []  # sizes and strides, from the innermost dimension outwards
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 1:

@@ -1,4 +1,4 @@
-"""Fused kernels on a device: compiled, tried against PyTorch's own operations, launched."""
+"""Fused kernels on a device: compiled, checked against PyTorch's own operations, launched."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _SIXTEEN = 1 << 16  # every value of a 16-bit dtype
 
 
 class Compiler(Protocol):
-    """Makes kernels for one device."""
+    """Compiles kernels for one device."""
 
     @staticmethod
     def obstacle() -> str | None:
-        """Why it cannot; None where it can."""
+        """Why it cannot compile; None where it can."""
 
     def __init__(self, device: Any) -> None: ...
 
     def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
-        """For each name of a kernel in the program, a function that launches it on the current stream."""
+        """For each kernel name in the program, a function that launches the kernel on the current stream."""
 
 
 class CudaCompiler:
-    """NVRTC, which PyTorch brings, through PyTorch's own bindings (private ones; torch 2.9 and newer)."""
+    """NVRTC, which PyTorch ships, through PyTorch's own private bindings (torch 2.9 and newer)."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
 
     @staticmethod
     def obstacle() -> str | None:
-        """Releases without the bindings, and AMD's GPUs, whose operations have other bits."""
+        """Rules out releases without the bindings, and AMD's GPUs, whose operations have other bits."""
         import torch
 
         if torch.version.cuda is None:
-            return "kernels are for CUDA alone"
+            return "kernels need CUDA"
         try:
             from torch.cuda import _utils
         except ImportError:
@@ -51,7 +51,7 @@ class CudaCompiler:
         return f"torch {torch.__version__} lacks torch.cuda._utils.{absent[0]}" if absent else None
 
     def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
-        """One program, one module."""
+        """Compile one program into one module."""
         import torch
         from torch.cuda import _utils
 
@@ -72,7 +72,7 @@ def _launcher(function: Any, device: Any) -> Callable[[Kernel], None]:
     return launch
 
 
-#: By type of device. Tests add one for the CPU.
+#: By device type. Tests add one for the CPU.
 COMPILERS: dict[str, type[Compiler]] = {"cuda": CudaCompiler}
 
 _lock = threading.Lock()
@@ -93,7 +93,7 @@ class Kernels:
         self.layouts: dict[Any, tuple[Any, ...]] = {}  # of fusing.Fusing
 
     def prepare(self, texts: Sequence[str], signatures: Sequence[_Signature]) -> bool:
-        """Compile what is not yet, and try what was not yet tried. Not inside a capture.
+        """Compile and check what is new. Not inside a capture.
 
         Args:
             texts: of kernels.
@@ -110,7 +110,7 @@ class Kernels:
         return all(self.accepts(key) for key in signatures)
 
     def accepts(self, signature: _Signature) -> bool:
-        """Whether no trial found other bits than PyTorch's."""
+        """Whether no trial gave other bits than PyTorch's."""
         return self._same.get(signature, True)
 
     def is_prepared(self, text: str) -> bool:
@@ -118,14 +118,14 @@ class Kernels:
         return text in self._known
 
     def inexact(self) -> list[str]:
-        """The operations whose trials did, for a reader."""
+        """The operations whose trials did, as text."""
         return sorted({f"{key[0]} of {key[2]}" for key, same in self._same.items() if not same})
 
     def launch(self, kernel: Kernel) -> None:
-        """Launch a kernel that is prepared, on the current stream.
+        """Launch a prepared kernel on the current stream.
 
         Raises:
-            KeyError: it is not.
+            KeyError: the kernel is not prepared.
         """
         self._known[kernel.text](kernel)
 
@@ -136,8 +136,8 @@ class Kernels:
             self._known.update(zip(new, self._compiler.compiled(program, names), strict=True))
 
     def _trial(self, signature: _Signature) -> tuple[Kernel, Any, Any]:
-        """A kernel of the operation alone, the memory of its result, and PyTorch's result: of every value of 16 bits,
-        or of many operands.
+        """A kernel with only this operation, the memory of its result, and PyTorch's result: for every 16-bit value,
+        or for many operands.
         """
         import torch
 
@@ -164,12 +164,12 @@ class Kernels:
 
 
 def _is_computed(signature: _Signature) -> bool:
-    """Whether an operation computes anything: the others move what is there."""
+    """Whether an operation computes anything: the others only move data."""
     return signature[0] not in ("concatenate", "constant")
 
 
 def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:
-    """Numbers of any bits, zeros, infinities and NaN among them."""
+    """Numbers with any bits, including zeros, infinities and NaN."""
     import torch
 
     device = generator.device

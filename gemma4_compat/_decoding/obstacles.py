@@ -10,14 +10,14 @@ from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._decoding import dependencies
 from gemma4_compat._offload import host_memory, row_lookup, streaming
 
-#: Parts that a step without images and sounds does not go through.
+#: Parts that a step without images or audio does not run.
 _MEDIA = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
-#: Whose hooks do the same for every token.
+#: Libraries whose hooks do the same for every token.
 _LIBRARIES = ("gemma4_compat", "transformers", "accelerate", "peft", "bitsandbytes", "torch")
 
 
 def modules_of_a_step(model: Any) -> list[Any]:
-    """The model and every module in it that may compute a step, outside towers and their embedders."""
+    """The model and every module in it that may run in a step, outside towers and their embedders."""
     found: list[Any] = []
 
     def visit(module: Any) -> None:
@@ -31,11 +31,11 @@ def modules_of_a_step(model: Any) -> list[Any]:
 
 
 def find(model: Any, modules: list[Any]) -> str | None:
-    """The first reason for which this model decodes as ever; None where nothing is known to be in the way.
+    """The first reason why this model cannot replay its steps; None where nothing is known to be in the way.
 
     Args:
         model: a transformers model that has run a forward.
-        modules: of :func:`modules_of_a_step`.
+        modules: from :func:`modules_of_a_step`.
     """
     for module in modules:
         if module.training:
@@ -44,13 +44,13 @@ def find(model: Any, modules: list[Any]) -> str | None:
 
 
 def find_before_a_forward(model: Any) -> str | None:
-    """The first reason that is known without a forward, and that stays: 8-bit weights, weights on disk, devices."""
+    """The first lasting reason that is known before a forward: 8-bit weights, weights on disk, devices."""
     modules = modules_of_a_step(model)
     return next(itertools.chain(_lasting(modules), _on_disk(model, modules)), None)
 
 
 def of_virtual_tokens(model: Any) -> str | None:
-    """Why PEFT refuses a static cache in the ``generate`` that it has begun; None where it does not."""
+    """Why PEFT refuses a static cache in the ``generate`` that is running; None where it does not."""
     caller = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)
     config = None if caller is model else getattr(caller, "active_peft_config", None)
     if config is None or not config.is_prompt_learning:

@@ -1,9 +1,9 @@
-"""Operations that compute each element of their result on its own, and what PyTorch's CUDA kernels compute for it.
+"""Operations that compute each element of their result on its own, and what PyTorch's CUDA kernels compute for them.
 
-Each operation is one C expression of ``float`` operands. PyTorch computes 16-bit dtypes in ``float``, too, and rounds
+Each operation is one C expression of ``float`` operands. PyTorch also computes 16-bit dtypes in ``float`` and rounds
 once, at the end of each operation (``opmath_t`` in ATen/OpMathType.h); so do the fused kernels. ``__fmul_rn`` and its
-like keep the compiler from contracting two operations into one. Whether an expression gives PyTorch's bits on a GPU is
-not believed but tried there, before its first use (:mod:`kernels`).
+like keep the compiler from contracting two operations into one. Each expression is checked on the GPU for PyTorch's
+bits before its first use (:mod:`kernels`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-#: An operation on more elements than this is no small kernel.
+#: An operation on more elements needs no small kernel.
 MAX_ELEMENTS = 1 << 22
 #: Kernels count elements in 32 bits.
 _FAR = 1 << 31
@@ -24,9 +24,9 @@ class Operation:
     """How one element is computed.
 
     Attributes:
-        source: a C expression; ``{0}`` and so on stand for operands that are ``float``.
-        reference: the PyTorch function, of tensors and numbers.
-        rounds: whether the expression's value may not be one of the result's dtype.
+        source: a C expression; ``{0}`` and so on stand for ``float`` operands.
+        reference: the PyTorch function, on tensors and numbers.
+        rounds: whether the expression's value may need rounding to the result's dtype.
     """
 
     source: str
@@ -39,7 +39,7 @@ def _operations() -> dict[str, Operation]:
 
     return {
         "move": Operation("{0}", lambda x: x.clone(), rounds=False),
-        "cast": Operation("{0}", None),  # the reference is of the result's dtype
+        "cast": Operation("{0}", None),  # the reference is a cast to the result's dtype
         "constant": Operation("{0}", None),
         "concatenate": Operation("", None, rounds=False),
         "negate": Operation("-{0}", torch.neg, rounds=False),
@@ -47,7 +47,7 @@ def _operations() -> dict[str, Operation]:
         "add": Operation("__fadd_rn({0}, {1})", torch.add),
         "subtract": Operation("__fsub_rn({0}, {1})", torch.sub),
         "divide": Operation("__fdiv_rn({0}, {1})", torch.div),
-        # By a number: PyTorch multiplies with its reciprocal (BinaryDivTrueKernel.cu).
+        # By a number: PyTorch multiplies by its reciprocal (BinaryDivTrueKernel.cu).
         "divide_by_number": Operation("__fmul_rn({0}, __fdiv_rn(1.0f, {1}))", torch.div),
         "square": Operation("__fmul_rn({0}, {0})", lambda x: torch.pow(x, 2)),
         "reciprocal_root": Operation("rsqrtf({0})", torch.rsqrt),
@@ -59,7 +59,7 @@ def _operations() -> dict[str, Operation]:
 
 
 def operation(name: str) -> Operation:
-    """The operation of that name."""
+    """The operation with that name."""
     if not _known:
         _known.update(_operations())
     return _known[name]
@@ -70,27 +70,27 @@ _known: dict[str, Operation] = {}
 
 @dataclass(frozen=True)
 class Number:
-    """An operand that Python knows."""
+    """An operand whose value Python knows."""
 
     value: float
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """An operand in memory: the element of ``tensor`` at an index of the result is at these ``strides``."""
+    """An operand in memory: for an index of the result, the element of ``tensor`` at these ``strides``."""
 
     tensor: Any
     strides: tuple[int, ...]
 
     @property
     def dtype(self) -> Any:
-        """Of the tensor."""
+        """The tensor's dtype."""
         return self.tensor.dtype
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """An operand that is itself not computed yet: elements of ``value``, counted as they lie in its memory."""
+    """An operand that is not computed yet: elements of ``value``, in the order of its memory."""
 
     value: Value
     offset: int
@@ -98,7 +98,7 @@ class Part:
 
     @property
     def dtype(self) -> Any:
-        """Of the value."""
+        """The value's dtype."""
         return self.value.dtype
 
 
@@ -107,15 +107,15 @@ Operand = Number | Load | Part
 
 @dataclass(eq=False)
 class Value:
-    """A result that is to be computed: contiguous, from the first element of its memory on.
+    """A result to compute: contiguous, starting at the first element of its memory.
 
     Attributes:
         name: of the operation.
-        operands: in its order; of "concatenate", each with strides of its own shape.
+        operands: in its order; for "concatenate", each with the strides of its own shape.
         shape: of the result.
         dtype: of the result, a ``torch.dtype``.
-        sizes: of "concatenate", how long each operand is along ``dim``.
-        memory: a tensor of the memory where the result goes.
+        sizes: for "concatenate", the length of each operand along ``dim``.
+        memory: a tensor on the memory that receives the result.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Value:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What decides on its bits, apart from the operands' values: the name, and the dtypes or numbers."""
+        """What decides its bits, apart from the operands' values: the name, and the dtypes or numbers."""
         kinds = tuple(operand.value if isinstance(operand, Number) else operand.dtype for operand in self.operands)
         return self.name, kinds, self.dtype
 
@@ -148,7 +148,7 @@ class Call:
 
 
 def understood(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
-    """The call in terms of the operations above; None for any other call.
+    """The call in terms of the operations above; None if they cannot express it.
 
     Args:
         op: an ``OpOverload``.
@@ -251,7 +251,7 @@ def _is_number(value: Any) -> bool:
 
 
 def fits(call: Call, dtype: Any, device: Any) -> bool:
-    """Whether the operations say what becomes of these operands in a result of this dtype on this device."""
+    """Whether the operations define the result of this dtype for these operands on this device."""
     import torch
 
     floats = (torch.float32, torch.bfloat16, torch.float16)
@@ -291,7 +291,7 @@ def strides_in(tensor: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def everything(values: Sequence[Value]) -> Iterator[Value]:
-    """Each value once, and what it is computed from."""
+    """Each value once, including those it is computed from."""
     seen: set[int] = set()
     waiting = list(values)
     while waiting:

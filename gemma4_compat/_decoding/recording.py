@@ -1,4 +1,4 @@
-"""One captured step: the kernels of a forward, launched again without its Python."""
+"""A captured step: the kernels of a forward, launched again without its Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Result = TypeVar("_Result")
 
 
 class Recording(Protocol):
-    """A step that was run once, and can be run again on the same memory."""
+    """A step that was captured, and can be run again on the same memory."""
 
     def __init__(self, device: Any, pool: Any) -> None: ...
 
@@ -27,7 +27,7 @@ class Recording(Protocol):
         """
 
     def replay(self) -> None:
-        """Do on the device what was recorded, in the order of the current stream."""
+        """Run the recording on the device, in the order of the current stream."""
 
     @staticmethod
     def obstacle() -> str | None:
@@ -35,7 +35,7 @@ class Recording(Protocol):
 
     @staticmethod
     def new_pool() -> Any:
-        """What recordings that are never replayed at once share for their memory."""
+        """A memory pool for recordings that are never replayed at the same time."""
 
 
 class CudaRecording:
@@ -43,7 +43,7 @@ class CudaRecording:
 
     Args:
         device: ``torch.device`` with an index.
-        pool: of :meth:`new_pool`.
+        pool: from :meth:`new_pool`.
     """
 
     def __init__(self, device: Any, pool: Any) -> None:
@@ -54,7 +54,7 @@ class CudaRecording:
 
     @staticmethod
     def obstacle() -> str | None:
-        """A failed capture could not be cleaned up after."""
+        """Rules out releases where a failed capture could not be cleaned up."""
         import torch
 
         absent = [names[0] for names in (_END_ALLOCATION, _RELEASE_POOL) if _private(names) is None]
@@ -76,7 +76,7 @@ class CudaRecording:
             stream = _streams[self._device] = torch.cuda.Stream(self._device)
         with _without_collection(), torch.cuda.device(self._device):
             torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()  # what is cached cannot be given to the graph's pool in a capture
+            torch.cuda.empty_cache()  # a capture cannot give cached memory to the graph's pool
             with torch.cuda.stream(stream):
                 self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
@@ -98,7 +98,7 @@ class CudaRecording:
         try:
             self._graph.capture_end()
         except RuntimeError:
-            # CUDA has ended it, and PyTorch (seen with 2.11) stops there: the allocator goes on filling the pool, and
+            # CUDA has ended it, and PyTorch (seen with 2.11) stops there: the allocator keeps filling the pool, and
             # random numbers are still drawn as in a capture.
             for names in (_END_ALLOCATION, _RELEASE_POOL):
                 function = _private(names)
@@ -110,7 +110,7 @@ class CudaRecording:
             another.capture_end()
 
 
-#: Functions of torch._C, by their names in its releases, the newest first.
+#: Functions of torch._C, by release, the newest name first.
 _END_ALLOCATION = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")  # the second before torch 2.8
 _RELEASE_POOL = ("_cuda_releasePool",)
 
@@ -121,19 +121,19 @@ def _private(names: tuple[str, ...]) -> Callable[[int, Any], None] | None:
     return next((getattr(torch._C, name) for name in names if hasattr(torch._C, name)), None)
 
 
-#: One for each device: cuBLAS takes a workspace for each stream that it meets.
+#: One per device: cuBLAS allocates a workspace for each stream that it sees.
 _streams: dict[Any, Any] = {}
 
-#: Held in a capture: there is one at a time in a process.
+#: Held during a capture: a process runs one at a time.
 capturing = threading.Lock()
 
-#: By type of device. Tests add one for the CPU.
+#: By device type. Tests add one for the CPU.
 RECORDERS: dict[str, type[Recording]] = {"cuda": CudaRecording}
 
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage collection inside: it may delete a graph, or an event, which a capture does not survive."""
+    """No garbage collection inside: it may delete a graph or an event, which breaks a capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
 """The tensors of a static cache: graphs hold their addresses.
 
-A layer is one of transformers' ``StaticLayer`` or ``StaticSlidingWindowLayer`` (5.5.0 to 5.23.0 at least): ``keys``
-and ``values`` of shape [batch, heads, length, width], ``cumulative_length``, an integer tensor on their device, and
-for a sliding one ``cumulative_length_int``, which decides between two ways of an update.
+A layer is one of transformers' ``StaticLayer`` or ``StaticSlidingWindowLayer`` (5.5.0 to 5.23.0 at least). It has
+``keys`` and ``values`` of shape [batch, heads, length, width]; ``cumulative_length``, an integer tensor on their
+device; and, if it is sliding, ``cumulative_length_int``, which decides between two ways of an update.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def is_static(cache: Any) -> bool:
     return all(type(layer).__name__ in _LAYERS for layer in layers) and bool(list(_holding(cache)))
 
 
-#: The last one stands for a layer that shares another one's keys (5.23).
+#: The last one stands for a layer that shares another layer's keys (5.23).
 _LAYERS = ("StaticLayer", "StaticSlidingWindowLayer", "DummyLayer")
 
 
 def _holding(cache: Any) -> Iterator[Any]:
-    """The layers that hold keys of their own."""
+    """The layers that have keys of their own."""
     return (layer for layer in cache.layers if type(layer).__name__ != "DummyLayer")
 
 
@@ -46,18 +46,18 @@ def tensors(cache: Any) -> tuple[Any, ...] | None:
 
 
 def sliding(cache: Any) -> list[Any]:
-    """The sliding layers, whose updates depend on a number that Python counts."""
+    """The sliding layers, whose updates depend on a counter in Python."""
     return [layer for layer in _holding(cache) if type(layer).__name__ == "StaticSlidingWindowLayer"]
 
 
 def is_full(layer: Any) -> bool:
-    """Whether a sliding layer drops a token for each that it gets: the other way of its update."""
+    """Whether a sliding layer drops a token for each one it gets: the second way of its update."""
     return bool(layer.cumulative_length_int >= layer.max_cache_len)
 
 
 @contextlib.contextmanager
 def capturable(cache: Any) -> Iterator[None]:
-    """Inside, an update of one token does nothing that a capture refuses; the numbers that count do not advance."""
+    """Inside, an update of one token does nothing that a capture refuses, and counters do not advance."""
     counted = [(layer, layer.cumulative_length_int) for layer in sliding(cache)]
     full = [layer for layer, _ in counted if is_full(layer)]
     try:
@@ -70,7 +70,7 @@ def capturable(cache: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _overridden(layers: list[Any], method: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``function`` is that method of each of these layers."""
+    """Inside, ``function`` replaces that method of each of these layers."""
     for layer in layers:
         setattr(layer, method, functools.partial(function, layer))
     try:
@@ -81,7 +81,7 @@ def _overridden(layers: list[Any], method: str, function: Callable[..., Any]) ->
 
 
 def _update_full(layer: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
-    """``StaticSlidingWindowLayer.update`` of a full layer, without its index, which it copies from the host."""
+    """``StaticSlidingWindowLayer.update`` of a full layer, without the index that it copies from the host."""
     import torch
 
     for held, new in ((layer.keys, keys), (layer.values, values)):
@@ -91,14 +91,14 @@ def _update_full(layer: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any
 
 
 def advance(cache: Any) -> None:
-    """Count the token that a replay has added."""
+    """Count the token that a replay added."""
     for layer in sliding(cache):
         layer.cumulative_length_int += 1
 
 
 @contextlib.contextmanager
 def reordered_in_place(cache: Any) -> Iterator[None]:
-    """Inside, ``cache.reorder_cache`` (beams) writes into the tensors there are instead of replacing them."""
+    """Inside, ``cache.reorder_cache`` (beams) writes into the existing tensors instead of replacing them."""
     with _overridden(list(_holding(cache)), "reorder_cache", _reorder):
         yield
 
@@ -112,10 +112,10 @@ def _reorder(layer: Any, beams: Any) -> None:
 class Snapshot:
     """What a step of one token may change in a cache, copied to the host.
 
-    That is all of a sliding layer, and of another one its length and the keys and values at it.
+    For a sliding layer that is everything; for a full layer, its length and the keys and values at that position.
 
     Args:
-        cache: its layers hold their tensors.
+        cache: its layers have their tensors.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -138,24 +138,24 @@ class Snapshot:
         return other
 
     def restore(self) -> None:
-        """Put what was copied back."""
+        """Write the copy back."""
         for view, copied in zip(self._views, self._copies, strict=True):
             view.copy_(copied)
 
     def holds(self) -> bool:
-        """Whether those parts of the cache are bit by bit what was copied."""
+        """Whether those parts of the cache still have the bits that were copied."""
         pairs = zip(self._views, self._copies, strict=True)
         return all(same_bits(view, copied.to(view.device)) for view, copied in pairs)
 
 
 class Memory:
-    """The tensors of one cache, kept for the next one of the same shapes.
+    """The tensors of one cache, kept for the next cache of the same shapes.
 
-    Since transformers 5.15 each ``generate`` has a cache of its own; a graph of the last one serves the next one if
-    that lies in the same memory. Before, transformers kept the cache itself.
+    Since transformers 5.15 each ``generate`` has its own cache; a graph of the last one serves the next if that uses
+    the same memory. Before, transformers kept the cache itself.
 
     Args:
-        cache: its layers hold their tensors.
+        cache: its layers have their tensors.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -167,15 +167,15 @@ class Memory:
 
     @property
     def in_use(self) -> bool:
-        """Whether its cache is alive, or somebody else holds one of its tensors."""
+        """Whether its cache is alive, or anything else holds one of its tensors."""
         return self._cache() is not None or _any_held(self.tensors)
 
     def lend(self, cache: Any, on_refused: Callable[[Memory], None]) -> None:
-        """Have the layers of a new cache take these tensors, zeroed, in place of new ones.
+        """Have the layers of a new cache use these tensors, zeroed, instead of new ones.
 
         Args:
             cache: no forward has filled it.
-            on_refused: called with this memory if one of the layers gets other keys than these can hold.
+            on_refused: called with this memory if a layer gets keys that these tensors cannot hold.
         """
         layers = list(_holding(cache))
         keys = self.tensors[::3]
@@ -189,12 +189,12 @@ class Memory:
 
 
 def addresses(found: tuple[Any, ...]) -> tuple[int, ...]:
-    """Where tensors lie on their device."""
+    """The tensors' addresses on their device."""
     return tuple([tensor.data_ptr() for tensor in found])
 
 
 def _initialize(layer: Any, own: tuple[Any, ...], on_refused: Callable[[], None], *args: Any, **kwargs: Any) -> None:
-    """``StaticLayer.lazy_initialization``, then ``own`` in place of its tensors if they are alike."""
+    """``StaticLayer.lazy_initialization``, then ``own`` in place of its tensors if they match."""
     del layer.lazy_initialization
     layer.lazy_initialization(*args, **kwargs)
     fresh = (layer.keys, layer.values, layer.cumulative_length)
@@ -214,7 +214,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _any_held(found: tuple[Any, ...]) -> bool:
-    """Whether anybody holds one of these tensors, or a view of it, but the tuple that they are in."""
+    """Whether anything other than this tuple holds one of these tensors, or a view of it."""
     import torch
 
     if not hasattr(torch._C, "_storage_Use_Count"):

@@ -1,4 +1,4 @@
-"""One step of a ``generate``: its inputs, and what it has in common with other steps that one graph serves."""
+"""One step of a ``generate``: its inputs, and what it shares with other steps that the same graph serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from gemma4_compat._decoding import static_caches
 from gemma4_compat._models import cache_names
 
-#: Growing with the text, and read in the prompt only (transformers 5.5; later releases leave it out themselves).
+#: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
 
 
@@ -17,9 +17,9 @@ class Step:
 
     Attributes:
         inputs: of the model's forward, by name.
-        cache: the one among them.
+        cache: the cache among them.
         device: of the input ids, a ``torch.device``.
-        tensors: those in the inputs, in order.
+        tensors: the tensors in the inputs, in order.
         addresses: of the cache's tensors.
         kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
     """
@@ -33,14 +33,14 @@ class Step:
 
     @classmethod
     def of(cls, inputs: dict[str, Any]) -> Step | None:
-        """The step with these inputs; None where it reads more than a token, or has another cache."""
+        """The step with these inputs; None where it reads several tokens, or has another kind of cache."""
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):
             return None
         found = static_caches.tensors(cache)
         if found is None:
             return None
-        if isinstance(inputs.get("attention_mask"), dict):  # which is all that the forward reads of these
+        if isinstance(inputs.get("attention_mask"), dict):  # the forward reads only this of them
             inputs = {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
         return cls(inputs, cache, found)
 
@@ -77,7 +77,7 @@ class Step:
         )
 
     def static_inputs(self) -> dict[str, Any]:
-        """The inputs with tensors of their own, which a graph reads."""
+        """The inputs, with new tensors for a graph to read."""
         import torch
 
         with torch.inference_mode(False), torch.no_grad():
@@ -96,7 +96,7 @@ def tensors(value: Any) -> list[Any]:
 
 
 def _names(inputs: dict[str, Any]) -> Iterator[Any]:
-    """Names, and values that are not tensors."""
+    """Names, and the values that are not tensors."""
     import torch
 
     for name, value in inputs.items():
@@ -126,17 +126,17 @@ _CACHE = object()
 
 
 def kept(value: Any, cache: Any) -> Any:
-    """The output of a captured step, without its cache, which it must not keep alive."""
+    """The output of a captured step without its cache, which it must not keep alive."""
     return _CACHE if value is cache else _rebuilt(value, lambda part: kept(part, cache))
 
 
 def given_back(value: Any, cache: Any) -> Any:
-    """What :func:`kept` has kept, with this cache in it."""
+    """What :func:`kept` kept, with this cache in it."""
     return cache if value is _CACHE else _rebuilt(value, lambda part: given_back(part, cache))
 
 
 def copied(value: Any, cache: Any) -> Any:
-    """The kept output of a replayed step, with tensors of its own and the cache of this step."""
+    """The kept output of a replayed step, with its own copies of the tensors and this step's cache."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -49,8 +49,8 @@ def export_adapter(
     'vllm serve google/gemma-4-E4B-it --enable-lora --max-lora-rank 16 --lora-modules my-adapter=/home/me/for-vllm'
 
     The outputs there are the adapter's: modules of several ranks and scales get one, layers that a server joins get
-    all their parts, and what a reader would leave out or compute differently is refused (docs/ADAPTERS.md). In memory
-    is one tensor at a time, and for experts one layer's. ``out`` appears when all is written.
+    all their parts, and anything a reader would leave out or compute differently is refused (docs/ADAPTERS.md). Only
+    one tensor is in memory at a time (for experts, one layer's). ``out`` appears once everything is written.
 
     Args:
         adapter: its folder, or the id of one in the cache of the hub; keys of any Gemma 4 class are understood.
@@ -64,8 +64,8 @@ def export_adapter(
         What was written, what was changed for the reader, and the command that loads it.
 
     Raises:
-        Gemma4CompatError: the reader cannot have it, or it cannot be read; the message says why and what to do
-            instead, and nothing is left behind.
+        Gemma4CompatError: the reader does not support it, or it cannot be read; the message says why and what to
+            do instead, and nothing is left behind.
     """
     if target not in TARGETS:
         raise Gemma4CompatError(f"the reader {target!r} is unknown; it is one of {', '.join(TARGETS)}")

@@ -7,8 +7,7 @@ gemma4_mm,gemma4_unified}.py`` of vLLM 0.33.0; ``sglang/srt/lora/{lora,lora_conf
 Both take keys of ``Gemma4ForConditionalGeneration``, whichever class they serve. Both join ``q_proj``, ``k_proj`` and
 ``v_proj`` into one layer. If keys are used as values, its third part has no weights of its own, and both apply an
 adapter on ``k_proj`` only to the keys; so ``v_proj`` gets the same adapter here. Every release of both understands a
-single scale
-for all modules: SGLang reads neither ``alpha_pattern`` nor ``use_rslora``.
+single scale for all modules: SGLang reads neither ``alpha_pattern`` nor ``use_rslora``.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
 Merging rounds each weight once more, which shows in the logits; how much depends on the model and the prompt. So the
 bound is measured on the model itself. The adapter-loaded model runs again with noise, one rounding of its dtype, on
-the
-output of every adapted module: rounding their weights has that effect. Every 4-bit layer gets noise as well, because
-the merged model computes it with another kernel. A difference of more than a few times that noise is not due to
-rounding.
+the output of every adapted module: rounding their weights has that effect. Every 4-bit layer gets noise as well,
+because the merged model computes it with another kernel. A difference of more than a few times that noise is not due
+to rounding.
 
 Both models are never in memory at once.
 """
@@ -48,7 +47,7 @@ class Parity:
     Differences are those of logits over every position of every prompt: the largest, and the root mean square.
 
     Attributes:
-        prompts: what was asked.
+        prompts: the prompts.
         reference: what the merged model was compared with.
         positions: how many rows of logits were compared.
         difference: merged against adapter-loaded.

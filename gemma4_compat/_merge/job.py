@@ -56,15 +56,15 @@ def merge_adapter(
     allow_pickle: bool = False,
     progress: bool | None = None,
 ) -> MergeReport:
-    """Merge a LoRA, or what else PEFT can merge, into its base, and compare outputs with those of the adapter.
+    """Merge a LoRA, or another adapter that PEFT can merge, into its base, and compare outputs with the adapter's.
 
     >>> report = gemma4_compat.merge_adapter("gemma-4-E4B-it", "my-adapter", "merged")
     >>> report.parity.ok
     True
 
-    One module at a time, in float32, by PEFT's own code, rounded once. In host memory are the adapter and three times
-    the largest adapted module in float32, whatever the size of the model; the check then loads the model, twice, one
-    after the other. ``out`` appears when all is done: the model, all that lies beside the base's weights,
+    PEFT's own code merges one module at a time in float32 and rounds once. Host memory holds the adapter and three
+    times the largest adapted module in float32, whatever the size of the model; the check then loads two models, one
+    after the other. ``out`` appears once everything is done: the model, every file beside the base's weights,
     ``merge_report.json`` and ``merge_report.txt``. The base and the adapter are only read.
 
     Args:
@@ -78,15 +78,15 @@ def merge_adapter(
         quantize: for "dequantized": "4bit", "4bit-double", "8bit" or a ``BitsAndBytesConfig``; default: what the base
             says, else "4bit-double".
         skip_modules: for "dequantized" and ``quantize_result``: ``llm_int8_skip_modules``; default: those of
-            ``quantize`` where it is a configuration, else what a quantized base says, else the head and the routers.
-        dtype: "bf16", "fp16" or "fp32", or torch's name of it; default: the base's. A value that it cannot hold is an
-            error.
+            ``quantize`` if it is a configuration, else what a quantized base says, else the head and the routers.
+        dtype: "bf16", "fp16" or "fp32", or torch's name of it; default: the base's. A value that the dtype cannot hold
+            is an error.
         quantize_result: write the merged model in "4bit", "4bit-double" or "8bit" of bitsandbytes; default: in
-            ``dtype``. Its outputs are compared once more, with a bound that is what this quantization changes in the
-            base; needs room for both on the disk.
+            ``dtype``. Its outputs are compared again; the bound is the change that this quantization makes to the
+            base. Needs disk space for both.
         device_map: where the check runs; default: the first GPU, else the CPU.
         max_shard_size: of a file with weights.
-        check: how many prompts to compare outputs on; 0: no check.
+        check: number of prompts to compare outputs on; 0: no check.
         tolerance: the largest difference of logits; default: a bound measured on this model.
         allow_pickle: read an ``adapter_model.bin`` (tensors and nothing else).
         progress: show a progress bar; default: on a terminal.
@@ -95,7 +95,7 @@ def merge_adapter(
         What was merged, and the measured parity: logits, KL divergence, greedy tokens.
 
     Raises:
-        MergeParityError: parity is out of bounds; its ``report`` has what was measured, and nothing is left behind.
+        MergeParityError: parity is out of bounds; its ``report`` has the measurements, and nothing is left behind.
         Gemma4CompatError: it cannot be done; the message says why, and nothing is left behind.
     """
     dtype = _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype

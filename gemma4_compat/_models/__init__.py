@@ -1,4 +1,4 @@
-"""What a Gemma 4 model is and where its parts are. Reads models; changes none.
+"""What a Gemma 4 model is and where its parts are. Reads models and changes none.
 
 * :mod:`family`: whether something is a Gemma 4. :mod:`variants`: the shapes of the released ones.
 * :mod:`walk`: a model's modules. :mod:`inspection`: where it wants its inputs, and which tensors have no values.

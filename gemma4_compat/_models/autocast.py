@@ -6,9 +6,9 @@ from typing import Any
 
 
 def dtype_on(device: Any) -> Any:
-    """The dtype that an autocast which is on makes of what it casts on ``device`` (a ``torch.device``); else None.
+    """The dtype to which an active autocast casts on ``device`` (a ``torch.device``); None if none is active.
 
-    Some devices ("meta") know no autocast.
+    Some devices ("meta") do not support autocast.
     """
     import torch
 

@@ -18,11 +18,11 @@ _CLASSES = {
 
 
 def on_meta(model: Any) -> tuple[Any, str, str]:
-    """The model on meta, what ``from_pretrained`` takes for it, and what was assumed.
+    """The model on meta, the class name for ``from_pretrained``, and what was assumed.
 
     Args:
-        model: a folder with a ``config.json``, the id of a cached model, a variant, a configuration, or a model, which
-            is returned as it is.
+        model: a folder with a ``config.json``, the id of a cached model, a variant, a configuration, or a model,
+            which is returned unchanged.
 
     Raises:
         Gemma4CompatError: it is not a Gemma 4, or there is no configuration for it.
@@ -69,7 +69,8 @@ def _configuration(model: str) -> tuple[Any, str, str]:
     if file is not None:
         _check(file)
     try:
-        # The cache is enough: nothing is downloaded. No code of the folder's runs, nor is anybody asked whether to.
+        # The cache is enough: nothing is downloaded. Code from the folder does not run, and nobody is asked whether
+        # to.
         return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False), model, ""
     except Exception as error:
         if variant is not None and not local:
@@ -83,7 +84,7 @@ def _configuration(model: str) -> tuple[Any, str, str]:
 
 
 def _check(file: Path) -> None:
-    """Refuse a configuration of other types, or of more layers than a model has, before transformers builds them."""
+    """Refuse a configuration with wrong types, or too many layers, before transformers builds it."""
     from gemma4_compat._common import json_files
     from gemma4_compat._common.formats import ModelConfig
 

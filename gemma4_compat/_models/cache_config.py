@@ -13,7 +13,7 @@ def shares_nothing(config: Any) -> bool:
 
 
 class Unshared:
-    """The text model's part of ``config`` for a cache, as if there were no such thing as KV-shared layers."""
+    """The text model's part of ``config`` for a cache, as if KV-shared layers did not exist."""
 
     def __init__(self, config: Any) -> None:
         self._config = config.get_text_config(decoder=True)

@@ -1,7 +1,7 @@
-"""Settings of a text model that transformers writes by layer from 5.15.0 on, under the names that other readers read.
+"""Settings of a text model that transformers writes per layer from 5.15.0 on, under the names that other readers use.
 
-``global_head_dim`` is the head size of full attention, ``num_global_key_value_heads`` its number of key-value heads
-(null: that of the other layers), as in released ``config.json`` files.
+``global_head_dim`` is the head size of full attention, and ``num_global_key_value_heads`` its number of key-value
+heads (null: the same as in the other layers), as in released ``config.json`` files.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ NAMES = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_v
 
 
 def restored(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that ``text``, a text model's part of ``config.json``, has by layer and not by name.
+    """The settings that ``text``, a text model's part of ``config.json``, has per layer and not by name.
 
-    None where it has no settings by layer, or some that these names cannot say: full-attention layers that differ from
-    each other, or other layers with settings of their own.
+    Empty if it has no settings per layer, or has some that these names cannot express: full-attention layers that
+    differ from each other, or other layers with settings of their own.
     """
     layers, kinds = text.get("per_layer_config"), text.get("layer_types")
     if not isinstance(layers, Mapping) or not isinstance(kinds, list) or "full_attention" not in kinds:
@@ -38,8 +38,8 @@ def restored(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of(config: Any) -> dict[str, Any]:
-    """The old names and their values of a text model's configuration that keeps these by layer; none where it has no
-    settings by layer, or some that the names cannot say.
+    """The old names and their values, from a text model's configuration that keeps them per layer. Empty if it has no
+    settings per layer, or has some that the names cannot express.
     """
     own = vars(config)
     by_layer = own.get("_heterogeneity_spec")
@@ -50,7 +50,7 @@ def of(config: Any) -> dict[str, Any]:
 
 
 def set_on(config: Any, name: str, value: Any) -> None:
-    """Give a setting by its old name to the full-attention layers of a configuration of which :func:`of` says it."""
+    """Set a setting by its old name on the full-attention layers of a configuration for which :func:`of` has it."""
     own = vars(config)
     layers = {index: dict(settings) for index, settings in own["_heterogeneity_spec"].per_layer_overrides.items()}
     setting = NAMES[name]

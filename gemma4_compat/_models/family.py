@@ -6,15 +6,15 @@ from typing import Any
 
 
 def is_gemma4(model: Any) -> bool:
-    """Whether the model, or the one inside a PEFT model, is a Gemma 4 of any class: its configuration says so."""
+    """Whether the configuration says that the model, or the one inside a PEFT model, is a Gemma 4 of any class."""
     return is_gemma4_config(getattr(model, "config", None))
 
 
 def is_gemma4_config(config: Any) -> bool:
-    """Whether this is a configuration of any Gemma 4 model, or of the text model of one."""
+    """Whether this is the configuration of any Gemma 4 model, or of its text model."""
     return str(getattr(config, "model_type", "")).startswith("gemma4")
 
 
 def is_gemma4_module(module: Any) -> bool:
-    """Whether a module inside a model is one of Gemma 4's, by its class: modules have no ``model_type``."""
+    """Whether a module is one of Gemma 4's, according to its class: modules have no ``model_type``."""
     return any(kind.__name__.startswith("Gemma4") for kind in type(module).__mro__)

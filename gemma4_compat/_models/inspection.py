@@ -1,4 +1,4 @@
-"""Where a loaded model wants its inputs, and which of its tensors have no values. Reads; changes nothing.
+"""Where a loaded model wants its inputs, and which of its tensors have no values. Reads only.
 
 Duck-typed on accelerate's hooks, PEFT's wrappers and bitsandbytes' states; torch is imported when something is called.
 """
@@ -22,11 +22,11 @@ class MetaTensor:
     """A tensor of a model that is on meta: it has a shape and no values.
 
     Attributes:
-        path: where it is, from the model down: ``"model.layers.0.mlp.up_proj.weight"`` or, for a member of a
-            quantization state, ``"model.layers.0.mlp.up_proj.weight.quant_state.absmax"``.
+        path: its place in the model: ``"model.layers.0.mlp.up_proj.weight"`` or, for a member of a quantization state,
+            ``"model.layers.0.mlp.up_proj.weight.quant_state.absmax"``.
         kind: ``"parameter"``, ``"buffer"`` or ``"quantization"`` (a member of a quantization state).
-        offloaded: True where a hook will bring the values in for the next forward, as it should be; False where none
-            will: they are lost, and the module cannot compute.
+        offloaded: True if a hook will onload the values for the next forward, as it should; False if no hook will: the
+            values are lost, and the module cannot compute.
         shape: as ``torch.Tensor.shape``.
         dtype: as ``torch.Tensor.dtype`` (``torch.uint8`` for 4-bit weights, two values a byte).
     """
@@ -41,7 +41,7 @@ class MetaTensor:
 def input_device(model: Any) -> torch.device:
     """Where ``input_ids`` must be: the device on which the input embedding of ``model`` computes.
 
-    For an offloaded embedding that is its hook's execution device, not where its weight waits. A model with
+    For an offloaded embedding that is its hook's execution device, not the place of its weight. A model with
     accelerate's hooks takes inputs from any device and moves them there; PEFT layers around the embedding, and models
     without hooks, do not.
 
@@ -51,18 +51,18 @@ def input_device(model: Any) -> torch.device:
         model: a transformers model, plain, quantized, dispatched over devices, or wrapped by PEFT or torch.compile.
 
     Returns:
-        The device, with its index where one is known (``cuda:0``).
+            The device, with its index if that is known (``cuda:0``).
 
     Raises:
-        Gemma4CompatError: it cannot be told: ``model`` has no input embedding, or the embedding is on meta and no
-            hook will bring it in. The message names the module and the remedy.
+        Gemma4CompatError: it is unknown: ``model`` has no input embedding, or the embedding is on meta and no hook
+            will onload it. The message names the module and the remedy.
     """
     import torch
 
     embedding = _input_embedding(model)
     device = module_hooks.hook_device(embedding)
     if device is not None:
-        return device  # as nearly always: `model.device` asks several times a token
+        return device  # as nearly always: `model.device` asks several times per token
     path = next((name for name, module in model.named_modules() if module is embedding), "")
     for module in _ancestors(model, path):
         device = module_hooks.hook_device(module, of_submodules=True)
@@ -79,13 +79,13 @@ def input_device(model: Any) -> torch.device:
 
 
 def device_of_offloaded(model: Any) -> torch.device | None:
-    """Where a model takes its inputs whose first parameter is on meta until a hook brings it in.
+    """Where a model takes its inputs if its first parameter is on meta until a hook onloads it.
 
     That is :func:`input_device`; for a part without an input embedding, such as a tower, it is where its first
     parameter computes.
 
     Returns:
-        The device; None where no hook brings the first parameter in: that model really is on meta.
+        The device; None if no hook onloads the first parameter: that model really is on meta.
     """
     named = ((name, module) for name, module in model.named_modules() if _has_parameters(module))
     path, first = next(named, ("", None))
@@ -114,9 +114,9 @@ def find_meta_tensors(model: Any) -> tuple[MetaTensor, ...]:
     """Every parameter, buffer and member of a quantization state of ``model`` that is on meta.
 
     On a dispatched model the offloaded ones are normal: between two forwards their values are in host memory or on
-    disk, and the hook of their module brings them in. One that is *not* ``offloaded`` has lost its values for good:
-    the next forward of its module raises ``Cannot copy out of meta tensor`` (or worse, computes with noise), and the
-    remedy is to load the model again with this package imported first. Nothing is read from disk and nothing moved.
+    disk, and the hook of their module onloads them. A tensor that is *not* ``offloaded`` has lost its values for good:
+    the next forward of its module raises ``Cannot copy out of meta tensor`` (or worse, computes with noise). The
+    remedy is to load the model again after importing this package. Nothing is read from disk and nothing is moved.
 
     Args:
         model: any ``torch.nn.Module``; PEFT wrappers are walked through.
@@ -160,14 +160,14 @@ def _find_in_states(
 
     for name, value in attributes.items():
         label = f"{owner}.{name}" if owner else name
-        if isinstance(value, torch.Tensor) and name in ("CB", "SCB"):  # Int8Params: hooks bring in weight and SCB
+        if isinstance(value, torch.Tensor) and name in ("CB", "SCB"):  # Int8Params: hooks onload weight and SCB
             if value.device.type == "meta":
                 held = _is_held(hooks, "SCB" if name == "SCB" else owner or "weight", keys)
                 yield _found(path, label, "quantization", value, held)
         elif name == "quant_state" and value is not None and id(value) not in states:
             states[id(value)] = label  # parameter and module share one
             for member, tensor in _members(value):
-                if tensor.device.type == "meta":  # no hook brings scales in
+                if tensor.device.type == "meta":  # no hook onloads scales
                     yield _found(path, f"{label}.{member}", "quantization", tensor, False)
         elif name == "state" and hasattr(value, "CB") and hasattr(value, "SCB"):  # of a Linear8bitLt
             own = {member: getattr(value, member) for member in ("CB", "SCB")}
@@ -190,7 +190,7 @@ def _found(path: str, name: str, kind: str, tensor: Any, offloaded: bool) -> Met
 
 
 def _offload_hooks(model: Any, path: str, module: Any) -> Iterator[tuple[Any, str]]:
-    """The hooks that bring tensors of ``module`` in, each with the prefix its map has for them."""
+    """The hooks that onload tensors of ``module``, each with the prefix its map has for them."""
     hook = module_hooks.offload_hook(module)
     if hook is not None:
         yield hook, ""
@@ -205,7 +205,7 @@ def _is_held(hooks: list[tuple[Any, str]], name: str, keys: dict[int, frozenset[
 
 
 def _holds(weights: Any, key: str, keys: dict[int, frozenset[Any]]) -> bool:
-    """``key in weights``, which for accelerate's maps would read the tensor from disk."""
+    """``key in weights``, which accelerate's maps would answer by reading the tensor from disk."""
     if isinstance(weights, ChainMap):
         return any(_holds(item, key, keys) for item in weights.maps)
     if hasattr(weights, "dataset") and hasattr(weights, "prefix"):
@@ -226,7 +226,7 @@ def _ancestors(model: Any, path: str) -> list[Any]:
 
 
 def _input_embedding(model: Any) -> Any:
-    """The module that looks the rows up, below whatever PEFT has put around it."""
+    """The module that looks rows up, below anything PEFT has put around it."""
     try:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):

@@ -15,7 +15,7 @@ def between_forwards(outermost: Any, embedding: Any, row: Any) -> Iterator[None]
 
     Args:
         outermost: the embedding, or an adapter's layer around it.
-        embedding: an ``nn.Embedding``, its weight a parameter of its own.
+        embedding: an ``nn.Embedding`` whose weight is its own parameter.
         row: (hidden,), on the device where it is used.
     """
     import torch
@@ -33,7 +33,7 @@ def between_forwards(outermost: Any, embedding: Any, row: Any) -> Iterator[None]
         embedding._parameters["weight"] = between
 
     put_stand_in()
-    # Around accelerate's hook, which is inside `forward` and must not see the stand-in: it remembers addresses.
+    # Around accelerate's hook, which runs inside `forward` and must not see the stand-in: it remembers addresses.
     handles = (
         outermost.register_forward_pre_hook(remove_stand_in, prepend=True),
         outermost.register_forward_hook(put_stand_in),

@@ -1,8 +1,8 @@
-"""The tokens that the per-layer embeddings of E2B and E4B are looked up by, where a model gets ``inputs_embeds``.
+"""The tokens by which the per-layer embeddings of E2B and E4B are looked up if a model gets ``inputs_embeds``.
 
-:func:`tokens_of` finds them among the rows of ``embed_tokens``: as that module gives them, whatever scales, adapts or
-stores its weight, with memory for a part of the rows at a time. Every other place has the padding token: an image, a
-video, a sound, and what PEFT trains in the place of tokens.
+:func:`tokens_of` finds them among the rows of ``embed_tokens`` as that module returns them, however its weight is
+scaled, adapted or stored, with memory for some of the rows at a time. Every other position has the padding token:
+images, videos, audio, and what PEFT trains in place of tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gemma4_compat._accelerate import module_hooks
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
 
-#: Bytes of the numbers that rows of embeddings are compared by, at a time.
+#: Bytes of the numbers by which rows of embeddings are compared, at a time.
 SCRATCH = 2**26
 #: Per-layer inputs on their way through a forward that has no argument for them.
 _given: ContextVar[Any] = ContextVar("gemma4_compat_per_layer_inputs", default=None)
@@ -32,19 +32,19 @@ def handed_over(inputs: Any) -> Iterator[None]:
 
 
 def given() -> Any:
-    """What is :func:`handed_over`, if anything is."""
+    """The inputs that were :func:`handed_over`, if any."""
     return _given.get()
 
 
 def text_model(model: Any) -> Any:
-    """The ``Gemma4TextModel`` in a model of any class; None where it has no per-layer embeddings."""
+    """The ``Gemma4TextModel`` in a model of any class; None if it has no per-layer embeddings."""
     inner = getattr(model, "model", model)
     found = getattr(inner, "language_model", inner)
     return found if getattr(found, "hidden_size_per_layer_input", 0) else None
 
 
 def inputs_of(model: Any, tokens: Any) -> Any:
-    """The per-layer inputs of ``tokens``, as a forward of ``model`` with these ``input_ids`` has them."""
+    """The per-layer inputs of ``tokens``, as in a forward of ``model`` with these ``input_ids``."""
     text = text_model(model)
     for name in ("image_token_id", "video_token_id", "audio_token_id"):
         if (media := getattr(model.config, name, None)) is not None:
@@ -53,7 +53,9 @@ def inputs_of(model: Any, tokens: Any) -> Any:
 
 
 def known_inputs(model: Any, tokens: Any, embeds: Any) -> Any:
-    """The same for embeddings that have ``tokens`` beside them. An embedding that is another token's is that one."""
+    """The same for embeddings that come with ``tokens``. An embedding that belongs to another token counts as that
+    token.
+    """
     import torch
 
     with torch.no_grad():
@@ -71,7 +73,7 @@ def tokens_of(text: Any, embeds: Any) -> Any:
     """The token of each embedding.
 
     Raises:
-        Gemma4CompatError: an embedding is no token's, or that of several, which have other per-layer embeddings.
+        Gemma4CompatError: an embedding belongs to no token, or to several with different per-layer embeddings.
     """
     import torch
 
@@ -91,7 +93,7 @@ def tokens_of(text: Any, embeds: Any) -> Any:
 
 
 def _is_placeholder(text: Any, embeds: Any) -> Any:
-    """Where ``Gemma4Model.forward`` has put the padding token's row for an image, a video or a sound: unscaled."""
+    """Where ``Gemma4Model.forward`` put the padding token's row, unscaled, for an image, video or audio."""
     import torch
 
     weight = getattr(text.embed_tokens, "weight", None)
@@ -101,9 +103,9 @@ def _is_placeholder(text: Any, embeds: Any) -> Any:
 
 
 def _search(text: Any, embeds: Any) -> Any:
-    """The token of each of these embeddings (number, width), -1 for none.
+    """The token of each of these embeddings (number, width); -1 if there is none.
 
-    Two rows are compared by one number each, and those that agree by their values.
+    Rows are compared by one number each, and by their values if the numbers agree.
     """
     import torch
 
@@ -134,7 +136,7 @@ def _search(text: Any, embeds: Any) -> Any:
 
 
 def _numbers(rows: Any) -> Any:
-    """A number for each row; equal rows have equal ones."""
+    """A number for each row; equal rows have equal numbers."""
     import torch
 
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -145,7 +147,7 @@ def _numbers(rows: Any) -> Any:
 
 
 def _require_same(text: Any, tokens: Any, first: Any) -> None:
-    """Of tokens that have one embedding, the per-layer embeddings must be the same; padding is padding."""
+    """Tokens with the same embedding must have the same per-layer embeddings; padding is padding."""
     doubled = (tokens != first) & (first != text.config.pad_token_id)
     if not doubled.any():  # split() would give one part without rows, which a table of packed weights cannot look up
         return
@@ -154,7 +156,7 @@ def _require_same(text: Any, tokens: Any, first: Any) -> None:
         if differ.any():
             pair = one[differ.to(one.device)][0].item(), other[differ.to(one.device)][0].item()
             raise Gemma4CompatError(
-                f"the tokens {pair[0]} and {pair[1]} have the same embedding and other per-layer embeddings, so "
+                f"the tokens {pair[0]} and {pair[1]} have the same embedding but different per-layer ones, so "
                 "inputs_embeds do not say which one is meant; pass per_layer_inputs=get_per_layer_inputs(tokens, "
                 "None) of the language model, or give generate the tokens as input_ids as well"
             )

@@ -1,4 +1,4 @@
-"""The buffers of rotary embeddings: their order, the same in every process, and their dtype, which no cast narrows."""
+"""The buffers of rotary embeddings: the same order in every process, and a dtype that no cast narrows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def order_buffers(module: Any) -> None:
 
 
 def keep_frequencies(module: Any) -> None:
-    """Have casts of the module, or of one around it, leave its frequencies as precise as they are.
+    """Make casts of the module, or of a module around it, leave its frequencies as precise as they are.
 
-    Only while the patch :data:`CAST` is on. A deep copy does the same; a pickle has no trace of it.
+    Only while the patch :data:`CAST` is on. A deep copy does the same; a pickle keeps no trace of it.
     """
     vars(module)["_apply"] = types.MethodType(_apply, module)  # pickled as `getattr(module, "_apply")`: the class's
 
 
 def _apply(module: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
-    """In place of ``nn.Module._apply``, through which every cast goes."""
+    """Replaces ``nn.Module._apply``, which every cast goes through."""
     before = dict(module._buffers) if changes.is_on(type(module).__init__, CAST) else {}
     type(module)._apply(module, fn, *args, **kwargs)
     for name, value in before.items():

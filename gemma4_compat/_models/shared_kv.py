@@ -1,7 +1,7 @@
-"""The container in which Gemma 4's decoder layers leave keys and values for one another, kept one container.
+"""Keep the container in which Gemma 4's decoder layers share keys and values one and the same.
 
-Code between the text model and a layer may rebuild the arguments: accelerate's hooks rebuild every mapping
-that no skip key names, FSDP and FSDP2 every plain dict. A layer then writes into a copy that nothing reads.
+Code between the text model and a layer may rebuild the arguments: accelerate's hooks rebuild every mapping that no
+skip key names, FSDP and FSDP2 every plain dict. A layer then writes into a copy that nothing reads.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _NAME = "shared_kv_states"
 
 
 class SharedStates(UserDict[Any, Any]):
-    """The caller's container in a type that is passed on unchanged: writes reach it, reads come from it.
+    """The caller's container in a type that is passed on unchanged: it sees every write, and reads come from it.
 
-    accelerate's ``send_to_device`` lets whatever has a ``to`` move itself; FSDP rebuilds plain dicts only. The values
+    accelerate's ``send_to_device`` lets anything with a ``to`` move itself; FSDP rebuilds plain dicts only. The values
     stay on the device that computed them: the layer that reads them brings them to its own.
     """
 
@@ -28,7 +28,7 @@ class SharedStates(UserDict[Any, Any]):
 
 
 def decoder_layer(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A layer's ``__call__``, before its hooks run. What it passes on is also what a checkpoint keeps."""
+    """A layer's ``__call__``, before its hooks run. A checkpoint keeps what this passes on."""
     if _may_rebuild(self):
         args, kwargs = _protected(self, args, kwargs)
     return original(self, *args, **kwargs)
@@ -51,7 +51,7 @@ def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def _may_rebuild(layer: Any) -> bool:
-    """Whether anything sees the arguments before the attention does. Without it nothing is changed, nor traced."""
+    """Whether anything sees the arguments before attention does. If not, nothing is changed or traced."""
     return any(
         len(module._forward_pre_hooks) > 0 or getattr(module, "_hf_hook", None) is not None
         for module in (layer, layer.self_attn)
@@ -69,7 +69,7 @@ def _wrappers(layers: Any) -> list[Any]:
 
 
 def _protected(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the container in its safe type. 5.5.2 passes it by position, the only mapping there."""
+    """The arguments with the container in its safe type. 5.5.2 passes it by position, as the only mapping."""
     args = tuple(_safe(value) for value in args)
     return args, {name: _safe(value) if name == _NAME else value for name, value in kwargs.items()}
 
@@ -79,7 +79,7 @@ def _safe(value: Any) -> Any:
 
 
 def sharing_modes(original: Callable[..., list[str | None]], self: Any) -> list[str | None]:
-    """For ``kv_sharing_modes`` of a text configuration: all layers may reuse those of another model, and where none
+    """For ``kv_sharing_modes`` of a text configuration: all layers may reuse those of another model. If no layer
     reuses any, an assistant model still gets the last ones of each kind.
     """
     if self.num_kv_shared_layers == self.num_hidden_layers:

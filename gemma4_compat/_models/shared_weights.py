@@ -1,7 +1,7 @@
-"""Keys and values of KV-shared layers: weights that released checkpoints have, and transformers' models do not.
+"""Keys and values of KV-shared layers: weights that released checkpoints have and transformers' models lack.
 
-The last ``num_kv_shared_layers`` layers of a text model compute with keys and values of earlier ones. transformers has
-no modules for theirs and drops the weights on load; other readers of the checkpoint ask for them.
+The last ``num_kv_shared_layers`` layers of a text model compute with keys and values of earlier layers. transformers
+has no modules for their own and drops the weights on load; other readers of the checkpoint ask for them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from gemma4_compat._common import notice
 from gemma4_compat._errors import Gemma4CompatError
 
 _NAME = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.weight")
-#: The one weight that every language model has under one name, so it tells what comes before.
+#: The one weight with the same name in every language model: it shows the prefix.
 _ANCHOR = "embed_tokens.weight"
 _SOURCE = "_gemma4_compat_shared_weights"  # of a model: the names that its checkpoint had, and its files
 
 
 def prefix(names: Iterable[str]) -> str | None:
-    """What comes before the names of the language model; None where that cannot be told."""
+    """The prefix of the language model's names; None if it is unknown."""
     found = [name[: -len(_ANCHOR)] for name in names if name == _ANCHOR or name.endswith(f".{_ANCHOR}")]
     return found[0] if len(found) == 1 else None
 
 
 def shared(layers: int, sharing: int) -> range:
-    """The KV-shared layers of a text model with so many layers, so many of them KV-shared. All: it shares with another
-    model, and its checkpoint has none of these weights.
+    """The KV-shared layers of a text model with so many layers, so many of them KV-shared. If all are, it shares with
+    another model, and its checkpoint has none of these weights.
     """
     return range(layers - sharing, layers) if 0 < sharing < layers else range(0)
 
@@ -40,8 +40,8 @@ def select(names: Iterable[str], before: str, layers: range) -> dict[str, str]:
 
     Args:
         names: of tensors.
-        before: what names of the language model begin with, see :func:`prefix`.
-        layers: that are KV-shared.
+        before: the prefix of the language model's names, see :func:`prefix`.
+        layers: the KV-shared ones.
     """
     found = {}
     for name in names:
@@ -52,27 +52,27 @@ def select(names: Iterable[str], before: str, layers: range) -> dict[str, str]:
 
 
 def query(name: str) -> str:
-    """The weight of the same layer's queries that is of the same kind as a key's or value's: it tells the dtype."""
+    """The weight of the same layer's queries that corresponds to a key's or value's: it tells the dtype."""
     return re.sub(r"\.[kv]_(proj|norm)\.", r".q_\1.", name)
 
 
 def remember(model: Any, dropped: Iterable[str], files: Iterable[str] | None) -> None:
-    """Note on a model where the keys and values are that were dropped when it was loaded. They are not read.
+    """Note on a model where the keys and values are that its load dropped. They are not read.
 
     Args:
         model: just loaded.
         dropped: names in the checkpoint that the model does not have.
-        files: of the checkpoint; None where it was loaded from a state dict.
+        files: of the checkpoint; None if it was loaded from a state dict.
     """
     vars(model).pop(_SOURCE, None)
     layers = _layers(model)
     if not layers:
         return
-    # The language model's prefix is not known here: an anchor is not among the dropped names.
+    # The language model's prefix is unknown here: no anchor is among the dropped names.
     found = {match[0] for name in dropped if (match := _NAME.search(name)) and name.endswith(match[0])}
     names = sorted(name for name in found if int(name.split(".")[1]) in layers)
     if names:
-        # Plain data: a model that is copied or pickled takes it along.
+        # Plain data: copying or pickling the model takes it along.
         vars(model)[_SOURCE] = {"names": names, "files": [str(Path(file).absolute()) for file in files or ()]}
 
 
@@ -85,7 +85,7 @@ def added(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     """``state`` with the keys and values that the checkpoint of ``model`` had, read from its files, in the dtype of
     the same layer's queries.
 
-    Layers that ``state`` does not have get none, nor does a quantized model: its readers would take them for quantized
+    Layers that are not in ``state`` get none, nor does a quantized model: its readers would take them for quantized
     weights. If the files can no longer be read, a warning says so.
     """
     source = vars(model).get(_SOURCE)
@@ -113,7 +113,7 @@ def added(model: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(files: list[str], names: list[str], layers: range) -> list[Any]:
-    """The tensors of these names in the language model."""
+    """The tensors with these names in the language model."""
     if not files:
         raise Gemma4CompatError("it was loaded from a state dict, which is not kept")
     found = _there(files, layers)
@@ -123,7 +123,7 @@ def _read(files: list[str], names: list[str], layers: range) -> list[Any]:
 
 
 def _there(files: list[str], layers: range) -> Mapping[str, Entry]:
-    """The keys and values in these files; if they are gone, in the checkpoint that is in their place."""
+    """The keys and values in these files or, if the files are gone, in the checkpoint that replaced them."""
     paths = [Path(file) for file in files]
     folder = paths[0].parent
     if not all(path.exists() for path in paths) and (folder / "model.safetensors").exists():

@@ -1,7 +1,7 @@
-"""The shapes of the released Gemma 4 models, so that one can be planned for without its configuration at hand.
+"""The shapes of the released Gemma 4 models, to plan for a model without its configuration at hand.
 
-Text and vision shapes are the ones transformers' own conversion scripts for Gemma 4 hold; everything else (vocabulary,
-head width, per-layer inputs, audio) is the configuration classes' default, which the installed transformers decides.
+Text and vision shapes are those in transformers' own conversion scripts for Gemma 4; everything else (vocabulary, head
+width, per-layer inputs, audio) is the configuration classes' default, which the installed transformers decides.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def find(name: str) -> str | None:
 
 
 def shape(name: str) -> dict[str, Any]:
-    """What is known of a variant: ``layer_types``, ``text``, ``vision``, ``audio`` (None: it has no audio tower)."""
+    """What is known about a variant: ``layer_types``, ``text``, ``vision``, ``audio`` (None: no audio tower)."""
     return _SHAPES[name]
 
 
-#: What some variants have and others have not, in words.
+#: What only some variants have, in words.
 PARTS = {
     "per_layer_embeddings": "per-layer embeddings",
     "shared_keys_and_values": "layers that share keys and values",
@@ -145,7 +145,7 @@ def parts(name: str) -> set[str]:
         "experts": bool(text.get("enable_moe_block")),
         "vision_tower": not unified,
         "audio_tower": not unified and _SHAPES[name]["audio"] is not None,
-        "clipped_linears": not unified,  # the wrapper is there with its clipping off, too
+        "clipped_linears": not unified,  # the wrapper is there even with its clipping off
         "gemma4": not unified,
         "unified": unified,
     }
@@ -153,10 +153,10 @@ def parts(name: str) -> set[str]:
 
 
 def unified_classes() -> ModuleType:
-    """``transformers``, where it has the classes of :data:`UNIFIED`.
+    """``transformers``, if it has the classes of :data:`UNIFIED`.
 
     Raises:
-        Gemma4CompatError: the installed release has not.
+        Gemma4CompatError: the installed release lacks them.
     """
     import transformers
 
@@ -170,7 +170,7 @@ def unified_classes() -> ModuleType:
 
 
 def config(name: str, *, layers: int | None = None) -> Any:
-    """The ``Gemma4Config`` (12B: ``Gemma4UnifiedConfig``) of a variant; of its first ``layers`` decoder layers alone.
+    """The ``Gemma4Config`` (12B: ``Gemma4UnifiedConfig``) of a variant; with ``layers``, of only its first layers.
 
     Raises:
         Gemma4CompatError: the installed transformers has no such model.

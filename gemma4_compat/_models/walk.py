@@ -1,7 +1,7 @@
-"""The modules of a model, as ``nn.Module.named_modules`` gives them, without its nested generators.
+"""The modules of a model, as ``nn.Module.named_modules`` returns them, without its nested generators.
 
-That one hands each module up through all its ancestors; with an adapter a Gemma 4 has thousands, eight deep. Imports
-nothing upstream at module level.
+Those pass each module up through all its ancestors; with an adapter a Gemma 4 has thousands of modules, eight deep.
+Imports nothing upstream at module level.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WRAPPED = ("base_layer", "original_module", "token_adapter")  # children of PEF
 
 
 def named_modules(root: Any) -> list[tuple[str, Any]]:
-    """Name and module, each module once, a module before what is in it; ``root`` comes first and has no name."""
+    """Name and module: each module once, before the modules in it; ``root`` comes first and has no name."""
     return list(_one_by_one(root))
 
 
@@ -34,10 +34,10 @@ def modules(root: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def quick(*roots: Any) -> Iterator[None]:
-    """Inside, ``named_modules`` of these modules, and what torch builds on it, is :func:`named_modules`.
+    """Inside, ``named_modules`` of these modules, and everything torch builds on it, is :func:`named_modules`.
 
-    The modules have it as an attribute of their own, so no other module is affected. One whose class has a method of
-    its own keeps that.
+    The modules get it as an attribute, so no other module is affected. A module whose class overrides the method keeps
+    that.
     """
     import torch
 
@@ -54,7 +54,7 @@ def quick(*roots: Any) -> Iterator[None]:
 
 
 class _Walk:
-    """``named_modules`` of one module, for whoever calls it as torch's."""
+    """``named_modules`` of one module, for callers that expect torch's."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -69,7 +69,7 @@ class _Walk:
 
 
 def _one_by_one(root: Any) -> Iterator[tuple[str, Any]]:
-    """:func:`named_modules`, for whoever may stop at the first one."""
+    """:func:`named_modules`, for callers that may stop at the first one."""
     seen: set[Any] = set()
     waiting = [("", root)]
     while waiting:
@@ -92,8 +92,8 @@ def innermost(module: Any) -> Any:
 
 
 def in_use(module: Any) -> Any:
-    """The same, but the active adapter's copy (``modules_to_save``) where that takes the module's place."""
-    while children := module._modules:  # an embedding without adapters has none: this is asked for every token
+    """The same, but the active adapter's copy (``modules_to_save``) if that replaces the module."""
+    while children := module._modules:  # an embedding without adapters has none: this runs for every token
         copies = children.get("modules_to_save")
         active = [] if copies is None or module.disable_adapters else module.active_adapters
         inner = copies[active[0]] if active and active[0] in copies else _below(module)
@@ -104,7 +104,7 @@ def in_use(module: Any) -> Any:
 
 
 def wrapped(module: Any) -> list[tuple[str, Any]]:
-    """Name and module of what a PEFT layer or wrapper is around; empty for any other module."""
+    """Name and module of what a PEFT layer or wrapper wraps; empty for any other module."""
     children = module._modules
     return [(name, children[name]) for name in _WRAPPED if children.get(name) is not None][:1]
 

@@ -7,24 +7,25 @@ Called by the patches of :mod:`gemma4_compat.patches.offload`, which install hoo
 
 While a model runs:
 
-* :mod:`streaming`: each layer is copied to the device while the one before it computes. It waits for a copy in
-  ``LayerStreamer``, through :meth:`copy_stream.CopyStream.wait_for_copy`.
+* :mod:`streaming`: each layer is copied to the device while the layer before it computes. ``LayerStreamer`` waits for
+  a copy through :meth:`copy_stream.CopyStream.wait_for_copy`.
 * :mod:`module_groups`, :mod:`group_weights`: the tensors of one layer, packed into one buffer.
-* :mod:`copy_stream`: the stream for these copies. :mod:`read_ahead`: rows of a file, requested before they are copied.
+* :mod:`copy_stream`: the stream for these copies. :mod:`read_ahead`: requests rows of a file before they are copied.
 * :mod:`row_lookup`: an offloaded embedding reads only the rows it needs. :mod:`expert_lookup`: the same for experts.
-* :mod:`idle_hooks`: accelerate's hooks that have nothing to do are bypassed.
-* :mod:`model_lock`: one thread at a time. :mod:`torch_internals`: the private interfaces of torch for all of this.
+* :mod:`idle_hooks`: bypasses accelerate's hooks that have nothing to do.
+* :mod:`model_lock`: one thread at a time. :mod:`torch_internals`: the private torch interfaces for all of this.
 
 Where weights are:
 
-* :mod:`host_memory`: one offloaded weight, in memory or on disk. :mod:`host_room`: is there room, before a load?
+* :mod:`host_memory`: one offloaded weight, in memory or on disk. :mod:`host_room`: is there enough room, before a
+  load?
 * :mod:`stored_weights`: reading and replacing them. :mod:`stored_state`, :mod:`state_loading`: state dicts.
-* :mod:`tied_pairs`, :mod:`tied_weights`, :mod:`joined_weights`: weights that are one parameter on one device.
-* :mod:`gathered_weights`: offloaded modules that have their weights for a while.
+* :mod:`tied_pairs`, :mod:`tied_weights`, :mod:`joined_weights`: weights that share one parameter on one device.
+* :mod:`gathered_weights`: offloaded modules that temporarily have their weights.
 * :mod:`int8_state`: what a forward of an 8-bit layer leaves behind.
 
 Adapters:
 
 * :mod:`peft_layers`: PEFT on offloaded layers. :mod:`dispatched_adapters`: a model dispatched after its adapters.
-* :mod:`merged_layers`: merges and what takes them back.
+* :mod:`merged_layers`: merging and unmerging.
 """

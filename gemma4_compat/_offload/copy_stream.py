@@ -11,8 +11,8 @@ from gemma4_compat._offload.module_groups import ModuleGroup
 class CopyStream:
     """The stream on which module groups are copied to a device, and its order with the streams that compute.
 
-    Groups are allocated, and their memory is used again, on this stream alone. A copy waits for whatever was computed
-    with the groups that were freed before it; a computation waits for the copy of its group.
+    Only this stream allocates groups and reuses their memory. A copy waits for the computations with the groups that
+    were freed before it; a computation waits for the copy of its group.
     """
 
     def __init__(self, device: Any) -> None:
@@ -20,7 +20,7 @@ class CopyStream:
 
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        #: Called before a group's memory is freed: it issues what was to be computed with the group.
+        #: Called before a group's memory is freed: it launches the computations that still need the group.
         self.settle: Callable[[], None] | None = None
         self._computed: dict[Any, Any] = {}  # by computing stream: the event after its last use of a group
 
@@ -42,9 +42,9 @@ class CopyStream:
         group.on_device = True
 
     def wait_for_copy(self, group: ModuleGroup) -> None:
-        """Here streaming waits for its copy: the current stream does, the host does not.
+        """Make the current stream wait for the group's copy; the host does not wait.
 
-        What the current stream computes from now on finds the group's weights. Nothing else waits for them, and
+        Everything the current stream computes from now on finds the group's weights. Nothing else waits for them, and
         without a stream (on a CPU) the copy is complete when :meth:`start_copy` returns.
         """
         import torch
@@ -53,18 +53,18 @@ class CopyStream:
             torch.cuda.current_stream(self.device).wait_event(group.copied)
 
     def forget_computed(self) -> None:
-        """Wait for no computation before now. It is over, or part of a capture."""
+        """Wait for no computation before now: it is over, or part of a capture."""
         self._computed.clear()
 
     def follow_current_stream(self) -> None:
-        """Copy after what the current stream does now: part of its capture from here on."""
+        """Make copies follow what the current stream does now: they are part of its capture from here on."""
         import torch
 
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def join_current_stream(self) -> None:
-        """Have the current stream wait for every copy."""
+        """Make the current stream wait for every copy."""
         import torch
 
         if self._stream is not None:

@@ -1,8 +1,8 @@
 """Adapters of a model that is dispatched after they were loaded: they stay on the device where their layers compute.
 
-accelerate takes an adapter for a part of the layer it offloads. But a LoRA on an embedding, and trained tokens, are
-in containers that are never called, so no hook brings them in; and what is offloaded gets no gradient. Here accelerate
-does not see the adapters of offloaded modules. They end where they are when they are loaded after the dispatch.
+accelerate treats an adapter as part of the layer it offloads. But a LoRA on an embedding, and trained tokens, are in
+containers that are never called, so no hook onloads them, and offloaded tensors get no gradient. Here accelerate does
+not see the adapters of offloaded modules. They end up where they would be if they were loaded after the dispatch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TABLES = ("_modules", "_parameters", "_buffers")
 
 @contextlib.contextmanager
 def hidden(model: Any, device_map: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the adapters of modules that the map offloads are empty; afterwards they are on their device."""
+    """Inside, adapters of modules that the map offloads are empty; afterwards they are on the execution device."""
     layers = [
         (layer, base)
         for name, layer in walk.named_modules(model)
@@ -56,12 +56,12 @@ def _is_offloaded(name: str, device_map: Mapping[str, Any]) -> bool:
 
 
 def _place(layer: Any, base: Any) -> None:
-    """Put the adapters of a layer where it computes. A trainable copy of ``base`` gets its inputs there, too."""
+    """Put the adapters of a layer where it computes. A trainable copy of ``base`` also gets its inputs there."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     parts = list(base.modules())
     devices = [device for part in parts if (device := module_hooks.execution_device(part)) is not None]
-    if not devices:  # "cpu" is no offloading where the CPU computes
+    if not devices:  # "cpu" is not offloading where the CPU computes
         devices = [tensor.device for tensor in base.parameters()]
     for adapter in layer._modules.values():
         if adapter not in (base, None) and devices:

@@ -1,17 +1,17 @@
-"""Expert lookup: of the experts of an offloaded layer, a step reads those that its tokens are sent to, where they are.
+"""Expert lookup: a step reads only the experts of an offloaded layer that its tokens are routed to, in place.
 
-A token takes 8 of the 128 experts of a layer of the 26B-A4B: streaming the layer brings sixteen times what is used. So
-for few tokens the experts stay in host memory, and :mod:`gemma4_compat._offload.streaming` brings the rest of the
-layer alone. As in :mod:`gemma4_compat._offload.row_lookup` there are two ways, with the same bits:
+A token uses 8 of the 128 experts of a layer of the 26B-A4B: streaming the layer copies sixteen times what is used. So
+for few tokens the experts stay in host memory, and :mod:`gemma4_compat._offload.streaming` copies only the rest of the
+layer. As in :mod:`gemma4_compat._offload.row_lookup` there are two ways, with the same bits:
 
-* *in place*: the weights are addressed from the device, which is the pinned host memory under its device address, and
-  the kernel that gathers the rows of the experts reads them over PCIe. The numbers of the experts stay on the device:
-  nothing is synchronized, and a CUDA graph can hold it. On the CPU it is the host memory, or the memory-mapped file.
-* *rows*: of experts on disk for a GPU, the numbers come to the host, which copies the rows through pinned memory.
+* *in place*: the device addresses the weights, which are pinned host memory, and the kernel that gathers the experts'
+  rows reads them over PCIe. Expert indices stay on the device: nothing synchronizes, and a CUDA graph can capture it.
+  On the CPU the weights are the host memory or the memory-mapped file.
+* *rows*: for experts on disk and a GPU, the indices come to the host, which copies the rows through pinned memory.
 
-Of experts on disk, all that a layer reads for a step is announced before the first of it is copied.
+Everything a layer reads from disk for a step is requested before the first of it is copied.
 
-Upstream's own forward computes with the weights of these experts, as it does with experts in 4 bits on the device.
+Upstream's own forward computes with these experts' weights, as it does with 4-bit experts on the device.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gemma4_compat._quantization import expert_forward, expert_storage, experts
 
 
 class ExpertLookup:
-    """What computes the forward of an experts module whose weights are on the host.
+    """Computes the forward of an experts module whose weights are on the host.
 
     Args:
         module: the experts; its parameters are on meta.
         forward: the function of its class.
-        weights: by name, in the place of its parameters: bf16, or 4-bit with a quantization state. Their tensors with
-            a row an expert are on the host, or addressed from ``device``; their code books are on ``device``.
+        weights: by name, in place of its parameters: bf16, or 4-bit with a quantization state. Tensors with one row
+            per expert are on the host, or addressed from ``device``; code books are on ``device``.
         device: where the module computes.
-        mapped: the tensors with values of every expert, one after the other, that are mapped from files.
+        mapped: the tensors, mapped from files, that have the values of every expert in a row.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class ExpertLookup:
         self._module, self._forward, self._weights = module, forward, dict(weights)
         at = next(iter(weights.values())).device
         self._rows = expert_storage.rows_of if at.type == device.type else functools.partial(fetched, device=device)
-        self._compute = torch.compiler.disable(self._compute_with_rows)  # which experts it is depends on the data
+        self._compute = torch.compiler.disable(self._compute_with_rows)  # which experts it needs depends on the data
 
     def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-        """What the module's forward returns, for its arguments."""
+        """Return what the module's forward returns for these arguments."""
         return self._compute(hidden_states, top_k_index, top_k_weights)
 
     def _compute_with_rows(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -79,7 +79,7 @@ class ExpertLookup:
 
 
 def fetched(tensor: Any, chosen: Any, *, device: Any) -> Any:
-    """:func:`expert_storage.rows_of` a tensor on the host for another device: the numbers come to the host.
+    """:func:`expert_storage.rows_of` a tensor on the host, for another device: the indices come to the host.
 
     Args:
         tensor: (experts, ...), contiguous, on the CPU; it may be a memory-mapped file.
@@ -97,16 +97,15 @@ def fetched(tensor: Any, chosen: Any, *, device: Any) -> Any:
 
 
 def per_expert(tensor: Any) -> bool:
-    """Whether a tensor of an experts module has a row for each of them: not so for the code books of its scales."""
+    """Whether a tensor of an experts module has one row per expert. The code books of its scales do not."""
     return bool(tensor.ndim > 1)
 
 
 def inside(layer: Any) -> Any:
-    """The experts module of a decoder layer whose forward can look its experts up; None where there is none.
+    """The experts module of a decoder layer if its forward can look experts up, else None.
 
-    An adapter on their parameters may be around it where these are in 4 bits; those in bf16 PEFT replaces. Not where
-    anything else is around it, nor where its forward is not upstream's, nor in expert parallelism, where some numbers
-    stand for no expert.
+    An adapter may wrap its parameters if they are in 4 bits; PEFT replaces bf16 ones. None if anything else wraps the
+    module, if its forward is not upstream's, or in expert parallelism, where some indices stand for no expert.
     """
     outer = getattr(layer, "_modules", {}).get("experts")
     module: Any = outer
@@ -120,7 +119,7 @@ def inside(layer: Any) -> Any:
 
 
 def forward_of(module: Any) -> Callable[..., Any] | None:
-    """The function that accelerate's hook on an experts module calls, if it is that of upstream's class."""
+    """The function that accelerate's hook on an experts module calls, if it is upstream's own."""
     function = getattr(vars(module).get("_old_forward"), "__func__", None)
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
     if function is None or not name.startswith("transformers.models.gemma4"):
@@ -129,7 +128,7 @@ def forward_of(module: Any) -> Callable[..., Any] | None:
 
 
 def few_tokens(module: Any, layer: Any, inputs: Any) -> bool:
-    """Whether the inputs of a layer have fewer places for experts than there are experts, and no gradient is wanted.
+    """Whether a layer's inputs select fewer experts than there are, counting repeats, and need no gradient.
 
     Args:
         module: the experts of ``layer``.

@@ -1,4 +1,4 @@
-"""Offloaded modules that have their weights, and no accelerate hooks, for a while; tied ones become one parameter."""
+"""Offloaded modules that temporarily have their weights and no accelerate hooks; tied ones become one parameter."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gemma4_compat._offload import stored_weights, tied_pairs
 
 @contextlib.contextmanager
 def gathered(model: Any, getters: list[Callable[[], Any]], device: Any = None) -> Iterator[None]:
-    """Inside, modules have their weights and no accelerate hooks, and what is tied is one parameter.
+    """Inside, modules have their weights and no accelerate hooks, and tied weights are one parameter.
 
-    Afterwards everything is where it was, with the weights as they are then. Does nothing where none of the modules
-    is offloaded.
+    Afterwards everything is back in place, with the weights' new values. Does nothing if none of the modules is
+    offloaded.
 
     Args:
         model: declares which weights are tied.
-        getters: each returns one of the modules, or None. Afterwards it may be another module.
-        device: where the weights go; None for that on which their module computes.
+        getters: each returns one of the modules, or None. Afterwards it may return another module.
+        device: where the weights go; None for the device on which their module computes.
     """
     roots = [(getter, root) for getter in getters if (root := getter()) is not None]
     parts = {part: dict(part._parameters) for _, root in roots for part in root.modules() if "_hf_hook" in vars(part)}
@@ -31,7 +31,7 @@ def gathered(model: Any, getters: list[Callable[[], Any]], device: Any = None) -
     for part in parts:
         _bring(part, device)
     for (module, name), (owner, owners_name) in pairs:
-        if module_hooks.offload_hook(module) is None:  # the one that stays on its device is both
+        if module_hooks.offload_hook(module) is None:  # the module that stays on its device is both
             owner._parameters[owners_name] = module._parameters[name]
         else:
             module._parameters[name] = owner._parameters[owners_name]
@@ -68,7 +68,7 @@ def _bring(part: Any, device: Any) -> None:
 
 
 def _put_back(part: Any, before: dict[str, Any], inside: dict[str, Any], tied_names: set[str]) -> list[str]:
-    """Put the parameters of a module back where they were; returns the names of those with other values."""
+    """Put the parameters of a module back in place; returns the names of those with new values."""
     import torch
 
     changed = []
@@ -95,7 +95,7 @@ def _identity(parameter: Any) -> Any:
 
 
 def _move_hook(old: Any, new: Any) -> None:
-    """Give ``new`` the hook of ``old``, as it is: it places nothing."""
+    """Move the hook of ``old`` to ``new`` unchanged: it places nothing."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     add_hook_to_module(new, ModelHook())

@@ -10,11 +10,11 @@ from gemma4_compat._quantization import quant_states
 
 
 class HostTensor:
-    """A tensor on the host, and the dtype that it has on the device.
+    """A tensor on the host, and its dtype on the device.
 
     Args:
         tensor: as it is stored.
-        casts: the dtypes through which it goes to the device.
+        casts: the dtypes it passes through on its way to the device.
     """
 
     def __init__(self, tensor: Any, casts: tuple[Any, ...] = ()) -> None:
@@ -23,7 +23,7 @@ class HostTensor:
         self.tensor, self.casts = tensor, casts
 
     def copy_to(self, view: Any) -> None:
-        """Copy it to a tensor of its dtype on the device."""
+        """Copy it to a device tensor of the device dtype."""
         view.copy_(host_memory.cast(self.tensor, self.casts[:-1]))
 
 
@@ -31,9 +31,9 @@ class OffloadedWeight:
     """One offloaded parameter of a module in a group, with its quantization tensors.
 
     Attributes:
-        module: the module that has the parameter.
+        module: the module with the parameter.
         name: of the parameter.
-        hook: accelerate's, which offloads it.
+        hook: the accelerate hook that offloads it.
         stored: where the host keeps its data.
     """
 
@@ -50,7 +50,7 @@ class OffloadedWeight:
 
     @classmethod
     def of(cls, module: Any, name: str, parameter: Any, hook: Any) -> OffloadedWeight | None:
-        """None for a parameter that cannot be part of a group: not on meta, scales lost, of an unknown class."""
+        """None for a parameter that cannot be in a group: not on meta, without its scales, or of an unknown class."""
         import torch
 
         if parameter.device.type != "meta":
@@ -83,18 +83,18 @@ class OffloadedWeight:
 
     def sources(self) -> Iterator[HostTensor]:
         """Its host tensors, the data first."""
-        # The parameter's dtype is not the stored one where the model was cast since (model.float()).
+        # The parameter's dtype differs from the stored one if the model was cast since (model.float()).
         same = self._value.dtype == self._dtype and not self.stored.casts
         yield HostTensor(self._value, () if same else (*self.stored.casts, self._dtype))
         for tensor in self._quantization:
             yield HostTensor(tensor)
 
     def assign(self, first: int) -> None:
-        """Its tensors are those of the group from position ``first`` on."""
+        """Use the group's tensors from position ``first`` on."""
         self._first = first
 
     def move_host_copy(self, views: list[Any]) -> None:
-        """From now on the host keeps its tensors in the group's buffer."""
+        """Make the host keep its tensors in the group's buffer from now on."""
         data, *quantization = self._own(views)
         self.stored.replace(data)
         self._value = data
@@ -114,8 +114,8 @@ class OffloadedWeight:
 
     @property
     def is_reusable(self) -> bool:
-        """Whether the parameter on the device serves for more than one forward."""
-        # On a CPU bitsandbytes may repack a 4-bit weight in its forward; an 8-bit one it always takes apart.
+        """Whether the device parameter can be used for more than one forward."""
+        # On a CPU, bitsandbytes may repack a 4-bit weight in its forward; it always takes an 8-bit one apart.
         return self._parameter is not None and self._parameter.device.type != "cpu" and not self._is_int8
 
     @property
@@ -123,17 +123,17 @@ class OffloadedWeight:
         return type(self._meta).__name__ == "Int8Params"
 
     def swap(self) -> tuple[dict[str, Any], str, Any]:
-        """Where the parameter on the device goes, and that parameter."""
+        """Where the device parameter goes, and that parameter."""
         return self.module._parameters, self.name, self._parameter
 
     def onload_(self, views: list[Any]) -> None:
-        """Give the module its parameter on the device."""
+        """Give the module its device parameter."""
         if self._parameter is None:
             self._parameter = self.device_parameter(views)
         self.module._parameters[self.name] = self._parameter
 
     def offload_(self) -> None:
-        """Give the module its parameter on meta."""
+        """Give the module its meta parameter."""
         self.module._parameters[self.name] = self._meta
         if not self.is_reusable:
             if self._state is not None and self._parameter is not None:
@@ -146,7 +146,7 @@ class OffloadedWeight:
         return tensors[self._first : self._first + 1 + len(self._quantization)]
 
     def device_parameter(self, views: list[Any]) -> Any:
-        """The parameter whose tensors are its own among ``views``, those of the group."""
+        """The parameter built from its own tensors among ``views``, those of the group."""
         import torch
 
         data, *quantization = self._own(views)

@@ -1,8 +1,8 @@
 """Host memory that an accelerator reads: where an offloaded weight is stored, pinned in place, viewed from the device.
 
-Nothing is copied here. ``cudaHostRegister`` pins memory that exists already (``Tensor.pin_memory`` would copy it and
-round its size up to a power of two), and pinned memory has the same address on the device (unified virtual
-addressing, CUDA C++ Programming Guide, "Mapped memory"), so a kernel can read single rows of a weight on the host.
+Nothing is copied here. ``cudaHostRegister`` pins existing memory (``Tensor.pin_memory`` would copy it and round its
+size up to a power of two). Pinned memory has the same address on the device (unified virtual addressing, CUDA C++
+Programming Guide, "Mapped memory"), so a kernel can read single rows of a weight on the host.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from gemma4_compat._common import notice
 
 
 class Stored:
-    """An offloaded weight where it is stored, nothing copied.
+    """An offloaded weight in its storage, not copied.
 
-    The parameter on meta may have yet another dtype, after ``model.float()`` for example: accelerate converts a weight
+    The meta parameter may have yet another dtype, for example after ``model.float()``: accelerate converts a weight
     for every forward.
 
     Attributes:
-        raw: as it is stored; backed by the file, memory-mapped, when ``on_disk``.
-        casts: the dtypes through which reading it goes: that of the model where a checkpoint is loaded in another one
-            and stays on disk, then those of :class:`CastWeights`.
+        raw: as it is stored; memory-mapped from its file if ``on_disk``.
+        casts: the dtypes a read passes through: the model's, if a checkpoint with another dtype stays on disk, then
+            those of :class:`CastWeights`.
         on_disk: whether reading it reads a file.
-        holder: the dict that holds it under ``key``, where host memory does; else None.
+        holder: the dict that holds it under ``key``, if it is in host memory; else None.
         key: its name there, or in ``index``.
-        index: the dict that says, under ``key``, in which file it is; None in host memory.
-        folder: where accelerate offloads to; None where everything is read from the checkpoint.
+        index: the dict that says, under ``key``, which file it is in; None in host memory.
+        folder: where accelerate offloads to; None if everything is read from the checkpoint.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Stored:
 
     @property
     def dtype(self) -> Any:
-        """That of the weight as it is read."""
+        """The dtype of the weight when it is read."""
         return self.casts[-1] if self.casts else self.raw.dtype
 
     @property
     def tensor(self) -> Any:
-        """The whole weight as it is read: a copy in memory where it is stored in another dtype."""
+        """The whole weight as it is read: a copy in memory if it is stored in another dtype."""
         return cast(self.raw, self.casts)
 
     def cast_by(self, weights: CastWeights, name: str) -> Stored:
@@ -71,7 +71,7 @@ class Stored:
         return self
 
     def replace(self, tensor: Any) -> None:
-        """From now on host memory keeps ``tensor``, which is what was read."""
+        """From now on host memory keeps ``tensor``, the weight as it was read."""
         if self.holder is not None:
             self.holder[self.key] = tensor
             self.forget_casts()
@@ -79,23 +79,23 @@ class Stored:
 
     @property
     def is_recast(self) -> bool:
-        """Whether :class:`CastWeights` cast it."""
+        """Whether :class:`CastWeights` casts it."""
         return any(weights.casts.get(name) for weights, name in self._cast_by)
 
     def forget_casts(self) -> None:
-        """Another value is stored, in the dtype in which it is to be read."""
+        """Drop the casts: a new value is stored, in the dtype in which it is to be read."""
         for weights, name in self._cast_by:
             weights.casts.pop(name, None)
 
 
 class CastWeights(Mapping[str, Any]):
-    """What an accelerate hook onloads, some of it cast to a dtype that could not hold its values.
+    """What an accelerate hook onloads, with casts that lost bits repeated on some weights.
 
-    ``model.half()`` changes the dtype of a parameter on meta; what is stored stays as it is. On one device bits are
-    lost then, and no later ``float()`` brings them back. So whatever reads such a weight casts it again.
+    ``model.half()`` changes the dtype of a meta parameter but not the stored value. On one device it loses bits, and
+    no later ``float()`` brings them back. So every read of such a weight repeats the cast.
 
     Args:
-        dataset: the hook's ``weights_map`` before.
+        dataset: the hook's previous ``weights_map``.
         casts: by name, the dtypes that a weight was cast to since.
     """
 
@@ -115,21 +115,21 @@ class CastWeights(Mapping[str, Any]):
 
 
 def cast(tensor: Any, dtypes: tuple[Any, ...]) -> Any:
-    """The tensor, cast to one dtype after the other."""
+    """The tensor, cast to one dtype after another."""
     for dtype in dtypes:
         tensor = tensor.to(dtype)
     return tensor
 
 
 def note_casts(module: Any) -> None:
-    """Have the casts that took bits from the module's offloaded tensors repeated when these are read."""
+    """Repeat the casts that lost bits of the module's offloaded tensors whenever these are read."""
     hook = module_hooks.offload_hook(module)
     if hook is None or hook.weights_map is None:
         return
     noted: dict[str, tuple[Any, ...]] = {}
     for name, tensor in _named_tensors(module, hook.place_submodules):
-        # Of a subclass, a quantized weight, the dtype says nothing about its values. A plain one need not be on meta:
-        # accelerate ties an offloaded head to an embedding on the device until its first forward.
+        # The dtype of a subclass, a quantized weight, says nothing about its values. A plain weight need not be on
+        # meta: accelerate ties an offloaded head to an embedding on the device until the head's first forward.
         if tensor.dtype.is_floating_point and is_plain(tensor):
             with contextlib.suppress(KeyError):
                 if not _holds(tensor.dtype, stored(hook.weights_map, name).dtype):
@@ -139,7 +139,7 @@ def note_casts(module: Any) -> None:
         if isinstance(before, CastWeights):
             noted = {**before.casts, **{name: before.casts.get(name, ()) + casts for name, casts in noted.items()}}
             before = before.dataset
-        hook.weights_map = CastWeights(before, noted)  # another object: what was derived from the old one is stale
+        hook.weights_map = CastWeights(before, noted)  # a new object: anything derived from the old one is stale
 
 
 def _named_tensors(module: Any, recurse: bool) -> Iterator[tuple[str, Any]]:
@@ -148,14 +148,14 @@ def _named_tensors(module: Any, recurse: bool) -> Iterator[tuple[str, Any]]:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether the dtype is that of the values: not so for a quantized weight."""
+    """Whether the tensor's dtype is that of its values; a quantized weight's is not."""
     import torch
 
     return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def _holds(dtype: Any, other: Any) -> bool:
-    """Whether a floating-point dtype has all values of another one."""
+    """Whether a floating-point dtype can hold all values of ``other``."""
     import torch
 
     if not other.is_floating_point:
@@ -169,7 +169,7 @@ def _holds(dtype: Any, other: Any) -> bool:
 
 
 def stored(weights_map: Any, name: str) -> Stored:
-    """Look up ``name`` in the ``weights_map`` of an accelerate hook without loading a file or going to a device.
+    """Look up ``name`` in the ``weights_map`` of an accelerate hook without loading a file or using a device.
 
     Raises:
         KeyError: it is not there.
@@ -178,7 +178,7 @@ def stored(weights_map: Any, name: str) -> Stored:
 
     if isinstance(weights_map, collections.ChainMap):
         for part in weights_map.maps:
-            # ``in`` would load it: accelerate's mappings do not implement it.
+            # ``in`` would load it: accelerate's mappings do not implement ``__contains__``.
             with contextlib.suppress(KeyError):
                 return stored(part, name)
         raise KeyError(name)
@@ -197,7 +197,7 @@ def stored(weights_map: Any, name: str) -> Stored:
         folder = weights_map.save_folder
         raw = _mapped(entry, name, folder)
         return Stored(raw, on_disk=True, dtype=dtype, key=name, index=index, folder=folder)
-    return Stored(weights_map[name], on_disk=False)  # somebody else's mapping: as it gives it
+    return Stored(weights_map[name], on_disk=False)  # another library's mapping: as it returns it
 
 
 def _mapped(entry: dict[str, Any], name: str, folder: Any) -> Any:
@@ -215,11 +215,11 @@ def _mapped(entry: dict[str, Any], name: str, folder: Any) -> Any:
 
 
 class Pinned:
-    """Host memory of a contiguous CPU tensor, pinned in place for as long as this object, or a view of it, lives.
+    """Host memory of a contiguous CPU tensor, pinned in place as long as this object, or a view of it, lives.
 
     Args:
         tensor: on the CPU.
-        pinned_by: what pinned the same memory before, and is kept alive for it.
+        pinned_by: the object that pinned the same memory earlier, kept alive.
 
     Attributes:
         readers: the devices that it was pinned for.
@@ -230,7 +230,7 @@ class Pinned:
         self.readers: dict[Any, None] = {} if pinned_by is None else pinned_by.readers
 
     def view_on(self, device: Any) -> Any:
-        """The same memory as a tensor on ``device``, or None where the device has another address for it."""
+        """The same memory as a tensor on ``device``; None if its address there differs."""
         import torch
 
         flat = self.tensor.view(-1).view(torch.uint8)
@@ -243,7 +243,7 @@ class Pinned:
 
 
 class _ArrayInterface:
-    """``torch.as_tensor`` makes a tensor of it without a copy; the tensor keeps it, and so the memory, alive."""
+    """``torch.as_tensor`` makes a tensor from it without a copy; the tensor keeps it, and so the memory, alive."""
 
     def __init__(self, memory: Pinned, address: int, size: int) -> None:
         self.memory = memory
@@ -257,9 +257,9 @@ class _ArrayInterface:
 
 
 def pin(tensor: Any, device: Any) -> Pinned | None:
-    """Pin the memory of a contiguous CPU tensor for ``device``; None, with one warning, where that cannot be done.
+    """Pin the memory of a contiguous CPU tensor for ``device``; None, with one warning, if that fails.
 
-    Costs about 0.04 s a GiB and no memory. None without a warning where the device is not a CUDA (or ROCm) device.
+    Takes about 0.04 s per GiB and no memory. None without a warning if the device is not a CUDA (or ROCm) device.
     """
     import torch
 
@@ -269,7 +269,7 @@ def pin(tensor: Any, device: Any) -> Pinned | None:
     _unpin_deferred()
     address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     before = _registered.get((address, size))
-    if before is not None:  # a tied weight, or a model that is dispatched again: no memory is pinned twice
+    if before is not None:  # a tied weight, or a model that is dispatched again: memory is pinned once
         before.readers[device] = None
         return Pinned(tensor, before)
     runtime = torch.cuda.cudart()
@@ -288,7 +288,7 @@ def pin(tensor: Any, device: Any) -> Pinned | None:
 
 
 def staging(shape: tuple[int, ...], dtype: Any) -> Any:
-    """An empty CPU tensor for copies to a device: pinned, or pageable with one warning where pinning fails.
+    """An empty CPU tensor for copies to a device: pinned, or pageable with one warning if pinning fails.
 
     torch does not reuse its pinned memory before the copies out of it have finished.
     """
@@ -322,13 +322,13 @@ _deferred: collections.deque[tuple[Any, Mapping[Any, None]]] = collections.deque
 
 
 def _unpin(tensor: Any, readers: Mapping[Any, None], process: int) -> None:
-    if process == os.getpid():  # in a forked child nothing is pinned, and CUDA cannot be asked
+    if process == os.getpid():  # a forked child has pinned nothing, and cannot call CUDA
         _deferred.append((tensor, readers))
         _unpin_deferred()
 
 
 def _unpin_deferred() -> None:
-    """Unpin what nothing uses any more: later where a CUDA graph is being captured, which a synchronization ends."""
+    """Unpin what nothing uses any more. Waits while a CUDA graph is captured: synchronizing would end the capture."""
     import torch
 
     while _deferred and not torch.cuda.is_current_stream_capturing():
@@ -340,7 +340,7 @@ def _unpin_deferred() -> None:
                 _forget_error()
 
 
-@functools.cache  # one warning for each reason
+@functools.cache  # one warning per reason
 def _warn_once(error: str) -> None:
     notice.warn_user(
         f"host memory cannot be pinned here ({error}): offloaded weights travel through "

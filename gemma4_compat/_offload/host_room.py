@@ -1,4 +1,4 @@
-"""Before anything is loaded: whether host memory has room for what a device map keeps there."""
+"""Before anything is loaded: does host memory have room for what a device map keeps there?"""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def warn_if_short(model: Any, placement: Mapping[str, Any]) -> None:
-    """One warning where a map sends more weights to host memory than there is room for.
+    """Warn once if a map sends more weights to host memory than fit.
 
-    No error: pages of a memory-mapped checkpoint may be dropped again, and other programs may give memory back.
+    Not an error: pages of a memory-mapped checkpoint may be dropped again, and other programs may free memory.
 
     Args:
         model: on meta, as its quantizer has prepared it.
@@ -49,10 +49,10 @@ def host_bytes(model: Any, placement: Mapping[str, Any]) -> int:
 
 
 def available() -> int | None:
-    """Bytes of host memory that this process may still take, swap included; None where psutil cannot say.
+    """Bytes of host memory that this process may still use, swap included; None if psutil cannot say.
 
-    In a container, no more than its limit leaves: of cgroup v2 ``memory.max``, less what is in use and cannot be
-    dropped, as the cache of files on disk can (Linux, admin-guide/cgroup-v2, "memory.stat").
+    In a container, at most what its limit leaves: cgroup v2 ``memory.max`` minus the memory in use that cannot be
+    dropped, unlike the file cache (Linux, admin-guide/cgroup-v2, "memory.stat").
     """
     import psutil  # accelerate needs it
 

@@ -1,11 +1,11 @@
-"""Idle hooks: accelerate's hooks that have nothing to do are bypassed while a dispatched model runs.
+"""Idle hooks: bypass accelerate's hooks that have nothing to do while a dispatched model runs.
 
-``dispatch_model`` puts a hook on every module, also on those that stay on the accelerator: it moves inputs that are
-there already, 18 times a layer, and costs a tenth or more of the decoding speed. When everything computes on one
-device, the hook of the model itself has moved the inputs, and the others find nothing to move. A model that is on that
-device as a whole has no such hooks.
+``dispatch_model`` puts a hook on every module, including those that stay on the accelerator. It moves inputs that are
+already there, 18 times per layer, and costs a tenth or more of the decoding speed. When everything computes on one
+device, the model's own hook has moved the inputs, and the other hooks find nothing to move. A model that is entirely
+on that device has no such hooks.
 
-They are bypassed for the forward of the model and put back after it. A module that is called by itself has its hook.
+They are bypassed for the forward of the model and restored after it. A module that is called on its own has its hook.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDicti
 
 
 def install(model: Any) -> bool:
-    """Bypass the idle hooks of a dispatched model; False, and nothing is done, where several devices compute."""
+    """Bypass the idle hooks of a dispatched model; returns False, and does nothing, if several devices compute."""
     uninstall(model)
     device = module_hooks.hook_device(model)
     hooked = [module for module in model.modules() if "_hf_hook" in vars(module)]
     if device is None or any(module_hooks.hook_device(module) != device for module in hooked):
         return False
-    # A tower runs once a prompt, and has a hook that moves its inputs: its modules are not touched for every token.
+    # A tower runs once per prompt, and has a hook that moves its inputs: its modules are not touched for every token.
     towers = [
         module for name, module in model.named_modules() if name.endswith("_tower") and "_hf_hook" in vars(module)
     ]
@@ -57,7 +57,7 @@ def uninstall(model: Any) -> None:
 
 
 def renew(model: Any) -> None:
-    """Install again, where they are, after a module with a hook was replaced."""
+    """Install again, where it was installed, after a module with a hook was replaced."""
     if any(module in _handles for module in model.modules()):
         install(model)
 
@@ -80,18 +80,18 @@ def is_accelerates_forward(module: Any) -> bool:
 
 
 class Bypass:
-    """The way around the hooks inside a module, for its forward.
+    """Bypasses the hooks inside a module during its forward.
 
     Args:
         root: the module.
-        forwards: those of modules inside it with hooks that only move inputs.
+        forwards: of modules inside it whose hooks only move inputs.
     """
 
     def __init__(self, root: Any, forwards: list[HookedForward]) -> None:
         self.forwards = forwards
         self._root = weakref.ref(root)
         self._inside: set[int] = set()  # threads; one that was interrupted (Ctrl-C) has not left
-        self._mutex = threading.Lock()  # nothing is offloaded: threads may be in the model at once
+        self._mutex = threading.Lock()  # nothing is offloaded: several threads may be in the model at once
 
     def pre_forward(self, module: Any, _inputs: Any) -> None:
         """The hook before the module's forward."""
@@ -104,7 +104,7 @@ class Bypass:
             self._inside.add(threading.get_ident())
 
     def post_forward(self, module: Any, _inputs: Any, _output: Any) -> None:
-        """The hook after the module's forward, also after one that failed."""
+        """The hook after the module's forward, also after a failed one."""
         if module is not self._root():
             return
         with self._mutex:
@@ -117,7 +117,7 @@ class Bypass:
 
 
 class HookedForward:
-    """The ``forward`` that accelerate put on a module with its hook, and the module's own.
+    """The ``forward`` that accelerate put on a module with its hook, and the module's own forward.
 
     Attributes:
         module: the module with the hook.
@@ -132,7 +132,7 @@ class HookedForward:
         self._watched: Any = None
 
     def watch(self, after: Callable[[Any], None]) -> None:
-        """Have ``after`` called with the module's output in forwards that are ``watched``."""
+        """Call ``after`` with the module's output in forwards that are ``watched``."""
         attributes = self._attributes
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -143,17 +143,17 @@ class HookedForward:
         self._watched = forward
 
     def unwrap(self, *, watched: bool = False, instead: Callable[..., Any] | None = None) -> None:
-        """Let the module run without its hook, its forward or ``instead`` of it. Does nothing where the hook has been
+        """Let the module run without its hook, with its own forward or with ``instead``. Does nothing if the hook was
         replaced or removed since.
 
-        Nor does it where somebody has put a ``forward`` around the hook's: a profiler, a spy.
+        Also does nothing if the hook's forward has been wrapped, for example by a profiler.
         """
         attributes = self._attributes
         if attributes.get("_hf_hook") is not self._hook or "_old_forward" not in attributes:
             return
         inner, current = attributes["_old_forward"], attributes.get("forward")
         own = instead or (self._watched if watched and self._watched is not None else inner)
-        # It is the inner one where another HookedForward has unwrapped the module.
+        # The inner one, if another HookedForward has unwrapped the module.
         if current is not own and (current is self._hooked or current is inner):
             self._outer, attributes["forward"] = current, own
 

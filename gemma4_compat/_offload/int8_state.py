@@ -7,9 +7,9 @@ from typing import Any
 
 
 def reset(layer: Any) -> None:
-    """Give ``layer`` a state without tensors. The state of its forward belongs to that forward's graph.
+    """Give ``layer`` a state without tensors. The state of its forward belongs to that forward's autograd graph.
 
-    The graph keeps the old state alive: the backward pass reads the weight and its scales from there.
+    The graph keeps the old state alive: the backward pass reads the weight and its scales from it.
     """
     layer.state = copy.copy(layer.state)
     layer.state.reset_grads()

@@ -1,7 +1,7 @@
-"""Tied weights that a dispatch has taken apart, and that are one parameter again without their hooks.
+"""Tied weights that a dispatch takes apart become one parameter again without their hooks.
 
-accelerate gives each offloaded module a parameter of its own, and it stays one when the hooks are removed. On one
-device a tied weight is one parameter, which is saved once and trained once.
+accelerate gives each offloaded module its own parameter, and they stay separate when the hooks are removed. On one
+device a tied weight is one parameter, saved once and trained once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODEL = "_gemma4_compat_dispatched_in"  # on a module that is offloaded, or tie
 
 
 class _Reference:
-    """A weak reference to a model. A deep copy of the model has one to the copy; a copy of a part has none."""
+    """A weak reference to a model. A deep copy of the model refers to the copy; a copy of a part refers to nothing."""
 
     def __init__(self, model: Any) -> None:
         self.get = (lambda: None) if model is None else weakref.ref(model)
@@ -29,7 +29,7 @@ class _Reference:
 
 
 def note(model: Any, module: Any) -> None:
-    """Remember in which dispatched model ``module`` is, which is offloaded or has a weight tied to one that is."""
+    """Remember which dispatched model ``module`` is in. It is offloaded, or has a weight tied to an offloaded one."""
     vars(module)[_MODEL] = _Reference(model)
 
 
@@ -38,16 +38,16 @@ def forget(module: Any) -> None:
 
 
 def model_of(module: Any) -> Any:
-    """What :func:`note` was told of a module; None where it was told nothing, or the model is gone."""
+    """The model that :func:`note` remembered for a module; None without a note, or if the model is gone."""
     reference = vars(module).get(_MODEL)
     return None if reference is None else reference.get()
 
 
 def join(model: Any, module: Any) -> None:
-    """Make the halves of a tied weight one parameter again. One is the module's, whose hook is just being removed.
+    """Make the halves of a tied weight one parameter again. One belongs to the module, whose hook is being removed.
 
-    Only where they have the same values. While the other one is offloaded, or kept on another device by a hook, they
-    stay apart: its turn comes.
+    Only if they have the same values. While the other half is offloaded, or a hook keeps it on another device, they
+    stay apart until its hook is removed.
     """
     import torch
 
@@ -61,11 +61,11 @@ def join(model: Any, module: Any) -> None:
         if {type(target), type(source)} != {torch.nn.Parameter} or _is_shared(model, target):
             continue
         if stored_weights.equal(target.data, source.data):
-            kept = target if source.device.type == "cpu" else source  # no memory of an accelerator is taken
+            kept = target if source.device.type == "cpu" else source  # use no memory of an accelerator
             for owner, name in pair:
                 owner._parameters[name] = kept
 
 
 def _is_shared(model: Any, parameter: Any) -> bool:
-    """Whether another module has it, too: an adapter's copy of the embedding, to which the head was tied."""
+    """Whether another module also has it: an adapter's copy of the embedding, to which the head was tied."""
     return sum(own is parameter for part in model.modules() for own in part._parameters.values()) > 1

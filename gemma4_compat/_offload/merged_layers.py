@@ -1,8 +1,8 @@
-"""Adapters merged into offloaded base weights, and taken out again.
+"""Adapters merged into offloaded base weights, and unmerged again.
 
 A layer's ``merge`` and ``unmerge`` change the weight of its base layer, which may be offloaded. On a split model two
-tied weights may be in different places: one parameter has become two. What a merge changes is stored, and every weight
-tied to it gets the same value.
+tied weights may be in different places: one parameter has become two. The result of a merge is stored, and every
+weight tied to it gets the same value.
 
 Replacements for the patch peft-merge-offloaded.
 """
@@ -20,12 +20,12 @@ from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory, joined_weights, stored_weights, tied_pairs
 
-_UNMERGE = "unmerge"  # on a merged layer: its own is called with its base weight onloaded
+_UNMERGE = "unmerge"  # on a merged layer: calls the layer's own with its base weight onloaded
 _HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
 
-#: Pairs of tied weights that a merge takes apart, while it runs.
+#: Pairs of tied weights that a running merge takes apart.
 _parted: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("parted", default=[])  # noqa: B039  # never changed
-#: Pairs of tied weights of the model whose adapters are being merged; None: unloaded without a merge.
+#: Pairs of tied weights of the model whose adapters are being merged; None when adapters are unloaded without a merge.
 _merging: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("merging")
 #: The layer that is being merged or unmerged.
 _onloaded: contextvars.ContextVar[Any] = contextvars.ContextVar("onloaded", default=None)
@@ -33,10 +33,10 @@ _onloaded: contextvars.ContextVar[Any] = contextvars.ContextVar("onloaded", defa
 
 @contextlib.contextmanager
 def parting(model: Any) -> Iterator[list[Any]]:
-    """Inside, a merge into one of two tied weights changes that one only; yields the pairs that it takes apart.
+    """Inside, a merge into one of two tied weights changes only that one; yields the pairs that it takes apart.
 
     Raises:
-        Gemma4CompatError: a pair has trained tokens as well, which PEFT writes over what it merged.
+        Gemma4CompatError: a pair also has trained tokens, with which PEFT overwrites what it merged.
     """
     layers = [module for module in walk.modules(model) if "merged_adapters" in vars(module)]
     tokens = [module for module in layers if type(module).__name__ == "TrainableTokensLayer"]
@@ -63,7 +63,7 @@ def parting(model: Any) -> Iterator[list[Any]]:
 
 
 def _forget_addresses(model: Any, places: list[Any]) -> None:
-    """Have accelerate take no offloaded weight for one of these: it knows tied ones by their addresses."""
+    """Remove these weights from accelerate's map of tied ones, which identifies offloaded weights by address."""
     hooks = [hook for module in walk.modules(model) if (hook := module_hooks.offload_hook(module)) is not None]
     tensors = [place[0]._parameters[place[1]] for place in places] + [_held(place) for place in places]
     for tensor in tensors:
@@ -73,7 +73,7 @@ def _forget_addresses(model: Any, places: list[Any]) -> None:
 
 
 def _held(place: Any) -> Any:
-    """The tensor with the values of a weight; None for one on disk."""
+    """The tensor with a weight's values; None for one on disk."""
     module, name = place
     hook = module_hooks.offload_hook(module)
     if hook is None:
@@ -83,7 +83,7 @@ def _held(place: Any) -> Any:
 
 
 def _take_apart(target: Any, source: Any) -> None:
-    """Let two tied weights, wherever they are, share neither a parameter nor memory."""
+    """Make two tied weights, wherever they are, share neither a parameter nor memory."""
     import torch
 
     for module, _ in (target, source):
@@ -100,7 +100,7 @@ def _take_apart(target: Any, source: Any) -> None:
 
 
 def join(model: Any) -> None:
-    """Let tied weights on a device that a merge took apart be one parameter again, where they have the same value."""
+    """Turn tied weights on a device that a merge took apart back into one parameter if they have the same value."""
     for target, source in tied_pairs.pairs(model):
         if not tied_pairs.is_apart(target, source) and stored_weights.is_same(target, source):
             target[0]._parameters[target[1]] = source[0]._parameters[source[1]]
@@ -123,7 +123,7 @@ def merging(model: Any, *, merge: bool = True) -> Iterator[list[Any]]:
 
 
 def dispatched(model: Any) -> None:
-    """Have layers that were merged before this dispatch unmerged as those that were merged after it."""
+    """Have layers that were merged before this dispatch unmerge like those that were merged after it."""
     merged = [module for module in walk.modules(model) if getattr(module, "merged_adapters", None)]
     if not merged:
         return
@@ -137,25 +137,25 @@ def dispatched(model: Any) -> None:
 
 
 def are_tied(model: Any, pairs: list[Any]) -> bool:
-    """Whether the input and the output embeddings of a model, as they are in use, are one of the ``pairs``."""
+    """Whether the model's current input and output embeddings are one of the ``pairs``."""
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     in_use = {walk.in_use(module) for module in embeddings if module is not None}
     return any({target[0], source[0]} == in_use for target, source in pairs)
 
 
 def onload_layer(layer: Any) -> contextlib.AbstractContextManager[None] | None:
-    """For PEFT's function of that name: what is around a merge or an unmerge of ``layer``; None leaves it to PEFT."""
+    """For PEFT's function of that name: the context for a merge or unmerge of ``layer``; None leaves it to PEFT."""
     try:
         pairs = _merging.get()
     except LookupError:
-        return contextlib.nullcontext() if _UNMERGE in vars(layer) else None  # which onloads it
+        return contextlib.nullcontext() if _UNMERGE in vars(layer) else None  # the layer's ``unmerge`` onloads it
     if pairs is None or not _changes_weights(layer):
         return contextlib.nullcontext()
     return onloaded(layer, pairs)
 
 
 def is_merged_alone(layer: Any) -> bool:
-    """Whether a ``merge`` of this layer, as it is now, would miss its weight or one that is tied to it."""
+    """Whether a ``merge`` of this layer, as it is now, would miss its weight or a weight tied to it."""
     if layer is _onloaded.get():
         return False
     return any(module_hooks.is_offloaded(module) for module in layer.modules()) or bool(
@@ -164,7 +164,7 @@ def is_merged_alone(layer: Any) -> bool:
 
 
 def merge_alone(layer: Any, *, safe_merge: bool, adapter_names: Any) -> None:
-    """What ``layer.merge`` does, where :func:`is_merged_alone`."""
+    """What ``layer.merge`` does, if :func:`is_merged_alone`."""
     model = _model_of(layer)
     with onloaded(layer, _pairs(model)):
         layer.merge(safe_merge=safe_merge, adapter_names=adapter_names)
@@ -173,7 +173,7 @@ def merge_alone(layer: Any, *, safe_merge: bool, adapter_names: Any) -> None:
 
 
 def _model_of(layer: Any) -> Any:
-    """The dispatched model, without PEFT's around it; None for a layer of which nothing is offloaded."""
+    """The dispatched model, inside PEFT's wrapper; None for a layer without offloaded weights."""
     model = joined_weights.model_of(walk.innermost(layer))
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -184,7 +184,7 @@ def _pairs(model: Any) -> list[Any]:
 
 
 def _with(base: Any, pairs: list[Any]) -> list[Any]:
-    """Those of the ``pairs`` with a weight of ``base``, which comes first."""
+    """The ``pairs`` that include a weight of ``base``, which comes first."""
     return [pair if pair[0][0] is base else pair[::-1] for pair in pairs if base in (pair[0][0], pair[1][0])]
 
 
@@ -194,7 +194,7 @@ def _changes_weights(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
-    """Inside, ``layer`` can be merged or unmerged; afterwards its base weight is stored, in tied weights as well."""
+    """Inside, ``layer`` can be merged or unmerged; afterwards its base weight and tied weights are stored."""
     base = walk.innermost(layer)
     tied = [(own, other) for own, other in _with(base, pairs) if stored_weights.is_same(own, other)]
     layers = [module for module in layer.modules() if hasattr(module, "merged_adapters")]
@@ -231,7 +231,7 @@ def _store(base: Any, values: dict[str, Any], *, in_forward: bool, in_place: boo
             stored_weights.write(base, name, value, in_place=in_place)
         if type(value).__name__ == "Int8Params":
             stored_weights.write_scales(base, value.SCB)
-    if in_forward:  # which ends with these, and takes them out
+    if in_forward:  # the forward ends with these values, and takes them out
         base._parameters.update(values)
 
 
@@ -242,7 +242,7 @@ def _unmerge(layer: Any, pairs: list[Any]) -> None:
 
 
 def _unmerge_before_forwards(model: Any) -> None:
-    """Have layers with disabled adapters, which their forward unmerges, unmerged before layers are onloaded for it."""
+    """Unmerge layers with disabled adapters before layers are onloaded: otherwise their forward would do it."""
     import torch
 
     if _HANDLE not in vars(model):
@@ -254,8 +254,8 @@ def _unmerge_disabled(model: Any, _inputs: Any) -> None:
     merged = [module for module in walk.modules(model) if _UNMERGE in vars(module)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for layer in merged:
-        # The head is in no module group. On one device its weight, which the embedding shares, changes only when its
-        # own forward comes.
+        # The head is in no module group. On one device its weight, which the embedding shares, changes only when the
+        # head's own forward runs.
         if layer.disable_adapters and layer is not head:
             layer.unmerge()
     if not any(_UNMERGE in vars(layer) for layer in merged) and _HANDLE in vars(model):

@@ -1,21 +1,21 @@
-"""The lock of a split model: its offloaded weights serve the forward of one thread at a time.
+"""The lock of a split model: one thread at a time uses its offloaded weights.
 
 accelerate's hooks and streaming put weights into modules for a forward and take them out after it, and bitsandbytes
-keeps state on its modules, so two threads cannot be in one model at once. The outermost forward takes the lock, that
-of the model, of a tower or of a single layer; those inside it are part of it, and do no more than notice that.
-``generate`` holds it for one forward at a time: threads take turns, token by token, in the order in which they came.
+keeps state on its modules, so two threads cannot be in one model at once. The outermost forward (of the model, a tower
+or a single layer) takes the lock; forwards inside it only check that it is held. ``generate`` holds it for one forward
+at a time: threads take turns, token by token, in the order in which they came.
 
-A backward pass takes the lock with its first gradient that reaches an offloaded layer. The autograd engine drops the
-callbacks of a backward pass when it is over, also when it failed, and with them the lock.
+A backward pass takes the lock when its first gradient reaches an offloaded layer. When a backward pass ends, or fails,
+the autograd engine drops its callbacks, and with them the lock.
 
-Nobody waits for ever:
+Nobody waits forever:
 
-* The engine has one thread for each accelerator, which runs every backward pass there. It never waits for a backward
-  pass that may need it: such passes share the lock. Nor does it wait for a forward that itself waits for the engine.
+* The engine has one thread per accelerator, which runs every backward pass there. It never waits for a backward pass
+  that may need it: such passes share the lock. Nor does it wait for a forward that itself waits for the engine.
 * A forward that was interrupted (Ctrl-C), or left without its hooks (an exception under torch.compile), still holds
-  the lock. Whoever waits looks at that thread's stack, and takes the lock from a forward that is not there any more.
-* Two threads that wait for each other, a forward of either model inside one of the other, are one error.
-* A child process that was forked has only the lock of the thread that forked it.
+  the lock. A waiter inspects the holder's stack and takes over the lock if that forward is no longer running.
+* Two threads that wait for each other, each in a forward of one model inside a forward of the other, get an error.
+* A forked child process has only the lock of the thread that forked it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLL = 0.05  # seconds between two looks at the thread that holds a lock
 _ENGINE = ("_engine_run_backward", "backward", "grad")  # functions of torch.autograd that wait for the engine
 
 _Frame = tuple[int, Any]
-_mutex = threading.RLock()  # of every lock's attributes; held for a few lines at a time
+_mutex = threading.RLock()  # guards the attributes of all locks; held for a few lines at a time
 _changed = threading.Condition(_mutex)
 _waiting: dict[int, ModelLock] = {}  # by thread
 _locks: weakref.WeakSet[ModelLock] = weakref.WeakSet()
@@ -44,11 +44,11 @@ _handles: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary(
 
 
 def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> None:
-    """Have every forward through which offloaded weights are reached take the lock, except those inside a layer.
+    """Have every forward that reaches offloaded weights take the lock, except forwards inside a layer.
 
     Args:
         model: a dispatched model.
-        lock: the model's.
+        lock: the model's lock.
         streamed: whether a layer's streaming takes the lock already.
     """
     uninstall(model)
@@ -77,13 +77,13 @@ def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> 
 
 
 def uninstall(model: Any) -> None:
-    """Leave a dispatched model without a lock. Does nothing for a module inside it."""
+    """Remove the lock of a dispatched model. Does nothing for a module inside it."""
     for handle in _handles.pop(model, ()):
         handle.remove()
 
 
 def of(model: Any) -> ModelLock | None:
-    """The lock of a dispatched model; None of one that has none."""
+    """The lock of a dispatched model; None if it has none."""
     return next((lock for lock in list(_locks) if model in lock.modules), None)
 
 
@@ -91,14 +91,14 @@ class ModelLock:
     """Held by the forwards of one thread, or by backward passes."""
 
     def __init__(self) -> None:
-        self._thread: int | None = None  # whose forward holds it
+        self._thread: int | None = None  # the thread whose forward holds it
         self._outermost = 0  # the id of the module whose forward took it
-        # That forward's frame, by its id and its code; several where the module calls itself. None, but a thread: the
-        # forward was interrupted, and the thread may be in another one, which was taken for a part of it.
+        # That forward's frame, by id and code; several if the module calls itself. If it is empty while a thread is
+        # set, the forward was interrupted, and the thread may be in another forward, which was taken for a part of it.
         self._entered: list[_Frame] = []
         self._backwards: dict[int, _Backward] = {}  # by graph task
-        self._queue: list[object] = []  # of those who wait
-        self._later: list[Callable[[], None]] = []  # for when nobody holds it
+        self._queue: list[object] = []  # the waiters, in order
+        self._later: list[Callable[[], None]] = []  # called once nobody holds it
         self.modules: weakref.WeakSet[Any] = weakref.WeakSet()  # of its model
         _locks.add(self)
 
@@ -113,7 +113,7 @@ class ModelLock:
                 self._drop_ended(around)  # it calls itself, or it was interrupted
                 if not self._entered and self._is_called_in(around):
                     return
-            elif torch_internals.graph_task() != -1:  # computed again by checkpointing
+            elif torch_internals.graph_task() != -1:  # recomputed by checkpointing
                 self.begin_backward()
                 return
             else:
@@ -126,8 +126,8 @@ class ModelLock:
             self._entered.append(_key(_call()[0]))
 
     def post_forward(self, module: Any, _inputs: Any, _output: Any) -> None:
-        """The hook after a module's forward, also after a failed one: give the lock back with the outermost one."""
-        if self._thread != threading.get_ident():  # a forward that did not get it, or computed again
+        """The hook after a module's forward, also after a failed one: the outermost one releases the lock."""
+        if self._thread != threading.get_ident():  # a forward without the lock, or a recomputed one
             return
         if id(module) != self._outermost and self._entered:
             return
@@ -141,13 +141,13 @@ class ModelLock:
             self._give_back()
 
     def hold(self, frame: Any) -> bool:
-        """Take the lock for a function that does what a forward does, without a module's call.
+        """Take the lock for a function that acts like a forward, without a module's call.
 
         Args:
-            frame: that function's, which is on the stack until :meth:`release`.
+            frame: the function's frame, which is on the stack until :meth:`release`.
 
         Returns:
-            False where it is part of something that holds the lock already: then there is nothing to release.
+            False if it runs inside something that holds the lock already: then there is nothing to release.
         """
         thread = threading.get_ident()
         with _mutex:
@@ -163,17 +163,17 @@ class ModelLock:
         return True
 
     def release(self) -> None:
-        """Give back what :meth:`hold` took."""
+        """Release what :meth:`hold` took."""
         with _mutex:
             if self._thread == threading.get_ident():
                 self._give_back()
 
     def begin_backward(self, at_end: Callable[[int], None] | None = None) -> None:
-        """Take the lock for the backward pass that is running in this thread, until it is over.
+        """Take the lock for the backward pass that is running in this thread, until the pass ends.
 
         Args:
-            at_end: called with the id of the pass's graph task when it is over, also when it failed, before another
-                thread gets the lock. A second request for the same one is ignored.
+            at_end: called with the id of the pass's graph task when it ends or fails, before another thread gets the
+                lock. A second request for the same pass is ignored.
         """
         task, thread = torch_internals.graph_task(), threading.get_ident()
         with _mutex:
@@ -197,7 +197,7 @@ class ModelLock:
                 running.at_end.append(at_end)
 
     def end_backward(self, task: int) -> None:
-        """A backward pass is over. Does nothing the second time."""
+        """A backward pass has ended. Does nothing the second time."""
         running = self._backwards.get(task)
         if running is None:
             return
@@ -210,7 +210,7 @@ class ModelLock:
                 self._after_release()
 
     def when_free(self, function: Callable[[], None]) -> None:
-        """Call ``function``, which must be short, while nobody holds the lock: now, or when it is given back."""
+        """Call ``function``, which must be short, while nobody holds the lock: now, or on release."""
         with _mutex:
             self._later.append(function)
             self._after_release()
@@ -221,7 +221,7 @@ class ModelLock:
         self._after_release()
 
     def _after_release(self) -> None:
-        """Run what was left for a free lock, if it is free now, and wake those who wait."""
+        """Run what waited for a free lock, if it is free now, and wake the waiters."""
         if self._thread is None and not self._backwards:
             while self._later:
                 self._later.pop()()
@@ -229,10 +229,10 @@ class ModelLock:
             _changed.notify_all()
 
     def _wait(self, may_go_on: Callable[[bool], bool]) -> None:
-        """Return once ``may_go_on(first)`` holds, where ``first`` says that nobody has waited longer.
+        """Return once ``may_go_on(first)`` is true; ``first`` says that nobody has waited longer.
 
         Raises:
-            Gemma4CompatError: it never would.
+            Gemma4CompatError: it never would be.
         """
         place, thread = object(), threading.get_ident()
         self._queue.append(place)
@@ -265,7 +265,7 @@ class ModelLock:
                     found.append(_waiting[holder])
 
     def _take_from_ended(self) -> None:
-        """Give the lock of a thread back that is in no forward of the model any more."""
+        """Release the lock of a thread that is no longer in a forward of the model."""
         assert self._thread is not None
         stack = list(_stack(self._thread))
         self._drop_ended(stack)
@@ -273,18 +273,18 @@ class ModelLock:
             self._give_back()
 
     def _drop_ended(self, stack: list[Any]) -> None:
-        """Forget forwards that ended without their hook."""
+        """Drop forwards that ended without their hook."""
         running = {_key(frame) for frame in stack}
         self._entered = [entry for entry in self._entered if entry in running]
 
     def _is_called_in(self, frames: Iterable[Any]) -> bool:
-        """Whether a module of the model is being called there."""
-        # Of a call that torch.compile has compiled the module may not be known.
+        """Whether these frames call a module of the model."""
+        # The module of a call that torch.compile has compiled may be unknown.
         modules = (frame.f_locals.get("self") for frame in frames if _is_module_call(frame))
         return any(module is None or module in self.modules for module in modules)
 
     def forked(self, survivor: int) -> None:
-        """In a child process, which has one thread."""
+        """Adapt to a forked child process, which has one thread."""
         self._queue.clear()
         self._backwards = {task: running for task, running in self._backwards.items() if running.thread == survivor}
         if self._thread != survivor:
@@ -292,7 +292,7 @@ class ModelLock:
 
 
 class _Backward:
-    """A backward pass: the thread in which it took the lock, and what follows it."""
+    """A backward pass: the thread in which it took the lock, and its callbacks."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
@@ -300,7 +300,7 @@ class _Backward:
 
 
 class _Callback:
-    """Queued in the engine, which alone holds it: called at the end of a backward pass, deleted after a failed one."""
+    """Only the engine's queue holds it: called at the end of a backward pass, deleted after a failed one."""
 
     def __init__(self, lock: weakref.ref[ModelLock], task: int) -> None:
         self._lock, self._task = lock, task
@@ -318,9 +318,9 @@ def _key(frame: Any) -> _Frame:
 
 
 def _call() -> list[Any]:
-    """The frames of the module's call whose hook is running, the innermost first.
+    """The frames of the module call whose hook is running, the innermost first.
 
-    The first one is there until the forward is over, and torch.compile may make several of one.
+    The first frame exists until the forward is over, and torch.compile may make several of one.
     """
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and _is_hook(frame):
@@ -340,7 +340,7 @@ def _is_dynamo(frame: Any) -> bool:
 
 
 def _is_module_call(frame: Any) -> bool:
-    """Whether it is one of ``torch.nn.Module.__call__``."""
+    """Whether the frame belongs to ``torch.nn.Module.__call__``."""
     import torch
 
     return bool(frame.f_code.co_filename == torch.nn.modules.module.__file__)
@@ -350,7 +350,7 @@ _HERE, _DYNAMO = str(Path(__file__).parent), f"{os.sep}_dynamo{os.sep}"
 
 
 def _stack(thread: int) -> Iterator[Any]:
-    """The frames of a thread, the innermost first; none of a thread that has ended."""
+    """The frames of a thread, the innermost first; none if the thread has ended."""
     return _frames(sys._current_frames().get(thread))
 
 
@@ -361,7 +361,7 @@ def _frames(frame: Any) -> Iterator[Any]:
 
 
 def _waits_for_engine(thread: int) -> bool:
-    """Whether a thread is in a backward pass: its forward does not go on before the engine does."""
+    """Whether a thread is in a backward pass: its forward cannot go on before the engine does."""
     return any(
         frame.f_code.co_name in _ENGINE and f"torch{os.sep}autograd{os.sep}" in frame.f_code.co_filename
         for frame in _stack(thread)

@@ -1,14 +1,14 @@
-"""Module groups: the offloaded tensors of one layer, packed in one host buffer and in one buffer on the device.
+"""Module groups: the offloaded tensors of one layer, packed in one host buffer and one device buffer.
 
-accelerate keeps a host tensor per weight. A group packs those of a layer into one pinned buffer, which travels as one
-copy; the tensors on the device are views of one buffer there.
+accelerate keeps one host tensor per weight. A group packs those of a layer into one pinned buffer, which is copied as
+a whole; the tensors on the device are views of one buffer there.
 
 Autograd keeps tensors of a forward for the backward pass, and bitsandbytes keeps a 4-bit weight where no hook for
-saved tensors sees it. So a group's tensors on the device are always the same objects. Only the memory below them comes
-and goes (``UntypedStorage.resize_``, as in PyTorch's FSDP).
+saved tensors sees it. So a group's tensors on the device are always the same objects. Only the memory below them is
+freed and allocated again (``UntypedStorage.resize_``, as in PyTorch's FSDP).
 
-The experts of a layer are last in the buffers. A group may be on the device in part, without them: then the module
-of the experts looks up those that it needs in the buffer on the host (:mod:`gemma4_compat._offload.expert_lookup`).
+The experts of a layer come last in the buffers. A group may be on the device in part, without them: then the experts
+module looks up the experts it needs in the host buffer (:mod:`gemma4_compat._offload.expert_lookup`).
 
 :mod:`gemma4_compat._offload.streaming` decides when a group is copied, onloaded and offloaded.
 """
@@ -27,14 +27,14 @@ ALIGNMENT = 512  # bytes; what the caching allocator gives, and more than any ke
 
 
 class ModuleGroup:
-    """The offloaded tensors of one layer, on the host and, for a time, on the device.
+    """The offloaded tensors of one layer, on the host and, temporarily, on the device.
 
     Attributes:
         device: where the layer computes.
-        experts: the layer's experts module, where its forward can look them up; or None.
+        experts: the layer's experts module, if its forward can look experts up; or None.
         size: bytes.
         size_without_experts: bytes of the group in part.
-        on_disk: a copy reads files.
+        on_disk: whether a copy reads files.
         on_device: the group has its memory on the device. The copy into it was issued, and may still run.
         in_part: what is on the device, or was there last, is without the experts.
         copied: the event after that copy; None on a device without streams.
@@ -57,7 +57,7 @@ class ModuleGroup:
         self._lookup_is_known = experts is None
         self._sources: list[HostTensor] = []
         self._first_of_experts = 0  # of the sources
-        self._offsets: list[int] = []  # of each in the buffers
+        self._offsets: list[int] = []  # of each source in the buffers
         offset = self.size_without_experts = 0
         for weight in weights:
             weight.assign(len(self._sources))
@@ -79,12 +79,12 @@ class ModuleGroup:
         self._swaps: dict[bool, list[tuple[dict[str, Any], str, Any]]] = {}  # by in_part
 
     def modules(self) -> list[Any]:
-        """Those whose weights are in the group."""
+        """The modules whose weights are in the group."""
         return [weight.module for weight in self._weights]
 
     @classmethod
     def from_layer(cls, layer: Any) -> ModuleGroup | None:
-        """The group of a layer as it is now; None for a layer without weights to stream, or left to accelerate."""
+        """The group of a layer as it is now; None for a layer that has nothing to stream or is left to accelerate."""
         inside = expert_lookup.inside(layer)
         device = module_hooks.hook_device(layer)
         alone = device is None and inside is not None  # a map that names the parts of the layer
@@ -97,13 +97,13 @@ class ModuleGroup:
                 continue
             if device is None or module_hooks.hook_device(part) != device:
                 return None
-            if not _only_places(vars(part)["_hf_hook"]):  # somebody else's hook has to run
+            if not _only_places(vars(part)["_hf_hook"]):  # another library's hook has to run
                 return None
             hook = module_hooks.offload_hook(part)
             if hook is not None:
                 if hook.offload_buffers or hook.place_submodules or hook.tied_params_names:
                     return None
-                if not is_accelerates_forward(part):  # somebody's own forward is around the hook's, and has to run
+                if not is_accelerates_forward(part):  # a ``forward`` around the hook's has to run
                     return None
                 for name, parameter in part._parameters.items():
                     if parameter is not None:
@@ -111,7 +111,7 @@ class ModuleGroup:
                         if weight is None:
                             return None
                         weights.append(weight)
-            # What else has a hook in a layer that has none brings its own inputs to the device.
+            # Any other hook in a layer without a hook of its own brings its own inputs to the device.
             if "_old_forward" in vars(part) and (part is inside or not alone):
                 forwards.append(HookedForward(part))
         if alone and any(weight.module is not inside for weight in weights):
@@ -120,7 +120,7 @@ class ModuleGroup:
         return cls(device, weights, forwards, experts) if weights else None
 
     def is_stale(self) -> bool:
-        """Whether a weight, a hook or the place of a weight on the host has changed since this group was created."""
+        """Whether a weight, a hook or a weight's place on the host has changed since this group was created."""
         for (
             parameters,
             name,
@@ -160,7 +160,7 @@ class ModuleGroup:
         return [(hook, key) for hook in hooks for key in ("weights_map", "offload")]
 
     def watch_outputs(self, on_output: Callable[[Any], None]) -> None:
-        """Have ``on_output`` called with the outputs of modules with weights, in forwards that are ``watched``."""
+        """Call ``on_output`` with the outputs of modules with weights, in forwards that are ``watched``."""
         self.on_output = on_output
         modules = {weight.module for weight in self._weights}
         for forward in self._forwards:
@@ -192,7 +192,7 @@ class ModuleGroup:
         self.onloaded = False
 
     def allocate(self, size: int) -> None:
-        """Take ``size`` bytes on the device, in the current stream's pool."""
+        """Allocate ``size`` bytes on the device, in the current stream's pool."""
         import torch
 
         if self._buffer is not None:
@@ -205,20 +205,20 @@ class ModuleGroup:
                 _view(self._buffer, offset, source)
                 for offset, source in zip(self._offsets, self._sources, strict=True)
             ]
-        if size < self.size:  # in part, and the views above are of all
+        if size < self.size:  # in part; the views above cover everything
             torch_internals.resize(self._buffer, 0)
             torch_internals.resize(self._buffer, size)
 
     def free(self) -> None:
-        """Give the memory on the device back; the tensors in it stay, empty."""
+        """Free the memory on the device; the tensors in it stay, empty."""
         torch_internals.resize(self._buffer, 0)
 
     def copy_from_host(self) -> None:
-        """Copy the group from the host, without waiting where its buffer there is pinned."""
+        """Copy the group from the host, without waiting if its buffer there is pinned."""
         import torch
 
-        # `_filled` counts its own versions: a second copy brings the same values, and autograd must not take the
-        # tensors it kept for changed.
+        # `_filled` has a version counter of its own: a second copy brings the same values, and autograd must not take
+        # the tensors it kept for changed.
         with torch.no_grad():
             size = self.size_without_experts if self.in_part else self.size
             if self.on_disk:
@@ -229,7 +229,7 @@ class ModuleGroup:
                 self._filled[:size].copy_(self._host_buffer[:size], non_blocking=True)
 
     def looks_experts_up(self) -> bool:
-        """Whether the layer can run with the group in part. Packs its host tensors to know."""
+        """Whether the layer can run with the group in part. Packs its host tensors to find out."""
         if not self._lookup_is_known:
             self._lookup, self._lookup_is_known = self._new_lookup(), True
         return self._lookup is not None
@@ -261,7 +261,7 @@ class ModuleGroup:
         return expert_lookup.ExpertLookup(self.experts, forward, parameters, self.device, mapped)
 
     def _pack(self) -> None:
-        """Move the layer's host tensors into one buffer, pinned where possible."""
+        """Move the layer's host tensors into one buffer, pinned if possible."""
         import torch
 
         with torch.inference_mode(False):
@@ -271,12 +271,12 @@ class ModuleGroup:
             source.copy_to(view)
         self._pinned = host_memory.pin(host, self.device)
         for weight in self._weights:
-            weight.move_host_copy(views)  # which frees the memory it had
+            weight.move_host_copy(views)  # frees the memory it had
         self._sources, self._host_buffer = [HostTensor(view) for view in views], host
         self._snapshot = [weight.snapshot() for weight in self._weights]
 
     def _copy_from_disk(self, buffer: Any) -> None:
-        """Copy out of memory-mapped files, through pinned memory on the way to a GPU."""
+        """Copy from memory-mapped files, through pinned memory if the target is a GPU."""
         import torch
 
         target = buffer
@@ -295,9 +295,9 @@ def _view(buffer: Any, offset: int, source: HostTensor) -> Any:
 
 
 def _part(host: Any, offset: int, source: HostTensor) -> Any:
-    """:func:`_view` of a buffer on the host, with a storage of its own over the same memory, no larger than it is.
+    """:func:`_view` of a host buffer, with its own storage over the same memory, no larger than the view.
 
-    Whoever saves a state dict, or copies a parameter, takes whole storages, and each as of one dtype.
+    Saving a state dict or copying a parameter handles whole storages, each with one dtype.
     """
     import torch
 
@@ -307,5 +307,5 @@ def _part(host: Any, offset: int, source: HostTensor) -> Any:
 
 
 def _only_places(hook: Any) -> bool:
-    """Whether an accelerate hook does nothing but place the module's weights and inputs."""
+    """Whether an accelerate hook only places the module's weights and inputs."""
     return all(type(one).__name__ == "AlignDevicesHook" for one in getattr(hook, "hooks", (hook,)))

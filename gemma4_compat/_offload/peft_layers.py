@@ -1,11 +1,11 @@
-"""PEFT on offloaded layers, which have their weights on meta between two forwards; accelerate onloads them for each.
+"""PEFT on offloaded layers, whose weights are on meta between two forwards; accelerate onloads them for each.
 
 Replacements for the patch peft-keep-dispatch. It keeps the base model dispatched, and PEFT reads ``base_layer.weight``
 at any time:
 
 * Code that only reads the weight's device (to put an adapter there) finds the execution device.
 * Code that reads, copies or changes the weight while it creates an adapter finds the weight, and its changes are kept.
-* Layers that read the weight in their own forward, outside their base layer's, have it for the whole forward.
+* Layers that read the weight in their own forward, outside the base layer's, have it for the whole forward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from gemma4_compat._common import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
 
-#: Fields of a LoRA config under which a layer only adds to the output of its base layer. Any other field with another
-#: value than its default may make the layer read the base weight.
+#: Fields of a LoRA config with which a layer only adds to the output of its base layer. Any other field that differs
+#: from its default may make the layer read the base weight.
 _ADDITIVE_FIELDS = frozenset(
     {
         "alpha_pattern",
@@ -75,8 +75,8 @@ def modules_to_save_update(
     if not offloaded or adapter_name in self.modules_to_save:
         original(self, adapter_name, *args, **kwargs)
         return
-    # The copy must hold real values and must not be offloaded itself: it will be trained. So upstream copies a module
-    # with its weights and without hooks; the copy gets a hook that only moves inputs.
+    # The copy must hold real values and must not be offloaded itself, because it is trained. So upstream copies a
+    # module with its weights and without hooks; the copy gets a hook that only moves inputs.
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     devices = {module: module_hooks.execution_device(module) for module in offloaded}
@@ -96,16 +96,16 @@ def trainable_tokens_update_layer(
 ) -> None:
     base = self.get_base_layer()
     module_hooks.offload_tied(base)
-    with module_hooks.weights_brought_in(base):  # whose rows are copied
+    with module_hooks.weights_brought_in(base):  # its rows are copied
         original(self, adapter_name, *args, **kwargs)
     if module_hooks.offload_hook(base) is not None:
-        keep_onloaded_for_whole_forward(self)  # which computes with the weight, not with the base layer
+        keep_onloaded_for_whole_forward(self)  # it computes with the weight, not with the base layer
 
 
 def trainable_tokens_mixed_batch(
     original: Callable[..., Any], self: Any, x: Any, active_adapter: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """The part of a batch that has an adapter; upstream calls no forward of the layer, so no hook of it, either."""
+    """The part of a batch with an adapter; upstream does not call the layer's forward here, so no hook of it runs."""
     base = self.token_adapter.get_base_layer()
     hook = module_hooks.offload_hook(base)
     if hook is None or not module_hooks.is_offloaded(base):
@@ -122,7 +122,8 @@ def inject_adapter(
 ) -> Any:
     config = self.peft_config[adapter_name]
     _refuse_offloaded_biases(config, model)
-    # Not `is_offloaded`: accelerate leaves one of two tied weights on the device until its module's first forward.
+    # Not `is_offloaded`: accelerate leaves one of two tied weights on the device until the first forward of its
+    # module.
     if _is_additive(config) or not any(module_hooks.offload_hook(module) for module in walk.modules(model)):
         return original(self, model, adapter_name, *args, **kwargs)
     # This adapter may read (DoRA), copy (LN tuning) or change (PiSSA) the base weight, on creation and later.
@@ -143,7 +144,7 @@ def inject_adapter(
 
 
 def _is_additive(config: Any) -> bool:
-    """Whether this adapter neither reads nor changes base weights (then nothing has to be onloaded for it)."""
+    """Whether this adapter neither reads nor changes base weights, so that nothing has to be onloaded for it."""
     if type(config).__name__ != "LoraConfig" or config.init_lora_weights not in _ADDITIVE_INITS:
         return False
     for field in dataclasses.fields(config):
@@ -155,12 +156,12 @@ def _is_additive(config: Any) -> bool:
 
 
 def are_additive(model: Any) -> bool:
-    """Whether no adapter of a model reads base weights, in a forward of its layer or anywhere."""
+    """Whether no adapter of a model reads base weights, in a forward of its layer or elsewhere."""
     return all(_is_additive(config) for config in (getattr(model, "peft_config", None) or {}).values())
 
 
 def keep_onloaded_for_whole_forward(layer: Any) -> None:
-    """Have the weights of the offloaded base layer there as long as the forward of ``layer`` runs."""
+    """Keep the weights of the offloaded base layer onloaded as long as the forward of ``layer`` runs."""
     if not vars(layer).get(_REGISTERED):
         layer.register_forward_pre_hook(_onload)
         layer.register_forward_hook(_offload, always_call=True)
@@ -170,10 +171,10 @@ def keep_onloaded_for_whole_forward(layer: Any) -> None:
 def _onload(layer: Any, _inputs: Any) -> None:
     base = _base(layer)
     hook = module_hooks.offload_hook(base)
-    # Else it is not offloaded any more, or a layer around this one, or its module group, has onloaded it.
+    # Otherwise it is not offloaded any more, or has been onloaded by a layer around this one or by its module group.
     if hook is not None and module_hooks.is_offloaded(base):
         hook.pre_forward(base)
-        hook.offload = False  # the base layer's own forward leaves the weights alone
+        hook.offload = False  # the base layer's own forward leaves the weights in place
         vars(layer)[_ONLOADED] = hook
 
 

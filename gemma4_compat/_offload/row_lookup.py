@@ -1,13 +1,13 @@
-"""Row lookup: an offloaded embedding reads its rows where its weight is stored, instead of onloading the weight.
+"""Row lookup: an offloaded embedding reads rows from its stored weight instead of onloading the weight.
 
-Two ways, both bit-exact, because the embedding's own forward computes on its device in both:
+There are two ways. Both are bit-exact, because the embedding's own forward computes on its device in both:
 
-* *in place*: for the forward the module's weight is the stored one, addressed from the module's device. On a GPU that
-  is the pinned host memory under its device address, and the lookup's kernel reads the rows over PCIe: no copy, no
+* *in place*: during the forward, the module's weight is the stored one, addressed from the module's device. On a GPU
+  that is pinned host memory under its device address, and the lookup kernel reads the rows over PCIe: no copy, no
   synchronization. On the CPU it is the memory-mapped file.
-* *rows*: where the memory cannot be pinned, a weight on disk serves a GPU, or it is stored in another dtype, the
-  tokens come to the host, their distinct rows are gathered into a small weight that goes to the device, and the tokens
-  are renumbered to match. Only where the embedding is known to use its weight for nothing else.
+* *rows*: if the memory cannot be pinned, a weight on disk serves a GPU, or it is stored in another dtype, the tokens
+  come to the host. Their distinct rows are gathered into a small weight on the device, and the tokens are renumbered
+  to match. Only if the embedding is known to use its weight for nothing else.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Lookup:
         self.meta: Any = None  # the parameter between forwards, while a forward runs
         self._padding: Any = None
         self._in_place: Any = None
-        # A tensor created in inference mode could not take part in a later training.
+        # A tensor created in inference mode could not take part in later training.
         with torch.inference_mode(False):
             stored = self._stored = host_memory.stored(hook.weights_map, "weight")
             if stored.raw.device.type != "cpu":
-                # Dispatched from the accelerator: what accelerate keeps for the host never left it.
+                # Dispatched from the accelerator: accelerate's host copy never left it.
                 stored.raw = stored.raw.cpu()
                 if stored.holder is not None:
                     stored.holder[stored.key] = stored.raw
@@ -52,7 +52,7 @@ class Lookup:
                 return
             if self.device.type == "cpu":
                 self._in_place = _parameter(stored.raw)
-            elif not stored.on_disk:  # pinning a mapped file would take the memory that "disk" saves
+            elif not stored.on_disk:  # pinning a mapped file would use the memory that "disk" saves
                 memory = host_memory.pin(stored.raw, self.device)
                 view = None if memory is None else memory.view_on(self.device)
                 self._in_place = None if view is None else _parameter(view)
@@ -70,7 +70,7 @@ class Lookup:
         )
 
     def enter(self, module: Any, tokens: Any) -> Any:
-        """Give the module a weight for its forward; returns the tokens that belong to it.
+        """Give the module a weight for its forward; returns the tokens that belong to that weight.
 
         Args:
             module: the embedding.
@@ -80,20 +80,20 @@ class Lookup:
 
         self.leave(module)
         meta = module._parameters["weight"]
-        # Gradients of the embeddings are available; those of the weight itself go with the graph.
+        # Gradients of the embeddings are available; those of the weight itself are not.
         learns = meta.requires_grad and torch.is_grad_enabled()
         if self.in_place:
             weight = _parameter(self._in_place, learns=True) if learns else self._in_place
         else:
             rows, tokens = gather(self._stored.raw, tokens, self.device, mapped=self._stored.on_disk)
             weight = _parameter(host_memory.cast(rows, (*self._stored.casts, self.dtype)), learns=learns)
-            # The small weight has no row of that number, which only matters to gradients of the weight.
+            # The small weight has no row with that number, which only matters to gradients of the weight.
             self._padding, module.padding_idx = module.padding_idx, None
         self.meta, module._parameters["weight"] = meta, weight
         return tokens
 
     def leave(self, module: Any) -> None:
-        """Put the parameter on meta back. Does nothing outside a forward."""
+        """Put the meta parameter back. Does nothing outside a forward."""
         if self.meta is not None:
             if self._padding is not None:
                 module.padding_idx, self._padding = self._padding, None
@@ -116,7 +116,7 @@ def gather(weight: Any, tokens: Any, device: Any, *, mapped: bool = False) -> tu
         mapped: the weight is mapped from a file.
 
     Returns:
-        [distinct tokens, width] of the weight's dtype, and the tokens' row numbers, of their shape and dtype.
+        [distinct tokens, width] in the weight's dtype, and the tokens' row numbers in the tokens' shape and dtype.
     """
     import torch
 
@@ -132,16 +132,16 @@ def gather(weight: Any, tokens: Any, device: Any, *, mapped: bool = False) -> tu
 
 
 def lookup_for(hook: Any, module: Any) -> Lookup | None:
-    """The lookup of an embedding that this hook offloads; None where the module needs its whole weight.
+    """The lookup of an embedding that this hook offloads; None if the module needs its whole weight.
 
-    It does where the weight is trained, is renormalized in a forward, is of a class of its own (quantized, for
-    example) or is tied to a weight on the device, and where the module has other tensors to onload.
+    It needs the whole weight if that is trained, is renormalized in a forward, has its own class (quantized, for
+    example) or is tied to a weight on the device, and if the module has other tensors to onload.
     """
     import torch
 
     found: Lookup | None = vars(hook).get(_STATE)
     if found is not None:
-        found.leave(module)  # a forward that failed left its weight in
+        found.leave(module)  # a failed forward left its weight in
     weight = module._parameters.get("weight")
     if weight is None or (weight.requires_grad and module.training and torch.is_grad_enabled()):
         return None
@@ -159,13 +159,13 @@ def lookup_for(hook: Any, module: Any) -> Lookup | None:
 
 
 def known(hook: Any) -> Lookup | None:
-    """The lookup that the last forward of this hook's module took; None where it took none."""
+    """The lookup that the last forward of this hook's module used; None if it used none."""
     found: Lookup | None = vars(hook).get(_STATE)
     return found
 
 
 def current(hook: Any) -> Lookup | None:
-    """The lookup whose weight the hook's module holds just now."""
+    """The lookup whose weight the hook's module holds right now."""
     found = known(hook)
     return None if found is None or found.meta is None else found
 
@@ -173,7 +173,7 @@ def current(hook: Any) -> Lookup | None:
 def reads_rows_only(module: Any) -> bool:
     """Whether the forward of a hooked embedding only looks up its first argument in its weight.
 
-    Learned positions, for example, look up what they compute from an attention mask.
+    Learned positions, for example, look up numbers that they compute from an attention mask.
     """
     import torch
 
@@ -185,7 +185,7 @@ def reads_rows_only(module: Any) -> bool:
 
 
 def _is_tied_on_device(hook: Any, weight: Any) -> bool:
-    """Whether the weight is tied to one that stays on the hook's device: accelerate then takes that one."""
+    """Whether the weight is tied to one that stays on the hook's device: accelerate then uses that one."""
     if not hook.tied_params_map or "weight" not in hook.tied_params_names:
         return False
     where = host_memory.stored(hook.weights_map, "weight")

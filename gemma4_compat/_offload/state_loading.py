@@ -1,12 +1,12 @@
-"""``load_state_dict`` of a model with offloaded weights: each of them is loaded where it is stored.
+"""``load_state_dict`` of a model with offloaded weights: each weight is loaded where it is stored.
 
-torch loads module by module. An offloaded module has, for its turn, empty parameters on the host in place of those on
-meta, for the names that the state dict has; torch fills them with all its checks. What it filled is stored. So one
+torch loads module by module. While its turn lasts, an offloaded module has empty host parameters in place of the meta
+ones, for the names that the state dict has. torch fills them with all its checks, and the result is stored. So one
 module's weights are in host memory at a time, and a state dict without a module's names costs nothing.
 
 The model's own ``state_dict`` has offloaded weights on meta. Such an entry has no value: it leaves the stored one.
 
-On one device, to load one of two tied weights is to load both. A module with a tied weight passes on what it loaded.
+On one device, loading one of two tied weights loads both. So a module with a tied weight passes on what it loaded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def install(model: Any) -> None:
 
 
 def forget(module: Any) -> None:
-    """Leave a module to torch, which finds nothing to load into on meta."""
+    """Leave loading the module to torch, which finds nothing to load into on meta."""
     joined_weights.forget(module)
     for handle in _handles.pop(module, ()):
         handle.remove()
@@ -55,7 +55,7 @@ def _before(module: Any, state_dict: Any, prefix: str, metadata: Any, *_: Any) -
         if offloaded and before.device.type == "meta":
             inside = holder[name] = _empty(before, "meta" if _is_meta(state_dict[f"{prefix}{name}"]) else "cpu")
         found[name] = (before, inside, inside._version)
-    # With `assign`, tied weights are two weights from then on, on one device as well.
+    # With `assign`, tied weights are two weights afterwards, on one device as well.
     vars(module)[_LOADING] = found, bool(metadata.get("assign_to_params_buffers"))
 
 
@@ -67,7 +67,7 @@ def _after(module: Any, _incompatible: Any) -> None:
         offloaded = hook is not None and (name in module._parameters or hook.offload_buffers)
         holder = stored_weights.holder(module, name)
         now = holder[name]
-        # It is not where it has another shape, for example, or no value.
+        # It was not filled if it has another shape, for example, or no value.
         is_loaded = not _is_meta(now) and (now is not inside or inside._version != version)
         # A tied weight may have been stored when the other one was loaded.
         if is_loaded and offloaded and not stored_weights.holds(module, name, now):
@@ -75,7 +75,7 @@ def _after(module: Any, _incompatible: Any) -> None:
         elif offloaded:
             holder[name] = before
         if inside is not before and (scales := vars(inside).get("SCB")) is not None and scales._version:
-            stored_weights.write_scales(module, scales)  # which bitsandbytes has loaded
+            stored_weights.write_scales(module, scales)  # bitsandbytes has loaded them
         if is_loaded and not assigned:
             _pass_on(joined_weights.model_of(module), (module, name))
 

@@ -1,4 +1,4 @@
-"""The state dict of a split model with the values that are stored, where torch's has tensors on meta."""
+"""The state dict of a split model with the stored values, where torch's has meta tensors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gemma4_compat._offload import stored_weights, tied_pairs
 
 
 def fill(model: Any, state: dict[str, Any]) -> None:
-    """Give the entries of a model's state dict that are on meta the values that are stored. Nothing is copied that is
-    stored in its parameter's dtype.
+    """Give meta entries of a model's state dict their stored values. Values stored in their parameter's dtype are not
+    copied.
 
     Tied weights are one tensor, as in the state dict of one device.
     """

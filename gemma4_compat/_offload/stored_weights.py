@@ -1,8 +1,8 @@
-"""Offloaded weights that are read and replaced where they are stored.
+"""Offloaded weights, read and replaced where they are stored.
 
 accelerate's hook reads an offloaded weight for each forward: from a dict in host memory, or from an index of files.
-:func:`write` puts another value there: in host memory in place of the old one; on disk into a file of its own, because
-the old one may be the checkpoint's, or serve another model. Row lookup, module groups and accelerate's map of tied
+:func:`write` stores another value: in host memory in place of the old one; on disk in a file of its own, because the
+old file may be the checkpoint's, or serve another model. Row lookup, module groups and accelerate's map of tied
 weights, which keep the old value, notice that.
 """
 
@@ -25,12 +25,12 @@ from gemma4_compat._quantization import quant_states
 
 _log = logging.getLogger("gemma4_compat")
 
-#: A parameter: the module that has it, and its name there.
+#: A parameter: its module, and its name there.
 Place = tuple[Any, str]
 
 
 def read(module: Any, name: str) -> Any:
-    """The value with which a module computes as its parameter ``name``: on its device, or offloaded, on the host."""
+    """The value that a module uses as its parameter ``name``: on its device, or on the host if it is offloaded."""
     parameter, hook = holder(module, name)[name], module_hooks.offload_hook(module)
     if hook is None:
         return parameter.data
@@ -38,16 +38,16 @@ def read(module: Any, name: str) -> Any:
 
 
 def write(module: Any, name: str, value: Any, *, in_place: bool = True) -> None:
-    """Store ``value`` as the offloaded parameter ``name`` of ``module``, and leave that on meta.
+    """Store ``value`` as the offloaded parameter ``name`` of ``module``, and leave the parameter on meta.
 
     Not between the hook's ``pre_forward`` and its ``post_forward``.
 
     Args:
         module: has a hook that offloads its weights.
-        name: of one of its parameters, or of a buffer that is offloaded.
+        name: of one of its parameters, or of an offloaded buffer.
         value: of any shape and dtype.
-        in_place: write into the host memory of the old value, which may be pinned, or another module's tied weight;
-            else, and where that has another shape or dtype, the tensor itself is kept if it is on the host.
+        in_place: write into the host memory of the old value, which may be pinned, or another module's tied weight.
+            Otherwise, and if that memory has another shape or dtype, keep the tensor itself if it is on the host.
     """
     with outside_inference():
         value = value.detach().cpu()
@@ -61,7 +61,7 @@ def write_scales(module: Any, scales: Any) -> None:
         scales = scales.detach().cpu()
         vars(scales)[quant_states.PRISTINE] = True
         vars(module._parameters["weight"])["SCB"] = scales
-        with contextlib.suppress(KeyError):  # accelerate's map has them as well, or has not
+        with contextlib.suppress(KeyError):  # they may also be in accelerate's map
             store(module_hooks.offload_hook(module), "SCB", scales)
 
 
@@ -76,22 +76,22 @@ def holds(module: Any, name: str, value: Any) -> bool:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two tensors, not on meta, are the same, bit for bit."""
+    """Whether two tensors, not on meta, are equal bit for bit."""
     import torch
 
     if a.shape != b.shape or a.dtype != b.dtype or "meta" in (a.device.type, b.device.type):
         return False
     if a.device == b.device and a.data_ptr() == b.data_ptr():
         return True
-    # Bytes, not numbers: a NaN is not equal to itself.
+    # Compare bytes, not numbers: a NaN does not equal itself.
     return bool(torch.equal(*(part.cpu().contiguous().view(-1).view(torch.uint8) for part in (a, b))))
 
 
 @contextlib.contextmanager
 def replaced(model: Any) -> Iterator[None]:
-    """Around code that gives modules other parameters: those of offloaded modules are stored afterwards.
+    """Around code that replaces parameters of modules: afterwards those of offloaded modules are stored.
 
-    Upstream leaves such a parameter where it was put; the module's next forward would compute with the old value.
+    Upstream leaves such a parameter where it was put; the module's next forward would use the old value.
     """
     before = {
         (module, name): parameter
@@ -117,10 +117,10 @@ def replaced(model: Any) -> Iterator[None]:
 
 
 def store(hook: Any, name: str, value: Any, *, in_place: bool = False) -> None:
-    """Replace what a hook reads as ``name`` by a tensor on the host.
+    """Replace the tensor that a hook reads as ``name`` by a tensor on the host.
 
     Raises:
-        KeyError: it reads nothing of that name.
+        KeyError: the hook reads nothing with that name.
     """
     import torch
 
@@ -138,12 +138,12 @@ def store(hook: Any, name: str, value: Any, *, in_place: bool = False) -> None:
         place.replace(value)
     else:
         hook.weights_map = collections.ChainMap({name: value}, hook.weights_map)
-    # Another object: those that keep what they have read compare it.
+    # A new object: anything that keeps what it has read compares it.
     hook.weights_map = copy.copy(hook.weights_map)
 
 
 def forget_address(hook: Any, tensor: Any) -> None:
-    """Take an address that may soon be another tensor's out of accelerate's map of tied weights."""
+    """Remove an address, which may soon belong to another tensor, from accelerate's map of tied weights."""
     if hook.tied_params_map:
         hook.tied_params_map.pop(tensor.data_ptr(), None)
 
@@ -154,7 +154,7 @@ def _fits(stored: Any, value: Any) -> bool:
 
 
 def _written(place: Any, value: Any) -> dict[str, Any] | None:
-    """The entry of a new file with ``value``; None where none can be written, with a line in the log."""
+    """The entry of a new file with ``value``; None, with a line in the log, if the file cannot be written."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -174,7 +174,7 @@ def _written(place: Any, value: Any) -> dict[str, Any] | None:
 
 
 def _say_kept(reason: str, folder: Any, key: str, size: float) -> None:
-    """Once for each folder and reason: a merge changes hundreds of weights."""
+    """Log once per folder and reason: a merge changes hundreds of weights."""
     if (reason, folder) not in _said:
         _said.add((reason, folder))
         _log.warning(
@@ -188,7 +188,7 @@ _said: set[tuple[str, Any]] = set()
 
 
 class _File(str):
-    """The path of a file that is deleted with the last index that has it. Copies of a model share it."""
+    """The path of a file that is deleted with the last index that refers to it. Copies of a model share it."""
 
     def __new__(cls, path: Path) -> _File:
         file = super().__new__(cls, path)
@@ -208,7 +208,7 @@ def _delete(path: str) -> None:
 
 
 def holder(module: Any, name: str) -> dict[str, Any]:
-    """Which of the module's dicts has the tensor ``name``."""
+    """The dict of the module that has the tensor ``name``."""
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[no-any-return]
 
 
@@ -229,7 +229,7 @@ def leave_on_meta(module: Any, name: str, value: Any) -> None:
 
 @contextlib.contextmanager
 def outside_inference() -> Iterator[None]:
-    """New tensors inside are as those that a model is loaded with, in inference mode, too."""
+    """Inside, new tensors are like those of a loaded model, even in inference mode."""
     import torch
 
     with torch.inference_mode(False), torch.no_grad():

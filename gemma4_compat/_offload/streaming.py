@@ -1,30 +1,29 @@
 """Streaming: each offloaded layer of a model is copied to the device while the layer before it computes.
 
-accelerate moves each tensor of each module by itself, out of pageable memory, when the module is called, and waits.
+accelerate moves each tensor of each module on its own, from pageable memory, when the module is called, and waits.
 Here a layer is one *module group* (:mod:`gemma4_compat._offload.module_groups`): its offloaded tensors travel as one
-copy out of pinned memory, on a stream of their own. A group takes two steps to its layer:
+copy from pinned memory, on a separate stream. A group takes two steps to its layer:
 
 * *prefetch*: :meth:`CopyStream.start_copy` allocates its memory on the device and issues the copy.
 * *onload*: :meth:`CopyStream.wait_for_copy`, then the layer's modules get the weights.
 
-On the device there are at most two groups of a list of layers, three in a backward pass, however many layers the list
-has. A group's memory is freed when the layer's forward is over. It comes back when a gradient reaches the layer: that
-of its output, or that of the output of a module in it, whichever is first.
+A list of layers has at most two groups on the device, three in a backward pass, however many layers it has. A group's
+memory is freed after the layer's forward. It is onloaded again by the first gradient of its or a submodule's output.
 
-Where a step has few tokens and wants no gradients, a layer with experts is onloaded in part, without them
+If a step has few tokens and needs no gradients, a layer with experts is onloaded in part, without them
 (:mod:`gemma4_compat._offload.expert_lookup`).
 
 The last group of a forward with gradients stays: the backward pass begins with it. During its layer's backward pass a
 group is onloaded as in the forward: checkpointing may compute the layer again, even through ``layer.forward``, which
-calls no hook of a module (transformers 5.23).
+calls no module hooks (transformers 5.23).
 
-One thread at a time is in a model's streamed layers (:mod:`gemma4_compat._offload.model_lock`); backward passes that
-the engine runs in turn each keep their own groups. The groups that a graph of gradients goes through (create_graph)
-stay on the device as long as the graph lives.
+One thread at a time is in a model's streamed layers (:mod:`gemma4_compat._offload.model_lock`). Backward passes that
+the engine interleaves each keep their own groups. Groups that the graph of a gradient goes through (create_graph) stay
+on the device as long as that graph lives.
 
 Between two forwards the modules look as accelerate left them: weights on meta, hooks in place. Code that uses a module
-of a layer by itself, or reads its weights through the hook, gets them as before. The next forward notices what was
-changed there. During a layer's forward the hooks inside it are bypassed.
+of a layer on its own, or reads its weights through the hook, gets them as before. The next forward notices any
+changes. During a layer's forward the hooks inside it are bypassed.
 
 The streaming hooks belong to the model: they stay, and work, when the patch that installed them is reverted.
 """
@@ -43,20 +42,20 @@ from gemma4_compat._offload.copy_stream import CopyStream
 from gemma4_compat._offload.model_lock import ModelLock
 from gemma4_compat._offload.module_groups import ModuleGroup
 
-_KEPT_IN_BACKWARD = 2  # groups: of the layer that a backward pass is in, and of the one it comes from
+_KEPT_IN_BACKWARD = 2  # groups: of the layer that a backward pass is in, and of the layer it comes from
 
-# The two hooks of each streamed layer, and what it is streamed by, which the hooks keep alive.
+# The two hooks of each streamed layer, and its streamer, which the hooks keep alive.
 _handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 _streamers: weakref.WeakKeyDictionary[Any, weakref.ref[LayerStreamer]] = weakref.WeakKeyDictionary()
 
 
 def install(model: Any, lock: ModelLock | None = None) -> int:
-    """Stream the offloaded layers of a dispatched model, of every ``nn.ModuleList`` in it; returns their number.
+    """Stream the offloaded layers of every ``nn.ModuleList`` in a dispatched model; returns the number of layers.
 
-    Their forwards take the model's ``lock``, one of their own if there is none.
+    Their forwards take the model's ``lock``, or a new one if it has none.
 
-    A layer stays with accelerate's hooks where it computes on several devices, has offloaded buffers or tied weights,
-    or no hook of its own that brings its inputs to its device.
+    A layer stays with accelerate's hooks if it computes on several devices, has offloaded buffers or tied weights, or
+    has no hook of its own that brings its inputs to its device.
     """
     import torch
 
@@ -70,7 +69,7 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
         layers = [layer for layer in module if any(module_hooks.offload_hook(part) for part in layer.modules())]
         if layers:
             inside.update(id(part) for part in module.modules())
-            # A tower runs once a prompt; in the language model the first layer follows the last, token after token.
+            # A tower runs once per prompt; in the language model the first layer follows the last, token after token.
             streamer = LayerStreamer(layers, cyclic="tower" not in name, lock=lock)
             for layer in layers:
                 before = torch_internals.uncompiled(streamer.pre_forward)
@@ -85,13 +84,13 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
 
 
 def uninstall(model: Any) -> None:
-    """Leave the layers to accelerate's hooks."""
+    """Return the layers to accelerate's hooks."""
     for module in model.modules():
         forget(module)
 
 
 def forget(layer: Any) -> None:
-    """Remove the streaming hooks of one layer; without accelerate's hook as well, it can be pickled again."""
+    """Remove the streaming hooks of one layer. If accelerate's hook is also gone, it can be pickled again."""
     _streamers.pop(layer, None)
     for handle in _handles.pop(layer, ()):
         handle.remove()
@@ -103,13 +102,13 @@ def is_streamed(layer: Any) -> bool:
 
 
 def streamers(model: Any) -> list[LayerStreamer]:
-    """Those of a model's lists of layers."""
+    """The streamers of a model's lists of layers."""
     found = (_streamers[module]() for module in model.modules() if module in _streamers)
     return list(dict.fromkeys(streamer for streamer in found if streamer is not None))
 
 
 def streamed_modules(model: Any) -> dict[Any, str]:
-    """Every module whose weights a streamer has in a group: ``"disk"`` where a copy reads files, else ``"memory"``."""
+    """Every module whose weights a streamer has in a group: ``"disk"`` if a copy reads files, else ``"memory"``."""
     return {
         module: "disk" if group.on_disk else "memory"
         for streamer in streamers(model)
@@ -120,7 +119,7 @@ def streamed_modules(model: Any) -> dict[Any, str]:
 
 @contextlib.contextmanager
 def captured(found: list[LayerStreamer]) -> Iterator[None]:
-    """For a forward that is captured as a CUDA graph: what it needs is in the graph, and nothing is left over from it.
+    """For capturing a forward as a CUDA graph: the graph has everything it needs, and nothing is left over from it.
 
     Enter it before the capture begins. Inside the capture, enter :meth:`LayerStreamer.forked`.
     """
@@ -138,24 +137,24 @@ class LayerStreamer:
 
     Args:
         layers: in the order in which they run.
-        cyclic: the list runs repeatedly: after its last layer the first one is prefetched.
-        lock: that of the model. Its other lists have the same one.
+        cyclic: the list runs repeatedly: its first layer is prefetched after its last.
+        lock: the model's, which its other lists share.
     """
 
     def __init__(self, layers: list[Any], *, cyclic: bool = False, lock: ModelLock | None = None) -> None:
         self._lock = ModelLock() if lock is None else lock
         self._layers = [weakref.ref(layer) for layer in layers]
-        # A deep copy of a layer has the same hooks and is not in here: it stays with accelerate's.
+        # A deep copy of a layer has the same hooks and is not in here: it stays with accelerate's hooks.
         self._positions = weakref.WeakKeyDictionary({layer: index for index, layer in enumerate(layers)})
         self._cyclic = self._again = cyclic
         self._groups: list[ModuleGroup | None] = []  # by position; None: left to accelerate's hooks
         self._copies: CopyStream | None = None
-        # Bytes of the largest group, and without experts. Every group takes as much, so that each fits where another
-        # was.
+        # Bytes of the largest group, and the same without experts. Every group takes that much, so each fits where
+        # another was.
         self._buffer_size = self._part_size = 0
-        self._prefetched: ModuleGroup | None = None  # and not used yet
+        self._prefetched: ModuleGroup | None = None  # not used yet
         self._kept: dict[int, list[ModuleGroup]] = {}  # by the graph task of a backward pass
-        self._in_graphs: list[ModuleGroup] = []  # as often as the graph of a gradient (create_graph) has its weights
+        self._in_graphs: list[ModuleGroup] = []  # once per graph of a gradient (create_graph) that has its weights
 
     def pre_forward(self, layer: Any, _inputs: Any) -> None:
         """The hook before a layer's forward: onload its group, prefetch the next one."""
@@ -174,7 +173,7 @@ class LayerStreamer:
         in_part = not recomputed and self._in_part(group, layer, _inputs)
         following = None if stays else self._neighbour(position, -1 if recomputed else 1)
         ends = position == len(self._groups) - 1 and not recomputed and not torch.is_grad_enabled()
-        next_in_part = in_part or ends  # after a prompt comes a token
+        next_in_part = in_part or ends  # a token follows a prompt
         self._require(group, following, in_part=in_part, next_in_part=next_in_part)
         group.onload_(watched=watched)
 
@@ -200,11 +199,11 @@ class LayerStreamer:
             self._free(group)
 
     def groups(self) -> list[ModuleGroup]:
-        """The groups that it has made, in the first forward."""
+        """The groups, made in the first forward."""
         return [group for group in self._groups if group is not None]
 
     def before_capture(self) -> None:
-        """Leave nothing on the device, and nothing to wait for that happened before."""
+        """Leave nothing on the device, and no earlier event to wait for."""
         self._again, self._cyclic = self._cyclic, False
         if self._copies is not None:
             if self._prefetched is not None and not self._is_kept(self._prefetched):
@@ -215,7 +214,7 @@ class LayerStreamer:
 
     @contextlib.contextmanager
     def forked(self) -> Iterator[None]:
-        """Inside a capture: copies belong to it, too, and are over when it ends."""
+        """Inside a capture: copies also belong to it, and are over when it ends."""
         if self._copies is None:
             yield
             return
@@ -227,7 +226,7 @@ class LayerStreamer:
 
     @contextlib.contextmanager
     def settled(self, settle: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``settle`` is called before weights are freed: what the layer computes is issued by then."""
+        """Inside, ``settle`` is called before weights are freed, to launch everything the layer computes."""
         if self._copies is None:
             yield
             return
@@ -238,7 +237,7 @@ class LayerStreamer:
             self._copies.settle = None
 
     def after_capture(self) -> None:
-        """Free what a capture that failed has left on the device, and forget its events."""
+        """Free what a failed capture left on the device, and forget its events."""
         self._cyclic = self._again
         if self._copies is not None:
             for group in self.groups():
@@ -251,7 +250,7 @@ class LayerStreamer:
             self._copies.forget_computed()
 
     def _watch_gradients(self, position: int, group: ModuleGroup, output: Any) -> None:
-        """Onload the group when a gradient reaches ``output``, that of a layer or of a module in it."""
+        """Onload the group when a gradient reaches ``output``, the output of a layer or of a module in it."""
         for tensor in _tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._backward_begins, position, group))
@@ -263,16 +262,16 @@ class LayerStreamer:
         if group in self._kept.get(torch_internals.graph_task(), ()) and group.on_device:
             self._copies.wait_for_copy(group)  # the stream of this gradient may be another
             return
-        self._keep(group)  # which frees what is done, so before more is prefetched
+        self._keep(group)  # frees what is done, so before more is prefetched
         self._require(group, self._neighbour(position, -1))
         if not group.onloaded:
             group.onload_()
 
     def _keep(self, group: ModuleGroup) -> None:
-        """Keep a group until the backward pass is two layers on, or over.
+        """Keep a group until the backward pass is two layers further, or over.
 
-        The engine runs nodes in the reverse order of their creation: when the gradient of a layer's output is there,
-        nothing of the layers after it is left to do.
+        The engine runs nodes in the reverse order of their creation: when the gradient of a layer's output exists, the
+        layers after it are done.
         """
         task = torch_internals.graph_task()
         if task not in self._kept:
@@ -287,11 +286,11 @@ class LayerStreamer:
         return group in self._in_graphs or any(group in kept for kept in self._kept.values())
 
     def keep_for_graph(self, group: ModuleGroup) -> None:
-        """Leave the group's memory on the device until :meth:`graph_is_gone` was called as often as this."""
+        """Keep the group's memory on the device until :meth:`graph_is_gone` was called as often as this."""
         self._in_graphs.append(group)
 
     def graph_is_gone(self, group: ModuleGroup) -> None:
-        """The graph of a gradient is deleted: free the group if nothing else needs it, now or when it is left."""
+        """A gradient's graph is deleted: free the group if nothing else needs it, now or at the end of its use."""
         self._in_graphs.remove(group)
         self._lock.when_free(functools.partial(self._free_unused, group))
 
@@ -329,7 +328,8 @@ class LayerStreamer:
     ) -> None:
         """Have ``group`` on the device for what the current stream does next, and prefetch ``following``.
 
-        ``in_part``: without its experts, if it is not there as a whole; ``next_in_part`` the same of ``following``.
+        ``in_part``: without its experts, if it is not there as a whole; ``next_in_part`` is the same for
+        ``following``.
         """
         assert self._copies is not None
         prefetched, self._prefetched = self._prefetched, None
@@ -369,7 +369,7 @@ class LayerStreamer:
         self._copies.free(group)
 
     def _neighbour(self, position: int, step: int) -> ModuleGroup | None:
-        """The group that runs after (before, with ``step`` -1) the one at ``position``; None at an end."""
+        """The group that runs after the one at ``position`` (before it if ``step`` is -1); None at an end."""
         last = len(self._groups) - 1
         while True:
             if position == (last if step > 0 else 0):
@@ -383,11 +383,11 @@ class LayerStreamer:
                 return group
 
     def _is_last(self, position: int) -> bool:
-        """Whether a list that runs again ends with this layer."""
+        """Whether this is the last layer of a list that runs again."""
         return self._cyclic and not any(self._groups[position + 1 :])
 
     def _group(self, position: int, layer: Any) -> ModuleGroup | None:
-        """The group of a layer, a new one where the layer has changed."""
+        """The group of a layer; a new one if the layer has changed."""
         if not self._groups:
             for reference in self._layers:
                 self._groups.append(self._new_group(len(self._groups), reference()))
@@ -420,7 +420,7 @@ class LayerStreamer:
 
 
 class _InGraph:
-    """A hook of a gradient that does nothing: the gradient's graph, of create_graph, holds it as long as it lives."""
+    """A gradient hook that does nothing: the gradient's graph (create_graph) holds it as long as the graph lives."""
 
     def __init__(self, streamer: LayerStreamer, group: ModuleGroup) -> None:
         self._streamer, self._group = streamer, group

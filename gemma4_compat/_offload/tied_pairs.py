@@ -1,4 +1,4 @@
-"""Tied weights that a device map separates: one parameter on one device, two with a copy each where they are apart.
+"""Tied weights that a device map separates: one parameter on one device, two with a copy each if they are apart.
 
 :func:`tied` finds them, and :func:`tie` gives one the value of the other. :mod:`gemma4_compat._offload.stored_weights`
 reads and replaces a single one.
@@ -21,8 +21,8 @@ def is_shared(model: Any, name: str, owner: str) -> bool:
 
 
 def pairs(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
-    """Target and source of each tied weight of a model, offloaded or not; with ``declared`` also of what the model
-    would tie, and has not.
+    """Target and source of each tied weight of a model, offloaded or not; with ``declared`` also those that the model
+    would tie but has not.
     """
     names = dict(getattr(model, "all_tied_weights_keys", None) or {})
     if declared:
@@ -32,7 +32,7 @@ def pairs(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
 
 
 def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
-    """Target and source of each tied weight with one of the two offloaded.
+    """Target and source of each tied weight, if one of the two is offloaded.
 
     A target that shares the weight of an adapter's copy is left out, but not with ``declared`` (see :func:`pairs`).
     """
@@ -61,7 +61,7 @@ def _place(model: Any, name: str) -> Place | None:
 
 
 def tie(target: Place, source: Place) -> None:
-    """Give ``target`` the value of ``source``, in the place where it is. One of them, or both, are offloaded."""
+    """Give ``target`` the value of ``source``, in place. At least one of them is offloaded."""
     import torch
 
     (module, name), (owner, owners_name) = target, source
@@ -88,7 +88,7 @@ def tie(target: Place, source: Place) -> None:
 
 
 def _link(target: Place, source: Place) -> bool:
-    """Let both read the same tensor, or the same file; False where their weights are stored in different ways."""
+    """Make both read the same tensor or the same file; False if their weights are stored in different ways."""
     hooks = module_hooks.offload_hook(target[0]), module_hooks.offload_hook(source[0])
     if hooks[1] is None:
         return False

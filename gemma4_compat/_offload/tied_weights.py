@@ -1,9 +1,9 @@
 """``tie_weights`` of a split model, also where the embedding has a trainable copy (``modules_to_save``).
 
-Upstream ties the head to the weight that the embedding computes with: that of the active adapter's copy, if there is
-one. A copy is on the device, and the head shares its parameter, as on one device: it learns with the copy, and keeps
-the weight when the adapter is deleted. Meanwhile the head is not offloaded. The next ``tie_weights`` to the own weight
-of the embedding offloads it again.
+Upstream ties the head to the weight that the embedding computes with: the active adapter's copy, if there is one. A
+copy is on the device, and the head shares its parameter, as on one device: it learns with the copy, and keeps the
+weight when the adapter is deleted. Meanwhile the head is not offloaded. The next ``tie_weights`` to the embedding's
+own weight offloads it again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gemma4_compat._offload.stored_weights import Place
 
 @contextlib.contextmanager
 def tied_apart(model: Any) -> Iterator[None]:
-    """Around a ``tie_weights``: tied weights stay where they are, with the value of the one that owns it.
+    """Around a ``tie_weights``: tied weights stay in place, with the value of the owner.
 
-    Upstream lets the modules share one parameter, be it on meta. Does nothing where nothing is offloaded.
+    Upstream makes the modules share one parameter, even one on meta. Does nothing if nothing is offloaded.
     """
     if not any(
         module_hooks.offload_hook(module) or module_hooks.COPYS_WEIGHT in vars(module)
@@ -40,7 +40,7 @@ def tied_apart(model: Any) -> Iterator[None]:
             _offload_again(target, shared is not before[target])
             if shared is not before[target] and tied_pairs.is_apart(target, source):
                 module._parameters[name] = before[target]
-                if was_copys:  # which keeps its value
+                if was_copys:  # it keeps its value
                     module._parameters[name] = _like(target, shared)
                 tied_pairs.tie(target, source)
         elif shared is not before[target]:
@@ -52,9 +52,9 @@ def tied_apart(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept(model: Any) -> Iterator[None]:
-    """Around code that may give one of two tied weights another parameter: afterwards they have the same value again.
+    """Around code that may replace the parameter of one of two tied weights: afterwards both have the same value.
 
-    Where both got a new one, and the values differ, they are no longer tied.
+    If both get a new parameter, and the values differ, they are no longer tied.
     """
     pairs = [
         (pair, [module._parameters[name] for module, name in pair])
@@ -75,7 +75,7 @@ def kept(model: Any) -> Iterator[None]:
 
 
 def share(target: Place, copied: Place) -> None:
-    """Let ``target`` share the weight of an adapter's copy, and not be offloaded while it does."""
+    """Have ``target`` share the weight of an adapter's copy, and not be offloaded while it does."""
     (module, name), parameter = target, copied[0]._parameters[copied[1]]
     own: dict[str, Any] = module.__dict__
     hook = module_hooks.offload_hook(module)
@@ -95,7 +95,7 @@ def _computes_on(module: Any, device: Any) -> bool:
 
 
 def shared_with_copies(model: Any) -> list[tuple[Place, Place]]:
-    """Before a dispatch: the parameters that are those of adapters' copies as well, each with the copy's."""
+    """Before a dispatch: the parameters that adapters' copies also have, each with the copy's."""
     if any(module_hooks.COPYS_WEIGHT in vars(module) for module in walk.modules(model)):
         for target, source in tied_pairs.tied(model, declared=True):
             if target[0]._parameters[target[1]] is source[0]._parameters[source[1]]:  # the copy is the embedding now
@@ -119,7 +119,7 @@ def _copies(model: Any) -> list[Place]:
 
 
 def _offload_again(target: Place, tied_anew: bool) -> None:
-    """Undo :func:`share`; the weight itself is the caller's."""
+    """Undo :func:`share`; the caller takes care of the weight itself."""
     attributes: dict[str, Any] = target[0].__dict__
     hook, own = attributes.pop(module_hooks.COPYS_WEIGHT, None), attributes.get("_hf_hook")
     if tied_anew and hook is not None and hook in getattr(own, "hooks", (own,)):  # not one of an earlier dispatch

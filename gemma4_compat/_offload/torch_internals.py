@@ -1,6 +1,6 @@
-"""The private interfaces of torch that streaming and the model lock go through, looked at each time before use.
+"""The private torch interfaces that streaming and the model lock use, checked each time before use.
 
-torch promises none of them. Where one is gone, a dispatched model keeps accelerate's own offloading.
+torch promises none of them. If one is missing, a dispatched model keeps accelerate's own offloading.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ _RESIZE = "torch.UntypedStorage.resize_"
 
 
 def graph_task() -> int:
-    """The id of the backward pass that is running in this thread; -1 outside of one."""
+    """The id of the backward pass that is running in this thread; -1 outside a backward pass."""
     import torch
 
     return int(torch._C._current_graph_task_id())
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Have the backward pass that is running in this thread call ``callback`` at its end, or drop it if it fails."""
+    """Have this thread's backward pass call ``callback`` at its end, or drop it if the pass fails."""
     import torch
 
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` as a hook that runs as it is between the graphs of torch.compile, as accelerate's hooks do.
+    """``method`` as a hook that torch.compile does not compile, between its graphs, like accelerate's hooks.
 
-    No pickle has a model with hooks of accelerate. Its name makes this one raise the error that those raise.
+    A model with accelerate's hooks cannot be pickled. The name makes this hook raise the same error as theirs.
     """
     import torch
 
@@ -42,12 +42,12 @@ def uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def resize(tensor: Any, size: int) -> None:
-    """Give the memory of a tensor of bytes ``size`` bytes. Tensors that are views of it stay views of it."""
+    """Give a byte tensor's memory ``size`` bytes. Views of the tensor stay views of it."""
     tensor.untyped_storage().resize_(size)
 
 
 def is_graph_kept() -> bool:
-    """Whether the backward pass that is running may run again (``retain_graph``); True where this torch cannot say."""
+    """Whether the running backward pass may run again (``retain_graph``); True if this torch cannot say."""
     import torch
 
     ask = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
@@ -55,7 +55,7 @@ def is_graph_kept() -> bool:
 
 
 def missing() -> tuple[str, ...]:
-    """What the installed torch lacks of all this; empty where it has everything."""
+    """What the installed torch lacks of all this; empty if it has everything."""
     import torch
 
     found = []
@@ -76,7 +76,7 @@ def missing() -> tuple[str, ...]:
 
 
 def warn(absent: tuple[str, ...]) -> None:
-    """Say once what a model goes without."""
+    """Log once what a model goes without."""
     if absent in _warned:
         return
     _warned.add(absent)
@@ -91,7 +91,7 @@ _warned: set[tuple[str, ...]] = set()
 
 
 def is_fake(tensor: Any) -> bool:
-    """Whether a tensor has a shape and no values, as those of ``FakeTensorMode``."""
+    """Whether a tensor has a shape and no values, like those of ``FakeTensorMode``."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)

@@ -1,4 +1,4 @@
-"""Device maps that fit: the bytes of each block, where each goes, the code that loads the model.
+"""Device maps that fit: the bytes of each block, its place, and the code that loads the model.
 
 Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, by their commands, and by ``device_map="auto"``
 (``patches/placement/transformers_auto_map.py``).
@@ -8,6 +8,6 @@ Called by ``gemma4_compat.plan_device_map`` and ``plan_training``, by their comm
 * :mod:`blueprint`: a model's blocks and their bytes. :mod:`upstream`: what differs between releases.
 * :mod:`memory`: the KV cache and a forward's temporaries. :mod:`training_step`: a step's, counted by running one.
 * :mod:`use`: the sum for one accelerator. :mod:`layout`: which block goes where.
-* :mod:`speed`: tokens a second on a card.
+* :mod:`speed`: tokens per second on a card.
 * :mod:`text`, :mod:`training_text`, :mod:`code`, :mod:`training_code`: a plan as text and as Python.
 """

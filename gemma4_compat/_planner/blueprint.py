@@ -1,7 +1,7 @@
 """What a model consists of: its blocks and what they store, read from a model on the meta device.
 
-:func:`describe` cuts a model into :class:`Block` pieces that a device map can place one by one; no weights and no
-accelerator are needed. :mod:`gemma4_compat._planner.memory` says what computing them takes,
+:func:`describe` cuts a model into :class:`Block` pieces that a device map can place one by one; it needs no weights
+and no accelerator. :mod:`gemma4_compat._planner.memory` says how much memory computing them takes, and
 :mod:`gemma4_compat._planner.layout` places them. Bytes are counted as PyTorch's allocator counts them
 (``torch.cuda.memory_allocated``: each tensor rounded up to 512 bytes).
 """
@@ -18,8 +18,8 @@ from gemma4_compat._planner import upstream
 from gemma4_compat._quantization import bytes as quantized_bytes
 from gemma4_compat._quantization import config, experts
 
-#: What a block is, in the order in which layouts evict them: "per_layer_embedding", "tower" (vision, audio and their
-#: multimodal embedders), "layer" (decoder layers), and what stays: "embedding", "head", "rest".
+#: The kinds of blocks, in the order in which layouts evict them: "per_layer_embedding", "tower" (vision, audio and
+#: their multimodal embedders), "layer" (decoder layers); and what stays: "embedding", "head", "rest".
 Kind = Literal["per_layer_embedding", "tower", "layer", "embedding", "head", "rest"]
 
 _ALIGNMENT = 512
@@ -42,9 +42,10 @@ class Size:
     """One way to store a block.
 
     Attributes:
-        nbytes: sum over its tensors, quantization states included; tied weights with the first block that has them.
-        allocated: the same with every tensor rounded up to 512 bytes, as on an accelerator or in a page.
-        leaf: the largest module without children, which is what accelerate's hooks bring in at a time.
+        nbytes: sum over its tensors, including quantization states; a tied weight counts in the first block that has
+            it.
+        allocated: the same with every tensor rounded up to 512 bytes, as on an accelerator or in a module group.
+        leaf: the largest module without children, which is what accelerate's hooks onload at a time.
     """
 
     nbytes: int
@@ -52,7 +53,7 @@ class Size:
     leaf: int
 
     def less(self, part: Size) -> Size:
-        """Without a part of it."""
+        """The size without one of its parts."""
         return replace(self, nbytes=self.nbytes - part.nbytes, allocated=self.allocated - part.allocated)
 
 
@@ -63,19 +64,19 @@ class Block:
     Attributes:
         name: its path in the model, a key for ``device_map``.
         kind: see :data:`Kind`.
-        stored: as it is once quantized; :attr:`plain` where nothing in it is.
-        plain: as it is before it is quantized.
-        quantized_away: whether it stays quantized when it leaves the accelerator. Transformers' default for a dict map
-            is that it does not.
+        stored: its size once quantized; :attr:`plain` if nothing in it is quantized.
+        plain: its size before it is quantized.
+        quantized_away: whether it stays quantized off the accelerator. For a dict map, transformers' default is that
+            it does not.
         workspace: bytes of the largest dequantized weight: bitsandbytes makes one for more than one token.
         loading: bytes of the largest single weight before it is quantized.
         adapter: bytes of the adapter on it; they stay on the accelerator that computes the block.
         modality: "vision" or "audio" for a tower.
         attention: of a decoder layer.
         intermediate: width of a decoder layer's MLP.
-        experts: bytes of a decoder layer's quantized experts once they are dequantized; 0 where none are quantized.
-        experts_stored: what of ``stored`` is a layer's experts, which a map may place apart from it; or None.
-        experts_plain: the same of ``plain``.
+        experts: bytes of a decoder layer's quantized experts once they are dequantized; 0 if none are quantized.
+        experts_stored: the part of ``stored`` that is a layer's experts, which a map may place separately; or None.
+        experts_plain: the same part of ``plain``.
         tied: name of the block that holds its weight, for a head tied to the embedding.
     """
 
@@ -97,22 +98,22 @@ class Block:
 
     @property
     def away(self) -> Size:
-        """As it is where it has left the accelerator."""
+        """Its size off the accelerator."""
         return self.stored if self.quantized_away else self.plain
 
     @property
     def experts_away(self) -> Size:
-        """The same of its experts; nothing for a block without any."""
+        """The same for its experts; nothing for a block without experts."""
         size = self.experts_stored if self.quantized_away else self.experts_plain
         return Size(nbytes=0, allocated=0, leaf=0) if size is None else size
 
     @property
     def experts_name(self) -> str:
-        """The key of a decoder layer's experts in a device map, inside that of the layer."""
+        """The key of a decoder layer's experts in a device map, inside the layer's own key."""
         return f"{self.name}.experts"
 
     def without_experts(self) -> Block:
-        """The block where its experts are elsewhere; they are computed with it."""
+        """The block when its experts are elsewhere; they are computed with it."""
         if self.experts_stored is None or self.experts_plain is None:
             return self
         return replace(
@@ -137,13 +138,13 @@ class Blueprint:
     Attributes:
         blocks: cover every parameter and buffer once, in the model's order.
         model_class: name of its class in ``transformers``.
-        quantization: see ``config.QUANTIZATIONS``; None where nothing is quantized.
+        quantization: see ``config.QUANTIZATIONS``; None if nothing is quantized.
         item: bytes of an activation's element (2 for bf16).
         hidden: width of the residual stream.
         vocabulary: rows of the head.
         per_layer_width: width of the per-layer inputs of all layers together; 0 without them.
-        experts: (number, used for a token, width) of a mixture of experts, or None.
-        patches: patches a soft token of an image has in the vision tower; 0 without a tower.
+        experts: (number, number used per token, width) of a mixture of experts, or None.
+        patches: number of patches per soft token of an image in the vision tower; 0 without a tower.
         vision: (width, width of the MLP, heads, rows of the position embedding) of the vision tower, or None.
         audio: (width, channels of the first convolution) of the audio tower, or None.
         math_attention: whether this transformers sends heads wider than 256 to SDPA's fp32 "math" kernel, which holds
@@ -152,7 +153,7 @@ class Blueprint:
         one_query: whether this transformers takes only the last position through the KV-shared layers of a prefill.
         one_query_packed: whether this transformers computes one query with a mask without repeating keys and values
             for every head.
-        static_masks: whether this transformers makes a mask of all of a static cache that the prompt does not fill;
+        static_masks: whether this transformers makes a mask for a whole static cache that the prompt does not fill;
             decided by its own function.
     """
 
@@ -179,12 +180,12 @@ class Blueprint:
         return tuple(block for block in self.blocks if block.kind == "layer")
 
     def offloading(self, *, quantized: bool) -> Blueprint:
-        """The model where what leaves the accelerator stays quantized, or does not."""
+        """The model with its blocks staying quantized off the accelerator, or not."""
         return replace(self, blocks=tuple(replace(block, quantized_away=quantized) for block in self.blocks))
 
 
 def rounded(nbytes: int) -> int:
-    """``nbytes`` as an allocator and a page hand them out."""
+    """``nbytes`` as an allocator or a module group rounds them up."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -199,12 +200,13 @@ def describe(
     """Cut a model into blocks.
 
     Args:
-        model: a Gemma 4 of any of its classes, on meta as well as loaded; bitsandbytes modules are seen.
+        model: a Gemma 4 of any of its classes, on meta or loaded; bitsandbytes modules are recognized.
         quantization: how modules that are to be quantized will be stored; None: as the model has them now.
-        quantized: which ``nn.Linear`` modules will be, by path: a predicate, or the paths. Modules that already are
-            bitsandbytes' always count as quantized. None: no others.
+        quantized: the ``nn.Linear`` modules that will be quantized, by path: a predicate, or the paths. Modules that
+            already are bitsandbytes' always count as quantized. None: no others.
         adapter: bytes of an adapter by path of the module they sit on (:func:`adapter_sizes`).
-        experts: experts will be quantized as well (``gemma4_compat.quantize_experts``); quantized ones always count.
+        experts: whether experts will also be quantized (``gemma4_compat.quantize_experts``); quantized ones always
+            count.
 
     Raises:
         Gemma4CompatError: the model is not a Gemma 4 language model, or the quantization is unknown.
@@ -233,7 +235,7 @@ def describe(
 
 
 class _Sizes:
-    """Sizes of modules; a tied weight counts where it is met first."""
+    """Sizes of modules; a tied weight counts the first time it is seen."""
 
     def __init__(self, model: Any, quantization: str | None, chosen: Callable[[str], bool], experts: bool) -> None:
         self.quantization = quantization
@@ -241,13 +243,13 @@ class _Sizes:
         self.found: str | None = None
         self._chosen = chosen
         self._owners: dict[int, str] = {}
-        # A model whose weights are not tied yet says which will be.
+        # A model whose weights are not tied yet declares which will be.
         ties = getattr(model, "all_tied_weights_keys", None) or {}
         self._ties = ties if isinstance(ties, dict) else {}
 
     def tensors(self, name: str, module: Any) -> Iterator[tuple[str, list[int], list[int], int, int, int]]:
-        """For each module below ``name``: its path, bytes of its tensors stored and plain, workspace, loading, and of
-        its quantized experts.
+        """For each module below ``name``: its path, bytes of its tensors stored and plain, workspace, loading, and
+        bytes of its quantized experts.
         """
         for part, leaf in module.named_modules():
             path = ".".join(filter(None, (name, part)))
@@ -280,7 +282,7 @@ class _Sizes:
         return self._ties.get(path) or self._owners.get(id(tensor), path)
 
     def _expert_shape(self, module: Any, tensor: Any) -> tuple[int, int, int] | None:
-        """(experts, rows, columns) of a parameter of experts that is quantized, or will be; else None."""
+        """(experts, rows, columns) of a parameter of experts that is, or will be, quantized; else None."""
         if not experts.is_experts(module):
             return None
         state = vars(tensor).get("quant_state")
@@ -369,7 +371,7 @@ def _text_model(model: Any) -> tuple[str, Any]:
 
 
 def _pieces(model: Any, path: str) -> Iterator[tuple[str, Kind, Any]]:
-    """Paths, kinds and modules of the blocks: the parts of the text model, and what is beside the way down to it."""
+    """Paths, kinds and modules of the blocks: the parts of the text model, and everything beside the path to it."""
     inside: dict[str, Kind] = {"embed_tokens": "embedding", "embed_tokens_per_layer": "per_layer_embedding"}
     first, _, rest = path.partition(".")
     children = dict(model.named_children())
@@ -392,7 +394,7 @@ def _kind_beside(name: str, siblings: Collection[str]) -> Kind:
         return "head"
     if name in ("vision_tower", "audio_tower"):
         return "tower"
-    # The encoder-free models have only these; elsewhere they are small multimodal embedders behind a tower.
+    # The encoder-free models have only these; in the others they are small multimodal embedders behind a tower.
     if name in ("embed_vision", "embed_audio") and f"{name.removeprefix('embed_')}_tower" not in siblings:
         return "tower"
     return "rest"
@@ -429,10 +431,10 @@ def _shapes(model: Any, text: Any) -> dict[str, Any]:
 def adapter_sizes(folder: Any) -> dict[str, int]:
     """Bytes of a saved adapter by path of the module they sit on, read from ``adapter_model.safetensors``' header.
 
-    PEFT loads a bf16 or fp16 adapter into fp32 (``autocast_adapter_dtype``), so four bytes a value count.
+    PEFT loads a bf16 or fp16 adapter into fp32 (``autocast_adapter_dtype``), so every value counts four bytes.
 
     Raises:
-        Gemma4CompatError: no adapter in that folder, not in safetensors, or damaged.
+        Gemma4CompatError: the folder has no adapter, or one that is damaged or not in safetensors.
     """
     from gemma4_compat._adapters import saved  # with json, which importing the package does not load
 

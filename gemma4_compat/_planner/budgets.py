@@ -1,4 +1,4 @@
-"""How much accelerator memory PyTorch may allocate: as given, by the name of a card, or as free on this machine."""
+"""How much accelerator memory PyTorch may allocate: as given, by a card's name, or what is free on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemma4_compat._planner import speed
 
 #: Bytes of a card that PyTorch cannot allocate: the driver, the CUDA context, a display.
 _TAKEN = 1 << 30
-#: Bytes of the free memory of this machine's cards that a plan leaves to other programs.
+#: Bytes of free memory on this machine's cards that a plan leaves to other programs.
 _LEFT = 1 << 29
 
 
@@ -20,11 +20,11 @@ def of(vram: Any, card: str | None) -> dict[int | str, int]:
     """Bytes by accelerator.
 
     Args:
-        vram: what :func:`gemma4_compat.plan_device_map` takes. None: the memory of ``card``.
-        card: a card by its name. None: the GPUs of this machine, and what is free on them.
+        vram: as for :func:`gemma4_compat.plan_device_map`. None: the memory of ``card``.
+        card: a card by its name. None: the free memory of this machine's GPUs.
 
     Raises:
-        Gemma4CompatError: ``vram`` cannot be understood, or is needed.
+        Gemma4CompatError: ``vram`` cannot be understood, or is needed and was not given.
     """
     if vram is not None:
         return given(vram)
@@ -37,7 +37,7 @@ def of(vram: Any, card: str | None) -> dict[int | str, int]:
 
 
 def given(vram: Any) -> dict[int | str, int]:
-    """Bytes by accelerator, from anything that :func:`gemma4_compat.plan_device_map` takes as ``vram``."""
+    """Bytes by accelerator, from any ``vram`` that :func:`gemma4_compat.plan_device_map` takes."""
     if isinstance(vram, Mapping):
         return {device: parse_size(size) for device, size in vram.items()}
     try:

@@ -15,12 +15,12 @@ FAST = "Static cache; the decoding step is replayed as one CUDA graph: same toke
 
 
 def loading_code(source: Source, placed: Layout[Any], load: Load) -> str:
-    """Python that loads a model where a layout puts it, ready for a load.
+    """Python that loads a model as a layout places it, ready for a load.
 
     Args:
         source: what is loaded.
-        placed: where.
-        load: what it is for: attention, chunks of the prompt, fast decoding.
+        placed: its layout.
+        load: its purpose: attention, chunks of the prompt, fast decoding.
     """
     adapter = source.adapter
     imports = "from peft import PeftModel" if adapter is not None else ""
@@ -36,11 +36,11 @@ def loading_code(source: Source, placed: Layout[Any], load: Load) -> str:
 def loading_lines(
     source: Source, placed: Layout[Any], *, attention: str = "sdpa", imports: tuple[str, Sequence[str]] = ("", ())
 ) -> list[str]:
-    """Lines of Python that import what is needed and load the model, as the variable ``model``.
+    """Lines of Python that import everything and load the model as the variable ``model``.
 
     Args:
         source: what is loaded.
-        placed: where.
+        placed: its layout.
         attention: "sdpa" or "eager".
         imports: a line that imports from PEFT, and further names from transformers.
     """
@@ -101,9 +101,9 @@ def _entries(device_map: Mapping[str, int | str]) -> list[str]:
 
 
 def grouped(device_map: Mapping[str, int | str]) -> list[tuple[tuple[str, str], list[int] | None, int | str]]:
-    """The map's items, numbered modules of one device together: (before the number, after it), numbers, device.
+    """The map's items, with numbered modules of one device joined: (before the number, after it), numbers, device.
 
-    Without a number the path before it is all of it.
+    Without numbers, "before the number" is the whole path.
     """
     groups: dict[tuple[tuple[str, str], int | str], list[int] | None] = {}
     for name, device in device_map.items():

@@ -1,10 +1,11 @@
-"""Which block of a Gemma 4 goes where, so that everything a load needs stays inside the memory there is.
+"""Which block of a Gemma 4 goes where, so that everything a load needs fits into the memory there is.
 
-Eviction is an ordered list of choices, each needing less of the accelerator than the one before: everything on it; the
-per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers as well, unused ones
-first; then the experts of as few decoder layers as needed (each token fetches only the experts it is routed to); then
-as few streamed decoder layers as needed. The first choice that fits is taken: more memory never streams more layers.
-Plans call streamed layers ``paged``: they are copied to the accelerator while the ones before them compute.
+Eviction is an ordered list of choices, each of which needs less accelerator memory than the one before: everything on
+the accelerator; the per-layer embeddings in host memory (rows are looked up there, which costs nothing); the towers as
+well, unused ones first; then the experts of as few decoder layers as needed (each token fetches only the experts it is
+routed to); then as few streamed decoder layers as needed. The first choice that fits is taken: more memory never
+streams more layers. Plans call streamed layers ``paged``: they are copied to the accelerator while the layers before
+them compute.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from gemma4_compat._planner.blueprint import Block, Blueprint
 from gemma4_compat._planner.memory import MEASURED, Load, TrainingLoad
 from gemma4_compat._planner.use import Share, TrainingUse, Use, use_of
 
-#: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Measured.slots` of them.
+#: Fewer streamed layers than this free nothing: their buffers take the room of :attr:`Measured.slots` layers.
 _FEWEST_PAGED = MEASURED.slots + 1
-#: Tokens of a chunk of a prompt, where chunks are suggested. Of the 26B-A4B, chunks of 512 took twice the time and
-#: saved another 0.16 GiB (benchmarks/results/2026-11-24-h200-experts-short).
+#: Suggested tokens per chunk of a prompt. For the 26B-A4B, chunks of 512 took twice the time and saved another 0.16
+#: GiB (benchmarks/results/2026-11-24-h200-experts-short).
 PREFILL_CHUNK = 1024
 
 
@@ -36,14 +37,14 @@ class Layout(Generic[Uses]):
 
     Attributes:
         device_map: for ``from_pretrained``; keys cover every tensor once, except that the experts of a layer that
-            stays may have a key inside that of the layer. The first accelerator in it executes what is offloaded.
+            stays may have a key inside the layer's key. Its first accelerator computes what is offloaded.
         use: by accelerator.
-        cpu: bytes in host memory, streamed layers padded.
+        cpu: bytes in host memory, including padding of streamed layers.
         disk: bytes on disk.
-        paged: names of the decoder layers that are streamed.
+        paged: names of the streamed decoder layers.
         looked_up: names of the decoder layers that stay without their experts.
-        brought: bytes that each step brings over the bus: of streamed layers, and of the experts that it hits.
-        awaited: those that a layer waits for: the experts of layers that stay.
+        brought: bytes that each step copies over the bus: streamed layers, and the experts that it hits.
+        awaited: the part of them that a layer waits for: the experts of layers that stay.
     """
 
     device_map: dict[str, int | str]
@@ -63,7 +64,7 @@ class Layout(Generic[Uses]):
 
 @dataclass(frozen=True)
 class _Choice:
-    """The blocks that leave the accelerator, the number of decoder layers whose experts do, and of streamed layers."""
+    """The blocks that leave the accelerator, how many decoder layers' experts do, and how many layers are streamed."""
 
     evicted: frozenset[str]
     paged: int
@@ -113,7 +114,7 @@ def layout(
         balanced: over several accelerators, about the same on each; otherwise the first ones are filled.
 
     Raises:
-        Gemma4CompatError: it cannot fit. The message says what would.
+        Gemma4CompatError: it does not fit. The message says what would.
     """
     load = load or Load()
     _check(budgets, load)
@@ -126,7 +127,7 @@ def layout(
 
 
 def smallest_budget(blueprint: Blueprint, load: Load | TrainingLoad | None = None) -> int:
-    """The fewest bytes on one accelerator with which :func:`layout` succeeds."""
+    """The smallest budget in bytes, on one accelerator, with which :func:`layout` succeeds."""
     load = load or Load()
     choices = _choices(blueprint, load)
     return min(int(_Placement(blueprint, choice, {0: 1 << 62}, load).use[0].peak) for choice in choices)
@@ -141,7 +142,7 @@ def longest_context(
         blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
         budgets: as for :func:`layout`.
         load: everything except its context.
-        limit: what the model was made for.
+        limit: the longest context that the model supports.
         placed: keep this placement; otherwise layouts may change with the context.
     """
 
@@ -169,7 +170,7 @@ def _choices(blueprint: Blueprint, load: Load | TrainingLoad) -> Iterator[_Choic
     evicted: list[str] = []
     yield _Choice(frozenset(), 0)
     tied = {block.tied for block in blueprint.blocks}
-    # An input embedding that no head shares is looked up where it is, like the per-layer embeddings.
+    # An input embedding without a tied head is looked up in place, like the per-layer embeddings.
     for block in blueprint.blocks:
         if block.kind == "per_layer_embedding" or (block.kind == "embedding" and block.name not in tied):
             evicted.append(block.name)
@@ -187,7 +188,7 @@ def _choices(blueprint: Blueprint, load: Load | TrainingLoad) -> Iterator[_Choic
 
 
 def _spread(layers: Sequence[Block], count: int) -> list[Block]:
-    """``count`` layers, the largest ones, evenly spaced among equals: a copy hides behind what is between."""
+    """The ``count`` largest layers, evenly spaced among equals: a copy hides behind the layers between."""
     chosen: list[Block] = []
     by_size: dict[int, list[Block]] = {}
     for layer in layers:
@@ -238,7 +239,7 @@ class _Placement:
     def _place_layers(self, layers: list[Block]) -> None:
         others = [device for device in self.budgets if device != self.main]
         if not self.choice.paged and not self.choice.experts:
-            # Fill the accelerators in their order; what is left over stays on the last, which then does not fit.
+            # Fill the accelerators in order; the rest goes to the last, which then does not fit.
             for device in (self.main, *others):
                 while layers and self._holds(device, [*self.on[device], layers[0]]):
                     self.on[device].append(layers.pop(0))
@@ -267,7 +268,7 @@ class _Placement:
 
 
 def placed_use(blueprint: Blueprint, placed: Layout[Use], load: Load) -> dict[int | str, Use]:
-    """What a layout uses for another load than the one it was made for."""
+    """What a layout uses under another load than the one it was made for."""
     main = next(iter(placed.use))
     away = [block for block in blueprint.blocks if placed.device_map[block.name] not in placed.use]
     found = {}
@@ -295,7 +296,7 @@ def _first_that_fits(blueprint: Blueprint, budgets: Mapping[Any, int], load: Loa
 
 
 def _balance(found: _Placement) -> _Placement:
-    """The placement of the same choice whose fullest accelerator is the emptiest, to 1 %."""
+    """The placement of the same choice that minimizes the use of its fullest accelerator, to 1 %."""
     low, high = 0, max(use.peak for use in found.use.values())
     best = found
     while high - low > max(high // 100, 1):
@@ -311,7 +312,7 @@ def _balance(found: _Placement) -> _Placement:
 
 
 def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout[Any]:
-    """Host memory for what left the accelerators; where that is short, the disk, per-layer embeddings first."""
+    """Host memory for what left the accelerators; if that is short, the disk, per-layer embeddings first."""
     largest = max((block.away.allocated for block in found.paged), default=0)
     away = sorted(found.evicted, key=lambda block: ("per_layer_embedding", "embedding", "tower").index(block.kind))
     needs = {block.name: block.away.nbytes for block in away}
@@ -335,7 +336,7 @@ def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout[A
     where.update(dict.fromkeys(on_disk, "disk"))
     for device, blocks in found.on.items():
         where.update((block.name, device) for block in blocks)
-    # The first accelerator of a map is the one that executes what is offloaded.
+    # The first accelerator of a map computes what is offloaded.
     main = {block.name for block in found.on[found.main]}
     names = sorted((block.name for block in found.blueprint.blocks), key=lambda name: name not in main)
     device_map: dict[str, int | str] = {}
@@ -357,7 +358,7 @@ def _stored(found: _Placement, *, cpu: int | None, disk: int | None) -> Layout[A
 
 
 def _brought(found: _Placement, layers: Sequence[Block]) -> int:
-    """Bytes of some layers that a step brings over the bus; a training step brings all experts."""
+    """Bytes of these layers that a step copies over the bus; a training step copies all experts."""
     number, taken, _ = found.blueprint.experts or (1, 1, 0)
     hit = number if isinstance(found.load, TrainingLoad) else min(found.load.batch * taken, number)
     whole = (block for block in layers if block in found.paged)

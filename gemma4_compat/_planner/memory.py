@@ -1,4 +1,4 @@
-"""How many bytes computing a model takes beside its weights: the KV cache and the temporaries of a forward.
+"""How many bytes computing a model takes in addition to its weights: the KV cache and the temporaries of a forward.
 
 Arithmetic over a :class:`~gemma4_compat._planner.blueprint.Blueprint`. :data:`MEASURED` holds the few numbers that are
 measured, not derived.
@@ -27,11 +27,11 @@ class Measured:
         image_tokens: soft tokens of one image.
         audio_frames: mel frames of one audio input (30 s).
         slack: what fragmentation and small temporaries take, as a share of everything else.
-        graph_pool: bytes that the memory pool of a graph keeps, for each byte of temporaries that a step has in use at
-            its peak. 1 is what an allocator without fragmentation keeps; not measured yet.
+        graph_pool: bytes in a graph's memory pool per byte of temporaries that a step uses at its peak. 1 is what an
+            allocator without fragmentation needs; not measured yet.
         graph_slots: buffers for streamed layers in that pool, in addition to the ``slots`` of eager forwards.
-        graphs: graphs that a generation needs at most, one pool for all of them: one while the sliding windows fill
-            up, one when they are full. Each keeps its logits.
+        graphs: the most graphs that a generation needs, with one pool for all: one while the sliding windows fill up,
+            one when they are full. Each keeps its logits.
     """
 
     blas_workspace: int = 32 << 20
@@ -58,13 +58,13 @@ class Load:
     Attributes:
         context: tokens per sequence, prompt and answer together.
         batch: sequences at a time.
-        prompt: tokens of the prompt; None is the worst case, all of the context.
+        prompt: tokens of the prompt; None is the worst case, the whole context.
         prefill_chunk: tokens of the prompt in one forward (``prefill_chunk_size`` of ``generate``); None: all.
         vision: whether inputs have images (one per sequence).
         audio: whether inputs have audio (30 s per sequence).
         attention: "sdpa" or "eager".
         fast: decode with ``gemma4_compat.decode_fast``: a static cache, and a step replayed as a CUDA graph.
-        weights_only: keep no room for the KV cache and the temporaries, as upstream's maps keep none.
+        weights_only: reserve nothing for the KV cache and the temporaries, like upstream's maps.
     """
 
     context: int = 4096
@@ -84,7 +84,7 @@ class Load:
 
     @property
     def prefill(self) -> int:
-        """Tokens of a sequence in a forward that takes in the prompt, or a chunk of it."""
+        """Tokens per sequence in a forward that reads the prompt, or a chunk of it."""
         return self.prompt_tokens if self.prefill_chunk is None else min(self.prefill_chunk, self.prompt_tokens)
 
     @property
@@ -104,19 +104,19 @@ class TrainingLoad:
     """A training step.
 
     Attributes:
-        step: bytes that it takes beside the weights of the base.
+        step: bytes that it takes in addition to the weights of the base.
     """
 
     step: int
 
 
 def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
-    """Bytes one decoder layer holds in transformers' ``DynamicCache``, and with ``load.fast`` in a ``StaticCache``.
+    """Bytes one decoder layer holds in transformers' ``DynamicCache``, or with ``load.fast`` in a ``StaticCache``.
 
-    KV-shared layers hold none. A full layer holds all of the context. A sliding layer holds ``sliding_window`` tokens
-    while decoding; but what it keeps after a prompt is a *view* of the keys of the whole prompt, so in the prefill
-    every layer holds all of it, until its next update. Layers with ``attention_k_eq_v``, which take values from
-    keys, still hold both. A static cache has from the beginning what it will hold at the end of the context.
+    KV-shared layers hold nothing. A full layer holds the whole context. A sliding layer holds ``sliding_window``
+    tokens while decoding. But after a prompt it keeps a *view* of the keys of the whole prompt, so in the prefill
+    every layer holds the whole prompt until its next update. Layers with ``attention_k_eq_v``, which take values from
+    keys, still hold both. A static cache has its final size from the beginning.
     """
     attention = block.attention
     if attention is None or attention.shared or load.weights_only:
@@ -130,31 +130,30 @@ def kv_cache(block: Block, load: Load, item: int, *, prefill: bool) -> int:
 
 
 def activations(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool, head: bool) -> int:
-    """The largest sum of KV cache and temporaries while ``layers`` run on one accelerator, beside the weights.
+    """The largest sum of KV cache and temporaries while ``layers`` run on one accelerator, without the weights.
 
     With T tokens in the forward (batch x prompt, or batch while decoding), e bytes per element, W the width of the
     per-layer inputs of all layers together:
 
     - always alive: the embedded inputs and the residual stream (2 T hidden e), the per-layer inputs as looked up and
-      as projected (2 T W e), rotary tables, the attention mask (prompt x prompt bytes where a layer needs one);
+      as projected (2 T W e), rotary tables, the attention mask (prompt x prompt bytes if a layer needs one);
     - before the layers, and before a prefill has a cache: the per-layer inputs being projected
       (``MEASURED.per_layer_inputs`` T W);
-    - then the KV cache (:func:`kv_cache`) and one of, whichever is largest: a layer's attention; its MLP: gate,
-      activation, up (3 T intermediate e); its experts; the logits of the last position (``MEASURED.logits`` batch
-      vocabulary: ``generate`` keeps no others);
-    - attention: queries with their norm in fp32, keys and values repeated for every head where the kernel has no
-      grouped heads, the output with its fp32 accumulator, and all scores twice where the kernel is "math" (in fp32)
-      or eager;
-    - the dequantized bf16 copy of a layer's largest 4-bit weight, where the forward has more than one token, of its
+    - then the KV cache (:func:`kv_cache`) and the largest of: a layer's attention; its MLP: gate, activation, up (3 T
+      intermediate e); its experts; the logits of the last position (``MEASURED.logits`` batch vocabulary: ``generate``
+      keeps no others);
+    - attention: queries with their norm in fp32, keys and values repeated for every head if the kernel has no grouped
+      heads, the output with its fp32 accumulator, and all scores twice if the kernel is "math" (in fp32) or eager;
+    - the dequantized bf16 copy of a layer's largest 4-bit weight, if the forward has more than one token, and of its
       quantized experts (while decoding: of those that are hit), and 8-bit's quantized inputs and int32 products;
     - LoRA: the layer's widest input and output in fp32.
 
-    With a static cache (``load.fast``) a layer sees all of it, filled or not: a step always has masks, so keys and
-    values are repeated where one query does not do without, and no kernel is "math"; a cache does not grow, a full
-    window is written anew; after a prompt that is longer than the window, one sliding layer's keys and values of all
-    of it are there, for that layer or for those that share them.
+    With a static cache (``load.fast``) a layer sees the whole cache, filled or not. A step always has masks, so keys
+    and values are repeated unless one query needs no repetition, and no kernel is "math". The cache does not grow; a
+    full window is written anew. After a prompt longer than the window, one sliding layer's keys and values of the
+    whole prompt exist, for that layer or for the layers that share them.
 
-    Where transformers takes only the last position through the KV-shared layers of a prefill (5.23), they count as in
+    If transformers takes only the last position through the KV-shared layers of a prefill (5.23), they count as in
     decoding.
     """
     if load.weights_only:
@@ -185,18 +184,19 @@ def graph(
     """Bytes of the memory pool of the graphs that fast decoding replays on one accelerator; 0 without ``load.fast``.
 
     Nothing else can use a pool's memory as long as its graphs live, which is from one generation to the next: all of
-    it is ``torch.cuda.memory_reserved``, though ``memory_allocated`` is only what is read after a replay. It has
+    it counts in ``torch.cuda.memory_reserved``, but only what is read after a replay in ``memory_allocated``. It has
 
-    - the temporaries of one step, what :func:`activations` counts without the KV cache: the graphs are replayed one
-      after the other, so the largest is enough (times ``MEASURED.graph_pool``);
-    - slots for streamed layers, as large as the largest, beside those of eager forwards (``MEASURED.graph_slots``);
-    - what cuBLAS keeps for the stream of the capture (``MEASURED.blas_workspace``: one for each stream);
+    - the temporaries of one step, which :func:`activations` counts without the KV cache: the graphs are replayed one
+      after another, so the largest is enough (times ``MEASURED.graph_pool``);
+    - slots for streamed layers, as large as the largest, in addition to those of eager forwards
+      (``MEASURED.graph_slots``);
+    - what cuBLAS keeps for the stream of the capture (``MEASURED.blas_workspace``: one per stream);
     - the logits of each graph (``MEASURED.graphs`` batch vocabulary e), which are read after the replay.
 
     Args:
         blueprint: from :func:`gemma4_compat._planner.blueprint.describe`.
         layers: those computed there.
-        streamed: bytes of each of them that is streamed.
+        streamed: the streamed bytes of each.
         load: what the model has to compute.
         head: whether the logits are computed there.
     """
@@ -210,7 +210,7 @@ def graph(
 
 
 def _masks(blueprint: Blueprint, layers: Collection[Block], load: Load, *, prefill: bool) -> int:
-    """Masks of one byte a pair with SDPA, bf16 with eager attention; one for all layers of a kind."""
+    """Masks of one byte per pair with SDPA, bf16 with eager attention; one for all layers of a kind."""
     size = 2 if load.attention == "eager" else 1
     attentions = {block.attention.window: block.attention for block in layers if block.attention}.values()
     masked = [attention for attention in attentions if _is_masked(blueprint, attention, load, prefill=prefill)]
@@ -229,7 +229,7 @@ def _is_masked(blueprint: Blueprint, attention: Attention, load: Load, *, prefil
 
 
 def _seen(attention: Attention, load: Load, *, prefill: bool) -> int:
-    """Tokens whose keys the kernel of a layer gets."""
+    """Tokens whose keys a layer's kernel gets."""
     window = load.context if attention.window is None else attention.window
     if prefill and (not load.fast or load.prompt_tokens > window):
         return load.keys(attention.window)
@@ -255,9 +255,9 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
     tokens = load.batch * rows
     item, hidden = blueprint.item, blueprint.hidden
     width = attention.heads * attention.head_dim
-    residual = 2 * tokens * hidden * item  # the stream, and what a norm made of it
+    residual = 2 * tokens * hidden * item  # the stream, and its norm's output
     kernel = _kernel(blueprint, attention, load, rows, prefill=prefill)
-    if not prefill and not load.fast:  # a layer's old and new cache are both there while it grows
+    if not prefill and not load.fast:  # while a layer's cache grows, the old and the new one both exist
         kernel += kv_cache(block, load, item, prefill=False)
     elif not prefill and attention.window is not None and load.context > attention.window:
         kernel = max(kernel, tokens * width * item + kv_cache(block, load, item, prefill=False))
@@ -273,7 +273,7 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
         pairs = tokens * used
         looped = pairs * (8 * (number + 1) + item * (2 * inner + hidden))  # one expert at a time
         experts = max(looped, grouped_experts(pairs, hidden, item)) + 2 * residual
-        if block.experts and tokens * used < number:  # those that are hit, and their packed bytes
+        if block.experts and tokens * used < number:  # the experts that are hit, and their packed bytes
             experts += block.experts * tokens * used // number * 5 // 4
         else:
             experts += block.experts
@@ -282,8 +282,8 @@ def _layer(blueprint: Blueprint, block: Block, load: Load, *, prefill: bool) -> 
 
 
 def grouped_experts(pairs: int, hidden: int, item: int) -> int:
-    """Temporaries of experts that are computed at once (``grouped_mm``), for so many pairs of token and expert:
-    their inputs and outputs, and the outputs in fp32, weighted and in the order of the tokens.
+    """Temporaries of experts that are computed at once (``grouped_mm``), for so many pairs of token and expert: their
+    inputs and outputs, and the outputs in fp32, weighted and in token order.
     """
     return pairs * hidden * (2 * item + 2 * 4)
 
@@ -294,9 +294,9 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
     width = attention.heads * attention.head_dim
     queries = load.batch * rows * width
     seen = _seen(attention, load, prefill=prefill)
-    keys = load.batch * seen * width  # of every head
+    keys = load.batch * seen * width  # for every head
     pairs = load.batch * rows * seen
-    repeated = 2 * keys * item if 1 < attention.kv_heads < attention.heads else 0  # one head is shown to all as a view
+    repeated = 2 * keys * item if 1 < attention.kv_heads < attention.heads else 0  # one head is broadcast as a view
     if load.attention == "eager":
         return queries * item + repeated + MEASURED.eager_scores * attention.heads * pairs
     kernel = queries * (2 * item + 4)  # in, out, and an accumulator
@@ -313,7 +313,7 @@ def _kernel(blueprint: Blueprint, attention: Attention, load: Load, rows: int, *
 
 
 def tower_activations(blueprint: Blueprint, load: Load) -> int:
-    """The largest sum of temporaries while a tower runs, for one image and 30 s of audio a sequence.
+    """The largest sum of temporaries while a tower runs, for one image and 30 s of audio per sequence.
 
     Vision: patches x (the residual stream, its fp32 norm and three times the MLP), the mask, the one-hot position
     matrix of transformers < 5.10 (int64 and bf16), and scores with eager attention. Audio: three copies of the first

@@ -23,7 +23,7 @@ from gemma4_compat._planner.use import Use
 from gemma4_compat._quantization import config, expert_storage, qat
 
 _FOUR_BIT = ("4bit", "4bit-double")
-#: A model, where it goes, what for, and why that is without fast decoding.
+#: A model, its layout, its load, and why that is without fast decoding.
 _Planned = tuple[Blueprint, Layout[Use], Load, str]
 
 
@@ -54,24 +54,24 @@ def plan_device_map(
     >>> plan.device_map["model.language_model.embed_tokens_per_layer"]
     'cpu'
 
-    Needs torch and transformers, no weights and no accelerator. What costs the least leaves the accelerator first: the
-    per-layer embeddings, the towers, the experts of as many decoder layers as necessary (each token fetches only those
-    it is routed to), then as many whole layers as necessary, which are streamed.
+    Needs torch and transformers, no weights and no accelerator. Whatever costs least leaves the accelerator first: the
+    per-layer embeddings, the towers, the experts of as many decoder layers as necessary (each token fetches only the
+    experts it is routed to), then as many whole layers as necessary, which are streamed.
 
     Args:
         model: a folder with a ``config.json``, the id of a cached model, a variant ("E2B", "E4B", "12B", "26B-A4B",
             "31B"), a Gemma 4 configuration, or a model (on meta is enough).
-        vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); one for each of several; or a
-            mapping of the map's values to sizes. Leave out what the CUDA context and the display take. Default: the
-            memory of ``card`` less 1 GiB, or else what is free on the GPUs of this machine less 0.5 GiB.
+        vram: what PyTorch may allocate on the accelerator: bytes or a size ("8GiB"); a list with one for each of
+            several; or a mapping of the map's values to sizes. Leave out what the CUDA context and the display take.
+            Default: the memory of ``card`` less 1 GiB, or else the free memory of this machine's GPUs less 0.5 GiB.
         context: tokens per sequence, prompt and answer together.
-        batch: sequences at a time.
-        prompt: tokens of the prompt; default: all of the context, the worst case.
-        prefill_chunk: tokens of the prompt that one forward takes in, for text prompts: long ones need less memory and
-            some more time. The code sets ``prefill_chunk_size``. Default: all at once.
+        batch: sequences per batch.
+        prompt: tokens in the prompt; default: the whole context, the worst case.
+        prefill_chunk: tokens of the prompt that one forward reads, for text prompts: long prompts then need less
+            memory and some more time. The code sets ``prefill_chunk_size``. Default: all at once.
         quantize: "4bit" (nf4), "4bit-double" (nested), "8bit" or None.
-        quantize_experts: quantize experts to 4 bits; False: they stay in bf16, as upstream keeps them. Default: they
-            are quantized if the weights are in 4 bits, and experts in bf16 would not fit on the accelerator.
+        quantize_experts: quantize experts to 4 bits; False: keep them in bf16, like upstream. Default: quantize them
+            if the weights are in 4 bits and experts in bf16 would not fit on the accelerator.
         adapter: the folder of a PEFT adapter that will be loaded onto the model.
         vision: inputs contain images, one per sequence.
         audio: inputs contain audio, 30 s per sequence.
@@ -79,19 +79,19 @@ def plan_device_map(
         disk: disk space for what is offloaded; default: as much as it takes.
         attention: "sdpa" or "eager".
         balanced: over several accelerators, about the same on each; otherwise the first are filled.
-        fast: decode with :func:`decode_fast` where it applies, and leave room for its static cache and graphs;
-            otherwise ``slow_because`` says why not.
-        bus: bandwidth of copies from pinned host memory to the accelerator, per second: bytes or a size ("12GiB"); the
-            text of the plan says how many tokens a second it allows. Default: it says so for common buses.
-        card: the card whose tokens a second are modelled, and whose memory counts without ``vram``: a name ("RTX
-            3060"; the error about an unknown one lists the known ones), or figures ("28 SMs, 1.78 GHz, 360 GB/s", and
+        fast: decode with :func:`decode_fast` if it applies, and leave room for its static cache and graphs; otherwise
+            ``slow_because`` says why not.
+        bus: bandwidth of copies from pinned host memory to the accelerator, per second: bytes or a size ("12GiB"). The
+            text of the plan says how many tokens per second it allows. Default: the text says so for common buses.
+        card: the card whose tokens per second are modelled, and whose memory counts without ``vram``: a name ("RTX
+            3060"; the error for an unknown name lists the known ones), or figures ("28 SMs, 1.78 GHz, 360 GB/s", and
             its bus, ", 24GiB/s"). Default: some common cards.
 
     Returns:
-        The map, what is expected to be used where, the longest context that fits, and the code that loads the model.
+        The map, the expected use of each device, the longest context that fits, and the code that loads the model.
 
     Raises:
-        Gemma4CompatError: it cannot fit (the message says what would), or an argument cannot be understood.
+        Gemma4CompatError: it does not fit (the message says what would), or an argument cannot be understood.
     """
     shadowed.refuse("torch", "transformers")
     cards = {name: speed.CARDS[name] for name in speed.COMMON} if card is None else {card: speed.card(card)}
@@ -171,7 +171,7 @@ def _plan(
 
 
 def _with_experts(planned: Callable[[bool], _Planned]) -> _Planned:
-    """The plan with experts in bf16, or in 4 bits where those in bf16 do not all stay on the accelerators."""
+    """The plan with experts in bf16, or in 4 bits if those in bf16 do not all stay on the accelerators."""
     found: _Planned | None
     try:
         found = planned(False)
@@ -187,7 +187,7 @@ def _with_experts(planned: Callable[[bool], _Planned]) -> _Planned:
 def _placed(
     cut: Blueprint, given: Mapping[int | str, int], load: Load, options: Mapping[str, Any], *, fast: bool
 ) -> tuple[Layout[Use], Load, str]:
-    """The layout, the load it was made for, and why that is without fast decoding; empty where it is with it.
+    """The layout, the load it was made for, and why that is without fast decoding; empty if it is with it.
 
     Fast decoding is worth more than what leaves the accelerator for its cache and graphs.
     """
@@ -208,7 +208,7 @@ def _placed(
 def _modelled(
     cut: Blueprint, placed: Layout[Use], load: Load, given_bus: int, cards: Mapping[str, speed.Card]
 ) -> tuple[dict[str, float], str]:
-    """Tokens a second by card, and why they are not known; empty if they are."""
+    """Tokens per second by card, and why they are unknown; empty if they are known."""
     if why := "no step is replayed" if not load.fast else speed.unknown(cut, batch=load.batch):
         return {}, why
     done = speed.work(cut, placed.device_map, context=load.context)
@@ -241,7 +241,7 @@ def _slow_anywhere(cut: Blueprint, given: Mapping[int | str, int]) -> str:
 
 
 def _slow_here(cut: Blueprint, placed: Layout[Use]) -> str:
-    # A tower runs once a prompt, which is not replayed.
+    # A tower runs once per prompt, which is not replayed.
     towers = {block.name for block in cut.blocks if block.kind == "tower"}
     if any(device == "disk" for name, device in placed.device_map.items() if name not in towers):
         return "weights on disk are read by the host for every token"

@@ -20,7 +20,7 @@ def renamed(**names: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         names: new names by old ones.
 
     Raises:
-        Gemma4CompatError: by the function, for an argument that is given by both names.
+        Gemma4CompatError: from the function, for an argument given under both names.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:

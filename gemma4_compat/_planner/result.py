@@ -16,15 +16,15 @@ class Source:
     """What is loaded, and how it is stored.
 
     Attributes:
-        model: what was asked for, as ``from_pretrained`` takes it.
+        model: the requested model, as ``from_pretrained`` takes it.
         model_class: the class in ``transformers`` whose modules the map names.
         quantization: "4bit", "4bit-double", "8bit", or None.
         skip: ``llm_int8_skip_modules``.
         adapter: folder of a PEFT adapter to load onto it, or None.
-        experts: how the experts are stored, as ``quantization`` says; None: in bf16, or the model has no experts.
-        stored_experts: the checkpoint has its experts in 4 bits already.
-        chosen_experts: nobody asked for experts in 4 bits; in bf16 they would not all stay on the accelerator.
-        assumed: what was taken for granted; empty for a checkpoint.
+        experts: how the experts are stored, as for ``quantization``; None: in bf16, or the model has no experts.
+        stored_experts: the checkpoint already has its experts in 4 bits.
+        chosen_experts: nobody asked for experts in 4 bits, but in bf16 they would not all stay on the accelerator.
+        assumed: what the plan assumes about the model; empty for a checkpoint.
     """
 
     model: str
@@ -43,9 +43,9 @@ class Rate:
     """How fast it decodes.
 
     Attributes:
-        slow_because: why the code does not call ``gemma4_compat.decode_fast``; empty where it does.
-        bus: bytes a second of the bus, if it was given; else 0.
-        modelled: tokens a second by card, from a model (``gemma4_compat/_planner/speed.py``); empty without one.
+        slow_because: why the code does not call ``gemma4_compat.decode_fast``; empty if it does.
+        bus: bandwidth of the bus in bytes per second, if it was given; else 0.
+        modelled: tokens per second by card, from a model (``gemma4_compat/_planner/speed.py``); empty without one.
         not_modelled: why there is no model; else empty.
     """
 
@@ -61,10 +61,10 @@ class Plan:
 
     Attributes:
         source: what is loaded, and how it is stored.
-        layout: what goes where, and what that takes.
+        layout: which block goes where, and the memory that takes.
         load: what it was made for: context, batch, prompt, modalities.
         rate: how fast it decodes.
-        longest_context: the longest that fits this map, in tokens; at most what the model was made for.
+        longest_context: the longest context that fits this map, in tokens, up to the model's own limit.
         chunked_prefill: peak of the prefill with the prompt in chunks of 1,024 tokens, if that is less; else 0.
         code: Python that loads the model.
     """
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def model(self) -> str:
-        """What was asked for, as ``from_pretrained`` takes it."""
+        """The requested model, as ``from_pretrained`` takes it."""
         return self.source.model
 
     @property
@@ -104,12 +104,12 @@ class Plan:
 
     @property
     def experts(self) -> str | None:
-        """How the experts are stored, as ``quantization`` says; None: in bf16, or the model has no experts."""
+        """How the experts are stored, as for ``quantization``; None: in bf16, or the model has no experts."""
         return self.source.experts
 
     @property
     def use(self) -> dict[int | str, Use]:
-        """Expected bytes by accelerator: peaks ``loading``, ``prefill``, ``decode``, and what they consist of."""
+        """Expected bytes by accelerator: peaks ``loading``, ``prefill``, ``decode``, and their parts."""
         return self.layout.use
 
     @property
@@ -124,22 +124,22 @@ class Plan:
 
     @property
     def paged(self) -> tuple[str, ...]:
-        """Decoder layers that are streamed: copied to the accelerator while the ones before them compute."""
+        """Streamed decoder layers: copied to the accelerator while the layers before them compute."""
         return self.layout.paged
 
     @property
     def looked_up(self) -> tuple[str, ...]:
-        """Decoder layers of which only the experts are offloaded; each token fetches those it is routed to."""
+        """Decoder layers with only their experts offloaded; each token fetches the experts it is routed to."""
         return self.layout.looked_up
 
     @property
     def brought(self) -> int:
-        """Bytes that each token brings over the bus: streamed layers, and the experts that it is routed to."""
+        """Bytes that each token copies over the bus: streamed layers, and the experts that it is routed to."""
         return self.layout.brought
 
     @property
     def bus(self) -> int:
-        """Bytes a second of the bus, if it was given; else 0."""
+        """Bandwidth of the bus in bytes per second, if it was given; else 0."""
         return self.rate.bus
 
     @property
@@ -149,17 +149,17 @@ class Plan:
 
     @property
     def slow_because(self) -> str:
-        """Why it does not; empty where it does."""
+        """Why it does not; empty if it does."""
         return self.rate.slow_because
 
     @property
     def context(self) -> int:
-        """Tokens of a sequence that it was made for."""
+        """The number of tokens per sequence that it was made for."""
         return self.load.context
 
     @property
     def batch(self) -> int:
-        """Sequences at a time that it was made for."""
+        """The number of sequences per batch that it was made for."""
         return self.load.batch
 
     @property
@@ -174,12 +174,12 @@ class Plan:
 
     @property
     def prefill_chunk(self) -> int | None:
-        """Tokens of the prompt that one forward takes in; None: all."""
+        """Tokens of the prompt that one forward reads; None: all."""
         return self.load.prefill_chunk
 
     @property
     def modelled(self) -> dict[str, float]:
-        """Tokens a second by card, from a model (``gemma4_compat/_planner/speed.py``); empty without one."""
+        """Tokens per second by card, from a model (``gemma4_compat/_planner/speed.py``); empty without one."""
         return dict(self.rate.modelled)
 
     @property
@@ -189,7 +189,7 @@ class Plan:
 
     @property
     def assumed(self) -> str:
-        """What was taken for granted; empty for a checkpoint."""
+        """What the plan assumes about the model; empty for a checkpoint."""
         return self.source.assumed
 
     def as_data(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class Plan:
         return data
 
 
-#: The keys of a plan as data, in order, and those of what an accelerator uses.
+#: The keys of a plan as data, in order, and those of an accelerator's use.
 _DATA = (
     *("model", "model_class", "device_map", "quantization", "quantize_offloaded", "experts", "cpu", "disk", "paged"),
     *("looked_up", "brought", "bus", "fast", "slow_because", "context", "batch", "vision", "audio"),
@@ -214,7 +214,7 @@ class TrainingPlan:
     """A placement in which a training step fits, and what it will use; sizes are bytes.
 
     Attributes:
-        model: what was asked for, as ``from_pretrained`` takes it.
+        model: the requested model, as ``from_pretrained`` takes it.
         model_class: the class in ``transformers`` whose modules the map names.
         device_map: for ``from_pretrained``.
         quantization: how the base is stored: "4bit", "4bit-double", or None.
@@ -224,19 +224,19 @@ class TrainingPlan:
         gradient_checkpointing: whether activations are computed again in the backward pass.
         optim: the optimizer, as ``TrainingArguments.optim`` names it.
         chunked_loss: whether the loss is that of ``gemma4_compat.chunked_loss``.
-        trained: weights of the adapter.
-        weights: of the base, what stays on the accelerator.
+        trained: number of the adapter's weights.
+        weights: the part of the base that stays on the accelerator.
         buffers: for streamed layers.
         adapter: LoRA's weights, in float32.
         optimizer_states: the optimizer's states that stay on the accelerator.
-        activations: what the step has in use at its peak beside these, gradients included.
-        peak: expected, of a step.
-        loading: expected, while loading.
+        activations: what the step uses at its peak in addition to these, including gradients.
+        peak: expected in a step.
+        loading: expected while loading.
         budget: what it may use.
         cpu: bytes in host memory.
-        streamed: names of the decoder layers that are streamed.
+        streamed: names of the streamed decoder layers.
         changes: by option of the command line, what it would add to the step; negative if it saves memory.
-        assumed: what was taken for granted; empty for a checkpoint.
+        assumed: what the plan assumes about the model; empty for a checkpoint.
         code: Python that loads the model and trains it.
     """
 
@@ -272,7 +272,7 @@ class TrainingPlan:
 
     @property
     def sequence(self) -> int:
-        """``max_length``, by its old name, as ``rank``, ``checkpointing`` and ``optimizer`` are those of others."""
+        """``max_length`` under its old name, as ``rank``, ``checkpointing`` and ``optimizer`` are for others."""
         return self.max_length
 
     @property

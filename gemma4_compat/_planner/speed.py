@@ -1,7 +1,7 @@
 """A model of how long a replayed decoding step takes on a card, from what a token reads and what the card can do.
 
-It is a model, not a measurement. :data:`SPEED` holds what was fitted, and says to what. It knows 4-bit weights, batch
-1 and everything on one card; :func:`with_bus` adds what a token brings.
+It is a model, not a measurement. :data:`SPEED` holds the fitted constants and says what they were fitted to. It covers
+4-bit weights, batch 1 and everything on one card; :func:`with_bus` adds what a token copies over the bus.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Speed:
 
     Attributes:
         layer: seconds that the kernels of a decoder layer take in addition to reading weights.
-        quantized: bytes of 4-bit weights that one multiprocessor multiplies by in a second, for each GHz of its clock.
-        experts: the same of 4-bit experts.
+        quantized: bytes of 4-bit weights that one multiprocessor multiplies by per second, for each GHz of its clock.
+        experts: the same for 4-bit experts.
         memory: share of the memory's bandwidth at which weights are read.
         adapted: seconds that a LoRA adapter adds to a decoder layer.
         lookup: seconds that a per-layer table in host memory adds to a step.
 
-    Fitted on 2026-11-25 to steps on H100s that were kept to 16 to 132 of their multiprocessors, and checked on an
-    H200: docs/BENCHMARKS.md has each of them, and how far off it is. ``experts`` is fitted to one row and includes
-    everything that a mixture of experts takes in addition to its weights. ``adapted`` and ``lookup`` were smaller on
-    the H200; we do not know why.
+    Fitted on 2026-11-25 to steps on H100s limited to 16 to 132 of their multiprocessors, and checked on an H200:
+    docs/BENCHMARKS.md lists each of them with its error. ``experts`` is fitted to one row and includes everything that
+    a mixture of experts takes in addition to its weights. ``adapted`` and ``lookup`` were smaller on the H200; we do
+    not know why.
     """
 
     layer: float
@@ -50,12 +50,12 @@ class Card:
     """What the speed of a card depends on in this model, as its vendor states it.
 
     Attributes:
-        multiprocessors: how many it has (SMs).
+        multiprocessors: their number (SMs).
         ghz: their highest clock.
         gb_s: bandwidth of its memory, in GB/s (1e9 bytes).
-        bus: bytes a second, roughly, of a copy from pinned host memory; 0: not stated.
-        gib: its memory, in GiB; 0: not stated. For a card that is sold with several sizes, the one that ``gb_s`` is
-            for, or else the smallest.
+        bus: bytes per second, roughly, of a copy from pinned host memory; 0: not stated.
+        gib: its memory, in GiB; 0: not stated. For a card sold in several sizes: the size that ``gb_s`` belongs to, or
+            else the smallest.
     """
 
     multiprocessors: int
@@ -65,11 +65,11 @@ class Card:
     gib: int = 0
 
 
-#: The share of the bus's speed that replay reached with all layers streamed: where the host waits for each token, with
-#: a slow CPU, and where it does not (E2B, E4B, double quantization, H200: benchmarks/graph_decoding.py, 2026-11-23 and
-#: 2026-11-24).
+#: The share of the bus's speed that replay reached with all layers streamed: the first if the host waits for each
+#: token, with a slow CPU; the second if it does not (E2B, E4B, double quantization, H200:
+#: benchmarks/graph_decoding.py, 2026-11-23 and 2026-11-24).
 BUS_SHARE = (0.76, 0.97)
-#: Bytes a second, roughly, of a pinned copy over common buses. Half the lanes have half of it.
+#: Bytes per second, roughly, of a pinned copy over common buses. Half the lanes have half of it.
 PCIE_3_X16, PCIE_4_X16, PCIE_5_X16 = 12 << 30, 24 << 30, 49 << 30
 
 #: Cards by name, from the vendors' data sheets, with boost clocks.
@@ -101,7 +101,7 @@ def card(text: Any) -> Card:
     """A card by its name in :data:`CARDS`, or by its figures: "28 SMs, 1.78 GHz, 360 GB/s", and its bus, "24GiB/s".
 
     Raises:
-        Gemma4CompatError: neither.
+        Gemma4CompatError: it is neither.
     """
     wanted = " ".join(str(text).split())
     for name, found in CARDS.items():
@@ -121,12 +121,12 @@ class Work:
     """What one token needs from a card.
 
     Attributes:
-        layers: decoder layers that compute there.
-        quantized: bytes of 4-bit weights that are multiplied by, their scales included.
+        layers: number of decoder layers that compute there.
+        quantized: bytes of 4-bit weights that are multiplied by, including their scales.
         experts: bytes of the 4-bit experts that a token is routed to.
-        plain: bytes that are read as they are: the head, other weights in bf16, the KV cache.
-        adapted: decoder layers with an adapter on them.
-        lookups: tables in host memory in which the token's row is looked up.
+        plain: bytes that are read unchanged: the head, other weights in bf16, the KV cache.
+        adapted: number of decoder layers with an adapter.
+        lookups: number of tables in host memory in which the token's row is looked up.
     """
 
     layers: int
@@ -141,7 +141,7 @@ class Work:
 
 
 def unknown(blueprint: Blueprint, *, batch: int) -> str:
-    """Why a step cannot be modelled: nothing like it was measured. Empty if it can."""
+    """Why a step cannot be modelled: nothing like it was measured. Empty if it can be."""
     if batch != 1:
         return "only one sequence at a time was measured"
     if blueprint.quantization not in ("4bit", "4bit-double"):
@@ -152,9 +152,9 @@ def unknown(blueprint: Blueprint, *, batch: int) -> str:
 
 
 def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int) -> Work:
-    """What one token needs of a whole model with a static cache of ``context`` tokens, unless it is :func:`unknown`.
+    """What one token needs from a whole model with a static cache of ``context`` tokens, unless it is :func:`unknown`.
 
-    Layers that ``device_map`` keeps in host memory count as well: they are brought to the card and computed there.
+    Layers that ``device_map`` keeps in host memory also count: they are copied to the card and computed there.
     """
     parts = [block for block in blueprint.blocks if block.kind in ("layer", "rest", "head")]
     layers = blueprint.layers
@@ -207,7 +207,7 @@ def seconds(done: Work, card: Card, speed: Speed = SPEED) -> float:
 
 
 def with_bus(computed: float, streamed: int, awaited: int, bus: int) -> float:
-    """Seconds of a step that takes ``computed`` on the card, with so many bytes brought at ``bus`` bytes a second.
+    """Seconds of a step that takes ``computed`` on the card and copies these bytes at ``bus`` bytes per second.
 
     Streamed layers arrive while others compute; a layer waits for the experts that its token is routed to.
     """

@@ -22,14 +22,14 @@ BUSES = {
     "24 (PCIe 4 x16)": speed.PCIE_4_X16,
     "49 (PCIe 5 x16)": speed.PCIE_5_X16,
 }
-#: What a bar's cells mean, and how they look with block characters and in ASCII.
+#: The meaning of a bar's cells, and how they look in block characters and in ASCII.
 _PARTS = ("weights", "streaming buffers", "KV cache", "temporaries", "free")
 BLOCKS = "█▓▒░·"
 ASCII = "#=+-."
 
 
 def can_show_blocks(encoding: str | None) -> bool:
-    """Whether an output of this encoding has the characters of the bars."""
+    """Whether an output with this encoding has the characters of the bars."""
     try:
         BLOCKS.encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -88,7 +88,7 @@ def _bars(plan: Plan, width: int, cells: str) -> Iterator[str]:
 
 
 def _bar(use: Use, room: int, cells: str) -> str:
-    """``room`` cells for the budget: what the larger of the two forwards has in use."""
+    """``room`` cells for the budget: what the larger of the two forwards uses."""
     weights = use.weights + use.adapter
     kv = min(use.kv, max(0, use.peak - weights - use.pages))
     parts = [weights, use.pages, kv, max(0, use.peak - weights - use.pages - kv)]

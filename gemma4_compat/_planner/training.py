@@ -20,7 +20,7 @@ from gemma4_compat._planner.training_step import Step, StepMemory
 from gemma4_compat._planner.use import TrainingUse
 from gemma4_compat._quantization import config, qat
 
-#: Bytes that a step leaves free of what it may use: what kernels use inside is not counted, nor is fragmentation.
+#: Bytes that a step leaves free: neither what kernels use internally nor fragmentation is counted.
 _FREE = 1 << 29
 
 
@@ -41,16 +41,16 @@ def plan_training(
 ) -> TrainingPlan:
     """A placement of ``model`` in which a QLoRA step on text stays inside ``vram``, and what the step takes.
 
-    The step runs on tensors without memory (``FakeTensorMode``), by the installed releases' own code, and every
-    storage it makes is counted. That takes a minute, no weights and no accelerator. It does not see what kernels use.
-    Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the names before them
+    The installed releases' own code runs the step on tensors without memory (``FakeTensorMode``), and every storage it
+    makes is counted. That takes a minute, no weights and no accelerator. It does not see what kernels use internally.
+    Arguments have the names of TRL's ``SFTConfig``, ``TrainingArguments`` and ``LoraConfig``; the previous names
     (``sequence``, ``rank``, ``checkpointing``, ``optimizer``) still work, with a ``DeprecationWarning``.
 
     Args:
-        model: as for :func:`gemma4_compat.plan_device_map`; not one whose weights are quantized already.
-        vram: what PyTorch may allocate on the accelerator: bytes or a size ("12GiB"), or a mapping of the map's
-            value for it to one. Default: the memory of ``card`` less 1 GiB, or else what is free on this machine's GPU
-            less 0.5 GiB. The step leaves 0.5 GiB of it free, or an eighth if that is less, for what is not counted.
+        model: as for :func:`gemma4_compat.plan_device_map`, but not with quantized weights.
+        vram: what PyTorch may allocate on the accelerator: bytes or a size ("12GiB"), or a mapping of its value in the
+            map to one. Default: the memory of ``card`` less 1 GiB, or else the free memory of this machine's GPU less
+            0.5 GiB. The step leaves 0.5 GiB of it free, or an eighth if that is less, for what is not counted.
         max_length: tokens per sequence.
         batch: sequences per micro-batch (``per_device_train_batch_size``); gradient accumulation takes nothing more.
         r: LoRA rank, on all linear layers of the decoder.
@@ -62,7 +62,7 @@ def plan_training(
         card: a card by its name, such as "RTX 3060", whose memory counts without ``vram``.
 
     Raises:
-        Gemma4CompatError: it cannot fit (the message says what each option would save), or an argument cannot be
+        Gemma4CompatError: it does not fit (the message says what each option would save), or an argument cannot be
             understood.
     """
     shadowed.refuse("torch", "transformers", "peft")

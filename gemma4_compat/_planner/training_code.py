@@ -29,7 +29,7 @@ model.save_pretrained("adapter")"""
 
 
 def training_code(source: Source, placed: Layout[Any], step: Step) -> str:
-    """Python that loads a model where a layout puts it, and trains an adapter on it."""
+    """Python that loads a model as a layout places it, and trains an adapter on it."""
     imports = ("from peft import LoraConfig, get_peft_model", ("Trainer", "TrainingArguments"))
     training = _TRAINING.format(
         r=step.r,

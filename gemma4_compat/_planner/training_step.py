@@ -1,9 +1,9 @@
-"""How many bytes a training step takes beside the base's weights: the step itself is run, on tensors without memory.
+"""How many bytes a training step takes in addition to the base's weights: run the step on tensors without memory.
 
 No formula knows what autograd keeps of a release's code, so that code runs: the model's own class with PEFT's own
-layers, forward and backward, under ``FakeTensorMode``, which gives every tensor a shape and no memory, while each
-storage that an operator makes is counted until it is freed. That takes seconds and no accelerator. It does not see
-what kernels use inside. Masks are those of a batch with padding, the larger case.
+layers, forward and backward, under ``FakeTensorMode``, which gives every tensor a shape and no memory. Each storage
+that an operator makes is counted until it is freed. That takes seconds and no accelerator. It does not see what
+kernels use internally. Masks are those of a batch with padding, the larger case.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gemma4_compat._planner.blueprint import rounded
 from gemma4_compat._training import loss
 
 #: Bytes that an optimizer keeps for a trained float32 weight, and for each of its blocks of 256 weights (float32
-#: maxima of bitsandbytes' 8-bit states). "paged": in memory that CUDA moves to the host, which is counted as none.
+#: maxima of bitsandbytes' 8-bit states). "paged": in memory that CUDA moves to the host, which counts as zero.
 OPTIMIZERS = {
     "adamw_torch": (8, 0),
     "adamw_torch_fused": (8, 0),
@@ -32,19 +32,19 @@ OPTIMIZERS = {
 #: bitsandbytes keeps the states of smaller tensors in 32 bits (``min_8bit_size``).
 _SMALLEST_8BIT = 4096
 _BLOCK = 256
-#: What QLoRA trains: every linear layer of the decoder, and none of the towers.
+#: What QLoRA trains: every linear layer of the decoder, and nothing in the towers.
 TARGETS = r"(?!.*tower).*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step is.
+    """The settings of a step.
 
     Attributes:
         max_length: tokens per sequence.
         batch: sequences per micro-batch.
         r: LoRA rank, on :data:`TARGETS`.
-        gradient_checkpointing: activations of a decoder layer are computed again in the backward pass.
+        gradient_checkpointing: compute the activations of a decoder layer again in the backward pass.
         optim: one of :data:`OPTIMIZERS`, as ``TrainingArguments.optim`` names them.
         chunked_loss: the loss is that of ``gemma4_compat.chunked_loss``.
     """
@@ -59,14 +59,14 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Bytes of a training step on the accelerator, beside the weights of the base.
+    """Bytes of a training step on the accelerator, in addition to the weights of the base.
 
     Attributes:
         adapter: LoRA's weights, float32 as PEFT keeps them.
         optimizer: its states.
-        forward: the most that is in use in the forward pass and the loss, beside adapter and optimizer.
-        backward: the same in the backward pass, gradients included.
-        sizes: weights of each tensor that is trained.
+        forward: the most that the forward pass and the loss use, in addition to adapter and optimizer.
+        backward: the same in the backward pass, including gradients.
+        sizes: number of weights in each trained tensor.
     """
 
     adapter: int
@@ -94,7 +94,7 @@ def measure(model: Any, quantized: Collection[str], step: Step) -> StepMemory:
         step: what to run.
 
     Raises:
-        Gemma4CompatError: the step cannot be what it says, or this model cannot be trained in it.
+        Gemma4CompatError: the settings contradict each other, or this model cannot be trained with them.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -141,7 +141,7 @@ def optimizer_bytes(optimizer: str, sizes: Collection[int]) -> int:
 
 
 def storage_counter(model: Any) -> Any:
-    """A dispatch mode with ``now`` and ``peak``: bytes of living storages that operators have made inside it.
+    """A dispatch mode with ``now`` and ``peak``: bytes of living storages that operators made inside it.
 
     Args:
         model: whose parameters and buffers are not counted.
@@ -226,14 +226,14 @@ def _fake(adapted: Any, quantized: Collection[str]) -> list[int]:
         base_layer = getattr(module, "base_layer", module)
         _to_4bit(base_layer)
         if module is not base_layer:
-            # PEFT's class for 4-bit layers leaves its inputs to autocast (peft/tuners/lora/bnb.py); that for others,
-            # which this is, casts them to the adapter's float32 first.
+            # PEFT's class for 4-bit layers leaves its inputs to autocast (peft/tuners/lora/bnb.py). The class for
+            # other layers, which this is, first casts them to the adapter's float32.
             module.cast_input_dtype_enabled = False
     return sizes
 
 
 def _to_4bit(linear: Any) -> None:
-    """Make a linear layer compute as bitsandbytes' on CUDA does with more than one token.
+    """Make a linear layer compute like bitsandbytes' on CUDA with more than one token.
 
     Its weight is dequantized into a temporary, in the forward pass and again in the backward pass; autograd keeps the
     packed weight and no input (``MatMul4Bit``).

@@ -1,6 +1,6 @@
-"""What the installed transformers does where that decides how many bytes a forward takes.
+"""How the installed transformers behaves where that decides how many bytes a forward takes.
 
-Where upstream has a function that decides, that function is asked.
+If upstream has a function that decides, it is called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def one_query_packed() -> bool:
 
 
 def static_masks() -> bool:
-    """Whether a mask covers all of a static cache that a prompt does not fill."""
+    """Whether a mask covers a whole static cache that a prompt does not fill."""
     from transformers.masking_utils import _ignore_causal_mask_sdpa
 
     given = dict.fromkeys(("padding_mask", "local_attention_size")) | {"q_offset": 0, "kv_offset": 0}

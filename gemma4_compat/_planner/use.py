@@ -1,4 +1,4 @@
-"""What one accelerator uses: weights that stay, buffers of what is streamed, and what computing takes."""
+"""What one accelerator uses: weights that stay, buffers for streamed layers, and memory for computing."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Use:
     """Bytes on one accelerator while generating.
 
     Attributes:
-        weights: what stays there.
+        weights: the ones that stay there.
         pages: buffers for the streamed layers.
-        adapter: LoRA weights, those of streamed layers included.
+        adapter: LoRA weights, including those of streamed layers.
         kv: KV cache at the end of the context.
         graph: memory pool of the graphs of fast decoding, in ``prefill`` and ``decode``; 0 without them.
         loading: peak in ``from_pretrained``.
-        prefill: peak of the first forward, towers included.
+        prefill: peak of the first forward, including towers.
         decode: peak while decoding, at the end of the context.
         budget: what it may use.
     """
@@ -49,7 +49,7 @@ class TrainingUse:
     """Bytes on one accelerator while training.
 
     Attributes:
-        weights: what stays there, of the base.
+        weights: the base's weights that stay there.
         pages: buffers for the streamed layers.
         loading: peak in ``from_pretrained``.
         step: peak of a training step.
@@ -73,10 +73,10 @@ class Share:
     """The blocks that one accelerator computes.
 
     Attributes:
-        resident: stay there.
+        resident: the ones that stay there.
         looked_up: those of them whose experts are elsewhere.
         paged: decoder layers that are streamed through it.
-        evicted: what else is elsewhere and computed with it.
+        evicted: other blocks that are elsewhere and computed with it.
         main: whether it computes the embeddings and the logits.
     """
 
@@ -88,7 +88,7 @@ class Share:
 
     @functools.cached_property
     def stays(self) -> list[Block]:
-        """What of ``resident`` is on the accelerator."""
+        """The part of ``resident`` that is on the accelerator."""
         apart = {block.name for block in self.looked_up}
         return [block.without_experts() if block.name in apart else block for block in self.resident]
 
@@ -98,7 +98,7 @@ class Share:
 
     @property
     def loading(self) -> int:
-        """The peak while loading: the last weight is there twice while it is quantized."""
+        """The peak while loading: while the last weight is quantized, it exists twice."""
         return self.weights + max((block.loading for block in self.stays), default=0)
 
     @property
@@ -121,7 +121,7 @@ def use_of(blueprint: Blueprint, share: Share, load: Load | TrainingLoad, *, bud
     layers = [block for block in share.stays if block.kind == "layer"]
     layers += [block.brought_in() for block in share.paged if block.kind == "layer"]
     whole = [block.away.allocated for block in share.paged]
-    # A prompt needs all experts of a layer at once, a token those that it hits.
+    # A prompt needs all experts of a layer at once, a token only those that it hits.
     few = _hits_few(blueprint, load)
     streamed = [block.away.allocated - block.experts_away.allocated for block in share.paged] if few else whole
     weights, pages = share.weights, share.pages
@@ -160,9 +160,9 @@ def _hits_few(blueprint: Blueprint, load: Load) -> bool:
 
 
 def _rows(blueprint: Blueprint, share: Share, load: Load) -> Iterator[int]:
-    """Bytes of the experts that a step brings, by layer, where they are not quantized.
+    """Bytes of the experts that a step copies, by layer, if they are not quantized.
 
-    :func:`gemma4_compat._planner.memory.activations` counts those that are.
+    :func:`gemma4_compat._planner.memory.activations` counts the quantized ones.
     """
     number, taken, _ = blueprint.experts or (1, 0, 0)
     for block in (*share.paged, *share.looked_up):
@@ -171,7 +171,7 @@ def _rows(blueprint: Blueprint, share: Share, load: Load) -> Iterator[int]:
 
 
 def _towers(blueprint: Blueprint, share: Share, load: Load) -> int:
-    """The peak of the towers, those elsewhere brought in a module after the other."""
+    """The peak of the towers; those elsewhere are onloaded one module after another."""
     used = (block for block in share.evicted if block.kind == "tower" and getattr(load, block.modality or ""))
     brought = max((2 * block.away.leaf for block in used), default=0)
     return brought + memory.tower_activations(blueprint, load)

@@ -1,9 +1,8 @@
 """The bytes of a quantized weight: counted on a loaded one (:func:`stored_bytes`), computed from a shape (the others).
 
 In 4 bits bitsandbytes stores two values per byte, one fp32 ``absmax`` per 64 values, and a code book of 16. With
-double
-quantization: ``absmax`` in one byte, one fp32 nested ``absmax`` per 256 of them, a code book of 256 and an offset. In
-8 bits: one byte per value and one fp32 ``SCB`` per row.
+double quantization: ``absmax`` in one byte, one fp32 nested ``absmax`` per 256 of them, a code book of 256 and an
+offset. In 8 bits: one byte per value and one fp32 ``SCB`` per row.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def stored_bytes(parameter: Any) -> int:
     """Bytes of a parameter and of what bitsandbytes keeps beside it (scales, code books, offsets), on any device.
 
     This is the size as loaded: in a forward bitsandbytes repacks 4-bit weights for some CPUs, and may move 8-bit
-        scales.
+    scales.
     """
     attributes = vars(parameter)
     tensors = [parameter]

@@ -78,8 +78,7 @@ def below_multimodal_names(model: Any, settings: Any) -> Any:
 
     The patterns of a multimodal checkpoint (``module_quant_configs``) name ``model.language_model.layers.0``, which a
     text-only model calls ``model.layers.0``. Replacing a module of the stand-in replaces the model's own, except for
-    the
-    head: see :func:`take_head`.
+    the head: see :func:`take_head`.
     """
     import torch
 

@@ -16,8 +16,9 @@ class Problem:
     """Something that keeps the adapter from doing on this base what it was trained to do.
 
     Attributes:
-        id: what it is, for programs. Of the file: "damaged", "empty", "flat", "half". Of file and configuration:
-            "rank". Of file and base: "unmatched", "shape", "quantized", "missing", "untargeted", "renamed", "refused".
+        id: what it is, for programs. About the file: "damaged", "empty", "flat", "half". About file and configuration:
+            "rank". About file and base: "unmatched", "shape", "quantized", "missing", "untargeted", "renamed",
+            "refused".
         message: what it is, with an example and the remedy.
         keys: the keys of the file it is about; for "missing" the ones that the file should have.
     """

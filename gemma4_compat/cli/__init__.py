@@ -34,11 +34,11 @@ __all__ = ["app", "main"]
 def main() -> None:
     """Entry point of the ``gemma4-compat`` command. Exit codes: 0 good, 1 a defect remains, 2 bad usage.
 
-    141 where the reader of a pipe has gone, as for a program that SIGPIPE ends.
+    141 if the reader of a pipe is gone, as for a program that SIGPIPE ends.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # an encoding that lacks a character is no error
+            stream.reconfigure(errors="backslashreplace")  # an encoding that lacks a character is not an error
     if _startup.refusal is not None:
         tell(_startup.refusal)
         raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""The application that commands join, and how all of them say and refuse things."""
+"""The application that all commands join, and how they print answers and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Command(typer.core.TyperCommand):
 
 
 def renaming(**names: str) -> type[Command]:
-    """A command that still takes options by their old names, and says what they are called now.
+    """A command that still takes options under their old names, and says what they are called now.
 
     Args:
         names: new names by old ones, without dashes in front, as in ``optimizer="optim"``.
@@ -69,7 +69,7 @@ def renaming(**names: str) -> type[Command]:
 
 
 class _Commands(typer.core.TyperGroup):
-    """The commands; what a usage error says of arguments is shown like all other text."""
+    """The commands; a usage error about arguments is shown like all other text."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0].endswith(".py"):
@@ -133,7 +133,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 
 def command(needs: str) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
-    """Turns what a function raises into one line on standard error; ``needs`` says what needs the libraries."""
+    """Turn what a function raises into one line on standard error; ``needs`` says what needs the libraries."""
 
     def decorate(function: Callable[_P, None]) -> Callable[_P, None]:
         @functools.wraps(function)
@@ -161,24 +161,24 @@ def _version(
 
 
 def fail(message: str) -> Any:
-    """Ends the command with exit code 2 and one line on standard error."""
+    """End the command with exit code 2 and one line on standard error."""
     tell(message)
     raise typer.Exit(2)
 
 
 def tell(message: str) -> None:
-    """Writes one line to standard error, whatever a file put into ``message``."""
+    """Write one line to standard error, whatever a file put into ``message``."""
     terminal.write(f"gemma4-compat: {printable(message)}", error=True)
 
 
 def working(on: str) -> None:
-    """Says on a terminal what the command does next; a pipe or a file gets the answer and nothing else."""
+    """Say on a terminal what the command does next; a pipe or a file gets only the answer."""
     if terminal.width(error=True) is not None:
         tell(f"{on} ...")
 
 
 def say(text: str, as_json: bool = False, *, coloured: bool = False) -> None:
-    """Writes an answer; with ``as_json``, to standard error. ``coloured``: see :func:`terminal.write`."""
+    """Write an answer; with ``as_json``, to standard error. ``coloured``: see :func:`terminal.write`."""
     try:
         # With --json, standard output holds the JSON and nothing else.
         terminal.write(text, error=as_json, coloured=coloured)
@@ -188,5 +188,5 @@ def say(text: str, as_json: bool = False, *, coloured: bool = False) -> None:
 
 
 def print_json(data: Mapping[str, Any]) -> None:
-    """Writes an answer's JSON object, with the version of this package first."""
+    """Write an answer's JSON object, with the version of this package first."""
     say(terminal.json_text({"gemma4_compat": gemma4_compat.__version__, **data}))

@@ -113,7 +113,7 @@ class _Progress:
         self._overwrite(f"{count} {finding.id}")
 
     def end(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         terminal.overwrite("")
 
     def _overwrite(self, line: str) -> None:

@@ -100,7 +100,7 @@ def _explained(patches: Sequence[gemma4_compat.Patch], statuses: Mapping[str, ge
 
 
 def _standard_input() -> str:
-    """The end of what is there: a traceback ends with its error. Memory is bounded, and so is what is waited for."""
+    """The end of what is there: a traceback ends with its error. Memory and waiting time are bounded."""
     if sys.stdin is None:
         fail("there is no standard input to read a traceback from")
     if sys.stdin.isatty():

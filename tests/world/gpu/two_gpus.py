@@ -36,7 +36,7 @@ SPLITS = {
     "base": "from_pretrained with the map",
     "dispatched": "dispatch_model with the map and nothing else",
     "adapter": "the map, and PeftModel.from_pretrained",
-    "adapter device_map": "the map, and given to PeftModel.from_pretrained, too",
+    "adapter device_map": "the map, also given to PeftModel.from_pretrained",
     "adapter GPUs only": "the map with the towers on the first GPU, and PeftModel.from_pretrained",
     "adapter auto": 'device_map="auto", and PeftModel.from_pretrained',
 }

@@ -190,9 +190,9 @@ NEEDED = {"PyInstaller": ("PyInstaller", "pyinstaller"), "Jupyter": ("nbclient",
 #: Ways in which only the small case is run, and why.
 STUB_ONLY = {
     "-OO": "transformers cannot be imported: it reads its own docstrings",
-    "-W error": "PEFT asks transformers for what warns; loading an adapter is an error without this package, too",
+    "-W error": "PEFT uses parts of transformers that warn; loading an adapter also fails without this package",
     "PyInstaller": "a program frozen with torch is several GB",
-    "sub-interpreter": "numpy and torch load in the main interpreter alone",
+    "sub-interpreter": "numpy and torch load only in the main interpreter",
 }
 
 

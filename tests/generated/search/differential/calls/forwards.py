@@ -95,7 +95,7 @@ def masks(world: World, how: str) -> Any:
 
 @area.call(variants=["image", "audio"], kinds=("E2B", "E2B-4bit", "12B"))
 def one_medium(world: World, medium: str) -> Any:
-    """An image or a sound alone"""
+    """Only an image, or only audio"""
     import torch
 
     batch = tiny.without(world.inputs(), "image" if medium == "audio" else "input_features")
