@@ -45,6 +45,19 @@ TURNS = {
     "sentence opening with Of": (r"\bOf\b(?!\s+course)", "start with the subject"),
     "sentence opening with Who": (rf"{_START}Who\b(?![^.?!|{GAP}]*\?)", "anyone who, or the thing itself"),
     "be it": (r"(?:,|\band)\s+be\s+it\b", "even, whether"),
+    "for ever": (r"\bfor\s+ever\b", "forever"),
+    "None where": (r"\b(?i:none|empty|false|true)\s+where\b", "None if"),
+    "included at the end": (rf"\w[\"`]*\s+included\b{_END}", "including, also"),
+    "once a": (
+        r"\b(?:once|twice|times)\s+an?\s+(?:forward|layer|load|model|prompt|row|step|token)\b(?!\s+(?:is|was|has)\b)",
+        "once per",
+    ),
+    "copied out of": (r"\b(?:copy|cop(?:ied|ies)|reads?|written)\s+out\s+of\b(?!\s+meta\s+tensor)", "from"),
+    "let go of": (r"\blet(?:s|ting)?\s+go\s+of\b", "release, drop"),
+    "put off": (r"\bput(?:s|ting)?\s+off\b", "defer"),
+    "held against": (r"\bheld\s+against\b", "compared with"),
+    "the same of": (r"\bthe\s+same\s+of\b(?!\s+(?:all|both|each))", "the same for"),
+    "lies": (r"\b(?:lies?|lay)\s+(?:at|beside|below|in|inside|on|there|where)\b", "is, stands"),
 }
 _TURNS = {turn: re.compile(pattern, re.MULTILINE) for turn, (pattern, _) in TURNS.items()}
 #: Ends in words that may be far away: whether somebody leaves, or lets, something alone; what is not X but for Y.

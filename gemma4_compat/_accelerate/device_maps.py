@@ -27,7 +27,7 @@ _LISTED = 5  # names in one message
 
 
 def entry_for(name: str, placement: Mapping[str, Any]) -> str | None:
-    """The most specific key of a device map that holds the module or tensor ``name``; None where no key does."""
+    """The most specific key of a device map that holds the module or tensor ``name``; None if no key does."""
     while name not in placement:
         if not name:
             return None
@@ -43,7 +43,7 @@ def ancestors(name: str) -> Iterable[str]:
 
 
 def is_nested(placement: Mapping[str, Any]) -> bool:
-    """Whether an entry lies inside another entry."""
+    """Whether an entry is inside another entry."""
     return any(around in placement for name in placement for around in ancestors(name))
 
 

@@ -1,7 +1,7 @@
 """Check a safetensors file with a readable header, and the index of a checkpoint.
 
-By safetensors' own rules the data of the tensors lies side by side, from the first byte to the last. The shards of a
-checkpoint lie beside its index.
+By safetensors' own rules the data of the tensors is contiguous, from the first byte to the last. The shards of a
+checkpoint are beside its index.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Name = Annotated[str, Meta(max_length=1000)]
 _Names = Annotated[list[Name], Meta(max_length=20_000)]
 #: A regular expression. Unsloth writes the longest ones, of 600 characters.
 _Pattern = Annotated[str, Meta(max_length=10_000)]
-#: Entries by pattern. The 31B has 620 linears with full names, towers included.
+#: Entries by pattern. The 31B has 620 linears with full names, including towers.
 _ByPattern = Annotated[dict[_Pattern, Any], Meta(max_length=1000)]
 #: A name, a path or a version.
 _Word = Annotated[str, Meta(max_length=5000)]

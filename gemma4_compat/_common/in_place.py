@@ -37,8 +37,8 @@ class _Method:
 def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``owner.name(...)`` is ``replacement(below, ...)``; ``below`` is the method without this replacement.
 
-    Replacements of one method lie on each other, the latest on top. They may end in any order, in any thread: each
-    takes out only itself, and with the last one the object has again what it had.
+    Replacements of one method stack, the latest on top. They may end in any order, in any thread: each removes only
+    itself, and after the last one the object is as it was.
 
     Args:
         owner: an object with a ``__dict__``, such as a module.

@@ -346,7 +346,7 @@ def statistics(model: Any) -> Statistics:
 
 
 def decoder_for(model: Any, cache: Any) -> Decoder | None:
-    """A decoder for a ``generate`` with this cache; None where its steps would run without a graph anyway.
+    """A decoder for a ``generate`` with this cache; None if its steps would run without a graph anyway.
 
     Args:
         model: a transformers model.

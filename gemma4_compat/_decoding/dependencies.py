@@ -4,7 +4,7 @@ A graph reads memory, so it sees a weight that was changed in place. It does not
 weight or hook, or that another adapter is active. :meth:`Dependencies.hold` checks that before every replay, mostly in
 C: an entry is a dictionary, a key, and the object that was there. :meth:`Dependencies.hold_in_full` checks, once for
 each ``generate``, what programs do not change between two of its tokens: the tree of modules and everything their
-forwards may read, which is every attribute (added ones included), the contents of their lists and dictionaries, their
+forwards may read, which is every attribute (including added ones), the contents of their lists and dictionaries, their
 classes, and the functions beside these classes.
 
 Nothing here keeps a module or a tensor alive. When a module of the model is deleted, everything is released.

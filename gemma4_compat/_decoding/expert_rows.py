@@ -268,7 +268,7 @@ class Rows:
         self._orders: dict[int, Any] = {}  # by how many experts a token hits
 
     def dequantized(self, parameter: Any, chosen: Any) -> Any:
-        """The weights of these experts; None where no kernel can read them."""
+        """The weights of these experts; None if no kernel can read them."""
         if chosen.device != self._device or (found := kernel_of(parameter, chosen)) is None:
             return None
         kernel, signature, values = found

@@ -54,7 +54,7 @@ class _Launches:
 
 
 def obstacle(device: Any) -> str | None:
-    """Why steps on this device cannot be fused; None where they can."""
+    """Why steps on this device cannot be fused; None if they can."""
     import torch
 
     compiler = COMPILERS.get(device.type)

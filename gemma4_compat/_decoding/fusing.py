@@ -81,7 +81,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     # Which operations
 
     def _put_off(self, call: Call, op: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an operation that is computed later; None where it cannot be deferred."""
+        """The result of an operation that is computed later; None if it cannot be deferred."""
         if call.in_place and not self._is_whole(call.operands[0]):
             return None
         if call.name == "constant" and kwargs.get("device") != self._device:
@@ -105,7 +105,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _layout(self, call: Call, op: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-        """Size, strides and dtype of the result; None where they do not suit."""
+        """Size, strides and dtype of the result; None if they do not suit."""
         key = (op, str(kwargs), call.dim, *map(_description, call.operands))
         found = self._layouts.get(key)
         if found is None:

@@ -22,7 +22,7 @@ class Compiler(Protocol):
 
     @staticmethod
     def obstacle() -> str | None:
-        """Why it cannot compile; None where it can."""
+        """Why it cannot compile; None if it can."""
 
     def __init__(self, device: Any) -> None: ...
 

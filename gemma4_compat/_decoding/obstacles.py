@@ -31,7 +31,7 @@ def modules_of_a_step(model: Any) -> list[Any]:
 
 
 def find(model: Any, modules: list[Any]) -> str | None:
-    """The first reason why this model cannot replay its steps; None where nothing is known to be in the way.
+    """The first reason why this model cannot replay its steps; None if nothing is known to be in the way.
 
     Args:
         model: a transformers model that has run a forward.
@@ -50,7 +50,7 @@ def find_before_a_forward(model: Any) -> str | None:
 
 
 def of_virtual_tokens(model: Any) -> str | None:
-    """Why PEFT refuses a static cache in the ``generate`` that is running; None where it does not."""
+    """Why PEFT refuses a static cache in the ``generate`` that is running; None if it does not."""
     caller = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", model)
     config = None if caller is model else getattr(caller, "active_peft_config", None)
     if config is None or not config.is_prompt_learning:

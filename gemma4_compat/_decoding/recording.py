@@ -31,7 +31,7 @@ class Recording(Protocol):
 
     @staticmethod
     def obstacle() -> str | None:
-        """Why nothing can be recorded here; None where it can."""
+        """Why nothing can be recorded here; None if it can."""
 
     @staticmethod
     def new_pool() -> Any:

@@ -33,7 +33,7 @@ class Step:
 
     @classmethod
     def of(cls, inputs: dict[str, Any]) -> Step | None:
-        """The step with these inputs; None where it reads several tokens, or has another kind of cache."""
+        """The step with these inputs; None if it reads several tokens, or has another kind of cache."""
         cache, ids = cache_names.cache_in(inputs), inputs.get("input_ids")
         if cache is None or ids is None or ids.ndim != 2 or ids.shape[1] != 1 or not static_caches.is_static(cache):
             return None

@@ -127,9 +127,9 @@ class Outcome:
     Attributes:
         defect: the defect was seen.
         detail: what was seen, with the measured value.
-        parity: largest absolute difference from the same weights on one device (0.0 is bit-exact); None where the
-            reproduction compares something else than logits.
-        applicable: the situation can exist here; False where this release lacks the model class, say, or this CPU the
+        parity: largest absolute difference from the same weights on one device (0.0 is bit-exact); None if the
+            reproduction compares something other than logits.
+        applicable: the situation can exist here; False if, say, this release lacks the model class, or this CPU the
             instructions (then ``defect`` is False and ``detail`` says what is missing).
     """
 
@@ -198,7 +198,7 @@ class Patch:
     come from the file's docstring, ``area`` from its folder, ``measured`` and ``known`` from the measured data.
 
     Attributes:
-        id: ``<distribution>-<slug>``, for ever.
+        id: ``<distribution>-<slug>``; it never changes.
         kind: see :class:`Kind`.
         severity: see :class:`Severity`.
         failure_points: sections of docs/FAILURE_POINTS.md this patch answers (``F1`` ...).
@@ -274,7 +274,7 @@ class LatePatch(NamedTuple):
 
     Attributes:
         id: of the patch.
-        modules: of all its targets, the optional ones included.
+        modules: of all its targets, including the optional ones.
         load: imports the file and returns the patch. What it raises becomes the reason of a failed patch.
     """
 
@@ -295,11 +295,11 @@ class PatchStatus:
         versions: releases seen when that was decided, by distribution (absent ones are left out).
         late: applied after its library had been imported; names other modules had taken by then were rebound.
         unreached: how many objects had taken a replaced function before, and still call the original: registries,
-            class attributes, closures, bound methods of models that were split by then. None where they were not
+            class attributes, closures, bound methods of models that were split by then. None if they were not
             counted, which takes ``status(unreached=True)``.
         overridden: replaced functions that another library has replaced again since.
         unmet: ids of patches that this one needs to be exact and that are off: disabled, failed or reverted.
-        detection: what the loaded code said; None where it was not looked at, or looking at it was not what failed.
+        detection: what the loaded code said; None if it was not looked at, or looking at it was not what failed.
         at: when the state was entered, seconds since the epoch (``time.time()``).
     """
 

@@ -26,7 +26,7 @@ def status_data(status: PatchStatus) -> dict[str, Any]:
 
 
 def patch_data(patch: Patch) -> dict[str, Any]:
-    """One patch's metadata as plain data, its file's documentation included."""
+    """One patch's metadata as plain data, including its file's documentation."""
     return {
         "id": patch.id,
         "area": patch.area,

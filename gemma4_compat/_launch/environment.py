@@ -30,8 +30,8 @@ class Startup:
     """Whether Python arms the shim at its start, in this environment.
 
     Attributes:
-        file: what ``enable`` has written; None where it has not.
-        hook: the module that ``file`` names, of this installation or of another; None where it names none.
+        file: what ``enable`` wrote; None if it has not.
+        hook: the module that ``file`` names, from this installation or another; None if it names none.
     """
 
     file: Path | None = None

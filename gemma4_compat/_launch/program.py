@@ -61,7 +61,7 @@ def search_path(environ: Mapping[str, str]) -> str:
     """``PYTHONPATH`` for the program.
 
     Raises:
-        Gemma4CompatError: this package lies in a folder whose name cannot stand there.
+        Gemma4CompatError: this package is in a folder whose name cannot be in that variable.
     """
     folder, before = str(environment.HOOK), environ.get("PYTHONPATH", "")
     if os.pathsep in folder:

@@ -141,7 +141,7 @@ class _Finding:
 
 @functools.cache
 def _judge(stated: DistributionState, specifier: str) -> _Finding:
-    """Whether what is stated about one distribution lies inside one specifier."""
+    """Whether the stated releases of one distribution are inside one specifier."""
     name, floor = stated.distribution, _floor(stated.distribution)
     if stated.installed_from:
         if not specifier:

@@ -101,7 +101,7 @@ def _bounds(specifier: str) -> tuple[Version, ...]:
 
 
 def _near(bound: Version, depth: int) -> Iterator[Version]:
-    """A bound, its own pre- and post-releases, and the release just above it. (0 lies below the lowest bound.)"""
+    """A bound, its own pre- and post-releases, and the release just above it. (0 is below the lowest bound.)"""
     yield bound
     for suffix in (".dev0", "a0", f"rc{_MANY}", "", f".post{_MANY}"):
         yield _number(bound, bound.release, suffix)

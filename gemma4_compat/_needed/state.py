@@ -18,8 +18,8 @@ class DistributionState:
         ranges: PEP 440 specifiers, "" for any release; the release is inside one of them. Empty when it is absent, or
             when the release is not stated (``installed_from``).
         absence: how to say that it is absent or may be ("not installed"); empty when it is certainly there.
-        installed_from: a path, URL or checkout that does not state the release; empty where the release is stated.
-        origin: the extras or groups that require it, where nothing else does.
+        installed_from: a path, URL or checkout that does not state the release; empty if the release is stated.
+        origin: the extras or groups that require it, if nothing else does.
     """
 
     distribution: str

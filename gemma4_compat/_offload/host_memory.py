@@ -290,7 +290,7 @@ def pin(tensor: Any, device: Any) -> Pinned | None:
 def staging(shape: tuple[int, ...], dtype: Any) -> Any:
     """An empty CPU tensor for copies to a device: pinned, or pageable with one warning if pinning fails.
 
-    torch does not reuse its pinned memory before the copies out of it have finished.
+    torch does not reuse its pinned memory before the copies from it have finished.
     """
     import torch
 

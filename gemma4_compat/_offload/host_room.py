@@ -28,7 +28,7 @@ def warn_if_short(model: Any, placement: Mapping[str, Any]) -> None:
     if free is not None and needed > free:
         notice.warn_user(
             f"device_map keeps {size_text(needed, up=True)} of weights in host memory, of which {size_text(free)} are "
-            "available here, swap included: the system may end the process while it loads. Send some modules to "
+            "available here, including swap: the system may end the process while it loads. Send some modules to "
             "'disk', or store them in fewer bits (gemma4_compat.quantize_offloaded(), quantize_experts())."
         )
 
@@ -49,7 +49,7 @@ def host_bytes(model: Any, placement: Mapping[str, Any]) -> int:
 
 
 def available() -> int | None:
-    """Bytes of host memory that this process may still use, swap included; None if psutil cannot say.
+    """Bytes of host memory that this process may still use, including swap; None if psutil cannot say.
 
     In a container, at most what its limit leaves: cgroup v2 ``memory.max`` minus the memory in use that cannot be
     dropped, unlike the file cache (Linux, admin-guide/cgroup-v2, "memory.stat").

@@ -257,7 +257,7 @@ class ModelLock:
             for holder in (lock._thread, *(running.thread for running in lock._backwards.values())):
                 if holder == thread:
                     raise Gemma4CompatError(
-                        "two threads would wait for each other for ever: each is in a forward of one model with "
+                        "two threads would wait for each other forever: each is in a forward of one model with "
                         "offloaded parts and calls the model that the other is in. Call one of the two models "
                         "inside forwards of the other only, not the other way round as well."
                     )

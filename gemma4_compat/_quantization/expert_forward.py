@@ -100,8 +100,8 @@ _MOSTLY_DISTINCT = 0.25
 def numbers(top_k_index: Any, number: int) -> Any:
     """The indices in ``top_k_index``, ascending, or unsorted if a :class:`expert_storage.Reader` accepts that.
 
-    For one or a few tokens: one entry per pair, duplicates included. This needs no synchronization and can be captured
-    in a CUDA graph. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
+    For one or a few tokens: one entry per pair, including duplicates. This needs no synchronization and can be
+    captured in a CUDA graph. For more tokens: each index once. :func:`positions` finds the first of equal entries, so
     duplicates are dequantized for nothing.
 
     Args:

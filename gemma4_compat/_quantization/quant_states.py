@@ -122,7 +122,7 @@ def replace_tensors(pristine: Any, known: Mapping[int, Any]) -> None:
 
 
 def _copy(state: Any, device: Any, *, copy: bool) -> Any:
-    """``state`` with every tensor on ``device``, the nested state included; other attributes are unchanged."""
+    """``state`` with every tensor on ``device``, including the nested state; other attributes are unchanged."""
     import torch
 
     copied = object.__new__(type(state))

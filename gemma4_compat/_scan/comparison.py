@@ -1,4 +1,4 @@
-"""An adapter held against a base: where its keys go, and what PEFT would miss, refuse or drop.
+"""An adapter compared with a base: where its keys go, and what PEFT would miss, refuse or drop.
 
 PEFT itself says which keys and shapes the adapter must have: it makes the adapter on the meta device, from the same
 configuration as when it loads it.
@@ -44,7 +44,7 @@ class Comparison:
         if peft_type not in configuration.PROMPTS:
             self._expect()
         else:
-            findings.notes.append(f"{peft_type} adapts no module, so its keys are not held against the base")
+            findings.notes.append(f"{peft_type} adapts no module, so its keys are not compared with the base")
         self.knows_shapes = self._expected is not None
         self.found = _with_expected(translated, self._expected or {}, base.modules)
         self.placed = {

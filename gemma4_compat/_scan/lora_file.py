@@ -60,7 +60,7 @@ def check(saved: SavedAdapter, peft_type: str, ranks: Ranks | None, findings: Fi
     damaged = dict(consistency.problems(saved.folder / WEIGHTS, tensors))
     findings.add(
         "damaged",
-        "{count} tensors do not lie in the file as safetensors has them, so nothing loads it. {first} "
+        "{count} tensors are not stored in the file as safetensors requires, so nothing loads it. {first} "
         f"{next(iter(damaged.values()), '')}. Get it again",
         damaged,
     )

@@ -51,7 +51,7 @@ class Scan:
 
     Attributes:
         adapter: its folder.
-        base: what it was held against, as ``from_pretrained`` takes it; None without a base.
+        base: what it was compared with, as ``from_pretrained`` takes it; None without a base.
         model_class: the base's class in ``transformers``.
         quantization: how the base's linears are stored: "4bit", "4bit-double", "8bit", another method's name, or None.
         problems: empty for an adapter that loads completely.

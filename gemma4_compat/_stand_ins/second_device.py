@@ -1,7 +1,7 @@
 """A second device on any machine: the CPU under another name, whose tensors refuse to be mixed with others.
 
 The mistake of a model on two GPUs, a tensor left on the other GPU, is an error here as it is there. Values come from
-the CPU's kernels, so a model on both devices has the bits of one on the CPU, gradients included. It is a PyTorch
+the CPU's kernels, so a model on both devices has the bits of one on the CPU, including gradients. It is a PyTorch
 backend written in Python (``torch.utils.backend_registration``, experimental): each of its tensors holds a CPU tensor,
 on which every operation runs. PyTorch supports one such device, so it is the second beside ``torch.device("cpu")``;
 accelerate treats that as a device to compute on, while it offloads to ``"cpu"``.

@@ -32,7 +32,7 @@ def chunked_loss(model: _Model, *, enabled: bool = True, evaluation: bool = Fals
     Head, soft cap and cross entropy run on a few hundred tokens at once, each followed by the head's own backward
     pass; tokens whose label is -100 are left out. The logits of 2,048 tokens over 262,144 words are 1 GiB in bfloat16,
     and autograd keeps more than three times as much; here at most 96 MiB of them exist (docs/TRAINING.md has the
-    measured peaks). ``outputs.logits`` is then None. The head may be quantized, offloaded (it is copied in once a
+    measured peaks). ``outputs.logits`` is then None. The head may be quantized, offloaded (it is copied in once per
     step), adapted, trained, or tied to the embedding.
 
     Loss and gradients differ from upstream's by rounding: a matrix product of fewer rows may be summed in another

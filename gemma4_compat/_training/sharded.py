@@ -1,4 +1,4 @@
-"""A head that FSDP shards as its own unit: its weights are gathered once a forward, however many chunks there are.
+"""A head that FSDP shards as its own unit: its weights are gathered once per forward, however many chunks there are.
 
 A call of a sharded module gathers its weights, and a backward pass through that call reduces their gradients. One call
 per chunk would gather once per chunk, and processes may have different numbers of chunks. The gradients of the head

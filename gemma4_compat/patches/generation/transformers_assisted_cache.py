@@ -9,8 +9,8 @@ discarded what that needs. So ``generate`` creates a cache that keeps everything
 Before 5.15.0, a ``DynamicCache`` that the caller created from the configuration never keeps everything.
 
 Fix: Before the first token, the patch replaces the sliding layers of a Gemma 4 model's cache for assisted generation
-with layers that keep everything, contents included. The outputs are the same; the cache grows with the context. A
-cache that has already discarded tokens is refused with a clear error and stays unchanged.
+with layers that keep everything, including their contents. The outputs are the same; the cache grows with the context.
+A cache that has already discarded tokens is refused with a clear error and stays unchanged.
 
 Remove when: transformers below 5.15.0, where sliding layers cannot be cropped, is no longer supported.
 """

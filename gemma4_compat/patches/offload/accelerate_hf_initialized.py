@@ -5,7 +5,7 @@ too) when accelerate attaches its hooks to a quantized model. Any CPU or disk of
 With bitsandbytes 0.50 and later nothing is raised, but the attribute is lost.
 
 Cause: transformers 5 marks every loaded parameter with ``_is_hf_initialized``. ``set_module_tensor_to_device`` moves
-a bitsandbytes parameter by building a new one from the ``__dict__`` of the old one, this attribute included.
+a bitsandbytes parameter by building a new one from the ``__dict__`` of the old one, including this attribute.
 bitsandbytes before 0.50 accepts no unknown keyword. Later releases accept and discard it.
 
 Fix: The attribute is removed for the move and restored afterwards, on the new parameter and on the old one, which

@@ -4,10 +4,10 @@ Symptom: silent: layers that a device map puts on the CPU decode slowly. Putting
 three quarters of the speed.
 
 Cause: ``AlignDevicesHook.pre_forward`` onloads each tensor of each module separately when the module is called: one
-hook, one constructor and one copy out of pageable memory for each. This takes about 1 ms of host work per module,
+hook, one constructor and one copy from pageable memory for each. This takes about 1 ms of host work per module,
 and the GPU waits meanwhile.
 
-Fix: The offloaded layers of a Gemma 4 model are streamed: each layer is one copy out of pinned memory, prefetched
+Fix: The offloaded layers of a Gemma 4 model are streamed: each layer is one copy from pinned memory, prefetched
 while the layer before it computes. The outputs are bit-identical. Other offloaded modules are not streamed, and
 neither are layers that compute on several devices or have offloaded buffers or tied weights.
 

@@ -1,4 +1,4 @@
-"""Device-map entries inside other entries, the catch-all ``""`` included, go straight to their device.
+"""Device-map entries inside other entries, including the catch-all ``""``, go straight to their device.
 
 Symptom: ``ValueError: position_embedding_table is on the meta device, we need a `value` to put in on 0`` from a device
 map with an entry inside another, most often inside the catch-all ``""``: ``{"": 0, "model.vision_tower": "disk"}``

@@ -9,7 +9,7 @@ False``, from the time when their loss did not take ``num_items_in_batch``. So t
 averages the means of the microbatches. From 5.6 on the loss takes that argument. Before, ``forward`` computes its own
 loss, which ignores it.
 
-Fix: A Trainer (TRL's included) of such a model counts tokens, as it does for ``Gemma4ForCausalLM``. Before 5.6 the
+Fix: A Trainer (including TRL's) of such a model counts tokens, as it does for ``Gemma4ForCausalLM``. Before 5.6 the
 loss of ``forward`` is multiplied by the number of tokens in its mean. Before 5.10 a Trainer also counts the first
 label of each sequence, which is never trained on; with this patch it does not. Models whose class or instance sets
 ``accepts_loss_kwargs`` itself, or that have another ``forward``, are not changed. Neither is sequence parallelism,

@@ -22,6 +22,16 @@ BAD = {
     "sentence opening with Of": ["It is read. Of the rest nothing is.", "Of two weights one stays."],
     "sentence opening with Who": ["The lock is held. Who waits looks at it.", "Who reads it gets nothing."],
     "be it": ["a variable that is set, be it empty"],
+    "for ever": ["two threads would wait for ever"],
+    "None where": ["The group of a layer; None where it has none.", "a list, empty where nothing is left"],
+    "included at the end": ["every attribute (new ones included)", "the bits of one on the CPU, gradients included."],
+    "once a": ["A tower runs once a prompt.", "inputs that are moved 18 times a layer"],
+    "copied out of": ["Layers are copied out of pinned memory."],
+    "let go of": ["Let go of all graphs. It lets go of them."],
+    "put off": ["Operations are put off until then."],
+    "held against": ["an adapter held against a base"],
+    "the same of": ["bytes of the layer; the same of its experts"],
+    "lies": ["The report lies beside the model.", "layers lie on the CPU"],
 }
 GOOD = [
     "If there is none, uninstall it.",
@@ -36,6 +46,10 @@ GOOD = [
     "A stand-alone script.",
     "One of the two. The name of one.",
     "It reads another file.",
+    "It is done for everyone, once a step is over. Three times as large.",
+    "The included file. It is included in the list, and what is included there stays.",
+    "Cannot run out of memory. The model is read from disk.",
+    "The values are false. Where they are true, nothing happens.",
     "Who calls this? It may be it.",
     "`is none`, ``as ever`` and `, too.` are code.",
 ]

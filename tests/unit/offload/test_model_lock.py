@@ -1,4 +1,4 @@
-"""The lock of a split model: who waits for whom, and that nobody waits for ever."""
+"""The lock of a split model: who waits for whom, and that nobody waits forever."""
 
 from __future__ import annotations
 
