@@ -33,6 +33,9 @@ from gemma4_compat._shim import (
 )
 
 if TYPE_CHECKING:
+    from gemma4_compat._accelerate.listing import Attached as Attached
+    from gemma4_compat._accelerate.listing import Attachment as Attachment
+    from gemma4_compat._accelerate.listing import attached as attached
     from gemma4_compat._decoding.fast import decode_fast as decode_fast
     from gemma4_compat._export.job import export_adapter as export_adapter
     from gemma4_compat._export.result import ExportReport as ExportReport
@@ -59,6 +62,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActsOn",
+    "Attached",
+    "Attachment",
     "ExportReport",
     "Gemma4CompatError",
     "Gemma4CompatWarning",
@@ -80,6 +85,7 @@ __all__ = [
     "TrainingPlan",
     "Verdict",
     "__version__",
+    "attached",
     "chunked_loss",
     "decode_fast",
     "export_adapter",
@@ -101,6 +107,8 @@ __all__ = [
 
 #: Names that are imported on first use, and where they are.
 _LAZY = {
+    "Attached": "gemma4_compat._accelerate.listing",
+    "Attachment": "gemma4_compat._accelerate.listing",
     "ExportReport": "gemma4_compat._export.result",
     "MergeParityError": "gemma4_compat._merge.result",
     "MergeReport": "gemma4_compat._merge.result",
@@ -112,6 +120,7 @@ _LAZY = {
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "TrainingPlan": "gemma4_compat._planner.result",
+    "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
     "decode_fast": "gemma4_compat._decoding.fast",
     "export_adapter": "gemma4_compat._export.job",

@@ -1,1 +1,1 @@
-"""What accelerate put on a model: its hooks, and the device maps it takes."""
+"""What hangs on a model: accelerate's hooks and device maps, and what this package leaves there (:mod:`attached`)."""

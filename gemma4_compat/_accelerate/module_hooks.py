@@ -9,10 +9,6 @@ from typing import Any
 
 from gemma4_compat._common import in_place
 
-#: An attribute of a module that shares the weight of an adapter's copy (``modules_to_save``): the module's hook, which
-#: does not offload meanwhile, or None where the module was not offloaded.
-COPYS_WEIGHT = "_gemma4_compat_copys_weight"
-
 
 def offload_hook(module: Any) -> Any:
     """The ``AlignDevicesHook`` that brings this module's own weights in for a forward and takes them out; or None."""

@@ -15,14 +15,14 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._common import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory, joined_weights, stored_weights, tied_pairs
 
 _UNMERGE = "unmerge"  # on a merged layer: its own is called with its base weight onloaded
-_HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
+_HANDLE = attached.UNMERGES
 
 #: Pairs of tied weights that a merge takes apart, while it runs.
 _parted: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("parted", default=[])  # noqa: B039  # never changed

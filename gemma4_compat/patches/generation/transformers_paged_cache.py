@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import flash
 from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
@@ -29,7 +30,7 @@ from gemma4_compat._models import family
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-_LAYERS = "_gemma4_compat_layers"
+_LAYERS = attached.PAGED_LAYERS
 _SHAPE = ("num_key_value_heads", "head_dim")
 
 
