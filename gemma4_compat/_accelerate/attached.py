@@ -41,6 +41,11 @@ class Declared:
 DECLARED: list[Declared] = []
 
 
+def of_patch(patch: str) -> list[Declared]:
+    """What the patch of this id may leave on objects."""
+    return [declared for declared in DECLARED if declared.patch == patch]
+
+
 def _mark(name: str, patch: str, on: str, purpose: str) -> str:
     DECLARED.append(Declared("mark", PREFIX + name, patch, on, purpose))
     return PREFIX + name

@@ -69,7 +69,8 @@ def attached(model: Any) -> Attached:
     and the model's quantizer are looked at. Hooks of accelerate itself are not listed.
 
     ``revert()`` restores functions of the libraries and leaves what is listed here, so that a dispatched model still
-    works. What belongs to an offload goes with accelerate's hooks (``remove_hook_from_submodules``).
+    works. The hooks of an offload go with accelerate's (``remove_hook_from_submodules``), its methods with the next
+    cast or move. ``gemma4-compat doctor --verbose`` says what each patch may leave.
 
     Args:
         model: a ``torch.nn.Module``: a transformers model, plain, quantized, dispatched or not, or one that PEFT, DDP
