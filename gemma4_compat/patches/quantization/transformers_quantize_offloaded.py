@@ -39,7 +39,7 @@ from gemma4_compat._quantization import offloaded, opt_in
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# Of a quantizer, which belongs to a single load. The first is unknown before it sees the model.
+# Attributes of a quantizer, which belongs to a single load. The first is unknown before it sees the model.
 _GEMMA4, _REFUSED, _PLACEMENT = attached.IS_GEMMA4, attached.REFUSED, attached.PLACEMENT
 _TO_WRITE = attached.TO_WRITE  # of a weight
 _BITSANDBYTES = ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
