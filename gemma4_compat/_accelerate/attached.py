@@ -37,6 +37,11 @@ class Declared:
     purpose: str
     module: str = ""
 
+    @property
+    def shown(self) -> str:
+        """The name as a reader meets it."""
+        return f"method {self.name}" if self.kind == "method" else self.name
+
 
 DECLARED: list[Declared] = []
 

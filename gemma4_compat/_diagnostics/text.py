@@ -33,7 +33,7 @@ def finding_text(
         ("with", _shorten(finding.with_shim["detail"])),
         ("verdict", finding.verdict.cell),
         *([("report", finding.report)] if finding.report else []),
-        *(("leaves", f"{item.kind} {item.name} on {item.on}: {item.purpose}") for item in left),
+        *(("leaves", f"{item.shown} on {item.on}: {item.purpose}") for item in left),
     ]
     lines = table_text(rows, width=width and width - 2, colour=colour).split("\n")
     head = wrapped(printable(f"{count} {finding.id} ({_libraries(finding)})".lstrip()), width)
