@@ -121,7 +121,8 @@ def measure(model: Any, clock: str, rounds: int, until: float) -> Data:
     """One case."""
     import torch
 
-    from gemma4_compat._offload import model_lock, streaming
+    from gemma4_compat._accelerate import attached
+    from gemma4_compat._offload import streaming
 
     ids = small_card_models.prompt(model, 1)
 
@@ -132,7 +133,7 @@ def measure(model: Any, clock: str, rounds: int, until: float) -> Data:
     for _ in range(3):
         forward()
     entry: Data = {
-        "hooks": len(model_lock._handles[model]),
+        "hooks": attached.LOCK.count(model),
         "streamed_layers": sum(streaming.is_streamed(module) for module in model.modules()),
         "calls": counted(model, forward),
         "rounds": [],

@@ -33,6 +33,9 @@ from gemma4_compat._shim import (
 )
 
 if TYPE_CHECKING:
+    from gemma4_compat._accelerate.listing import Attached as Attached
+    from gemma4_compat._accelerate.listing import Attachment as Attachment
+    from gemma4_compat._accelerate.listing import attached as attached
     from gemma4_compat._decoding.fast import decode_fast as decode_fast
     from gemma4_compat._diagnostics.explanation import Explanation as Explanation
     from gemma4_compat._diagnostics.explanation import explain as explain
@@ -61,6 +64,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActsOn",
+    "Attached",
+    "Attachment",
     "Explanation",
     "ExportReport",
     "Gemma4CompatError",
@@ -83,6 +88,7 @@ __all__ = [
     "TrainingPlan",
     "Verdict",
     "__version__",
+    "attached",
     "chunked_loss",
     "decode_fast",
     "explain",
@@ -105,6 +111,8 @@ __all__ = [
 
 #: Names that are imported on first use, and where they are.
 _LAZY = {
+    "Attached": "gemma4_compat._accelerate.listing",
+    "Attachment": "gemma4_compat._accelerate.listing",
     "Explanation": "gemma4_compat._diagnostics.explanation",
     "ExportReport": "gemma4_compat._export.result",
     "MergeParityError": "gemma4_compat._merge.result",
@@ -117,6 +125,7 @@ _LAZY = {
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
     "TrainingPlan": "gemma4_compat._planner.result",
+    "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
     "decode_fast": "gemma4_compat._decoding.fast",
     "explain": "gemma4_compat._diagnostics.explanation",

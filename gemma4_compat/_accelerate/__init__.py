@@ -1,1 +1,1 @@
-"""What accelerate put on a model: its hooks, and its device maps."""
+"""What hangs on a model: accelerate's hooks and device maps, and what this package leaves there (:mod:`attached`)."""

@@ -7,9 +7,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-#: An attribute of a module that shares the weight of an adapter's copy (``modules_to_save``): the module's hook, which
-#: does not offload meanwhile, or None if the module was not offloaded.
-COPYS_WEIGHT = "_gemma4_compat_copys_weight"
+from gemma4_compat._common import in_place
 
 
 def offload_hook(module: Any) -> Any:
@@ -163,8 +161,5 @@ def hidden_map(model: Any) -> Iterator[None]:
     if owner is None:
         yield
         return
-    placement = vars(owner).pop("hf_device_map")
-    try:
+    with in_place.assigned(owner, "hf_device_map", in_place.ABSENT):
         yield
-    finally:
-        vars(owner)["hf_device_map"] = placement

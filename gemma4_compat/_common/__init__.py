@@ -3,6 +3,6 @@
 * :mod:`files`, :mod:`json_files`, :mod:`toml`, :mod:`formats`: files of users, read within bounds.
 * :mod:`patterns`: regular expressions of configurations, tried where they can be stopped.
 * :mod:`terminal`, :mod:`text`: what a command prints. :mod:`notice`: warnings that point at the user's line.
-* :mod:`in_place`: an attribute of one object replaced for a while. :mod:`temporary`: folders for one process.
+* :mod:`in_place`: a method or an attribute of one object replaced. :mod:`temporary`: folders for one process.
 * :mod:`shadowed`: a ``torch.py`` of the user's own. :mod:`address`: where this project lives.
 """

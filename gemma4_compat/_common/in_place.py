@@ -1,44 +1,115 @@
-"""A method of one object replaced for a time, without a trace afterwards, whatever else is replaced meanwhile."""
+"""A method or an attribute of one object replaced, without a trace afterwards, whatever else is replaced meanwhile.
+
+Replacements of one name stack, the latest on top. They may end in any order, in any thread: each removes only itself,
+and after the last one the object is as it was. What others put there meanwhile stays.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_ABSENT = object()
+
+class ABSENT:
+    """For :func:`assigned`: no attribute of that name. A class, because copies and pickles keep its identity."""
+
+
+class _Layer:
+    """One replacement of a method; ``lasting``: until :func:`restore`."""
+
+    def __init__(self, replacement: Callable[..., Any], *, lasting: bool) -> None:
+        self.replacement, self.lasting = replacement, lasting
+
+    @property
+    def function(self) -> Any:
+        return getattr(self.replacement, "func", self.replacement)
+
+
 _lock = threading.RLock()
 
 
-class _Method:
-    """What stands in place of ``owner.name`` while anything replaces it."""
+class _Method(functools.partial[Any]):
+    """What stands in place of ``owner.name`` while anything replaces it: a call goes straight to the top replacement.
 
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
-        self.own = vars(owner).get(name, _ABSENT)
-        self.layers: list[Callable[..., Any]] = []
+    A deep copy of the owner has the lasting replacements, for the copy. A pickle has the owner's own method.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._under(tuple(self.layers))(*args, **kwargs)
+    owner: Any
+    name: str
+    own: Any
+    layers: list[_Layer]
 
-    def _under(self, layers: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
-        if layers:
-            return functools.partial(layers[-1], self._under(layers[:-1]))
-        if self.own is not _ABSENT:
-            return self.own  # type: ignore[no-any-return]
+    @classmethod
+    def over(cls, owner: Any, name: str, own: Any) -> _Method:
+        """In place of ``owner.name``, with nothing on it yet. ``own``: an attribute of the object itself."""
+        made = cls(_nothing)
+        made.owner, made.name, made.own, made.layers = owner, name, own, []
+        names = ("__name__", "__qualname__", "__doc__")  # accelerate reads the first one
+        functools.update_wrapper(made, getattr(type(owner), name, own), assigned=names, updated=())
+        del vars(made)["__wrapped__"]
+        return made.composed()
+
+    def composed(self) -> _Method:
+        """Call what lies here now."""
+        below: Callable[..., Any] = self._bottom
+        for layer in self.layers:
+            below = functools.partial(layer.replacement, below)
+        state: tuple[Any, ...] = (below, (), {}, vars(self))
+        self.__setstate__(state)  # type: ignore[attr-defined]  # somebody may hold this object: it stays the same one
+        return self
+
+    def _bottom(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own is not ABSENT:
+            return self.own(*args, **kwargs)
         kind = type(self.owner)
-        return inspect.getattr_static(kind, self.name).__get__(self.owner, kind)  # type: ignore[no-any-return]
+        return inspect.getattr_static(kind, self.name).__get__(self.owner, kind)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
+        made = _Method.over(copy.deepcopy(self.owner, memo), self.name, copy.deepcopy(self.own, memo))
+        made.layers = [
+            _Layer(copy.deepcopy(layer.replacement, memo), lasting=True) for layer in self.layers if layer.lasting
+        ]
+        return made.composed()
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        return (getattr, (self.owner, self.name)) if self.own is ABSENT else (functools.partial, (self.own,))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _put(owner: Any, name: str, layer: _Layer) -> _Method:
+    getattr(owner, name)
+    method = vars(owner).get(name)
+    if not isinstance(method, _Method):
+        method = vars(owner)[name] = _Method.over(owner, name, vars(owner).get(name, ABSENT))
+    method.layers.append(layer)
+    return method.composed()
+
+
+def _take_out(method: _Method, layer: _Layer) -> None:
+    method.layers.remove(layer)
+    method.composed()
+    if not method.layers and vars(method.owner).get(method.name) is method:
+        _set(method.owner, method.name, method.own)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if value is ABSENT:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``owner.name(...)`` is ``replacement(below, ...)``; ``below`` is the method without this replacement.
-
-    Replacements of one method stack, the latest on top. They may end in any order, in any thread: each removes only
-    itself, and after the last one the object is as it was.
 
     Args:
         owner: an object with a ``__dict__``, such as a module.
@@ -48,20 +119,89 @@ def replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator
     Raises:
         AttributeError: the object has no such method.
     """
-    getattr(owner, name)
-    layer = functools.partial(replacement)  # equal to no other
+    layer = _Layer(replacement, lasting=False)
     with _lock:
-        method = vars(owner).get(name)
-        if not isinstance(method, _Method):
-            method = vars(owner)[name] = _Method(owner, name)
-        method.layers.append(layer)
+        method = _put(owner, name, layer)
     try:
         yield
     finally:
         with _lock:
-            method.layers.remove(layer)
-            if not method.layers and vars(owner).get(name) is method:
-                if method.own is _ABSENT:
-                    del vars(owner)[name]
-                else:
-                    vars(owner)[name] = method.own
+            _take_out(method, layer)
+
+
+def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """The same until :func:`restore`. A replacement by the same function takes the place of an earlier one.
+
+    Args:
+        owner: an object with a ``__dict__``, such as a module.
+        name: of a method; it may be an attribute of the object itself.
+        replacement: a function, or a partial of one, called with ``below`` first, then with the arguments of the call.
+            A partial that has the owner has the copy in a deep copy of the owner.
+
+    Raises:
+        AttributeError: the object has no such method.
+    """
+    layer = _Layer(replacement, lasting=True)
+    with _lock:
+        restore(owner, name, layer.function)
+        _put(owner, name, layer)
+
+
+def restore(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Undo a :func:`replace` by this function. Does nothing where it replaces nothing."""
+    with _lock:
+        method = vars(owner).get(name)
+        for layer in list(method.layers) if isinstance(method, _Method) else ():
+            if layer.lasting and layer.function is function:
+                _take_out(method, layer)
+
+
+def replacements(value: Any) -> list[Callable[..., Any]]:
+    """The functions that replace a method, the lowest first, of what is in the place of the method; else none."""
+    return [layer.function for layer in value.layers] if isinstance(value, _Method) else []
+
+
+def has_its_own(owner: Any, name: str) -> bool:
+    """Whether the object itself has an attribute of that name, without what replaces it."""
+    found = vars(owner).get(name, ABSENT)
+    return (found.own if isinstance(found, _Method) else found) is not ABSENT
+
+
+class _Attribute:
+    """An attribute while anything is :func:`assigned` to it."""
+
+    def __init__(self, owner: Any, own: Any) -> None:
+        self.owner, self.own = owner, own  # the owner stays: its id is a key
+        self.values: dict[object, Any] = {}
+
+    def top(self) -> Any:
+        return next(reversed(self.values.values()), self.own)
+
+
+_attributes: dict[tuple[int, str], _Attribute] = {}
+
+
+@contextlib.contextmanager
+def assigned(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, the object's own attribute ``name`` is ``value``; with :data:`ABSENT` it has none.
+
+    Args:
+        owner: an object with a ``__dict__``, such as a module.
+        name: of an attribute of the object itself, there or not.
+        value: anything.
+    """
+    key, place = (id(owner), name), object()
+    with _lock:
+        attribute = _attributes.setdefault(key, _Attribute(owner, vars(owner).get(name, ABSENT)))
+        attribute.values[place] = value
+        _set(owner, name, value)
+    try:
+        yield
+    finally:
+        with _lock:
+            ours = vars(owner).get(name, ABSENT) is attribute.top()
+            del attribute.values[place]
+            if ours:
+                _set(owner, name, attribute.top())
+            if not attribute.values:
+                del _attributes[key]

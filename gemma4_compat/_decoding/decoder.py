@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
@@ -23,7 +24,7 @@ MAX_GRAPHS = 8
 _MAX_VARIANTS = 4
 #: Kinds of steps in one variant. If there are more, every step differs from the one before.
 _MAX_KINDS = 64
-_ATTRIBUTE = "_gemma4_compat_decoding"  # on a model
+_ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
 
 

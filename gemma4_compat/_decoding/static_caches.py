@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gemma4_compat._common import in_place
 from gemma4_compat._decoding.bits import same_bits
 
 
@@ -71,16 +72,13 @@ def capturable(cache: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def _overridden(layers: list[Any], method: str, function: Callable[..., Any]) -> Iterator[None]:
     """Inside, ``function`` replaces that method of each of these layers."""
-    for layer in layers:
-        setattr(layer, method, functools.partial(function, layer))
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for layer in layers:
-            delattr(layer, method)
+            stack.enter_context(in_place.replaced(layer, method, functools.partial(function, layer)))
+        yield
 
 
-def _update_full(layer: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
+def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
     """``StaticSlidingWindowLayer.update`` of a full layer, without the index that it copies from the host."""
     import torch
 
@@ -103,7 +101,7 @@ def reordered_in_place(cache: Any) -> Iterator[None]:
         yield
 
 
-def _reorder(layer: Any, beams: Any) -> None:
+def _reorder(layer: Any, _below: Any, beams: Any) -> None:
     if layer.is_initialized:
         for held in (layer.keys, layer.values):
             held.copy_(held.index_select(0, beams.to(held.device)))
@@ -185,7 +183,8 @@ class Memory:
         self._cache = weakref.ref(cache)
         for index, layer in enumerate(layers):
             own = self.tensors[3 * index : 3 * index + 3]
-            layer.lazy_initialization = functools.partial(_initialize, layer, own, lambda: on_refused(self))
+            given = functools.partial(_initialize, layer, own, lambda: on_refused(self))
+            in_place.replace(layer, "lazy_initialization", given)
 
 
 def addresses(found: tuple[Any, ...]) -> tuple[int, ...]:
@@ -193,10 +192,12 @@ def addresses(found: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple([tensor.data_ptr() for tensor in found])
 
 
-def _initialize(layer: Any, own: tuple[Any, ...], on_refused: Callable[[], None], *args: Any, **kwargs: Any) -> None:
+def _initialize(
+    layer: Any, own: tuple[Any, ...], on_refused: Callable[[], None], below: Any, *args: Any, **kwargs: Any
+) -> None:
     """``StaticLayer.lazy_initialization``, then ``own`` in place of its tensors if they match."""
-    del layer.lazy_initialization
-    layer.lazy_initialization(*args, **kwargs)
+    in_place.restore(layer, "lazy_initialization", _initialize)
+    below(*args, **kwargs)
     fresh = (layer.keys, layer.values, layer.cumulative_length)
     if all(map(_alike, own, fresh)):
         for tensor in own:

@@ -6,6 +6,7 @@ import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._common.text import table_text, wrapped
 from gemma4_compat._diagnostics.findings import Finding
 from gemma4_compat._engine.words import Verdict
@@ -22,13 +23,17 @@ def heading(package: str, versions: Mapping[str, str]) -> str:
     return f"gemma4_compat {package} on Python {platform.python_version()}: {listed}"
 
 
-def finding_text(finding: Finding, count: str = "", width: int | None = None, *, colour: bool = False) -> str:
-    """One finding in a few lines, after ``count`` ("[3/82]")."""
+def finding_text(
+    finding: Finding, count: str = "", width: int | None = None, *, colour: bool = False, verbose: bool = False
+) -> str:
+    """One finding in a few lines, after ``count`` ("[3/82]"); ``verbose``: with what its patch leaves on models."""
+    left = attached.of_patch(finding.id) if verbose else []
     rows = [
         ("without", _shorten(finding.without["detail"])),
         ("with", _shorten(finding.with_shim["detail"])),
         ("verdict", finding.verdict.cell),
         *([("report", finding.report)] if finding.report else []),
+        *(("leaves", f"{item.shown} on {item.on}: {item.purpose}") for item in left),
     ]
     lines = table_text(rows, width=width and width - 2, colour=colour).split("\n")
     head = wrapped(printable(f"{count} {finding.id} ({_libraries(finding)})".lstrip()), width)

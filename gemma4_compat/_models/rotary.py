@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import types
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._common import in_place
 from gemma4_compat._engine import changes
 
 CAST = "transformers-rotary-cast"
@@ -22,13 +23,13 @@ def keep_frequencies(module: Any) -> None:
 
     Only while the patch :data:`CAST` is on. A deep copy does the same; a pickle keeps no trace of it.
     """
-    vars(module)["_apply"] = types.MethodType(_apply, module)  # pickled as `getattr(module, "_apply")`: the class's
+    in_place.replace(module, "_apply", functools.partial(_apply, module))
 
 
-def _apply(module: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+def _apply(module: Any, below: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces ``nn.Module._apply``, which every cast goes through."""
     before = dict(module._buffers) if changes.is_on(type(module).__init__, CAST) else {}
-    type(module)._apply(module, fn, *args, **kwargs)
+    below(fn, *args, **kwargs)
     for name, value in before.items():
         now = module._buffers[name]
         if value is not None and now is not None and _is_narrower(now.dtype, value.dtype):

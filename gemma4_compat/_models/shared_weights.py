@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._checkpoint import shards
 from gemma4_compat._checkpoint.shards import Entry
 from gemma4_compat._common import notice
@@ -19,7 +20,7 @@ from gemma4_compat._errors import Gemma4CompatError
 _NAME = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.weight")
 #: The one weight with the same name in every language model: it shows the prefix.
 _ANCHOR = "embed_tokens.weight"
-_SOURCE = "_gemma4_compat_shared_weights"  # of a model: the names that its checkpoint had, and its files
+_SOURCE = attached.SHARED_WEIGHTS
 
 
 def prefix(names: Iterable[str]) -> str | None:

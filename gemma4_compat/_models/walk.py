@@ -7,8 +7,11 @@ Imports nothing upstream at module level.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
+
+from gemma4_compat._common import in_place
 
 _WRAPPED = ("base_layer", "original_module", "token_adapter")  # children of PEFT's layers and wrappers
 
@@ -41,31 +44,22 @@ def quick(*roots: Any) -> Iterator[None]:
     """
     import torch
 
-    changed = []
-    for root in roots:
-        if "named_modules" not in vars(root) and type(root).named_modules is torch.nn.Module.named_modules:
-            vars(root)["named_modules"] = _Walk(root)
-            changed.append(root)
-    try:
+    with contextlib.ExitStack() as stack:
+        for root in roots:
+            own = in_place.has_its_own(root, "named_modules")
+            if not own and type(root).named_modules is torch.nn.Module.named_modules:
+                stack.enter_context(in_place.replaced(root, "named_modules", functools.partial(_quick, root)))
         yield
-    finally:
-        for root in changed:
-            vars(root).pop("named_modules", None)
 
 
-class _Walk:
-    """``named_modules`` of one module, for callers that expect torch's."""
-
-    def __init__(self, root: Any) -> None:
-        self._root = root
-
-    def __call__(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, Any]]:
-        if memo is not None or prefix or not remove_duplicate:
-            torchs: Iterator[tuple[str, Any]] = type(self._root).named_modules(
-                self._root, memo, prefix, remove_duplicate
-            )
-            return torchs
-        return _one_by_one(self._root)
+def _quick(
+    root: Any, below: Any, memo: Any = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """``root.named_modules``; ``below`` is torch's."""
+    if memo is not None or prefix or not remove_duplicate:
+        torchs: Iterator[tuple[str, Any]] = below(memo, prefix, remove_duplicate)
+        return torchs
+    return _one_by_one(root)
 
 
 def _one_by_one(root: Any) -> Iterator[tuple[str, Any]]:

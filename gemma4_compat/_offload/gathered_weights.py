@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import stored_weights, tied_pairs
 
 
@@ -99,6 +99,4 @@ def _move_hook(old: Any, new: Any) -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     add_hook_to_module(new, ModelHook())
-    vars(new).update(
-        {name: value for name, value in vars(old).items() if name in ("_hf_hook", module_hooks.COPYS_WEIGHT)}
-    )
+    vars(new).update({name: value for name, value in vars(old).items() if name in ("_hf_hook", attached.COPYS_WEIGHT)})

@@ -16,11 +16,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import torch_internals
 
-# The two hooks of each model and tower.
-_handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_HOOKS = attached.IDLE
 
 
 def install(model: Any) -> bool:
@@ -41,7 +40,8 @@ def install(model: Any) -> bool:
         bypass = Bypass(root, [HookedForward(part) for part in own if _only_moves_inputs(part)])
         if bypass.forwards:
             before, after = bypass.pre_forward, bypass.post_forward
-            _handles[root] = (
+            _HOOKS.add(
+                root,
                 root.register_forward_pre_hook(torch_internals.uncompiled(before), prepend=True),
                 root.register_forward_hook(torch_internals.uncompiled(after), always_call=True),
             )
@@ -52,13 +52,12 @@ def install(model: Any) -> bool:
 def uninstall(model: Any) -> None:
     """Leave the hooks where they are."""
     for module in model.modules():
-        for handle in _handles.pop(module, ()):
-            handle.remove()
+        _HOOKS.remove(module)
 
 
 def renew(model: Any) -> None:
     """Install again, where it was installed, after a module with a hook was replaced."""
-    if any(module in _handles for module in model.modules()):
+    if any(module in _HOOKS for module in model.modules()):
         install(model)
 
 
@@ -68,7 +67,7 @@ def _only_moves_inputs(module: Any) -> bool:
         type(hook).__name__ == "AlignDevicesHook"
         and not hook.offload
         and not hook.io_same_device
-        and module_hooks.COPYS_WEIGHT not in vars(module)  # the hook will offload again
+        and attached.COPYS_WEIGHT not in vars(module)  # the hook will offload again
         and is_accelerates_forward(module)
     )
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import stored_weights, tied_pairs
 
-_MODEL = "_gemma4_compat_dispatched_in"  # on a module that is offloaded, or tied to one
+_MODEL = attached.DISPATCHED_IN
 
 
 class _Reference:

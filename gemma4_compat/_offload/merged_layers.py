@@ -15,13 +15,14 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
+from gemma4_compat._common import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
 from gemma4_compat._offload import host_memory, joined_weights, stored_weights, tied_pairs
 
 _UNMERGE = "unmerge"  # on a merged layer: calls the layer's own with its base weight onloaded
-_HANDLE = "_gemma4_compat_unmerge"  # on a model with merged layers
+_HANDLE = attached.UNMERGES
 
 #: Pairs of tied weights that a running merge takes apart.
 _parted: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("parted", default=[])  # noqa: B039  # never changed
@@ -132,7 +133,7 @@ def dispatched(model: Any) -> None:
     for layer in merged:
         inner = walk.innermost(layer)
         if module_hooks.offload_hook(inner) is not None or _with(inner, pairs):
-            vars(layer)[_UNMERGE] = functools.partial(_unmerge, layer, pairs)
+            in_place.replace(layer, _UNMERGE, functools.partial(_unmerge, layer, pairs))
             _unmerge_before_forwards(base)
 
 
@@ -220,9 +221,9 @@ def onloaded(layer: Any, pairs: list[Any]) -> Iterator[None]:
             for own, other in tied:
                 tied_pairs.tie(other, own)
         for module in layers:
-            vars(module).pop(_UNMERGE, None)
+            in_place.restore(module, _UNMERGE, _unmerge)
             if module.merged_adapters and (tied or module_hooks.offload_hook(base) is not None):
-                vars(module)[_UNMERGE] = functools.partial(_unmerge, module, pairs)
+                in_place.replace(module, _UNMERGE, functools.partial(_unmerge, module, pairs))
 
 
 def _store(base: Any, values: dict[str, Any], *, in_forward: bool, in_place: bool) -> None:
@@ -235,10 +236,10 @@ def _store(base: Any, values: dict[str, Any], *, in_forward: bool, in_place: boo
         base._parameters.update(values)
 
 
-def _unmerge(layer: Any, pairs: list[Any]) -> None:
-    del vars(layer)[_UNMERGE]
+def _unmerge(layer: Any, pairs: list[Any], below: Any) -> None:
+    in_place.restore(layer, _UNMERGE, _unmerge)
     with onloaded(layer, pairs):
-        layer.unmerge()
+        below()
 
 
 def _unmerge_before_forwards(model: Any) -> None:

@@ -28,19 +28,19 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._offload import torch_internals
 
 POLL = 0.05  # seconds between two looks at the thread that holds a lock
 _ENGINE = ("_engine_run_backward", "backward", "grad")  # functions of torch.autograd that wait for the engine
 
+_HOOKS = attached.LOCK  # those of all modules of a model are kept by the model
 _Frame = tuple[int, Any]
 _mutex = threading.RLock()  # guards the attributes of all locks; held for a few lines at a time
 _changed = threading.Condition(_mutex)
 _waiting: dict[int, ModelLock] = {}  # by thread
 _locks: weakref.WeakSet[ModelLock] = weakref.WeakSet()
-_handles: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # by model
 
 
 def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> None:
@@ -66,20 +66,17 @@ def install(model: Any, lock: ModelLock, *, streamed: Callable[[Any], bool]) -> 
 
     if visit(model):
         before, after = torch_internals.uncompiled(lock.pre_forward), torch_internals.uncompiled(lock.post_forward)
-        _handles[model] = [
-            handle
-            for module in entries
-            for handle in (
+        for module in entries:
+            _HOOKS.add(
+                model,
                 module.register_forward_pre_hook(before, prepend=True),
                 module.register_forward_hook(after, always_call=True),
             )
-        ]
 
 
 def uninstall(model: Any) -> None:
     """Remove the lock of a dispatched model. Does nothing for a module inside it."""
-    for handle in _handles.pop(model, ()):
-        handle.remove()
+    _HOOKS.remove(model)
 
 
 def of(model: Any) -> ModelLock | None:

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._common import in_place
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import walk
@@ -50,8 +50,7 @@ _ADDITIVE_FIELDS = frozenset(
     }
 )
 _ADDITIVE_INITS = (True, False, "gaussian", "orthogonal")
-_ONLOADED = "_gemma4_compat_onloaded"  # on a layer, during its forward: its base layer's hook
-_REGISTERED = "_gemma4_compat_registered"  # on a layer that has the two forward hooks below
+_ONLOADED, _REGISTERED = attached.ONLOADED, attached.ONLOADS
 
 
 def replace_module(

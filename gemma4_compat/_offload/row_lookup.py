@@ -15,11 +15,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import host_memory, read_ahead
 
-_STATE = "_gemma4_compat_lookup"  # on the hook of an offloaded embedding
-_WARNED = "_gemma4_compat_warned"  # on such a hook, after its warning
+_STATE, _WARNED = attached.LOOKUP, attached.LOOKUP_WARNED
 _log = logging.getLogger("gemma4_compat")
 
 

@@ -11,16 +11,12 @@ On one device, loading one of two tied weights loads both. So a module with a ti
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import joined_weights, stored_weights, tied_pairs
 
-_LOADING = "_gemma4_compat_loading"  # on a module, during its turn
-
-# The two hooks of each module.
-_handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_LOADING, _HOOKS = attached.LOADING, attached.LOADING_HOOKS
 
 
 def install(model: Any) -> None:
@@ -31,15 +27,14 @@ def install(model: Any) -> None:
         if module_hooks.offload_hook(module) is not None or module in apart:
             # Its public name came with torch 2.5.
             before = module._register_load_state_dict_pre_hook(_before, with_module=True)
-            _handles[module] = before, module.register_load_state_dict_post_hook(_after)
+            _HOOKS.add(module, before, module.register_load_state_dict_post_hook(_after))
             joined_weights.note(model, module)
 
 
 def forget(module: Any) -> None:
     """Leave loading the module to torch, which finds nothing to load into on meta."""
     joined_weights.forget(module)
-    for handle in _handles.pop(module, ()):
-        handle.remove()
+    _HOOKS.remove(module)
 
 
 def _before(module: Any, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:

@@ -36,7 +36,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import expert_lookup, torch_internals
 from gemma4_compat._offload.copy_stream import CopyStream
 from gemma4_compat._offload.model_lock import ModelLock
@@ -44,8 +44,8 @@ from gemma4_compat._offload.module_groups import ModuleGroup
 
 _KEPT_IN_BACKWARD = 2  # groups: of the layer that a backward pass is in, and of the layer it comes from
 
-# The two hooks of each streamed layer, and its streamer, which the hooks keep alive.
-_handles: weakref.WeakKeyDictionary[Any, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+_HOOKS = attached.STREAMING
+# What each layer is streamed by, which its hooks keep alive.
 _streamers: weakref.WeakKeyDictionary[Any, weakref.ref[LayerStreamer]] = weakref.WeakKeyDictionary()
 
 
@@ -75,7 +75,8 @@ def install(model: Any, lock: ModelLock | None = None) -> int:
                 before = torch_internals.uncompiled(streamer.pre_forward)
                 after = torch_internals.uncompiled(streamer.post_forward)
                 _streamers[layer] = weakref.ref(streamer)
-                _handles[layer] = (
+                _HOOKS.add(
+                    layer,
                     layer.register_forward_pre_hook(before, prepend=True),
                     layer.register_forward_hook(after, always_call=True),
                 )
@@ -92,13 +93,12 @@ def uninstall(model: Any) -> None:
 def forget(layer: Any) -> None:
     """Remove the streaming hooks of one layer. If accelerate's hook is also gone, it can be pickled again."""
     _streamers.pop(layer, None)
-    for handle in _handles.pop(layer, ()):
-        handle.remove()
+    _HOOKS.remove(layer)
 
 
 def is_streamed(layer: Any) -> bool:
     """Whether a layer has the streaming hooks, which take the model's lock."""
-    return layer in _handles
+    return layer in _HOOKS
 
 
 def streamers(model: Any) -> list[LayerStreamer]:

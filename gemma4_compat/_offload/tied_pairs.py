@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._offload import host_memory, stored_weights
 from gemma4_compat._offload.stored_weights import Place
 
@@ -39,7 +39,7 @@ def tied(model: Any, *, declared: bool = False) -> list[tuple[Place, Place]]:
     return [
         (target, source)
         for target, source in pairs(model, declared=declared)
-        if (declared if module_hooks.COPYS_WEIGHT in vars(target[0]) else is_apart(target, source))
+        if (declared if attached.COPYS_WEIGHT in vars(target[0]) else is_apart(target, source))
     ]
 
 

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._models import walk
 from gemma4_compat._offload import stored_weights, tied_pairs
 from gemma4_compat._offload.stored_weights import Place
@@ -25,8 +25,7 @@ def tied_apart(model: Any) -> Iterator[None]:
     Upstream makes the modules share one parameter, even one on meta. Does nothing if nothing is offloaded.
     """
     if not any(
-        module_hooks.offload_hook(module) or module_hooks.COPYS_WEIGHT in vars(module)
-        for module in walk.modules(model)
+        module_hooks.offload_hook(module) or attached.COPYS_WEIGHT in vars(module) for module in walk.modules(model)
     ):
         yield
         return
@@ -34,7 +33,7 @@ def tied_apart(model: Any) -> Iterator[None]:
     before = {place: place[0]._parameters[place[1]] for pair in pairs for place in pair}
     yield
     for target, source in pairs:
-        (module, name), was_copys = target, module_hooks.COPYS_WEIGHT in vars(target[0])
+        (module, name), was_copys = target, attached.COPYS_WEIGHT in vars(target[0])
         shared = module._parameters[name]
         if shared is source[0]._parameters[source[1]]:
             _offload_again(target, shared is not before[target])
@@ -81,12 +80,12 @@ def share(target: Place, copied: Place) -> None:
     hook = module_hooks.offload_hook(module)
     if module_hooks.offload_hook(copied[0]) is not None or not _computes_on(module, parameter.device):
         tied_pairs.tie(target, copied)
-        own[module_hooks.COPYS_WEIGHT] = None
+        own[attached.COPYS_WEIGHT] = None
         return
     module._parameters[name] = parameter
-    own.setdefault(module_hooks.COPYS_WEIGHT, None)
+    own.setdefault(attached.COPYS_WEIGHT, None)
     if hook is not None:
-        hook.offload, own[module_hooks.COPYS_WEIGHT] = False, hook
+        hook.offload, own[attached.COPYS_WEIGHT] = False, hook
 
 
 def _computes_on(module: Any, device: Any) -> bool:
@@ -96,10 +95,10 @@ def _computes_on(module: Any, device: Any) -> bool:
 
 def shared_with_copies(model: Any) -> list[tuple[Place, Place]]:
     """Before a dispatch: the parameters that adapters' copies also have, each with the copy's."""
-    if any(module_hooks.COPYS_WEIGHT in vars(module) for module in walk.modules(model)):
+    if any(attached.COPYS_WEIGHT in vars(module) for module in walk.modules(model)):
         for target, source in tied_pairs.tied(model, declared=True):
             if target[0]._parameters[target[1]] is source[0]._parameters[source[1]]:  # the copy is the embedding now
-                target[0].__dict__.pop(module_hooks.COPYS_WEIGHT, None)
+                target[0].__dict__.pop(attached.COPYS_WEIGHT, None)
     copies = {id(module._parameters[name]): (module, name) for module, name in _copies(model)}
     inside = {module for module, _ in copies.values()}
     return [
@@ -121,7 +120,7 @@ def _copies(model: Any) -> list[Place]:
 def _offload_again(target: Place, tied_anew: bool) -> None:
     """Undo :func:`share`; the caller takes care of the weight itself."""
     attributes: dict[str, Any] = target[0].__dict__
-    hook, own = attributes.pop(module_hooks.COPYS_WEIGHT, None), attributes.get("_hf_hook")
+    hook, own = attributes.pop(attached.COPYS_WEIGHT, None), attributes.get("_hf_hook")
     if tied_anew and hook is not None and hook in getattr(own, "hooks", (own,)):  # not one of an earlier dispatch
         hook.offload = True
 

@@ -8,13 +8,13 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._quantization import expert_storage
 from gemma4_compat._quantization.expert_storage import dequantized
 from gemma4_compat._quantization.experts import NAMES, quantized_parameter
 
-_ADDED = "_gemma4_compat_added"  # on an experts module, during a forward of PEFT: what is added to its parameters
+_ADDED = attached.ADDED
 
 
 def forward(original: Callable[..., Any], self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._errors import Gemma4CompatError
 
-PRISTINE = "_gemma4_compat_pristine"  # True on the host copy that belongs to an offloaded weight
-ORIGIN = "_gemma4_compat_origin"  # on a state: its pristine host copy
-UNPACKED = "_gemma4_compat_unpacked"  # on a state repacked for the CPU: its previous attributes
+PRISTINE, ORIGIN, UNPACKED = attached.PRISTINE, attached.ORIGIN, attached.UNPACKED
 
 
 def is_pristine(state: Any) -> bool:

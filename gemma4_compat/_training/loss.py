@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._common import notice
 from gemma4_compat._engine import changes, settings
 from gemma4_compat._errors import Gemma4CompatError
@@ -17,8 +18,7 @@ from gemma4_compat._training import chunks, head, sharded
 ID = "transformers-chunked-loss"
 _Model = TypeVar("_Model")
 _TRAINING, _ALWAYS = "training", "always"
-ATTRIBUTE = "_gemma4_compat_chunked_loss"  # of a model: one of the two
-_TOLD = "_gemma4_compat_chunked_loss_told"  # of a model: what was already warned about
+ATTRIBUTE, _TOLD = attached.CHUNKED_LOSS, attached.CHUNKED_LOSS_TOLD  # the first is one of the two
 _IGNORED = -100
 _EAGER: list[Callable[..., Any]] = []  # `_mean`, run eagerly between the graphs of torch.compile
 

@@ -37,6 +37,9 @@ def doctor(
     failed_only: Annotated[
         bool, typer.Option("--failed-only", help="Print only what needs attention, and the summary.")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print what each patch leaves on a model.")
+    ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder and say where it is.")] = False,
 ) -> None:
     """Reproduce each defect on a tiny Gemma 4, without and with the shim, in separate processes.
@@ -50,7 +53,7 @@ def doctor(
     patches = _chosen(ids or [])
     versions = _doctor.stack()
     head = _text.heading(gemma4_compat.__version__, versions)
-    progress = _Progress(len(patches), aside=form != "text", quiet=quiet, failed_only=failed_only)
+    progress = _Progress(len(patches), aside=form != "text", quiet=quiet, failed_only=failed_only, verbose=verbose)
     progress.begin(head)
     found = []
     # Closed at once when nobody reads what is said: the children and their folder do not outlive this.
@@ -91,11 +94,12 @@ class _Progress:
     Args:
         total: of findings.
         aside: write progress to standard error, because standard output is for the answer.
-        quiet, failed_only: as the options.
+        quiet, failed_only, verbose: as the options.
     """
 
-    def __init__(self, total: int, *, aside: bool, quiet: bool, failed_only: bool) -> None:
+    def __init__(self, total: int, *, aside: bool, quiet: bool, failed_only: bool, verbose: bool) -> None:
         self._total, self._aside, self._quiet, self._failed_only = total, aside, quiet, failed_only
+        self._verbose = verbose
         self._done = 0
 
     def begin(self, head: str) -> None:
@@ -109,7 +113,8 @@ class _Progress:
         if not self._quiet and not (self._failed_only and finding.good):
             self.end()
             width, colour = terminal.width(error=self._aside), terminal.has_colour(error=self._aside)
-            say("\n" + _text.finding_text(finding, count, width, colour=colour), self._aside, coloured=colour)
+            text = _text.finding_text(finding, count, width, colour=colour, verbose=self._verbose)
+            say("\n" + text, self._aside, coloured=colour)
         self._overwrite(f"{count} {finding.id}")
 
     def end(self) -> None:

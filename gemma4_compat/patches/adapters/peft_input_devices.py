@@ -21,14 +21,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._accelerate import attached, module_hooks
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import walk
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-_REGISTERED = "_gemma4_compat_brings_inputs"  # on a layer that has the forward hook below
+_REGISTERED = attached.BRINGS_INPUTS
 
 
 def inject_adapter(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._offload import stored_state, stored_weights
@@ -53,8 +54,8 @@ def load_accelerator_state(
 def _loadable(model: Any) -> Iterator[None]:
     """Inside, the model's state dict has all values, and its 4-bit layers accept their scales."""
 
-    def state_dict(*args: Any, **kwargs: Any) -> Any:
-        found = type(model).state_dict(model, *args, **kwargs)
+    def state_dict(below: Any, *args: Any, **kwargs: Any) -> Any:
+        found = below(*args, **kwargs)
         stored_state.fill(model, found)
         return found
 
@@ -63,11 +64,10 @@ def _loadable(model: Any) -> Iterator[None]:
         for module in model.modules()
         if getattr(module._parameters.get("weight"), "quant_state", None) is not None
     ]
-    vars(model)["state_dict"] = state_dict
     try:
-        yield
+        with in_place.replaced(model, "state_dict", state_dict):
+            yield
     finally:
-        del vars(model)["state_dict"]
         for handle in handles:
             handle.remove()
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 
@@ -35,11 +36,8 @@ def revert_weight_conversion(original: Callable[..., Any], model: Any, *args: An
     kept = [conversion for conversion in conversions if not _builds_weights(conversion)]
     if len(kept) == len(conversions) or not family.is_gemma4(model):
         return original(model, *args, **kwargs)
-    model._weight_conversions = kept
-    try:
+    with in_place.assigned(model, "_weight_conversions", kept):
         return original(model, *args, **kwargs)
-    finally:
-        model._weight_conversions = conversions
 
 
 def _builds_weights(conversion: Any) -> bool:

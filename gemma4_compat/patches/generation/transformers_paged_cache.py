@@ -20,7 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import flash
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
@@ -28,7 +30,7 @@ from gemma4_compat._models import family
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-_LAYERS = "_gemma4_compat_layers"
+_LAYERS = attached.PAGED_LAYERS
 _SHAPE = ("num_key_value_heads", "head_dim")
 
 
@@ -60,9 +62,7 @@ def choose_attention(original: Callable[..., Any], self: Any, model: Any, *args:
             f"continuous batching cannot run {text._attn_implementation!r} for Gemma 4: the heads of its full "
             f"attention are wider than {flash.WIDEST}. Use model.set_attn_implementation('sdpa')."
         )
-    from unittest import mock
-
-    with mock.patch.object(model, "_supports_flash_attn", False):  # otherwise it changes to flash if that is installed
+    with in_place.assigned(model, "_supports_flash_attn", False):  # otherwise it changes to flash if that is installed
         return original(self, model, *args, **kwargs)
 
 

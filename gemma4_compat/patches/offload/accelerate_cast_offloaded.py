@@ -28,6 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._offload import host_memory
 
@@ -50,10 +51,9 @@ def dispatch_model(original: Callable[..., Any], model: Any, *args: Any, **kwarg
             found.append(module)
     for module in found:
         # Partials, not closures, so that a deep copy gets its own.
-        vars(module).setdefault("_apply", functools.partial(_apply, module))
-    if offloaded and "to" in vars(model):
-        guarded = functools.partial(_to, model, vars(model)["to"])
-        vars(model)["to"] = functools.update_wrapper(guarded, type(model).to)  # accelerate reads its __name__
+        in_place.replace(module, "_apply", functools.partial(_apply, module))
+    if offloaded and in_place.has_its_own(model, "to"):  # accelerate's guard
+        in_place.replace(model, "to", functools.partial(_to, model))
     return model
 
 
@@ -83,14 +83,14 @@ def _tied(module: Any) -> list[tuple[str, Any, str]]:
     ]
 
 
-def _apply(module: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+def _apply(module: Any, below: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces ``nn.Module._apply``, which every cast of the module or of a module around it uses."""
     ties = _tied(module)
     if module_hooks.offload_hook(module) is None and not ties:
-        vars(module).pop("_apply", None)
-        return type(module)._apply(module, fn, *args, **kwargs)
+        in_place.restore(module, "_apply", _apply)
+        return below(fn, *args, **kwargs)
     host_memory.note_casts(module)  # parameters whose data were assigned since
-    applied = type(module)._apply(module, fn, *args, **kwargs)
+    applied = below(fn, *args, **kwargs)
     host_memory.note_casts(module)
     for name, other, its in ties:
         own, tied = module._parameters.get(name), other._parameters.get(its)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._accelerate import module_hooks
+from gemma4_compat._common import in_place
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
 
@@ -37,11 +38,11 @@ def dispatch_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     model = original(*args, **kwargs)
     if _has_offload_hooks(model):
         # A partial, not a closure, so that a deep copy of the model gets its own guard.
-        vars(model)["_apply"] = functools.partial(_guarded_apply, model)
+        in_place.replace(model, "_apply", functools.partial(_guarded_apply, model))
     return model
 
 
-def _guarded_apply(model: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
+def _guarded_apply(model: Any, below: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: Any) -> Any:
     names = [name for name, module in model.named_modules() if module_hooks.is_offloaded(module)]
     if names and _brings_to_cpu(fn):
         _end_dispatch(model)
@@ -52,8 +53,8 @@ def _guarded_apply(model: Any, fn: Callable[[Any], Any], *args: Any, **kwargs: A
             "another device_map."
         )
     if not names and not _has_offload_hooks(model):
-        vars(model).pop("_apply", None)
-    return type(model)._apply(model, fn, *args, **kwargs)
+        in_place.restore(model, "_apply", _guarded_apply)
+    return below(fn, *args, **kwargs)
 
 
 def _end_dispatch(model: Any) -> None:
@@ -61,7 +62,7 @@ def _end_dispatch(model: Any) -> None:
 
     remove_hook_from_submodules(model)
     vars(model).pop("hf_device_map", None)
-    vars(model).pop("_apply", None)
+    in_place.restore(model, "_apply", _guarded_apply)
 
 
 def _has_offload_hooks(model: Any) -> bool:

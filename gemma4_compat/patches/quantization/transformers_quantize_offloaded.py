@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import family
@@ -38,11 +39,9 @@ from gemma4_compat._quantization import offloaded, opt_in
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-# Attributes of a quantizer, which belongs to a single load.
-_GEMMA4 = "_gemma4_compat_gemma4"  # whether its model is a Gemma 4; unknown before it sees the model
-_REFUSED = "_gemma4_compat_refused"  # the map that validate_environment was asked about before that
-_PLACEMENT = "_gemma4_compat_placement"  # the map, while weights are loaded, if it offloads anything
-_TO_WRITE = "_gemma4_compat_to_write"  # on a quantized weight that has to be written to disk
+# Attributes of a quantizer, which belongs to a single load. The first is unknown before it sees the model.
+_GEMMA4, _REFUSED, _PLACEMENT = attached.IS_GEMMA4, attached.REFUSED, attached.PLACEMENT
+_TO_WRITE = attached.TO_WRITE  # of a weight
 _BITSANDBYTES = ("Bnb4BitHfQuantizer", "Bnb8BitHfQuantizer")
 
 

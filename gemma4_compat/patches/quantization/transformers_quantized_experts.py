@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import family
 from gemma4_compat._quantization import config as quantization_config
@@ -43,7 +44,7 @@ from gemma4_compat._quantization.experts import (
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-_STORED = "_gemma4_compat_stored_experts"  # on a quantizer: the parameters that are quantized in its checkpoint
+_STORED = attached.STORED_EXPERTS
 
 
 def process_model_before_weight_loading(

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._common import notice
+from gemma4_compat._common import in_place, notice
 from gemma4_compat._engine.patch import FORWARDS, ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import OffloadedWeightsError
 from gemma4_compat._models import family
@@ -158,11 +158,8 @@ def _without_offloaded_entries(owner: Any, accelerator: Any) -> Iterator[None]:
     if not resident or str(accelerator.distributed_type) not in ("NO", "DistributedType.NO"):
         yield
         return
-    vars(owner)["hf_device_map"] = resident
-    try:
+    with in_place.assigned(owner, "hf_device_map", resident):
         yield
-    finally:
-        vars(owner)["hf_device_map"] = whole
 
 
 def reproduce(workspace: Workspace) -> Outcome:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._common import notice
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
@@ -31,7 +32,7 @@ _TOWERS = (
     ("vision_tower", "embed_vision", ("pixel_values", "pixel_values_videos")),
     ("audio_tower", "embed_audio", ("input_features",)),
 )
-_TOLD = "_gemma4_compat_unfed_towers_told"  # of a DDP module
+_TOLD = attached.UNFED_TOWERS_TOLD
 
 
 def forward(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

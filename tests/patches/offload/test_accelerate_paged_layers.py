@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import gemma4_compat
+from gemma4_compat._accelerate import attached
 from gemma4_compat._engine.patch import FORWARDS
-from gemma4_compat._offload import idle_hooks, streaming
+from gemma4_compat._offload import streaming
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.offload.accelerate_paged_layers import PATCH
@@ -188,7 +189,7 @@ def test_models_that_are_not_gemma_4_have_no_groups(streamers: list[streaming.La
     placement |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     model = dispatch_model(model, placement, offload_dir=str(tmp_path))
     assert not streamers
-    assert not [module for module in model.modules() if module in streaming._handles or module in idle_hooks._handles]
+    assert not [module for module in model.modules() if module in attached.STREAMING or module in attached.IDLE]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected)
 

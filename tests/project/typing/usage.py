@@ -13,6 +13,8 @@ from typing_extensions import assert_type
 import gemma4_compat
 from gemma4_compat import (
     ActsOn,
+    Attached,
+    Attachment,
     ExportReport,
     Gemma4CompatError,
     Gemma4CompatWarning,
@@ -197,6 +199,14 @@ def load(model_class: Any) -> Any:
 
 def described(tensor: MetaTensor) -> str:
     return f"{tensor.path}: {tensor.kind}, {tensor.shape}"
+
+
+def left(model: Any) -> list[str]:
+    found = gemma4_compat.attached(model)
+    assert_type(found, Attached)
+    first: Attachment = found[0]
+    assert_type(first.paths, tuple[str, ...])
+    return [f"{item.patch}: {item.kind} {item.name}, {item.purpose}" for item in found]
 
 
 def errors() -> None:

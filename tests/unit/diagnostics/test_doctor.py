@@ -116,6 +116,15 @@ def test_all_repaired_exits_0_with_a_table_in_the_order_of_the_registry(monkeypa
     assert not folder.exists()
 
 
+def test_verbose_says_what_a_patch_leaves_on_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "leaves   method _apply on a dispatched model: It brings offloaded weights along"
+    names = ["accelerate-move-offloaded", "peft-adapter-load"]
+    result, _ = doctor(monkeypatch, "--verbose", *names)
+    assert result.stdout.count("leaves ") == 1
+    assert said in " ".join(result.stdout.split()).replace("leaves ", "leaves   ")
+    assert "leaves " not in doctor(monkeypatch, *names)[0].stdout
+
+
 def test_one_defect_that_remains_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = doctor(monkeypatch, broken=frozenset(IDS[1:2]))
     assert result.exit_code == 1

@@ -59,6 +59,8 @@ def test_asking_for_the_status_imports_no_library_either() -> None:
 def test_the_public_names_are_those_that_are_documented() -> None:
     assert sorted(gemma4_compat.__all__) == [
         "ActsOn",
+        "Attached",
+        "Attachment",
         "ExportReport",
         "Gemma4CompatError",
         "Gemma4CompatWarning",
@@ -80,6 +82,7 @@ def test_the_public_names_are_those_that_are_documented() -> None:
         "TrainingPlan",
         "Verdict",
         "__version__",
+        "attached",
         "chunked_loss",
         "decode_fast",
         "export_adapter",

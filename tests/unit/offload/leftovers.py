@@ -53,7 +53,8 @@ def now(folder: Path) -> dict[str, Any]:
     """What is alive in this process, and what of ``folder`` it has open or mapped."""
     import torch
 
-    from gemma4_compat._offload import host_memory, idle_hooks, model_lock, streaming
+    from gemma4_compat._accelerate import attached
+    from gemma4_compat._offload import host_memory, model_lock
 
     for _ in range(2):
         gc.collect()
@@ -69,10 +70,8 @@ def now(folder: Path) -> dict[str, Any]:
         "files mapped": sum(str(folder) in line for line in maps.splitlines()),
         "files open": len(files),
         "pinned": len(host_memory._registered),
-        "hooks": len(streaming._handles)
-        + len(idle_hooks._handles)
-        + len(model_lock._handles)
-        + len(model_lock._locks),
+        "hooks": sum(map(len, (attached.STREAMING, attached.IDLE, attached.LOCK, attached.LOADING_HOOKS))),
+        "locks": len(model_lock._locks),
         "threads": threading.active_count(),
     }
     if torch.cuda.is_available():
