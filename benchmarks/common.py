@@ -27,7 +27,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
 MARK = "@@ "  # before each line of JSON that a child says
 Order = dict[str, Any]
 Data = dict[str, Any]
@@ -219,6 +220,12 @@ def rounded(data: Any) -> Any:
     return data
 
 
+def script(benchmark: str) -> str:
+    """The path of a benchmark by its name, from the root of the repository."""
+    (found,) = FOLDER.glob(f"*/{benchmark}.py")
+    return found.relative_to(FOLDER.parent).as_posix()
+
+
 def question(module: ModuleType) -> str:
     """The first paragraph of a benchmark's docstring, in a line."""
     return " ".join(str(inspect.getdoc(module)).partition("\n\n")[0].split())
@@ -233,7 +240,7 @@ def header(script: Path, module: ModuleType, shape: str, options: Sequence[str],
 
     return {
         "question": question(module),
-        "command": " ".join(["python", f"benchmarks/{script.name}", *options]),
+        "command": " ".join(["python", script.resolve().relative_to(ROOT).as_posix(), *options]),
         "shape": shape,
         "date": datetime.date.today().isoformat(),
         "note": note,
