@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -286,3 +286,20 @@ def shown(arguments: argparse.Namespace) -> list[str]:
         if value is not None and value is not False and name not in hidden:
             found += [f"--{name.replace('_', '-')}"] + [str(value)] * (value is not True)
     return found
+
+
+def chosen(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, option: str, known: Collection[str]
+) -> None:
+    """Turn ``A,B``, the value of an option, into a list; a name that is not ``known`` is an error of the parser."""
+    names = [name for name in getattr(arguments, option).split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"unknown {option}: {', '.join(unknown)}; known: {', '.join(known)}")
+    setattr(arguments, option, names)
+
+
+def ended(result: Data) -> int:
+    """Print the problems of a run. Returns the exit code: 1 if there are any."""
+    for problem in result["problems"]:
+        print(f"PROBLEM {problem}", file=sys.stderr)
+    return 1 if result["problems"] else 0

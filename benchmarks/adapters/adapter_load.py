@@ -300,9 +300,7 @@ def main(argv: list[str] | None = None) -> int:
         options=common.shown(arguments),
         note=arguments.note,
     )
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

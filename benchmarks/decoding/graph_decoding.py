@@ -330,16 +330,11 @@ def main(argv: list[str] | None = None) -> int:
     deadline = time.monotonic() + 60 * arguments.minutes
     options = common.shown(arguments)
     for option, known in (("cases", CASES), ("parts", PARTS)):
-        wanted = getattr(arguments, option).split(",")
-        if unknown := [name for name in wanted if name not in known]:
-            parser.error(f"unknown {option}: {', '.join(unknown)}; known: {', '.join(known)}")
-        setattr(arguments, option, wanted)
+        common.chosen(parser, arguments, option, known)
     arguments.answers = tuple(map(int, arguments.answers.split(",")))
     result = measured(arguments, options, deadline)
     print(f"\n{report.table(result)}")
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

@@ -233,9 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.counts = [int(count) for count in arguments.counts.split(",")]
     result = measured(arguments, options, deadline)
     common.write(result, arguments.out)
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

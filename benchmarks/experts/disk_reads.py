@@ -166,9 +166,7 @@ def main(argv: list[str] | None = None) -> int:
             common.write(result, arguments.out)
             print(f"{case:8} {common.rounded({key: value for key, value in found.items() if key not in WAYS})}")
     print(common.rounded({"disk": result["disk"], "read_gib_s": result["read_gib_s"]}))
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

@@ -182,9 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     if len(said) > 1:
         result["problems"].append(f"logits differ: {said}")
     common.write(result, arguments.out)
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

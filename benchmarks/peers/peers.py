@@ -405,15 +405,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.llama_cpp:
         options.insert(options.index("--llama-cpp") + 1, "TREE")
     for option, known in (("peers", tuple(PEERS)), ("parts", PARTS)):
-        wanted = [name for name in getattr(arguments, option).split(",") if name]
-        if unknown := [name for name in wanted if name not in known]:
-            parser.error(f"unknown {option}: {', '.join(unknown)}; known: {', '.join(known)}")
-        setattr(arguments, option, wanted)
+        common.chosen(parser, arguments, option, known)
     result = measured(arguments, options, deadline)
     print(f"\n{report.table(result)}")
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ class Question:
 
     Attributes:
         page: its name, and that of its picture.
-        asks: its heading, and the title of its picture.
         benchmark: whose runs it shows.
         column: a title that only this one of the benchmark's tables has.
         bars: the titles of what the picture shows; none where there is nothing to draw.
@@ -33,99 +32,46 @@ class Question:
     """
 
     page: str
-    asks: str
     benchmark: str
     column: str
     bars: tuple[str, ...]
     labels: int = 1
 
+    @property
+    def asks(self) -> str:
+        """The heading of the page, and the title of its picture."""
+        with (PAGES / f"{self.page}.md").open(encoding="utf-8") as page:
+            return page.readline().removeprefix("# ").strip()
+
 
 REPLAYED = "graph_decoding"
 QUESTIONS = (
+    Question("adapter_load", "adapter_load", "placement", ("ratio", "after"), 2),
+    Question("adapter_whole", "adapter_whole", "loaded by", ("ratio",)),
+    Question("idle_shim", "idle_shim", "overhead", ("overhead", "noise"), 2),
+    Question("model_lock", "model_lock", "cost of the lock", ("cost of the lock", "noise")),
+    Question("graph_decoding", REPLAYED, "tok/s replayed", ("tok/s eager", "tok/s replayed")),
+    Question("same_bits", REPLAYED, "largest difference of logits", ()),
+    Question("fused_kernels", REPLAYED, "kernels fused", ("kernels as captured", "kernels fused")),
+    Question("late_stops", REPLAYED, "one step late", ("the host waits for each token", "one step late")),
+    Question("short_answers", REPLAYED, "an answer, eager -> replayed", ("16 tokens", "64 tokens", "256 tokens")),
+    Question("compiled", REPLAYED, "bf16 on the GPU", ("first call", "tok/s")),
+    Question("peers", "peers", "tok/s per GiB", ("tok/s", "on the card")),
+    Question("peers_kernels", "peers", "ms a token", ("in all", "4-bit and 8-bit products", "attention")),
     Question(
-        "adapter_load", "How long does an adapter load onto a split base, and what stays on the card?",
-        "adapter_load", "placement", ("ratio", "after"), 2,
+        "peers_adapter", "peers", "with a LoRA adapter", ("with a LoRA adapter", "half of the layers on the host")
     ),
-    Question(
-        "adapter_whole", "How long does an adapter load onto a base that is whole?",
-        "adapter_whole", "loaded by", ("ratio",),
-    ),
-    Question(
-        "idle_shim", "What does the shim cost where it has nothing to do?",
-        "idle_shim", "overhead", ("overhead", "noise"), 2,
-    ),
-    Question(
-        "model_lock", "What does the lock of a split model cost with one thread?",
-        "model_lock", "cost of the lock", ("cost of the lock", "noise"),
-    ),
-    Question(
-        "graph_decoding", "What does decoding by replay give?",
-        REPLAYED, "tok/s replayed", ("tok/s eager", "tok/s replayed"),
-    ),
-    Question("same_bits", "Are the logits of a replayed step the same?", REPLAYED, "largest difference of logits", ()),
-    Question(
-        "fused_kernels", "What do fused kernels give in a replayed step?",
-        REPLAYED, "kernels fused", ("kernels as captured", "kernels fused"),
-    ),
-    Question(
-        "late_stops", "What does it give to read stops one step late?",
-        REPLAYED, "one step late", ("the host waits for each token", "one step late"),
-    ),
-    Question(
-        "short_answers", "Does replay pay for short answers?",
-        REPLAYED, "an answer, eager -> replayed", ("16 tokens", "64 tokens", "256 tokens"),
-    ),
-    Question(
-        "compiled", "How fast is bf16 that upstream compiles?",
-        REPLAYED, "bf16 on the GPU", ("first call", "tok/s"),
-    ),
-    Question(
-        "peers", "How does other software decode the same weights?",
-        "peers", "tok/s per GiB", ("tok/s", "on the card"),
-    ),
-    Question(
-        "peers_kernels", "Where does the time of a token go, beside llama.cpp?",
-        "peers", "ms a token", ("in all", "4-bit and 8-bit products", "attention"),
-    ),
-    Question(
-        "peers_adapter", "How fast is other software with an adapter, or with half of the layers on the host?",
-        "peers", "with a LoRA adapter", ("with a LoRA adapter", "half of the layers on the host"),
-    ),
-    Question(
-        "experts", "What do experts in host memory cost?",
-        "experts", "VRAM loaded, GiB", ("VRAM loaded, GiB", "tok/s replayed"),
-    ),
-    Question(
-        "experts_buses", "How fast are experts in host memory over a slower bus?",
-        "experts", "MiB a token", ("measured here", "12 GiB/s (PCIe 3 x16)", "24 (PCIe 4 x16)"),
-    ),
-    Question(
-        "experts_training", "What does a QLoRA step of the 26B-A4B take?",
-        "experts", "steps of QLoRA", ("seconds", "VRAM peak, GiB"), 2,
-    ),
-    Question(
-        "experts_loading", "What does it take to load 4-bit experts?",
-        "experts_loading", "loaded", ("seconds", "peak while loading"),
-    ),
-    Question(
-        "disk_reads", "How fast are rows read from a disk?",
-        "disk_reads", "cold, ms", ("cold: times as fast, announced",),
-    ),
-    Question("training", "What does a QLoRA step take?", "training", "step", ("seconds", "VRAM peak, GiB"), 2),
-    Question(
-        "trainers", "What does a QLoRA step take under Trainer and TRL?",
-        "trainers", "tokens/s", ("tokens/s", "VRAM peak, GiB"), 2,
-    ),
-    Question(
-        "longest_sequence", "How long a sequence fits in training?",
-        "trainers", "longest sequence in", ("8 GiB", "6 GiB"),
-    ),
-    Question(
-        "alternatives", "What could one do on a small card instead?",
-        "alternatives", "works", ("decode, of all-GPU", "peak"), 2,
-    ),
-)  # fmt: skip
-CARDS = Question("model_of_cards", "Is the model of other cards right?", "", "the model", ("a step", "the model"), 3)
+    Question("experts", "experts", "VRAM loaded, GiB", ("VRAM loaded, GiB", "tok/s replayed")),
+    Question("experts_buses", "experts", "MiB a token", ("measured here", "12 GiB/s (PCIe 3 x16)", "24 (PCIe 4 x16)")),
+    Question("experts_training", "experts", "steps of QLoRA", ("seconds", "VRAM peak, GiB"), 2),
+    Question("experts_loading", "experts_loading", "loaded", ("seconds", "peak while loading")),
+    Question("disk_reads", "disk_reads", "cold, ms", ("cold: times as fast, announced",)),
+    Question("training", "training", "step", ("seconds", "VRAM peak, GiB"), 2),
+    Question("trainers", "trainers", "tokens/s", ("tokens/s", "VRAM peak, GiB"), 2),
+    Question("longest_sequence", "trainers", "longest sequence in", ("8 GiB", "6 GiB")),
+    Question("alternatives", "alternatives", "works", ("decode, of all-GPU", "peak"), 2),
+)
+CARDS = Question("model_of_cards", "", "the model", ("a step", "the model"), 3)
 Table = tuple[list[str], list[list[str]]]
 
 

@@ -282,9 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         folder=arguments.work,
         earlier=earlier,
     )
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

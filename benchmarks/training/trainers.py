@@ -488,10 +488,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--shape is required")
     options = common.shown(arguments)
     for option in ("ways", "confirm"):
-        names = [name for name in getattr(arguments, option).split(",") if name]
-        if unknown := [name for name in names if name not in WAYS]:
-            parser.error(f"unknown {option}: {', '.join(unknown)}; known: {', '.join(WAYS)}")
-        setattr(arguments, option, names)
+        common.chosen(parser, arguments, option, WAYS)
     if "unsloth" in arguments.ways and arguments.unsloth is None:
         parser.error("the way unsloth needs --unsloth FOLDER")
     if arguments.steps <= SETTLED:
@@ -500,9 +497,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.budget = [float(number) for number in (arguments.budget or "").split(",") if number]
     result = measured(arguments, options)
     print(f"\n{trainers_report.table(result)}")
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

@@ -388,18 +388,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--shape is required")
     options = common.shown(arguments)
     for option, known in (("where", PLACES), ("optimizers", OPTIMIZERS)):
-        wanted = [name for name in getattr(arguments, option).split(",") if name]
-        if unknown := [name for name in wanted if name not in known]:
-            parser.error(f"unknown {option}: {', '.join(unknown)}; known: {', '.join(known)}")
-        setattr(arguments, option, wanted)
+        common.chosen(parser, arguments, option, known)
     arguments.sequences = [int(number) for number in arguments.sequences.split(",")]
     result = measured(arguments, options)
     print(f"\n{training_report.table(result)}")
     for name, error in result["out"].items():
         print(f"{name}: {error}")
-    for problem in result["problems"]:
-        print(f"PROBLEM {problem}", file=sys.stderr)
-    return 1 if result["problems"] else 0
+    return common.ended(result)
 
 
 if __name__ == "__main__":

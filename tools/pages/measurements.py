@@ -158,10 +158,10 @@ def chunked_loss_section() -> str:
     rows = [
         f"Measured on a CPU ([raw](../{file.relative_to(ROOT).as_posix()}), transformers {run['transformers']}, torch "
         f"{run['torch']}; `python benchmarks/training/chunked_loss.py`): a forward and backward pass of "
-        f"{memory['tokens']:,} tokens over {memory['vocabulary']:,} words in bfloat16, of a model so small that the loss is nearly all of "
-        f"it, takes {peak['plain']:.2f} GiB at its peak, and {peak['chunked']:.2f} GiB in chunks: "
-        f"{memory['ratio']:.1f} times less (medians of {len(memory['rounds_gib']['plain'])} processes each, in "
-        "turns).",
+        f"{memory['tokens']:,} tokens over {memory['vocabulary']:,} words in bfloat16, of a model so small that the "
+        f"loss is nearly all of it, takes {peak['plain']:.2f} GiB at its peak, and {peak['chunked']:.2f} GiB in "
+        f"chunks: {memory['ratio']:.1f} times less (medians of {len(memory['rounds_gib']['plain'])} processes each, "
+        "in turns).",
         "",
         "How far the two are apart, with tiny models of random weights in chunks of 5 tokens: the loss relatively, "
         "the gradients as the norm of all differences, of the norm of all. In bfloat16 the distance of each from "
