@@ -8,8 +8,8 @@ from ``get_compiled_call``. That decoder is then called once a token; it capture
 * :mod:`decoder`: the call that ``generate`` takes for its steps.
 * :mod:`steps`: one step and its inputs, and which other steps the same graph serves.
 * :mod:`recording`: one captured step, on CUDA.
-* :mod:`dependencies`: what a captured step has read that a replay would not notice. It is checked before every replay;
-  a difference is why a graph is captured again.
+* :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` asks it
+  before every step (``hold``); a difference is why a graph is captured again.
 * :mod:`fused_steps`: a captured step captured again with fewer kernels, kept if its bits are the same. Its parts are
   :mod:`fusing` (operations put off), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`kernels` (compiled, tried, launched) and :mod:`bits` (equality).
