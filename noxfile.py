@@ -21,7 +21,6 @@ MATRIX = (
     "pytest>=8",
     "msgspec>=0.19",
     "packaging>=22",
-    "wrapt>=1.16",
     "typer>=0.12",
     "tomli>=2; python_version<'3.11'",
 )

@@ -22,12 +22,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parent
 MARK = "@@ "  # before each line of JSON that a child says
 Order = dict[str, Any]
 Data = dict[str, Any]
@@ -219,6 +220,12 @@ def rounded(data: Any) -> Any:
     return data
 
 
+def script(benchmark: str) -> str:
+    """The path of a benchmark by its name, from the root of the repository."""
+    (found,) = FOLDER.glob(f"*/{benchmark}.py")
+    return found.relative_to(FOLDER.parent).as_posix()
+
+
 def question(module: ModuleType) -> str:
     """The first paragraph of a benchmark's docstring, in a line."""
     return " ".join(str(inspect.getdoc(module)).partition("\n\n")[0].split())
@@ -233,7 +240,7 @@ def header(script: Path, module: ModuleType, shape: str, options: Sequence[str],
 
     return {
         "question": question(module),
-        "command": " ".join(["python", f"benchmarks/{script.name}", *options]),
+        "command": " ".join(["python", script.resolve().relative_to(ROOT).as_posix(), *options]),
         "shape": shape,
         "date": datetime.date.today().isoformat(),
         "note": note,
@@ -279,3 +286,20 @@ def shown(arguments: argparse.Namespace) -> list[str]:
         if value is not None and value is not False and name not in hidden:
             found += [f"--{name.replace('_', '-')}"] + [str(value)] * (value is not True)
     return found
+
+
+def chosen(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, option: str, known: Collection[str]
+) -> None:
+    """Turn ``A,B``, the value of an option, into a list; a name that is not ``known`` is an error of the parser."""
+    names = [name for name in getattr(arguments, option).split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"unknown {option}: {', '.join(unknown)}; known: {', '.join(known)}")
+    setattr(arguments, option, names)
+
+
+def ended(result: Data) -> int:
+    """Print the problems of a run. Returns the exit code: 1 if there are any."""
+    for problem in result["problems"]:
+        print(f"PROBLEM {problem}", file=sys.stderr)
+    return 1 if result["problems"] else 0

@@ -39,7 +39,7 @@ measure() {  # STACK
   mkdir -p "$to"
   for benchmark in $benchmarks; do
     IFS=: read -r script shape minutes <<< "$benchmark"
-    python3 "benchmarks/$script.py" --shape "$shape" --minutes "$minutes" --out "$to/$script-$shape.json" || failed=1
+    python3 benchmarks/*/"$script.py" --shape "$shape" --minutes "$minutes" --out "$to/$script-$shape.json" || failed=1
   done
   return $failed
 }

@@ -13,13 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 os.environ["GEMMA4_COMPAT_DISABLE"] = "all"
 
-import compare_report  # noqa: E402
-import questions  # noqa: E402
-import small_card_report  # noqa: E402
-
+from benchmarks.reporting import compare_report, questions  # noqa: E402
+from benchmarks.small_card import report as small_card_report  # noqa: E402
 from tools import fingerprints, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
     clients,

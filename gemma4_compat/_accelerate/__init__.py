@@ -1,1 +1,7 @@
-"""What hangs on a model: accelerate's hooks and device maps, and what this package leaves there (:mod:`attached`)."""
+"""What hangs on a model: accelerate's hooks and device maps, and what this package leaves there.
+
+* :mod:`attached`: all of the latter, declared once. :mod:`listing`: shows it for one model.
+* :mod:`device_maps`: which entry of a map holds a tensor, and what a map misses.
+* :mod:`module_hooks`: where a module computes, and whether its weights are offloaded.
+* :mod:`hooked`: patches that sleep until a module gets its first hook.
+"""

@@ -8,8 +8,8 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`decoder`: the call that ``generate`` takes for its steps.
 * :mod:`steps`: one step and its inputs, and which other steps the same graph serves.
 * :mod:`recording`: one captured step, on CUDA.
-* :mod:`dependencies`: what a captured step has read that a replay would not notice. It is checked before every replay;
-  if something differs, the graph is captured again.
+* :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it
+  before every step (``hold``); if something differs, the graph is captured again.
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`kernels` (compiles, tries and launches them) and :mod:`bits` (equality).

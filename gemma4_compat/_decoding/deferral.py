@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 #: Seconds that waiting adds to a step, at least: 2.1 to 4.5 ms with E2B and 12B on an H200 (part "waiting" of
-#: benchmarks/graph_decoding.py, 2026-11-24).
+#: benchmarks/decoding/graph_decoding.py, 2026-11-24).
 WAITING = 0.002
 #: Replays to time, at least.
 _TIMED = 4

@@ -21,7 +21,7 @@ from gemma4_compat._errors import printable
 DISTRIBUTIONS = (
     *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "tokenizers", "huggingface_hub"),
     *("trl", "unsloth", "axolotl", "llamafactory", "ms-swift", "deepspeed", "triton", "kernels", "flash-attn"),
-    *("xformers", "liger-kernel", "torchao", "vllm", "numpy", "wrapt", "packaging", "typer"),
+    *("xformers", "liger-kernel", "torchao", "vllm", "numpy", "packaging", "typer"),
 )
 #: Variables that change what these libraries do. Only these are read; none holds a credential.
 VARIABLES = (

@@ -157,10 +157,10 @@ class ChangeSet:
             try:
                 return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
             except BaseException as error:  # broad: it goes on to the caller, without what lies between
-                if asked or _fromupstream(error.__traceback__, original) is None:
+                if asked or _from_upstream(error.__traceback__, original) is None:
                     raise
                 # Not in a variable: this frame would hold the frames below it, and they hold it.
-                raise error.with_traceback(_fromupstream(error.__traceback__, original))  # noqa: B904  # the same error
+                raise error.with_traceback(_from_upstream(error.__traceback__, original))  # noqa: B904  # the same error
 
         vars(installed)[_OURS] = self.patch_id
         function: FunctionType = installed  # type: ignore[assignment]  # mypy sees _Wrapped; it is a plain function
@@ -309,7 +309,7 @@ def upstream(function: Any) -> Any:
     return function
 
 
-def _fromupstream(traceback: TracebackType | None, original: Any) -> TracebackType | None:
+def _from_upstream(traceback: TracebackType | None, original: Any) -> TracebackType | None:
     """A traceback from upstream's function on; None if it does not lead there through this package's frames only."""
     code = upstream(original).__code__  # read now: autoreload replaces it
     while traceback is not None and traceback.tb_frame.f_code is not code:

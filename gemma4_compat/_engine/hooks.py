@@ -1,20 +1,19 @@
-"""Run callbacks once a module is fully imported. The only file that imports wrapt.
+"""Run callbacks once a module is fully imported.
 
-Hazards this file exists for:
+A finder at the front of ``sys.meta_path`` gives the modules asked for a loader that calls back once the module's own
+loader has executed it. Hazards this file exists for:
 
-* A hook registered while its module is half imported fires at once, on the half-built module. A hook registered while
-  another thread searches for its module is never called by wrapt. In both cases the running import holds the lock of
-  the module, and calls back when it releases it: see :func:`_listen`.
+* A callback may be registered while its module is half imported, or searched for by another thread. The running import
+  holds the lock of the module, and calls back when it releases it: see :func:`_listen`.
 * A module that is not imported, but put into ``sys.modules``, is noticed at the next import of any module.
-* An exception in a post-import hook makes the user's import fail, and the second import succeeds unpatched, because
-  wrapt calls a hook once. Here the second import calls it again.
-* ``importlib.reload`` (and Jupyter's autoreload, which calls it) executes a module again; wrapt calls no hook then.
+* An exception in a callback makes the user's import fail. The second import calls the callback again.
+* ``importlib.reload`` (and Jupyter's autoreload, which calls it) executes a module again, which calls back as well.
 
 What holds when :func:`when_imported` has returned: the module is fully imported, and the caller sees it; or the import
 that completes it calls back before it ends. The reason: an import holds the lock of its module from before the
-search until after the module is complete. If there is no lock once wrapt has the hook, earlier imports have ended, and
-later ones ask wrapt. If there is a lock, its release is heard, unless the release has begun: then the module is
-complete.
+search until after the module is complete. If there is no lock once the finder has the callback, earlier imports have
+ended, and later ones ask the finder. If there is a lock, its release is heard, unless the release has begun: then the
+module is complete.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ import sys
 import threading
 from collections.abc import Callable
 from importlib import _bootstrap
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
-
-import wrapt
 
 #: ``callback(name, own)``; ``own``: it is called inside the import of the module, and an exception makes that fail.
 Callback = Callable[[str, bool], None]
@@ -46,27 +42,11 @@ def when_imported(name: str, callback: Callback) -> None:
     Two threads may both register at the same time; that is harmless.
     """
     if callback not in _finder.callbacks(name):
-        _register(name, callback)
+        _finder.enter()
+        _finder.wait(name, callback)
         _finder.add(name, callback)  # last: a thread that finds it there need not wait
-    elif _lock(name) is not None:
+    if _lock(name) is not None:  # found under no lock of ours: dropping a module's lock takes the global import lock
         at_end(name, callback)
-
-
-def _register(name: str, callback: Callback) -> None:
-    """Register with wrapt. Never under a lock of ours: dropping a module's lock takes the global import lock."""
-    registering: int | None = threading.get_ident()
-
-    def fire(_module: Any) -> None:
-        # The module handed over is not used: the entry in sys.modules may have been replaced while it loaded.
-        if registering != threading.get_ident():  # else wrapt has found it in sys.modules, complete or not
-            seen(name, callback)
-            _call(name, callback)
-
-    _finder.wait(name, callback)
-    wrapt.register_post_import_hook(fire, name)
-    registering = None
-    _finder.enter()  # after wrapt, so that it is asked before wrapt's finder
-    _listen(name)
 
 
 def at_end(name: str, callback: Callback) -> None:
@@ -94,8 +74,7 @@ def is_imported(name: str) -> bool:
 def is_absent(name: str) -> bool:
     """Whether a module does not exist, as far as the imported packages around it can tell.
 
-    Imports nothing. Only the file system is searched: wrapt's finder, asked for a module that another thread is
-    importing, would not call that module's hook.
+    Imports nothing, and searches only the file system: other finders may do anything when they are asked.
     """
     package, _, rest = name.partition(".")
     while rest and is_imported(package):
@@ -109,14 +88,6 @@ def is_absent(name: str) -> bool:
 
 def _is_initializing(module: Any) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-
-def _call(name: str, callback: Callback) -> None:
-    try:
-        callback(name, True)
-    except BaseException:  # the import fails, and will be tried again
-        _finder.again(name, callback)
-        raise
 
 
 def _lock(name: str) -> Any:
@@ -163,18 +134,16 @@ def _leave_out(name: str) -> None:
 
 
 class _Finder:
-    """A meta path entry before wrapt's finder. It finds nothing new; the searches tell it what happens.
+    """The first meta path entry. What it finds is what the others find, with callbacks after it.
 
-    A search for a module that exists is a reload. A search for a module whose import failed: wrapt needs the hook
-    again. At any other search it looks for modules that were put into ``sys.modules``.
-
-    Dictionaries of callbacks are never removed, so that no callback is put into a dictionary that was.
+    At any other search it looks for modules that were put into ``sys.modules``. Dictionaries of callbacks are never
+    removed, so that no callback is put into a dictionary that was.
     """
 
     def __init__(self) -> None:
         self._callbacks: dict[str, dict[Callback, bool]] = {}
         self._waiting: dict[str, dict[Callback, bool]] = {}  # neither called nor seen
-        self._again: dict[str, dict[Callback, bool]] = {}
+        self._searches: set[tuple[int, str]] = set()  # by thread, for finders that search the meta path themselves
 
     def callbacks(self, name: str) -> dict[Callback, bool]:
         return self._callbacks.get(name, {})
@@ -188,43 +157,48 @@ class _Finder:
     def wait(self, name: str, callback: Callback) -> None:
         self._waiting.setdefault(name, {})[callback] = True
 
-    def again(self, name: str, callback: Callback) -> None:
-        self._again.setdefault(name, {})[callback] = True
-
     def enter(self) -> None:
         if self not in sys.meta_path:
             sys.meta_path.insert(0, self)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if target is not None:
-            return self._reloaded(fullname, path, target) if fullname in self._callbacks else None
-        again = self._again.get(fullname, {})
-        for callback in list(again):
-            again.pop(callback, None)
-            _register(fullname, callback)
-        # No callback runs here, under Python's global import lock: it imports, and could wait for a thread that waits
-        # for this lock.
-        if self._missed() and not _listen(fullname) and _locks is None:
+        if target is None and self._missed() and not _listen(fullname) and _locks is None:
+            # Only here: this may run under Python's global import lock. A callback imports, and could wait for a
+            # thread that waits for this lock.
             self._notice()
+        search = (threading.get_ident(), fullname)
+        if fullname not in self._callbacks or search in self._searches:
+            return None
+        self._searches.add(search)
+        try:
+            return self._found(fullname, path, target)
+        finally:
+            self._searches.discard(search)
+
+    def _found(self, fullname: str, path: Any, target: Any) -> ModuleSpec | None:
+        """The spec of a module that is imported or reloaded, with callbacks after it."""
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
+            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
+            if spec is None:
+                continue
+            if hasattr(spec.loader, "exec_module"):
+                unfinished = target.__spec__ if target is not None and is_initializing(fullname) else None
+                spec.loader = _Loader(spec.loader, self._callbacks[fullname], unfinished)  # type: ignore[assignment]
+            else:  # a namespace package, or a loader of old: the end of its import is heard
+                _listen(fullname)
+            return spec
         return None
 
     def released(self, name: str) -> None:
         """React to an import of the module that releases its lock: it has ended, or was nested in another."""
-        failed = name not in sys.modules
         waiting = self.waiting(name)
-        if waiting and (failed or is_imported(name)):
+        if waiting and is_imported(name):
             try:
                 for callback in list(waiting):
-                    if not waiting.pop(callback, False):
-                        continue
-                    if failed:
-                        self.again(name, callback)
-                    else:
-                        _call(name, callback)
-            except BaseException:  # the import fails, so all callbacks are needed again
+                    if waiting.pop(callback, False):
+                        callback(name, True)
+            except BaseException:  # the import fails; the next one calls all of them
                 _leave_out(name)
-                for callback in list(waiting):
-                    self.again(name, callback)
                 raise
         self._notice()
 
@@ -243,31 +217,29 @@ class _Finder:
                 if waiting.pop(callback, False):
                     callback(name, False)
 
-    def _reloaded(self, fullname: str, path: Any, target: Any) -> ModuleSpec | None:
-        """The spec of a module that is reloaded, with callbacks after it."""
-        for finder in [finder for finder in sys.meta_path if finder is not self]:
-            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    unfinished = target.__spec__ if is_initializing(fullname) else None
-                    spec.loader = _ReloadingLoader(spec.loader, self._callbacks[fullname], unfinished)
-                return spec
-        return None
 
-
-class _ReloadingLoader(Loader):
-    """A module's own loader for one reload, with callbacks after it.
+class _Loader:
+    """A module's own loader for one import or reload, with callbacks after it. Everything else is the own loader's.
 
     Args:
         loader: the module's own.
         callbacks: see :func:`when_imported`.
-        unfinished: the spec of the module's running import, if there is one; the callbacks wait for its end.
+        unfinished: the spec of the module's running import, if this is a reload inside it; the callbacks wait for its
+            end.
     """
 
     def __init__(self, loader: Any, callbacks: dict[Callback, bool], unfinished: ModuleSpec | None) -> None:
         self._loader, self._callbacks, self._unfinished = loader, callbacks, unfinished
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        create = getattr(self._loader, "create_module", None)
+        return None if create is None else create(spec)
+
     def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -275,10 +247,11 @@ class _ReloadingLoader(Loader):
         if self._unfinished is not None:
             module.__spec__ = self._unfinished
         for callback in list(self._callbacks):
-            if self._unfinished is None:
-                callback(module.__name__, True)
-            else:
-                at_end(module.__name__, callback)
+            if self._unfinished is not None:
+                at_end(name, callback)
+                continue
+            seen(name, callback)
+            callback(name, True)
 
 
 _finder = _Finder()

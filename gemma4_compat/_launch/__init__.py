@@ -1,1 +1,5 @@
-"""Programs that are started with the shim: ``gemma4-compat run``, ``enable`` and ``disable``."""
+"""Programs that are started with the shim.
+
+* :mod:`program`: ``gemma4-compat run``. :mod:`environment`: ``enable`` and ``disable``.
+* ``hook/``: what Python reads at its start in these programs; it arms the shim at the first import of a library.
+"""

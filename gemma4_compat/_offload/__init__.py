@@ -7,8 +7,8 @@ Called by the patches of :mod:`gemma4_compat.patches.offload`, which install hoo
 
 While a model runs:
 
-* :mod:`streaming`: each layer is copied to the device while the layer before it computes. ``LayerStreamer`` waits for
-  a copy through :meth:`copy_stream.CopyStream.wait_for_copy`.
+* :mod:`streaming`: each layer is copied to the device while the layer before it computes. It waits in
+  ``LayerStreamer._require`` (forward) and ``_backward_begins``, through :meth:`copy_stream.CopyStream.wait_for_copy`.
 * :mod:`module_groups`, :mod:`group_weights`: the tensors of one layer, packed into one buffer.
 * :mod:`copy_stream`: the stream for these copies. :mod:`read_ahead`: requests rows of a file before they are copied.
 * :mod:`row_lookup`: an offloaded embedding reads only the rows it needs. :mod:`expert_lookup`: the same for experts.

@@ -18,7 +18,7 @@ from gemma4_compat._planner.blueprint import Block, Blueprint
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Constants of :func:`seconds`, fitted by ``benchmarks/multiprocessors.py --fit`` to measured steps.
+    """Constants of :func:`seconds`, fitted by ``benchmarks/decoding/multiprocessors.py --fit`` to measured steps.
 
     Attributes:
         layer: seconds that the kernels of a decoder layer take in addition to reading weights.
@@ -67,7 +67,7 @@ class Card:
 
 #: The share of the bus's speed that replay reached with all layers streamed: the first if the host waits for each
 #: token, with a slow CPU; the second if it does not (E2B, E4B, double quantization, H200:
-#: benchmarks/graph_decoding.py, 2026-11-23 and 2026-11-24).
+#: benchmarks/decoding/graph_decoding.py, 2026-11-23 and 2026-11-24).
 BUS_SHARE = (0.76, 0.97)
 #: Bytes per second, roughly, of a pinned copy over common buses. Half the lanes have half of it.
 PCIE_3_X16, PCIE_4_X16, PCIE_5_X16 = 12 << 30, 24 << 30, 49 << 30

@@ -1,1 +1,5 @@
-"""Hardware that a machine lacks, imitated on its CPU: a second device, CUDA graphs, flash attention, ZeRO-3."""
+"""Hardware that a machine lacks, imitated on its CPU.
+
+* :mod:`second_device`: a second device. :mod:`tape`: CUDA graphs. :mod:`zero3`: a load under DeepSpeed's ZeRO-3.
+* :mod:`flash`: flash attention. :mod:`cudnn`: cuDNN's attention on a Hopper GPU.
+"""

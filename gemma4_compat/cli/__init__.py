@@ -1,6 +1,11 @@
 """The command line: ``gemma4-compat doctor | status | run | list | explain | env | needed | ...``.
 
-A command is a function of the module of its kind; importing the module adds it to the application.
+A command is a function of the module of its kind; importing the module adds it to the application (:mod:`app`).
+
+* :mod:`doctor`, :mod:`reproduction`: whether a defect is here. :mod:`patches`: ``status``, ``list``, ``explain``.
+* :mod:`launch`: ``run``, ``enable``, ``disable``. :mod:`environment`: ``env``. :mod:`needed`: ``needed``.
+* :mod:`planning`: ``plan``, ``plan-training``. :mod:`adapters`: ``scan``, ``export``, ``merge``. :mod:`checkpoints`:
+  ``repair``.
 """
 
 from __future__ import annotations

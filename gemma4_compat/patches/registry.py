@@ -111,7 +111,6 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_shared_kv_weights",
         "transformers_config_names",
         "transformers_config_reads",
-        "transformers_renaming_patterns",
     ),
     "generation": (
         "transformers_assistant_sharing",

@@ -16,7 +16,7 @@ from tools.matrix.stacks import ROOT
 _VERSIONS = (
     "import json, platform; from importlib.metadata import version; print(json.dumps({'python': "
     "platform.python_version()} | {name: version(name) for name in ('torch', 'transformers', 'accelerate', 'peft', "
-    "'bitsandbytes', 'huggingface_hub', 'tokenizers', 'safetensors', 'wrapt', 'packaging')}))"
+    "'bitsandbytes', 'huggingface_hub', 'tokenizers', 'safetensors', 'packaging')}))"
 )
 
 
@@ -41,7 +41,6 @@ def build(folder: Path, requirements: Sequence[str], *, options: Sequence[str] =
         str(overrides),
         *options,
         *requirements,
-        "wrapt",
         "packaging",
         "typer",
         "msgspec",

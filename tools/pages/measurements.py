@@ -82,14 +82,14 @@ def import_section() -> str:
     files = sorted((ROOT / "benchmarks" / "results").glob("*-import_time.json"))
     run = json.loads(files[-1].read_text(encoding="utf-8"))
     return (
-        f"`import gemma4_compat` takes {run['ratio']:.2f} times as long as `import wrapt, packaging.specifiers`, "
-        f"which it needs ({run['median_ms']['gemma4_compat']:.0f} ms, median of {run['runs']} processes, "
-        f"Python {run['python']}, {run['date']}; `python benchmarks/import_time.py`)."
+        f"`import gemma4_compat` takes {run['median_ms']['gemma4_compat']:.0f} ms of one CPU core, {run['ratio']:.2f} "
+        "times as much as `import importlib.metadata, packaging.specifiers`, which it needs (median of "
+        f"{run['runs']} processes, Python {run['python']}, {run['date']}; `python benchmarks/shim/import_time.py`)."
     )
 
 
 def merge_section() -> str:
-    """The committed run of benchmarks/merge.py."""
+    """The committed run of benchmarks/adapters/merge.py."""
     file = sorted((ROOT / "benchmarks" / "results" / "merge").glob("*.json"))[-1]
     run = json.loads(file.read_text(encoding="utf-8"))
     mib = 2**20
@@ -108,13 +108,13 @@ def merge_section() -> str:
             f"Memory of the merge itself, beyond the imports, for a checkpoint of {run['checkpoint'] / mib:.0f} MiB "
             f"(largest shard {run['largest_shard'] / mib:.0f}, one layer {run['largest_layer'] / mib:.0f}, adapter "
             f"{run['adapter'] / mib:.0f}), without the check; {same:,} of {run['values']:,} values are the same both "
-            f"ways (`python benchmarks/merge.py`; {versions}, CPU, {run['date']}; "
+            f"ways (`python benchmarks/adapters/merge.py`; {versions}, CPU, {run['date']}; "
             f"[raw]({file.relative_to(ROOT).as_posix()})).",
         ]
     )
 
 
-#: The ways of benchmarks/checkpoints.py and what they are called on a page.
+#: The ways of benchmarks/adapters/checkpoints.py and what they are called on a page.
 WRITERS = {
     "copy": "a copy of the files",
     "repair": "`repair`",
@@ -126,7 +126,7 @@ WRITERS = {
 
 
 def checkpoints_section() -> str:
-    """The newest committed run of benchmarks/checkpoints.py."""
+    """The newest committed run of benchmarks/adapters/checkpoints.py."""
     file = sorted((ROOT / "benchmarks" / "results").glob("*-cpu/checkpoints-*.json"))[-1]
     run = json.loads(file.read_text(encoding="utf-8"))
     rows = ["| what | time | of a copy's | peak memory | written |", "|---|---:|---:|---:|---:|"]
@@ -144,7 +144,7 @@ def checkpoints_section() -> str:
             "",
             f"{run['shape']}, random weights, {run['checkpoint'] / 1e9:.1f} GB in {run['shards']} files, a LoRA of "
             f"{run['adapter'] / 1e6:.0f} MB; medians, in turns; memory beyond the imports, merges without the check "
-            f"({run['machine']}, {versions}, {run['date']}; `python benchmarks/checkpoints.py`; "
+            f"({run['machine']}, {versions}, {run['date']}; `python benchmarks/adapters/checkpoints.py`; "
             f"[raw]({file.relative_to(ROOT).as_posix()})).",
         ]
     )
@@ -157,11 +157,11 @@ def chunked_loss_section() -> str:
     memory, peak = run["memory"], run["memory"]["peak_gib"]
     rows = [
         f"Measured on a CPU ([raw](../{file.relative_to(ROOT).as_posix()}), transformers {run['transformers']}, torch "
-        f"{run['torch']}; `python benchmarks/chunked_loss.py`): a forward and backward pass of {memory['tokens']:,} "
-        f"tokens over {memory['vocabulary']:,} words in bfloat16, of a model so small that the loss is nearly all of "
-        f"it, takes {peak['plain']:.2f} GiB at its peak, and {peak['chunked']:.2f} GiB in chunks: "
-        f"{memory['ratio']:.1f} times less (medians of {len(memory['rounds_gib']['plain'])} processes each, in "
-        "turns).",
+        f"{run['torch']}; `python benchmarks/training/chunked_loss.py`): a forward and backward pass of "
+        f"{memory['tokens']:,} tokens over {memory['vocabulary']:,} words in bfloat16, of a model so small that the "
+        f"loss is nearly all of it, takes {peak['plain']:.2f} GiB at its peak, and {peak['chunked']:.2f} GiB in "
+        f"chunks: {memory['ratio']:.1f} times less (medians of {len(memory['rounds_gib']['plain'])} processes each, "
+        "in turns).",
         "",
         "How far the two are apart, with tiny models of random weights in chunks of 5 tokens: the loss relatively, "
         "the gradients as the norm of all differences, of the norm of all. In bfloat16 the distance of each from "

@@ -36,7 +36,7 @@ def towers_section() -> str:
             rows.append(f"| {' | '.join([variant, path.rpartition('.')[2], *sizes, saved])} |")
         if not found["towers"]:
             rows.append(f"| {variant} | has none | | | | | |")
-    return "\n".join([*rows, "", "Parameters only (`python benchmarks/quantized_bytes.py`)."])
+    return "\n".join([*rows, "", "Parameters only (`python benchmarks/quantization/quantized_bytes.py`)."])
 
 
 def keep_section() -> str:
@@ -53,13 +53,13 @@ def keep_section() -> str:
 
 
 def tower_features_section() -> str:
-    """The committed runs of benchmarks/towers.py."""
+    """The committed runs of benchmarks/quantization/towers.py."""
     parts = []
     for file in sorted((ROOT / "benchmarks" / "results" / "towers").glob("*.json")):
         run = json.loads(file.read_text(encoding="utf-8"))
         versions = ", ".join(f"{name} {text}" for name, text in run["versions"].items())
         parts += [
-            f"{run['variant']}, {versions} (CPU, {run['date']}; `python benchmarks/towers.py --variant "
+            f"{run['variant']}, {versions} (CPU, {run['date']}; `python benchmarks/quantization/towers.py --variant "
             f"{run['variant']}`; [raw](../{file.relative_to(ROOT).as_posix()})):",
             "",
             "| tower | stored as | distance to bf16 | of the weights themselves | added by kernels "

@@ -48,7 +48,7 @@ def _arm() -> None:
 
 
 def _import_neighbour() -> None:
-    """Import the gemma4_compat that this file belongs to, into a Python that has none, with wrapt from beside it."""
+    """Import the gemma4_compat that this file belongs to, into a Python that has none, with what is beside it."""
     import os
 
     folder = os.path.abspath(__file__)

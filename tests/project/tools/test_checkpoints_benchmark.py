@@ -1,4 +1,4 @@
-"""benchmarks/checkpoints.py end to end on the tiny shape."""
+"""benchmarks/adapters/checkpoints.py end to end on the tiny shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_benchmark_measures_every_way(tmp_path: Path, warm_child: Callable[.
     pytest.importorskip("accelerate", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     pytest.importorskip("resource", reason="peak memory is read with the module resource, which Windows has not")
     out = tmp_path / "results" / "checkpoints.json"
-    script = str(ROOT / "benchmarks" / "checkpoints.py")
+    script = str(ROOT / "benchmarks" / "adapters" / "checkpoints.py")
     options = ("--shape", "tiny", "--rounds", "1", "--work", str(tmp_path), "--json", str(out))
     done = warm_child(script, *options, timeout=300)
     assert done.code == 0, done.stdout + done.stderr

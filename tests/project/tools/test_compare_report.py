@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import common
+from benchmarks.adapters import adapter_load as adapter_load_script
+from benchmarks.decoding import measure as graph_decoding_measure
+from benchmarks.decoding import multiprocessors_fit
+from benchmarks.decoding import report as graph_decoding_report
+from benchmarks.reporting import compare_report as report
+from benchmarks.reporting import questions
+from benchmarks.shim import idle_shim as idle_shim_script
+from benchmarks.small_card import alternatives as alternatives_script
+from benchmarks.small_card.models import Clock
+
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLES = Path(__file__).parent / "samples" / "compare"
-sys.path.append(str(ROOT / "benchmarks"))
-
-import adapter_load as adapter_load_script  # noqa: E402
-import alternatives as alternatives_script  # noqa: E402
-import common  # noqa: E402
-import compare_report as report  # noqa: E402
-import graph_decoding_measure  # noqa: E402
-import graph_decoding_report  # noqa: E402
-import idle_shim as idle_shim_script  # noqa: E402
-import multiprocessors_fit  # noqa: E402
-import questions  # noqa: E402
-from small_card_models import Clock  # noqa: E402
 
 BENCHMARKS = tuple(report.TABLES)
 
@@ -53,7 +51,7 @@ def test_a_section_without_results_says_how_to_make_one(
 ) -> None:
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     text = report.section(benchmark)
-    assert f"python benchmarks/{benchmark}.py --shape E2B --out" in text
+    assert f"python {common.script(benchmark)} --shape E2B --out" in text
     assert len(text.splitlines()) == 1
     assert {len(questions.section(question).splitlines()) for question in questions.QUESTIONS} == {1}
     assert [file.stem for file in questions.pictures()] == [questions.CARDS.page]
@@ -63,7 +61,7 @@ def test_a_section_without_results_says_how_to_make_one(
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_a_section_is_a_table_with_the_command_and_the_stack(benchmark: str) -> None:
     text = report.section(benchmark)
-    assert f"`python benchmarks/{benchmark}.py --shape tiny" in text
+    assert f"`python {common.script(benchmark)} --shape tiny" in text
     assert "transformers 5.23.0" in text
     assert len(tables(text)) >= 1
     for titles, _, *lines in tables(text):
@@ -342,7 +340,7 @@ def test_every_run_of_a_trainer_is_shown_and_lacks_what_no_other_has(results: Pa
     other = run | {"runs": [], "not_run": [had, "streamed, 77 tokens"], "note": "another run"}
     (folder / "trainers-short-tiny.json").write_text(json.dumps(other), encoding="utf-8")
     text = report.section("trainers")
-    assert text.count("`python benchmarks/trainers.py --shape tiny") == 2
+    assert text.count("`python benchmarks/training/trainers.py --shape tiny") == 2
     assert "Not run, for lack of time: streamed, 77 tokens." in text
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import common
 from tests.helpers import ROOT, Finished, child
 
 pytestmark = pytest.mark.full
@@ -23,7 +24,7 @@ def run(tmp_path: Path, warm_child: Callable[..., Finished]) -> Callable[..., di
     def result(name: str, *options: str, left_out: list[str] | None = None, shape: str = "tiny") -> dict[str, Any]:
         out = tmp_path / "results" / f"{name}-{shape}.json"
         fixed = ["--shape", shape, "--minutes", "8", "--out", str(out), "--work", str(tmp_path)]
-        done = warm_child(str(ROOT / "benchmarks" / f"{name}.py"), *fixed, *options, timeout=500)
+        done = warm_child(str(ROOT / common.script(name)), *fixed, *options, timeout=500)
         assert done.code == 0, done.stdout + done.stderr
         text = out.read_text(encoding="utf-8")
         assert str(tmp_path) not in text
@@ -168,10 +169,10 @@ def test_llama_cpp_decodes_the_same_weights(run: Callable[..., dict[str, Any]]) 
     "name", ["adapter_load", "idle_shim", "model_lock", "alternatives", "graph_decoding", "peers"]
 )
 def test_bad_arguments_are_one_clear_error(name: str) -> None:
-    done = child(str(ROOT / "benchmarks" / f"{name}.py"))
+    done = child(str(ROOT / common.script(name)))
     assert done.code == 2
     assert "--shape is required" in done.stderr
-    done = child(str(ROOT / "benchmarks" / f"{name}.py"), "--shape", "E9B")
+    done = child(str(ROOT / common.script(name)), "--shape", "E9B")
     assert done.code == 2
     assert "E9B" in done.stderr
 

@@ -36,7 +36,7 @@ ENTRY: dict[str, Any] = {
 def result(name: str, **patches: dict[str, Any]) -> dict[str, Any]:
     stack = STACKS[name]
     pins = dict(stack.pins)
-    return {"cell": name, "ok": True, "why": stack.why, "pins": pins, "versions": pins | {"wrapt": "2"}} | {
+    return {"cell": name, "ok": True, "why": stack.why, "pins": pins, "versions": pins | {"packaging": "26"}} | {
         "patches": patches
     }
 

@@ -1,4 +1,4 @@
-"""benchmarks/experts.py runs on the tiny shape, and says what differs."""
+"""benchmarks/experts/experts.py runs on the tiny shape, and says what differs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_tiny_shape(tmp_path: Path, warm_child: Callable[..., Finished], sha
     out = tmp_path / "result.json"
     cases = ["card", "experts", "layers", "whole"]
     options = ["--shape", shape, "--out", str(out), "--cases", ",".join(cases)]
-    ran = warm_child(str(ROOT / "benchmarks" / "experts.py"), *options, timeout=300)
+    ran = warm_child(str(ROOT / "benchmarks" / "experts" / "experts.py"), *options, timeout=300)
     assert ran.code == 0, ran.stderr[-2000:]
     result = json.loads(out.read_text(encoding="utf-8"))
     assert (result["problems"], result["not_run"]) == ([], [])

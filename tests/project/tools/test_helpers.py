@@ -78,3 +78,7 @@ def test_signals_that_the_tests_were_started_to_ignore_still_end_their_children(
     )
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout
+
+
+def test_what_an_sdist_leaves_out_of_the_tests_exists() -> None:
+    assert [name for name in conftest.NEEDS_EVIDENCE if not (helpers.ROOT / "tests" / name).is_file()] == []

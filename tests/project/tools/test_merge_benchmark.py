@@ -1,4 +1,4 @@
-"""benchmarks/merge.py end to end on the tiny shape."""
+"""benchmarks/adapters/merge.py end to end on the tiny shape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_the_benchmark_measures_both_ways(tmp_path: Path, warm_child: Callable[.
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     pytest.importorskip("resource", reason="peak memory is read with the module resource, which Windows has not")
     out = tmp_path / "results" / "merge.json"
-    script = str(ROOT / "benchmarks" / "merge.py")
+    script = str(ROOT / "benchmarks" / "adapters" / "merge.py")
     done = warm_child(script, "--shape", "tiny", "--work", str(tmp_path), "--json", str(out), timeout=300)
     assert done.code == 0, done.stdout + done.stderr
     run = json.loads(out.read_text(encoding="utf-8"))

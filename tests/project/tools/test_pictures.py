@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.append(str(ROOT / "benchmarks"))
+from benchmarks.reporting import pictures
+from benchmarks.reporting.pictures import Panel, Row, chart
 
-import pictures  # noqa: E402
-from pictures import Panel, Row, chart  # noqa: E402
+ROOT = Path(__file__).resolve().parents[3]
 
 SVG = "{http://www.w3.org/2000/svg}"
 #: Backgrounds of the site, light and dark, and of GitHub.

@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "quantization" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -49,7 +49,9 @@ def test_loaded_towers_take_the_bytes_that_were_computed(file: Path) -> None:
 def test_the_towers_benchmark_runs_on_the_tiny_shape(tmp_path: Path, warm_child: Callable[..., Finished]) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     out = tmp_path / "towers.json"
-    done = warm_child(str(ROOT / "benchmarks" / "towers.py"), "--variant", "tiny", "--json", str(out), timeout=300)
+    done = warm_child(
+        str(ROOT / "benchmarks" / "quantization" / "towers.py"), "--variant", "tiny", "--json", str(out), timeout=300
+    )
     assert done.code == 0, done.stdout + done.stderr
     run = json.loads(out.read_text(encoding="utf-8"))
     for shim in ("with", "without"):

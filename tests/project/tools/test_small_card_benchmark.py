@@ -1,4 +1,4 @@
-"""benchmarks/small_card.py end to end on the tiny shape: cases in processes of their own, results kept."""
+"""benchmarks/small_card/small_card.py end to end on the tiny shape: cases in processes of their own, results kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_the_benchmark_measures_a_placement_and_compares_its_answers(
 ) -> None:
     pytest.importorskip("bitsandbytes", reason="needs the upstream libraries: pip install 'gemma4-compat[test]'")
     out = tmp_path / "results" / "small_card-tiny.json"
-    script = str(ROOT / "benchmarks" / "small_card.py")
+    script = str(ROOT / "benchmarks" / "small_card" / "small_card.py")
     options = ["--shape", "tiny", "--quick", "--cases", "everything", "--out", str(out), "--work", str(tmp_path)]
     done = warm_child(script, *options, timeout=400)
     assert done.code == 0, done.stdout + done.stderr
@@ -40,6 +40,6 @@ def test_the_benchmark_measures_a_placement_and_compares_its_answers(
     [([], "--shape is required"), (["--shape", "tiny", "--cases", "no-such"], "unknown cases: no-such")],
 )
 def test_bad_arguments_are_one_clear_error(options: list[str], message: str) -> None:
-    done = child(str(ROOT / "benchmarks" / "small_card.py"), *options)
+    done = child(str(ROOT / "benchmarks" / "small_card" / "small_card.py"), *options)
     assert done.code == 2
     assert message in done.stderr

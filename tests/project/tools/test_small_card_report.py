@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.small_card import cases as small_card_cases
+from benchmarks.small_card import report, small_card
+
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLE = Path(__file__).parent / "samples" / "small_card" / "small_card-E4B.json"
-sys.path.append(str(ROOT / "benchmarks"))
-
-import small_card  # noqa: E402
-import small_card_cases  # noqa: E402
-import small_card_report as report  # noqa: E402
 
 
 @pytest.fixture

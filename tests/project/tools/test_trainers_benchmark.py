@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.append(str(ROOT / "benchmarks"))
+from benchmarks.training import trainers
+from benchmarks.training import trainers_fit as fit
+from benchmarks.training import trainers_report as report
 
-import trainers  # noqa: E402
-import trainers_fit as fit  # noqa: E402
-import trainers_report as report  # noqa: E402
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(way: str, sequence: int, peak: float | None, reserved: float | None, *losses: str) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import wrapt
 
 from gemma4_compat import Gemma4CompatError, Gemma4CompatWarning, Patch, PatchState
 from gemma4_compat._common import notice
@@ -158,19 +157,38 @@ def test_eight_threads_arm_while_the_last_module_is_looked_for(
     assert applied(engine)
 
 
+@pytest.fixture
+def adding(library: Library, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``adding(before=f)``: whoever registers a callback for the library's core does something first, or ``after``."""
+    add = hooks._finder.add
+
+    def slowly(before: Callable[[], Any] = lambda: None, after: Callable[[], Any] = lambda: None) -> None:
+        def slow(name: str, callback: Any) -> None:
+            ours = name == f"{library.name}.core"
+            if ours:
+                before()
+            add(name, callback)
+            if ours:
+                after()
+
+        monkeypatch.setattr(hooks._finder, "add", slow)
+
+    return slowly
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_who_has_armed_need_not_wait_for_another_thread_that_does(
-    library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch
+    library: Library, adding: Callable[..., None], moment: str
 ) -> None:
     engine = Engine([library.patch()])
-    register, begun, go_on = wrapt.register_post_import_hook, threading.Event(), threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
 
-    def slow(hook: Any, name: str) -> None:
-        if threading.current_thread() is first and name == f"{library.name}.core":
+    def pause() -> None:
+        if threading.current_thread() is first:
             begun.set()
             assert go_on.wait(PATIENCE)
-        register(hook, name)
 
-    monkeypatch.setattr(wrapt, "register_post_import_hook", slow)
+    adding(**{moment: pause})
     first = threading.Thread(target=engine.install, daemon=True)
     first.start()
     assert begun.wait(PATIENCE)
@@ -183,21 +201,40 @@ def test_who_has_armed_need_not_wait_for_another_thread_that_does(
     assert library.load().double(2) == ("patched", 4), "once"
 
 
-def test_an_import_that_begins_and_ends_while_its_hook_is_registered(
-    library: Library, thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_import_that_begins_and_ends_while_its_callback_is_registered(
+    library: Library, thread: Callable[..., threading.Thread], adding: Callable[..., None], moment: str
 ) -> None:
-    register = wrapt.register_post_import_hook
-
-    def slow(hook: Any, name: str) -> None:
-        register(hook, name)
-        if name == f"{library.name}.core":
-            thread(library.load).join(PATIENCE)
-
-    monkeypatch.setattr(wrapt, "register_post_import_hook", slow)
+    adding(**{moment: lambda: thread(library.load).join(PATIENCE)})
     engine = installed(library.patch())
     assert applied(engine)
-    assert not engine.status()[ID].late
     assert library.load().double(2) == ("patched", 4)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_import_that_begins_while_its_callback_is_registered_and_ends_later(
+    create: Callable[..., Library], thread: Callable[..., threading.Thread], moment: str, monkeypatch: Any
+) -> None:
+    library = create(core=CORE + "import LIBRARY\nLIBRARY.half_way()\n")
+    half_way, go_on, add = threading.Event(), threading.Event(), hooks._finder.add
+    vars(importlib.import_module(library.name))["half_way"] = lambda: (half_way.set(), go_on.wait(PATIENCE))
+
+    def begin(name: str, callback: Any) -> None:
+        if moment == "after":
+            add(name, callback)
+        thread(library.load)
+        assert half_way.wait(PATIENCE)
+        if moment == "before":
+            add(name, callback)
+
+    monkeypatch.setattr(hooks._finder, "add", begin)
+    engine = Engine([library.patch()])
+    engine.install()
+    assert engine.status()[ID].state is PatchState.PENDING
+    go_on.set()
+    assert library.load().double(2) == ("patched", 4)
+    assert applied(engine)
+    assert not engine.status()[ID].late
 
 
 def test_two_engines_are_armed_while_one_module_is_looked_for(
@@ -323,16 +360,16 @@ def test_no_file_is_imported_while_the_lock_of_all_imports_is_held(library: Libr
 
 
 def ending(library: Library, module: str, action: Callable[[], Any]) -> None:
-    """Do something after the engine's hook of a module, while the import system has it out of sys.modules: it takes
-    every module out and puts it back at the end.
+    """Do something after the engine's callback for a module, while the import system has it out of sys.modules: it
+    takes every module out and puts it back at the end.
     """
 
-    def hook(found: ModuleType) -> None:
-        assert sys.modules.pop(found.__name__) is found
+    def callback(name: str, _own: bool) -> None:
+        found = sys.modules.pop(name)
         action()
-        sys.modules[found.__name__] = found
+        sys.modules[name] = found
 
-    wrapt.register_post_import_hook(hook, f"{library.name}.{module}")
+    hooks.when_imported(f"{library.name}.{module}", callback)
 
 
 def test_two_threads_end_the_imports_of_two_modules(

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 import gemma4_compat
+from benchmarks.decoding import multiprocessors_fit as fit
 from gemma4_compat import Gemma4CompatError
 from gemma4_compat._models import build
 from gemma4_compat._planner import blueprint, budgets, speed, training
 from gemma4_compat._planner.text import plan_text
 from gemma4_compat._quantization.config import default_skip_modules, linear_names
 from gemma4_compat._reproduction import tiny_models
-from tests.helpers import ROOT
 
-BENCHMARKS = ROOT / "benchmarks"
 GIVEN: dict[str, Any] = {"context": 612, "quantize": "4bit-double"}
-
-
-@pytest.fixture
-def fit(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import multiprocessors_fit
-
-    yield multiprocessors_fit
-    sys.modules.pop("multiprocessors_fit")
 
 
 def described(model: Any, quantization: str | None = "4bit-double", *, experts: bool = True) -> blueprint.Blueprint:
@@ -35,7 +24,7 @@ def described(model: Any, quantization: str | None = "4bit-double", *, experts: 
     return blueprint.describe(model, quantization, names, experts=experts)
 
 
-def test_the_constants_are_those_that_fit_what_was_measured(fit: Any) -> None:
+def test_the_constants_are_those_that_fit_what_was_measured() -> None:
     rows = fit.rows(fit.FITTED)
     assert {row["card"]["multiprocessors"] for row in rows} >= {16, 28, 32, 64, 132}
     assert all(abs(fit.error(row, speed.SPEED)) < 0.06 for row in rows)
@@ -43,7 +32,7 @@ def test_the_constants_are_those_that_fit_what_was_measured(fit: Any) -> None:
     assert asdict(speed.SPEED) == {name: pytest.approx(value, rel=0.01) for name, value in found.items()}
 
 
-def test_a_machine_that_was_not_fitted(fit: Any) -> None:
+def test_a_machine_that_was_not_fitted() -> None:
     """An H200, by its data sheet: what it replayed. Tables and adapters took less there than the model says."""
     rows = fit.rows(fit.CHECKED)
     whole = [row for row in rows if row["case"] == "gpu"]

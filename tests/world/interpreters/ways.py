@@ -112,7 +112,7 @@ failed = made.exec(program) if hasattr(made, "exec") else RUN(interpreters, made
 if failed is not None:
     raise SystemExit(str(failed))
 """
-    # wrapt's and pydantic's extension modules need an interpreter of the old kind, which shares the GIL.
+    # pydantic's extension modules need an interpreter of the old kind, which shares the GIL.
     helpers = """
 LEGACY = {"config": "legacy"} if sys.version_info >= (3, 13) else {"isolated": False}
 def RUN(interpreters, made, program):

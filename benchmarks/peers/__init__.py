@@ -1,0 +1,1 @@
+"""Other software that decodes the same weights."""

@@ -1,0 +1,1 @@
+"""Bytes of what is quantized."""

@@ -1,0 +1,1 @@
+"""Placements on a small card, and what one could do instead."""
