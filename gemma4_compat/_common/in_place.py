@@ -84,10 +84,16 @@ def _nothing() -> None:
     pass
 
 
+def _method(owner: Any, name: str) -> _Method | None:
+    """What stands in place of the method; None where nothing replaces it. In a shallow copy it is the original's."""
+    found = vars(owner).get(name)
+    return found if isinstance(found, _Method) and found.owner is owner else None
+
+
 def _put(owner: Any, name: str, layer: _Layer) -> _Method:
     getattr(owner, name)
-    method = vars(owner).get(name)
-    if not isinstance(method, _Method):
+    method = _method(owner, name)
+    if method is None:
         method = vars(owner)[name] = _Method.over(owner, name, vars(owner).get(name, ABSENT))
     method.layers.append(layer)
     return method.composed()
@@ -150,9 +156,9 @@ def replace(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 def restore(owner: Any, name: str, function: Callable[..., Any]) -> None:
     """Undo a :func:`replace` by this function. Does nothing where it replaces nothing."""
     with _lock:
-        method = vars(owner).get(name)
-        for layer in list(method.layers) if isinstance(method, _Method) else ():
-            if layer.lasting and layer.function is function:
+        method = _method(owner, name)
+        if method is not None:
+            for layer in [one for one in method.layers if one.lasting and one.function is function]:
                 _take_out(method, layer)
 
 
@@ -163,8 +169,8 @@ def replacements(value: Any) -> list[Callable[..., Any]]:
 
 def has_its_own(owner: Any, name: str) -> bool:
     """Whether the object itself has an attribute of that name, without what replaces it."""
-    found = vars(owner).get(name, ABSENT)
-    return (found.own if isinstance(found, _Method) else found) is not ABSENT
+    method = _method(owner, name)
+    return (vars(owner).get(name, ABSENT) if method is None else method.own) is not ABSENT
 
 
 class _Attribute:

@@ -145,6 +145,19 @@ def test_a_deep_copy_has_its_own() -> None:
     assert layer.merge(1) == ["second", id(layer), "first", id(layer), 1]
 
 
+def test_what_is_done_to_a_shallow_copy_is_not_done_to_the_original() -> None:
+    layer = both()
+    copied = copy.copy(layer)
+    in_place.restore(copied, "merge", first)
+    with in_place.replaced(copied, "merge", named("copy's")):
+        assert copied.merge(1) == ["copy's", "second", id(layer), "first", id(layer), 1]
+        assert layer.merge(1) == ["second", id(layer), "first", id(layer), 1]
+    assert copied.merge(1) == layer.merge(1)
+    in_place.replace(copied, "merge", functools.partial(first, copied))
+    in_place.restore(copied, "merge", first)
+    assert copied.merge(1) == layer.merge(1)
+
+
 def test_a_pickle_has_the_method_of_the_class() -> None:
     text = pickle.dumps(both())
     assert b"gemma4_compat" not in text
