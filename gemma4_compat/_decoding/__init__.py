@@ -10,6 +10,7 @@ from ``get_compiled_call``. That decoder is then called once a token; it capture
 * :mod:`recording`: one captured step, on CUDA.
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. It is checked before every replay;
   a difference is why a graph is captured again.
+* :mod:`snapshots`: what it compares; :mod:`recaptures`: the causes, as ``statistics`` counts them.
 * :mod:`fused_steps`: a captured step captured again with fewer kernels, kept if its bits are the same. Its parts are
   :mod:`fusing` (operations put off), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`kernels` (compiled, tried, launched) and :mod:`bits` (equality).

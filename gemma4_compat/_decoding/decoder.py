@@ -13,6 +13,7 @@ from typing import Any
 
 from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
+from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
 from gemma4_compat._offload import model_lock, streaming
@@ -23,6 +24,8 @@ MAX_GRAPHS = 8
 _MAX_VARIANTS = 4
 #: Kinds of steps of one variant. More of them means that no step is like the one before.
 _MAX_KINDS = 64
+#: Graphs, and sets of adapters, that are known to have been let go for others.
+_REMEMBERED = 64
 _ATTRIBUTE = "_gemma4_compat_decoding"  # of a model
 _log = logging.getLogger("gemma4_compat")
 
@@ -39,6 +42,8 @@ class Statistics:
         capture_seconds: for all captures together, fused ones and their compiling among them.
         reasons: why steps ran as ever, but for the first of each kind.
         not_fused: why graphs stayed as they were captured.
+        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
+        last_recaptures: the last eight of them, the newest at the end, with what has changed.
     """
 
     replayed: int = 0
@@ -48,6 +53,8 @@ class Statistics:
     capture_seconds: float = 0.0
     reasons: tuple[str, ...] = ()
     not_fused: tuple[str, ...] = ()
+    recaptures: dict[Cause, int] = field(default_factory=dict)
+    last_recaptures: tuple[Recapture, ...] = ()
 
 
 @dataclass
@@ -69,6 +76,8 @@ class _Variant:
     graphs: collections.OrderedDict[Any, _Graph] = field(default_factory=collections.OrderedDict)
     seen: set[Any] = field(default_factory=set)  # kinds of steps that have run once
     refused: set[Any] = field(default_factory=set)  # kinds of steps that could not be captured
+    captured: dict[Any, int] = field(default_factory=dict)  # kinds that were, and the positions of their caches
+    evicted: collections.deque[Any] = field(default_factory=lambda: collections.deque(maxlen=_REMEMBERED))
 
 
 class Decoding:
@@ -86,6 +95,8 @@ class Decoding:
         self._variants: list[_Variant] = []
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
+        self._lost: Recapture | None = None  # why there is no variant to compare with
+        self._evicted: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)  # variants, by their adapters
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -93,9 +104,18 @@ class Decoding:
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
-    def _forget(self, dependencies: Dependencies) -> None:
+    def _forget(self, dependencies: Dependencies, module: str) -> None:
         """Let the graphs go that depend on a module that is gone."""
+        self._lost = self._lost or Recapture(Cause.MODULE, f"{module} was deleted")
         self._variants = [variant for variant in self._variants if variant.dependencies is not dependencies]
+
+    def _note(self, found: Recapture) -> None:
+        """Count why a step needs another graph, if it had one."""
+        counted = self.statistics
+        if counted.captured:
+            counted.recaptures = {**counted.recaptures, found.cause: counted.recaptures.get(found.cause, 0) + 1}
+            counted.last_recaptures = (*counted.last_recaptures, found)[-LAST:]
+            _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
 
     def reason(self, text: str) -> None:
         """Note, and say once, why steps run as ever."""
@@ -129,22 +149,34 @@ class Decoding:
     def clear(self) -> None:
         """Let go of all graphs and caches; the next call captures anew."""
         with self.lock:
+            if self._variants:
+                self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories = [], []
 
-    def variant(self, model: Any, *, in_full: bool) -> _Variant:
-        """That of the model as it is now; ``in_full``: looked at closely."""
+    def variant(self, model: Any, *, in_full: bool, settling: bool = False) -> _Variant:
+        """That of the model as it is now; ``in_full``: looked at closely; ``settling``: after its first step."""
         for index, variant in enumerate(self._variants):
             if variant.dependencies.hold() and not (in_full and not variant.dependencies.hold_in_full()):
                 if index:
                     self._variants = [variant, *(other for other in self._variants if other is not variant)]
                 return variant
         # Other adapters, then, or another model: graphs of the latter are of no use any more.
+        before = next(iter(self._variants), None)
+        found = Recapture.of(before.dependencies.differences()) if before is not None else self._lost
+        self._lost = None
         self._variants = [
             variant
             for variant in self._variants
             if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
         ]
         variant = _Variant(self._dependencies(model))
+        adapters = variant.dependencies.adapters()
+        if adapters in self._evicted:
+            self._evicted.remove(adapters)
+            found = Recapture(Cause.EVICTED, f"at most {_MAX_VARIANTS} sets of adapters keep theirs")
+        if found is not None and not (settling and before is not None and not before.captured):
+            self._note(found)
+        self._evicted += [gone.dependencies.adapters() for gone in self._variants[_MAX_VARIANTS - 1 :]]
         self._variants = [variant, *self._variants[: _MAX_VARIANTS - 1]]
         return variant
 
@@ -165,6 +197,9 @@ class Decoding:
             return None
         graph = variant.graphs.get((step.addresses, kind))
         if graph is None:
+            found = self._missing(step, variant)
+            if found is not None:
+                self._note(found)
             if kind not in variant.seen:
                 return self._run_first(model, step, variant)
             graph = self._capture(model, step, variant)
@@ -172,6 +207,20 @@ class Decoding:
                 return None
         variant.graphs.move_to_end((step.addresses, kind))
         return self._replay(model, graph, step)
+
+    def _missing(self, step: steps.Step, variant: _Variant) -> Recapture | None:
+        """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
+        key = step.addresses, step.kind
+        if key in variant.evicted:
+            variant.evicted.remove(key)
+            return Recapture(Cause.EVICTED, f"at most {MAX_GRAPHS} of a model")
+        if step.kind in variant.captured:
+            held = any(memory.in_use for memory in self.memories if memory.addresses != step.addresses)
+            return Recapture(Cause.CACHE, "the one before is held" if held else "the one before is gone")
+        if step.kind in variant.seen or not variant.captured:
+            return None
+        kind = next(reversed(variant.graphs))[1] if variant.graphs else next(reversed(variant.captured))
+        return Recapture.of(step.differences(kind, variant.captured[kind]))
 
     def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
         """The first step of its kind runs as ever: libraries set themselves up, hooks settle."""
@@ -185,7 +234,7 @@ class Decoding:
             return None
         outputs = model(**step.inputs)
         self.statistics.eager += 1
-        self.variant(model, in_full=False).seen.add(step.kind)
+        self.variant(model, in_full=False, settling=True).seen.add(step.kind)
         return outputs
 
     def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
@@ -208,6 +257,7 @@ class Decoding:
             self.memories.append(static_caches.Memory(step.cache))
         graph = _Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
+        variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
 
     def _recorded(
@@ -234,7 +284,7 @@ class Decoding:
     def _make_room(self) -> None:
         while sum(len(variant.graphs) for variant in self._variants) >= MAX_GRAPHS:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
-            oldest.graphs.popitem(last=False)
+            oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
     def _replay(self, model: Any, graph: _Graph, step: steps.Step) -> Any:
         import torch
