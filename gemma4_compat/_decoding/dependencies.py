@@ -176,7 +176,8 @@ class Dependencies:
         """Somebody may replace its functions."""
         for part in kind.__mro__:
             if part not in self._classes and part.__module__ not in _PLAIN:
-                self._classes[part] = list(vars(part)), list(vars(part).values())
+                own = _attributes(part)
+                self._classes[part] = list(own), list(own.values())
 
     def _add_globals(self, module: str, names: dict[str, Any]) -> None:
         """Functions that forwards call by their names, and registries in which they look functions up."""
@@ -293,10 +294,15 @@ class Dependencies:
         return hash(repr(self._adapters.values))
 
 
+def _attributes(kind: type) -> dict[str, Any]:
+    """Those of a class, without what ``copy.deepcopy`` and pickle keep there."""
+    return {name: value for name, value in vars(kind).items() if name != "__slotnames__"}
+
+
 def _is_as_it_was(item: tuple[type, tuple[list[str], list[Any]]]) -> bool:
     """Whether a class has the attributes that it had. The old ones are kept alive, so that ids tell them apart."""
     kind, (names, values) = item
-    now = vars(kind)
+    now = _attributes(kind)
     return list(now) == names and all(map(operator.is_, now.values(), values))
 
 
