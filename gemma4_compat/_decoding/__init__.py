@@ -10,6 +10,7 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`recording`: one captured step, on CUDA.
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it
   before every step (``hold``); if something differs, the graph is captured again.
+* :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``statistics`` counts them.
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`kernels` (compiles, tries and launches them) and :mod:`bits` (equality).

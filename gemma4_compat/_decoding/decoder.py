@@ -14,6 +14,7 @@ from typing import Any
 from gemma4_compat._accelerate import attached
 from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
+from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
 from gemma4_compat._offload import model_lock, streaming
@@ -24,6 +25,8 @@ MAX_GRAPHS = 8
 _MAX_VARIANTS = 4
 #: Kinds of steps in one variant. If there are more, every step differs from the one before.
 _MAX_KINDS = 64
+#: Graphs, and sets of adapters, that are remembered as evicted.
+_REMEMBERED = 64
 _ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
 
@@ -40,6 +43,8 @@ class Statistics:
         capture_seconds: time spent on all captures, including fused ones and compiling their kernels.
         reasons: why steps ran without a graph, other than the first of each kind.
         not_fused: why graphs stayed as they were captured.
+        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
+        last_recaptures: the last eight of them, the newest at the end, with what has changed.
     """
 
     replayed: int = 0
@@ -49,6 +54,8 @@ class Statistics:
     capture_seconds: float = 0.0
     reasons: tuple[str, ...] = ()
     not_fused: tuple[str, ...] = ()
+    recaptures: dict[Cause, int] = field(default_factory=dict)
+    last_recaptures: tuple[Recapture, ...] = ()
 
 
 @dataclass
@@ -70,6 +77,8 @@ class _Variant:
     graphs: collections.OrderedDict[Any, _Graph] = field(default_factory=collections.OrderedDict)
     seen: set[Any] = field(default_factory=set)  # kinds of steps that have run once
     refused: set[Any] = field(default_factory=set)  # kinds of steps that could not be captured
+    captured: dict[Any, int] = field(default_factory=dict)  # kinds that were, and the positions of their caches
+    evicted: collections.deque[Any] = field(default_factory=lambda: collections.deque(maxlen=_REMEMBERED))
 
 
 class Decoding:
@@ -87,6 +96,8 @@ class Decoding:
         self._variants: list[_Variant] = []
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
+        self._lost: Recapture | None = None  # why there is no variant to compare with
+        self._evicted: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)  # variants, by their adapters
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -94,9 +105,18 @@ class Decoding:
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
-    def _forget(self, dependencies: Dependencies) -> None:
+    def _forget(self, dependencies: Dependencies, module: str) -> None:
         """Drop the graphs that depend on a deleted module."""
+        self._lost = self._lost or Recapture(Cause.MODULE, f"{module} was deleted")
         self._variants = [variant for variant in self._variants if variant.dependencies is not dependencies]
+
+    def _note(self, found: Recapture) -> None:
+        """Count why a step needs another graph, if it had one."""
+        counted = self.statistics
+        if counted.captured:
+            counted.recaptures = {**counted.recaptures, found.cause: counted.recaptures.get(found.cause, 0) + 1}
+            counted.last_recaptures = (*counted.last_recaptures, found)[-LAST:]
+            _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
 
     def reason(self, text: str) -> None:
         """Record why steps run without a graph, and log it once."""
@@ -130,22 +150,37 @@ class Decoding:
     def clear(self) -> None:
         """Release all graphs and caches; the next call captures anew."""
         with self.lock:
+            if self._variants:
+                self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories = [], []
 
-    def variant(self, model: Any, *, in_full: bool) -> _Variant:
-        """The variant of the model as it is now. ``in_full`` also checks what rarely changes."""
+    def variant(self, model: Any, *, in_full: bool, settling: bool = False) -> _Variant:
+        """The variant of the model as it is now.
+
+        ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run.
+        """
         for index, variant in enumerate(self._variants):
             if variant.dependencies.hold() and not (in_full and not variant.dependencies.hold_in_full()):
                 if index:
                     self._variants = [variant, *(other for other in self._variants if other is not variant)]
                 return variant
         # The adapters have changed, or the model has; in the latter case its graphs are of no use any more.
+        before = next(iter(self._variants), None)
+        found = Recapture.of(before.dependencies.differences()) if before is not None else self._lost
+        self._lost = None
         self._variants = [
             variant
             for variant in self._variants
             if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
         ]
         variant = _Variant(self._dependencies(model))
+        adapters = variant.dependencies.adapters()
+        if adapters in self._evicted:
+            self._evicted.remove(adapters)
+            found = Recapture(Cause.EVICTED, f"at most {_MAX_VARIANTS} sets of adapters keep theirs")
+        if found is not None and not (settling and before is not None and not before.captured):
+            self._note(found)
+        self._evicted += [gone.dependencies.adapters() for gone in self._variants[_MAX_VARIANTS - 1 :]]
         self._variants = [variant, *self._variants[: _MAX_VARIANTS - 1]]
         return variant
 
@@ -166,6 +201,9 @@ class Decoding:
             return None
         graph = variant.graphs.get((step.addresses, kind))
         if graph is None:
+            found = self._missing(step, variant)
+            if found is not None:
+                self._note(found)
             if kind not in variant.seen:
                 return self._run_first(model, step, variant)
             graph = self._capture(model, step, variant)
@@ -173,6 +211,20 @@ class Decoding:
                 return None
         variant.graphs.move_to_end((step.addresses, kind))
         return self._replay(model, graph, step)
+
+    def _missing(self, step: steps.Step, variant: _Variant) -> Recapture | None:
+        """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
+        key = step.addresses, step.kind
+        if key in variant.evicted:
+            variant.evicted.remove(key)
+            return Recapture(Cause.EVICTED, f"at most {MAX_GRAPHS} of a model")
+        if step.kind in variant.captured:
+            held = any(memory.in_use for memory in self.memories if memory.addresses != step.addresses)
+            return Recapture(Cause.CACHE, "the one before is held" if held else "the one before is gone")
+        if step.kind in variant.seen or not variant.captured:
+            return None
+        kind = next(reversed(variant.graphs))[1] if variant.graphs else next(reversed(variant.captured))
+        return Recapture.of(step.differences(kind, variant.captured[kind]))
 
     def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
         """Run the first step of a kind without a graph: libraries set themselves up, hooks settle."""
@@ -186,7 +238,7 @@ class Decoding:
             return None
         outputs = model(**step.inputs)
         self.statistics.eager += 1
-        self.variant(model, in_full=False).seen.add(step.kind)
+        self.variant(model, in_full=False, settling=True).seen.add(step.kind)
         return outputs
 
     def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
@@ -209,6 +261,7 @@ class Decoding:
             self.memories.append(static_caches.Memory(step.cache))
         graph = _Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
+        variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
 
     def _recorded(
@@ -235,7 +288,7 @@ class Decoding:
     def _make_room(self) -> None:
         while sum(len(variant.graphs) for variant in self._variants) >= MAX_GRAPHS:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
-            oldest.graphs.popitem(last=False)
+            oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
     def _replay(self, model: Any, graph: _Graph, step: steps.Step) -> Any:
         import torch

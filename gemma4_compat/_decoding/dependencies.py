@@ -7,18 +7,22 @@ each ``generate``, what programs do not change between two of its tokens: the tr
 forwards may read, which is every attribute (including added ones), the contents of their lists and dictionaries, their
 classes, and the functions beside these classes.
 
-Nothing here keeps a module or a tensor alive. When a module of the model is deleted, everything is released.
+What differs has a cause and a name: :meth:`Dependencies.differences`. Nothing here keeps a module or a tensor alive.
+When a module of the model is deleted, everything is released.
 """
 
 from __future__ import annotations
 
-import itertools
+import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
+from gemma4_compat._decoding import recaptures
+from gemma4_compat._decoding.recaptures import Cause, changed
+from gemma4_compat._decoding.snapshots import Entries, Layouts, Values, Whose
 from gemma4_compat._quantization import quant_states
 
 #: Attributes of PEFT's layers that say which adapters compute, and how strongly. Some layers get such an attribute
@@ -32,6 +36,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
+_CONFIG = (Cause.CONFIGURATION, "config")
 
 
 class Dependencies:
@@ -41,7 +46,7 @@ class Dependencies:
         modules: all of them; the first one is the model.
         configs: dictionaries of its configurations.
         groups: the module groups of streamed layers: their weights are on the host.
-        on_gone: called with this snapshot, at least once, when one of the modules is deleted.
+        on_gone: called with this snapshot and a module's name, at least once, when one of the modules is deleted.
     """
 
     def __init__(
@@ -49,143 +54,158 @@ class Dependencies:
         modules: list[Any],
         configs: Iterable[dict[str, Any]],
         groups: list[Any],
-        on_gone: Callable[[Dependencies], None],
+        on_gone: Callable[[Dependencies, str], None],
     ) -> None:
         self._gone = False
-        self._often, self._seldom = _Entries(), _Entries()
-        self._adapters = _Values()
+        self._often, self._seldom = Entries(), Entries()
+        self._adapters = Values()
         self._addresses: list[int] = []
         self._tensors: list[weakref.ref[Any]] = []  # on the device
         self._metas: list[weakref.ref[Any]] = []  # offloaded
-        self._layouts = _Layouts()
+        self._whose_tensors: list[Whose] = []
+        self._whose_metas: list[Whose] = []
+        self._layouts = Layouts()
         self._hooks: list[dict[Any, Any]] = []
         self._no_hooks: list[dict[Any, Any]] = []
+        self._hooked: list[str] = []  # modules, one for each of `_hooks`
+        self._not_hooked: list[str] = []
         self._ignored = {*_of_every_module(), *_ADAPTER}
         self._kinds = list(map(type, modules))
         self._classes: dict[type, tuple[list[str], list[Any]]] = {}
         self._registries: list[tuple[Any, dict[Any, Any]]] = []
-        self._modules = [weakref.ref(module, lambda _ref: self._release(on_gone)) for module in modules]
+        self._names = _names(modules)
+        self._offload_hooks = [id(_offload_hook(module)) for module in modules]
+        self._modules = [
+            weakref.ref(module, functools.partial(self._release, on_gone, name))
+            for module, name in zip(modules, self._names)
+        ]
         for kind in dict.fromkeys(self._kinds):
             self._add_class(kind)
         for name in dict.fromkeys(kind.__module__ for kind in self._classes):
             if name in sys.modules:
-                self._add_globals(vars(sys.modules[name]))
+                self._add_globals(name, vars(sys.modules[name]))
         for hooks in global_hooks():
-            self._add_hooks(hooks)
+            self._add_hooks(hooks, "every module")
         for index, module in enumerate(modules):
-            self._add(module, first=index == 0)
+            self._add(module, self._names[index], first=index == 0)
         for group in groups:
             for where, key in group.host_entries():
-                self._often.add(where, key)
+                self._often.add(where, key, (Cause.WEIGHT, "in host memory"))
             for where, key in group.hook_entries():
-                self._seldom.add(where, key)
+                self._seldom.add(where, key, (Cause.OFFLOADING, "AlignDevicesHook"))
         self._dtypes = list(map(_dtype, self._metas))
         self._hook_numbers = list(map(len, self._hooks))
-        self._configs = _Values()
+        self._configs = Values()
         for config in configs:
             for key in _IMPLEMENTATIONS:
-                self._configs.add(config, key)
+                self._configs.add(config, key, _CONFIG)
             for key in config.keys() - set(_IMPLEMENTATIONS):
-                self._add_attribute(config, key)
+                self._add_attribute(config, key, _CONFIG)
 
-    def _release(self, on_gone: Callable[[Dependencies], None]) -> None:
+    def _release(self, on_gone: Callable[[Dependencies, str], None], name: str, _reference: object) -> None:
         """Release everything: a module is deleted, and its weights with it."""
-        self._often, self._seldom = _Entries(), _Entries()
+        self._often, self._seldom = Entries(), Entries()
         self._hooks, self._no_hooks = [], []
         self._gone = True
-        on_gone(self)
+        on_gone(self, name)
 
-    def _add(self, module: Any, *, first: bool) -> None:
+    def _add(self, module: Any, path: str, *, first: bool) -> None:
         attributes = vars(module)
+        weight, child, adapter = (Cause.WEIGHT, path), (Cause.MODULE, path), (Cause.ADAPTER, path)
         for kind in ("_parameters", "_buffers"):
             for name, tensor in attributes[kind].items():
-                self._often.add(attributes[kind], name)
+                self._often.add(attributes[kind], name, weight)
                 if tensor is not None:
-                    self._add_tensor(tensor)
+                    self._add_tensor(tensor, (Cause.WEIGHT, f"{path}.{name}"))
         for name in attributes["_modules"]:
-            self._seldom.add(attributes["_modules"], name)
+            self._seldom.add(attributes["_modules"], name, child)
         for kind in ("_parameters", "_buffers"):
-            self._seldom.add_size(attributes[kind])
-        self._seldom.add_contents(attributes["_modules"])  # their order matters
+            self._seldom.add_size(attributes[kind], weight)
+        self._seldom.add_contents(attributes["_modules"], child)  # their order matters
         often = self._often if first else self._seldom
-        often.add(attributes, "forward")
-        often.add(attributes, "training")
+        often.add(attributes, "forward", (Cause.CODE, path))
+        often.add(attributes, "training", (Cause.TRAINING, path))
         for kind in _HOOKS:
-            self._add_hooks(attributes[kind])
+            self._add_hooks(attributes[kind], path)
         for key in _ADAPTER:
             if hasattr(module, key):
-                self._adapters.add(attributes, key, getattr(type(module), key, None))
+                self._adapters.add(attributes, key, adapter, getattr(type(module), key, None))
         for key in _ADAPTER_DICTS:
             if isinstance(attributes.get(key), dict):
                 for name in attributes[key]:
-                    self._adapters.add(attributes[key], name)
+                    self._adapters.add(attributes[key], name, (Cause.ADAPTER, f"{path}.{key}"))
+        whose = (Cause.ATTRIBUTE, path)
         if not first:
-            self._seldom.add_size(attributes)
+            self._seldom.add_size(attributes, whose)
         for key, value in attributes.items():
             # `generate` keeps things on the model itself, and PEFT replaces methods there with its own.
             kept = first and (key.startswith("_") or key in _OF_CALLS or callable(value))
             if key not in self._ignored and not kept:
-                self._add_attribute(attributes, key)
+                self._add_attribute(attributes, key, whose)
 
-    def _add_attribute(self, where: dict[Any, Any], key: Any) -> None:
+    def _add_attribute(self, where: dict[Any, Any], key: Any, whose: Whose) -> None:
         """Note the object under ``key`` and its contents: containers, and the tensors and classes of objects."""
-        self._seldom.add(where, key)
-        self._add_contents(where[key], {id(where)})
+        self._seldom.add(where, key, whose)
+        self._add_contents(where[key], {id(where)}, (whose[0], f"{whose[1]}.{key}"))
 
-    def _add_contents(self, value: Any, above: set[int]) -> None:
+    def _add_contents(self, value: Any, above: set[int], whose: Whose) -> None:
         import torch
 
         if isinstance(value, torch.Tensor):
-            self._layouts.add(value)
+            self._layouts.add(value, whose)
         elif not isinstance(value, (dict, list, tuple, set)):
             if type(value).__module__ not in _PLAIN and not isinstance(value, type):
                 self._add_class(type(value))
         elif id(value) not in above:
             if isinstance(value, dict):
-                self._seldom.add_size(value)
+                self._seldom.add_size(value, whose)
                 for name in value:
-                    self._seldom.add(value, name)
+                    self._seldom.add(value, name, whose)
             else:
-                self._seldom.add_contents(value)
+                self._seldom.add_contents(value, whose)
             for part in value.values() if isinstance(value, dict) else value:
-                self._add_contents(part, {*above, id(value)})
+                self._add_contents(part, {*above, id(value)}, whose)
 
-    def _add_hooks(self, hooks: dict[Any, Any]) -> None:
+    def _add_hooks(self, hooks: dict[Any, Any], path: str) -> None:
         (self._hooks if hooks else self._no_hooks).append(hooks)
+        (self._hooked if hooks else self._not_hooked).append(path)
         for key in hooks:
-            self._seldom.add(hooks, key)
+            self._seldom.add(hooks, key, (Cause.HOOK_ADDED, f"in place of another on {path}"))
 
     def _add_class(self, kind: type) -> None:
         """Note the attributes of a class: somebody may replace its functions."""
         for part in kind.__mro__:
             if part not in self._classes and part.__module__ not in _PLAIN:
-                self._classes[part] = list(vars(part)), list(vars(part).values())
+                own = _attributes(part)
+                self._classes[part] = list(own), list(own.values())
 
-    def _add_globals(self, names: dict[str, Any]) -> None:
-        """Note the functions that forwards call by name, and the registries in which they look functions up."""
+    def _add_globals(self, module: str, names: dict[str, Any]) -> None:
+        """Functions that forwards call by their names, and registries in which they look functions up."""
         for name, value in names.items():
             if isinstance(value, MutableMapping) and not isinstance(value, dict):  # ALL_ATTENTION_FUNCTIONS
                 self._registries.append((value, dict(value)))
             elif callable(value) and not isinstance(value, type):
-                self._seldom.add(names, name)
+                self._seldom.add(names, name, (Cause.CODE, module))
 
-    def _add_tensor(self, tensor: Any) -> None:
+    def _add_tensor(self, tensor: Any, whose: Whose) -> None:
         state = vars(tensor).get("quant_state")
         if state is not None:
-            self._often.add(vars(tensor), "quant_state")
+            self._often.add(vars(tensor), "quant_state", whose)
             for holder in (state, vars(state).get("state2")):
                 if holder is not None:
                     for key in ("absmax", "code", "offset", "state2"):
-                        self._often.add(vars(holder), key)
+                        self._often.add(vars(holder), key, whose)
                     for key in vars(holder).keys() - {"absmax", "code", "offset", "state2"}:
-                        self._seldom.add(vars(holder), key)
+                        self._seldom.add(vars(holder), key, whose)
         for part in (tensor, *(() if state is None else quant_states.tensors(state))):
             if part.device.type == "meta":
                 self._metas.append(weakref.ref(part))
+                self._whose_metas.append(whose)
             else:
                 self._tensors.append(weakref.ref(part))
                 self._addresses.append(part.data_ptr())
-                self._layouts.add(part)
+                self._whose_tensors.append(whose)
+                self._layouts.add(part, whose)
 
     def hold(self) -> bool:
         """Whether a replay would compute what the model computes now. Checked for every token."""
@@ -218,119 +238,86 @@ class Dependencies:
             return False
         return self._seldom.hold() and self._layouts.hold()
 
+    def differences(self) -> list[Whose]:
+        """What has changed, by cause and name, after one of the checks failed; nothing of a snapshot that let go."""
+        return recaptures.first(
+            self._dispatched(),
+            self._adapters.differences(),
+            self._configs.differences(),
+            self._differing_hooks(),
+            self._often.differences(),
+            self._moved(),
+            self._of_other_types(),
+            self._seldom.differences(),
+            self._layouts.differences(),
+            self._differing_code(),
+        )
+
+    def _dispatched(self) -> Iterator[Whose]:
+        """Modules with another hook of accelerate, or without theirs. Their weights have moved as well."""
+        for reference, noted, path in zip(self._modules, self._offload_hooks, self._names):
+            if id(_offload_hook(reference())) != noted:
+                yield Cause.OFFLOADING, path
+
+    def _differing_hooks(self) -> Iterator[Whose]:
+        for hooks, path in zip(self._no_hooks, self._not_hooked):
+            if hooks:
+                yield Cause.HOOK_ADDED, f"{path}: {_name(next(reversed(hooks.values())))}"
+        for hooks, number, path in zip(self._hooks, self._hook_numbers, self._hooked):
+            if len(hooks) != number:
+                yield Cause.HOOK_ADDED if len(hooks) > number else Cause.HOOK_REMOVED, path
+
+    def _moved(self) -> Iterator[Whose]:
+        for reference, address, whose in zip(self._tensors, self._addresses, self._whose_tensors):
+            tensor = reference()
+            if tensor is None or tensor.data_ptr() != address:
+                yield whose
+
+    def _of_other_types(self) -> Iterator[Whose]:
+        for reference, kind, path in zip(self._modules, self._kinds, self._names):
+            if type(reference()) is not kind:
+                yield Cause.MODULE, f"{path}: {changed(_name(kind), _name(type(reference())))}"
+        for reference, dtype, whose in zip(self._metas, self._dtypes, self._whose_metas):
+            if _dtype(reference) != dtype:
+                yield whose
+
+    def _differing_code(self) -> Iterator[Whose]:
+        for kind, known in self._classes.items():
+            if not _is_as_it_was((kind, known)):
+                yield Cause.CODE, f"{kind.__module__}.{_name(kind)}"
+        for registry, functions in self._registries:
+            if dict(registry) != functions:
+                yield Cause.CODE, _name(type(registry))
+
+    def adapters(self) -> int:
+        """Stands for the adapters that were active; equal ones have equal numbers."""
+        return hash(repr(self._adapters.values))
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    """Those of a class, without what ``copy.deepcopy`` and pickle keep there."""
+    return {name: value for name, value in vars(kind).items() if name != "__slotnames__"}
+
 
 def _is_as_it_was(item: tuple[type, tuple[list[str], list[Any]]]) -> bool:
     """Whether a class still has the same attributes. The old ones are kept alive, so their ids stay unique."""
     kind, (names, values) = item
-    now = vars(kind)
+    now = _attributes(kind)
     return list(now) == names and all(map(operator.is_, now.values(), values))
 
 
-_NOTHING = object()  # stands for a key that is absent
+def _names(modules: list[Any]) -> list[str]:
+    """What the first one, the model, calls them; itself, by its class."""
+    known = {id(module): name for name, module in modules[0].named_modules()}
+    return [known.get(id(module)) or _name(type(module)) for module in modules]
 
 
-class _Entries:
-    """Which object is under a key of a dictionary, and what is in a container.
-
-    Objects are compared by their ids, in two passes over lists. A new object may get the id of a deleted one, so
-    deletions are detected by weak references; numbers, strings and the like are kept alive instead. Containers are
-    neither watched nor kept, since they may hold modules; a new one at the address of a deleted one goes unnoticed.
-    """
-
-    def __init__(self) -> None:
-        self._dicts: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
-        self._ids: list[int] = []
-        self._constants: list[Any] = []
-        self._references: list[weakref.ref[Any]] = []
-        self._gone: list[weakref.ref[Any]] = []  # of those, the ones whose object was deleted
-        self._containers: list[Collection[Any]] = []
-        self._contents: list[list[int]] = []
-        self._sized: list[dict[Any, Any]] = []
-        self._sizes: list[int] = []
-
-    def add(self, where: dict[Any, Any], key: Any) -> None:
-        """Note what is under ``key`` now."""
-        self._dicts.append(where)
-        self._keys.append(key)
-        self._ids.append(self._noted(where.get(key, _NOTHING)))
-
-    def add_size(self, where: dict[Any, Any]) -> None:
-        """Note the number of keys of a dictionary whose keys are all noted: a new key changes it."""
-        self._sized.append(where)
-        self._sizes.append(len(where))
-
-    def add_contents(self, container: Collection[Any]) -> None:
-        """Note the items of a list, a set or a tuple, or the keys of a dictionary in order."""
-        self._containers.append(container)
-        self._contents.append(list(map(self._noted, container)))
-
-    def _noted(self, value: Any) -> int:
-        if not isinstance(value, (dict, list, tuple, set)):
-            try:
-                self._references.append(weakref.ref(value, self._gone.append))
-            except TypeError:  # a number, a name, a dtype: nothing that holds a module
-                self._constants.append(value)
-        return id(value)
-
-    def hold(self) -> bool:
-        """Whether the same objects are still there."""
-        if self._gone or list(map(len, self._sized)) != self._sizes:
-            return False
-        if list(map(id, map(dict.get, self._dicts, self._keys, itertools.repeat(_NOTHING)))) != self._ids:
-            return False
-        return [list(map(id, container)) for container in self._containers] == self._contents
+def _offload_hook(module: Any) -> Any:
+    return getattr(module, "__dict__", {}).get("_hf_hook")
 
 
-class _Values:
-    """Which value is under a key of a dictionary; an equal value counts as the same."""
-
-    def __init__(self) -> None:
-        self._dicts: list[dict[Any, Any]] = []
-        self._keys: list[Any] = []
-        self._values: list[Any] = []
-        self._defaults: list[Any] = []
-
-    def add(self, where: dict[Any, Any], key: Any, default: Any = None) -> None:
-        """Note the value under ``key``: a number, a name, or a list of names, which is copied."""
-        self._dicts.append(where)
-        self._keys.append(key)
-        self._defaults.append(default)
-        value = where.get(key, default)
-        self._values.append(list(value) if isinstance(value, list) else value)
-
-    def hold(self) -> bool:
-        """Whether equal values are still there."""
-        return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self._values
-
-
-class _Layouts:
-    """Where tensors are in memory, and their layout."""
-
-    def __init__(self) -> None:
-        self._references: list[weakref.ref[Any]] = []
-        self._layouts: list[Any] = []
-
-    def add(self, tensor: Any) -> None:
-        import torch
-
-        if tensor.layout is torch.strided:
-            self._references.append(weakref.ref(tensor))
-            self._layouts += _layouts([tensor])
-
-    def hold(self) -> bool:
-        """Whether all are still there, at the same address and with the same layout."""
-        found = [reference() for reference in self._references]
-        return not any(tensor is None for tensor in found) and _layouts(found) == self._layouts
-
-
-def _layouts(found: list[Any]) -> list[Any]:
-    import torch
-
-    kind = torch.Tensor
-    with torch._C.DisableTorchFunctionSubclass():
-        places, strides = map(kind.data_ptr, found), map(kind.stride, found)
-        return list(zip(places, strides, map(operator.attrgetter("dtype", "shape"), found)))
+def _name(function: Any) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _dtype(reference: weakref.ref[Any]) -> Any:

@@ -46,6 +46,11 @@ def tensors(cache: Any) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
+def length(cache: Any) -> int:
+    """The positions of its longest layer."""
+    return max(int(layer.max_cache_len) for layer in _holding(cache))
+
+
 def sliding(cache: Any) -> list[Any]:
     """The sliding layers, whose updates depend on a counter in Python."""
     return [layer for layer in _holding(cache) if type(layer).__name__ == "StaticSlidingWindowLayer"]

@@ -6,7 +6,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._decoding import static_caches
+from gemma4_compat._decoding.recaptures import Cause, changed
 from gemma4_compat._models import cache_names
+
+#: What the end of a kind says, in this order.
+_SETTINGS = (
+    "inference mode",
+    "deterministic algorithms",
+    "default dtype",
+    "allow_tf32",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "flash_sdp",
+    "mem_efficient_sdp",
+    "math_sdp",
+    "cudnn_sdp",
+)
 
 #: Grows with the text, and only the prompt reads it (transformers 5.5; later releases leave it out themselves).
 _OF_THE_PROMPT = ("mm_token_type_ids", "token_type_ids")
@@ -76,6 +91,29 @@ class Step:
             torch.backends.cuda.cudnn_sdp_enabled(),
         )
 
+    def differences(self, kind: tuple[Any, ...], length: int) -> Iterator[tuple[Cause, str]]:
+        """Why a graph does not serve this step: cause and detail.
+
+        Args:
+            kind: of the step that was captured.
+            length: of its cache, in positions.
+        """
+        (full, shapes, names, *settings), (was_full, old_shapes, old_names, *old_settings) = self.kind, kind
+        for name in dict.fromkeys((*_flat(old_names), *_flat(names))):
+            if (name in _flat(old_names)) != (name in _flat(names)):
+                yield Cause.OPTION, name
+        own = static_caches.length(self.cache)
+        found = [(name, *pair) for name, *pair in zip(_paths(self.inputs), old_shapes, shapes) if pair[0] != pair[1]]
+        if own != length and "input_ids" not in [name for name, *_ in found]:
+            yield Cause.CACHE_LENGTH, f"{changed(length, own)} positions"
+        for name, old, new in found:
+            yield Cause.SHAPE, f"{name}: {changed(_shown(old), _shown(new))}"
+        for name, old, new in zip(_SETTINGS, old_settings, settings):
+            if old != new:
+                yield Cause.SETTING, f"{name}: {changed(old, new)}"
+        if full != was_full:
+            yield Cause.WINDOW, f"{changed(sum(was_full), sum(full))} of {len(full)} layers"
+
     def static_inputs(self) -> dict[str, Any]:
         """The inputs, with new tensors for a graph to read."""
         import torch
@@ -101,12 +139,41 @@ def _names(inputs: dict[str, Any]) -> Iterator[Any]:
 
     for name, value in inputs.items():
         if isinstance(value, dict):
-            yield name
-            yield tuple(_names(value))
+            yield name, tuple(_names(value)), "in it"
         elif isinstance(value, torch.Tensor) or name in cache_names.NAMES:
             yield name
         else:
             yield name, value if value.__hash__ is not None else id(value)
+
+
+def _flat(names: tuple[Any, ...]) -> list[str]:
+    """The names of a kind as text: ``attention_mask.sliding_attention``, ``output_hidden_states=True``."""
+    found: list[str] = []
+    for name in names:
+        if isinstance(name, str):
+            found.append(name)
+        elif len(name) == 2:
+            found.append(f"{name[0]}={name[1]!s:.60}")
+        else:
+            found += [f"{name[0]}.{part}" for part in _flat(name[1])]
+    return found
+
+
+def _paths(inputs: dict[str, Any], above: str = "") -> Iterator[str]:
+    """The names of :func:`tensors`."""
+    import torch
+
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            yield f"{above}{name}"
+        elif isinstance(value, dict):
+            yield from _paths(value, f"{above}{name}.")
+
+
+def _shown(tensor: tuple[Any, ...]) -> str:
+    """A tensor, as a kind has it: shape, dtype, strides."""
+    shape, dtype, _strides = tensor
+    return f"{dtype} {list(shape)}"
 
 
 def _own(value: Any) -> Any:

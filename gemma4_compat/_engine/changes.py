@@ -34,10 +34,13 @@ from typing import Any
 
 @dataclass(slots=True)  # what it refers to is counted
 class _Switch:
-    """What an installed function calls: the replacement, ``state[0]``; if that is None, the original."""
+    """What an installed function calls: the replacement, ``state[0]``; if that is None, the original.
+
+    ``state[1]`` is what it calls as the original: what sleeps below it is passed over.
+    """
 
     original: Any
-    state: list[Callable[..., Any] | None]
+    state: list[Any]
     changes: ChangeSet
     asleep: Callable[..., Any] | None = None  # the replacement, until `awaken` puts it into `state`
 
@@ -81,7 +84,9 @@ class ChangeSet:
         """Put ``replacement(original, *args, **kwargs)`` in place of ``module.name`` (``name`` may be dotted).
 
         Static and class methods stay what they are; a property gets another getter. With ``asleep``, the function
-        that is put there calls the original until :func:`gemma4_compat._engine.sleep.awaken`.
+        that is put there calls the original until :func:`gemma4_compat._engine.sleep.awaken`. A replacement of
+        ``__getattr__`` in a class that has none may have an attribute ``known``, by class the names that it is asked
+        for: any other is missing, without a call.
 
         Raises:
             AttributeError: nothing of that name is there.
@@ -148,14 +153,22 @@ class ChangeSet:
         if kept is not None and known is not None and known.original is original and not known.changes.active:
             self._switch_on(kept, replacement, asleep)
             return kept
-        state: list[Callable[..., Any] | None] = [None]
+        state: list[Any] = [None, original]
         asked = label.endswith(".__getattr__")  # an error is an answer there, which compilers trace
+        known = vars(replacement).get("known") if original is missing else None
 
         @functools.wraps(original, updated=())
         def installed(*args: Any, **kwargs: Any) -> Any:
-            now = state[0]
+            now, inner = state
+            if (
+                known is not None
+                and now is not None
+                and type(args[0]) in known
+                and args[1] not in known[type(args[0])]
+            ):
+                raise AttributeError(f"{type(args[0]).__name__!r} object has no attribute {args[1]!r}")
             try:
-                return original(*args, **kwargs) if now is None else now(original, *args, **kwargs)
+                return inner(*args, **kwargs) if now is None else now(inner, *args, **kwargs)
             except BaseException as error:  # broad: it goes on to the caller, without what lies between
                 if asked or _from_upstream(error.__traceback__, original) is None:
                     raise
@@ -248,7 +261,7 @@ def bookkeeping(functions: Collection[Any]) -> list[Any]:
     ours: list[Any] = []
     for installed, switch in list(_installed.items()):
         if upstream(installed) in functions:
-            ours += [*(installed.__closure__ or ()), vars(installed), switch]
+            ours += [*(installed.__closure__ or ()), vars(installed), switch, switch.state]
             ours += [item for pair in ((edit, edit.before) for edit in switch.changes._journal) for item in pair]
             ours += switch.changes._functions
     ours += [vars(item) for item in ours if isinstance(item, (staticmethod, classmethod))]

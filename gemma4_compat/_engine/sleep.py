@@ -1,8 +1,9 @@
 """What is installed and not needed yet: it sleeps, and costs a call nothing, until something in the process needs it.
 
-An installed function that sleeps calls the original. A class in whose slot all that we installed sleeps has upstream's
-own function there, except while the engine decides: what it looks at is the same as if nothing slept. Another library
-may replace that function meanwhile; then it stays, and the status of the patch says so.
+An installed function that sleeps calls the original; one on top of it calls what is below both. A class in whose
+slot all that we installed sleeps has upstream's own function there, except while the engine decides: what it looks
+at is the same as if nothing slept. Another library may replace that function meanwhile; then it stays, and the
+status of the patch says so.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def awaken(patch_id: str) -> None:
         for function, switch in list(changes._installed.items()):
             if switch.asleep is not None and vars(function)[changes._OURS] == patch_id:
                 switch.state[0], switch.asleep = switch.asleep, None
+        _pass_over(True)
         _show()
         changes._awake.add(patch_id)  # last: a thread that finds it there goes on
 
@@ -29,7 +31,17 @@ def awaken(patch_id: str) -> None:
 def show() -> None:
     """Put everything where it belongs."""
     with changes._switching:
+        _pass_over(False)
         _show()
+
+
+def _pass_over(sleeping: bool) -> None:
+    """Have every installed function call what it was installed on, or what is below that if that sleeps."""
+    for switch in list(changes._installed.values()):
+        function = switch.original
+        while sleeping and changes.is_installed(function) and changes._installed[function].asleep is not None:
+            function = changes._installed[function].original
+        switch.state[1] = function
 
 
 def _show() -> None:
@@ -42,6 +54,7 @@ def _show() -> None:
 def hide() -> None:
     """Have upstream's own function in every slot in which all that we installed sleeps."""
     with changes._switching:
+        _pass_over(True)
         for owner, name, before in list(changes._beds.values()):
             raw = vars(owner).get(name, changes._ABSENT)
             function = changes.function_of(raw)

@@ -105,15 +105,16 @@ def test_a_token_asks_once(workspace: Any) -> None:
     assert few <= expected
 
 
-#: Counts the calls of Python and C functions for one token, with the shim and without. In a process of its own: a
-#: model with hooks wakes what serves it for good.
+#: Counts the calls of Python and C functions for one token, with the shim and without, and the 4-bit linears that are
+#: packed for a CPU. In a process of its own: a model with hooks wakes what serves it for good.
 COUNT = """
 import json, pathlib, sys
 import gemma4_compat
 import torch
+from gemma4_compat._quantization import quant_states
 from gemma4_compat._reproduction import tiny
 
-model, batch = tiny.load(pathlib.Path(sys.argv[1])), tiny.inputs(text_only=True)
+model, batch = tiny.load(pathlib.Path(sys.argv[1]), sys.argv[2] or None), tiny.inputs(text_only=True)
 
 def generated(tokens):
     count = 0
@@ -133,8 +134,9 @@ def token():
     return (generated(12) - generated(2)) / 10
 
 on = token()
+packed = [quant_states.is_packed(getattr(weight, "quant_state", None)) for weight in model.parameters()]
 gemma4_compat.revert()
-print(json.dumps([on, token()]))
+print(json.dumps([on, token(), sum(packed)]))
 """
 
 
@@ -142,15 +144,25 @@ print(json.dumps([on, token()]))
     not versions.admits(">=5.24", versions.installed("transformers") or "0"),
     reason="older releases have more to repair",
 )
-def test_a_token_of_a_whole_model_has_one_call_in_a_hundred_more(tmp_path: Path) -> None:
-    """With one layer more than an E2B."""
+@pytest.mark.parametrize(
+    ("layers", "quantization"),
+    [(6, ""), (6, "4bit"), pytest.param(6, "4bit-double", marks=pytest.mark.full), (36, "")],
+)
+def test_a_token_of_a_whole_model_has_one_call_in_a_hundred_more(
+    tmp_path: Path, layers: int, quantization: str
+) -> None:
+    """36 layers are one more than an E2B has. A 4-bit linear on a CPU is asked whether it trains: two calls more."""
     from gemma4_compat._reproduction import tiny_models
 
-    checkpoint = tiny_models.build_checkpoint(tmp_path / "checkpoint", layers=36)
-    ran = subprocess.run([sys.executable, "-c", COUNT, str(checkpoint)], capture_output=True, text=True, check=False)
+    if quantization:
+        pytest.importorskip("bitsandbytes")
+    checkpoint = tiny_models.build_checkpoint(tmp_path / "checkpoint", layers=layers)
+    command = [sys.executable, "-c", COUNT, str(checkpoint), quantization]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    on, off = json.loads(ran.stdout.splitlines()[-1])
-    assert off < on <= 1.01 * off, (on, off)
+    on, off, packed = json.loads(ran.stdout.splitlines()[-1])
+    assert packed == 0 or quantization
+    assert off < on <= 1.01 * off + 2 * packed, (on, off, packed)
 
 
 #: Functions of ``_offload`` that only ask whether something is offloaded.

@@ -55,6 +55,9 @@ def missing(original: Callable[..., Any], self: Any, key: str) -> Any:
     raise AttributeError(f"{kind.__name__!r} object has no attribute {key!r}")
 
 
+vars(missing)["known"] = _known  # once a class is in it, only its names lead here
+
+
 def _know(kind: type, names: Iterable[str]) -> None:
     _known[kind] = frozenset({*dir(kind), *names, *_known.get(kind, ())})
 

@@ -8,7 +8,9 @@ dies (SIGFPE).
 Cause: The fused kernel behind ``gemv_4bit`` receives the stride of a row and assumes that the elements of a row are
 adjacent. It divides by the number of rows.
 
-Fix: Such an input is made contiguous first. For an input without rows nothing is computed.
+Fix: Such an input is made contiguous first. For an input without rows nothing is computed. Each call has this look at
+its input, and gains more than it costs: the kernel is called without a detour through ``Params4bit``'s
+``__torch_function__``, which does nothing for it.
 
 Remove when: bitsandbytes makes the input of its CPU kernel contiguous, or passes the other stride to the kernel; no
 release since 0.49.0, which introduced the kernel, does.
@@ -35,11 +37,16 @@ def gemv_4bit(
     transposed_B: bool = False,  # noqa: N803
     state: Any = None,
 ) -> Any:
+    import torch
+
     if A.device.type == "cpu":
         if 0 in A.shape and state is not None:
             return A.new_empty((*A.shape[:-1], state.shape[0])) if out is None else out
         if A.stride(-1) != 1:
             A = A.contiguous()  # noqa: N806
+        if out is None and type(A) is torch.Tensor and type(B).__module__ == "bitsandbytes.nn.modules":
+            with torch._C.DisableTorchFunctionSubclass():
+                return original(A, B, out, transposed_A, transposed_B, state)
     return original(A, B, out, transposed_A, transposed_B, state)
 
 

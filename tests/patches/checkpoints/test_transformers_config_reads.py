@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,6 +61,39 @@ def test_every_name_is_what_it_was_before(variant: str) -> None:
     assert all(hasattr(text, name) for name in NAMES)
     assert all(name in text for name in NAMES)
     assert len(list(text)) == len(set(text))
+
+
+@affected
+def test_a_name_that_is_nowhere_is_one_call() -> None:
+    """Every token reads eleven of them."""
+    text, called = text_of(), []
+
+    def look(frame: Any, event: str, _argument: Any) -> None:
+        if event == "call" and "gemma4_compat" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    assert getattr(text, "nowhere", None) is None
+    sys.setprofile(look)
+    try:
+        assert getattr(text, "nowhere", None) is None
+    finally:
+        sys.setprofile(None)
+    assert called == ["installed"]
+    with pytest.raises(AttributeError, match="'Gemma4TextConfig' object has no attribute 'nowhere'"):
+        text.nowhere  # noqa: B018
+
+
+@affected
+def test_a_property_that_raises_says_why() -> None:
+    class Own(type(text_of())):  # type: ignore[misc]
+        @property
+        def own(self) -> None:
+            raise AttributeError("its own reason")
+
+    text = Own()
+    assert not hasattr(text, "nowhere")
+    with pytest.raises(AttributeError, match="its own reason"):
+        text.own  # noqa: B018
 
 
 @pytest.mark.parametrize("variant", variants.NAMES)

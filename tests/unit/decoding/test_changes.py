@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 from gemma4_compat._accelerate import module_hooks
-from gemma4_compat._decoding import dependencies
+from gemma4_compat._decoding import recaptures, snapshots
 from tests.unit.decoding.calls import (
     ATTRIBUTES,
     CHANGES,
@@ -286,8 +286,8 @@ def test_another_object_at_the_same_address_is_noticed() -> None:
 
     for _ in range(100):
         parameters = {"weight": Weight()}
-        entries = dependencies._Entries()
-        entries.add(parameters, "weight")
+        entries = snapshots.Entries()
+        entries.add(parameters, "weight", (recaptures.Cause.WEIGHT, "module"))
         address = id(parameters["weight"])
         assert entries.hold()
         parameters["weight"] = None  # type: ignore[assignment]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +39,50 @@ def test_upstreams_own_function_is_in_its_place_until_it_is_needed(library: Libr
     assert engine.status()[patch.id].overridden == ()
     engine.revert()
     assert vars(module.Layer)["forward"] is own
+
+
+def calls(run: Callable[[], Any]) -> int:
+    """Functions of ours that are called to call upstream's."""
+    found = 0
+
+    def look(frame: Any, event: str, _argument: Any) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_name == "installed"
+
+    sys.setprofile(look)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_what_is_on_top_passes_it_over_until_it_is_needed(library: Library) -> None:
+    module = library.load()
+    answer = module.double(2)
+
+    def above(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    def below(_original: Any, *_args: Any, **_kwargs: Any) -> Any:
+        return "awake"
+
+    sleeper = library.patch(
+        dataclasses.replace(library.target("double", below), asleep=lambda late: True), id="sleeper"
+    )
+    engine = Engine([sleeper, library.patch(library.target("double", above), id="on-top")])
+    engine.install()
+    assert module.double(2) == answer
+    assert calls(lambda: module.double(2)) == 1
+    sleep.awaken(sleeper.id)
+    assert module.double(2) == "awake"
+    assert calls(lambda: module.double(2)) == 2
+    engine.revert("sleeper")
+    assert module.double(2) == answer
+    engine.install()
+    assert module.double(2) == "awake"
+    engine.revert()
+    assert module.double(2) == answer
 
 
 def test_it_is_awake_when_it_is_installed_again(library: Library) -> None:
