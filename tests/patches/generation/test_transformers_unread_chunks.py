@@ -147,7 +147,9 @@ def test_weights_of_layers_that_do_not_run_stay_where_they_are(
 
     def noted(self: Any, group: Any, size: int) -> None:
         part = next(iter(group.modules()))
-        started.append(next(i for i, layer in enumerate(decoder_layers) if any(part is one for one in layer.modules())))
+        started.append(
+            next(i for i, layer in enumerate(decoder_layers) if any(part is one for one in layer.modules()))
+        )
         copy(self, group, size)
 
     monkeypatch.setattr(streaming.CopyStream, "start_copy", noted)
@@ -209,7 +211,7 @@ def test_every_layer_runs_where_something_may_read_more(
 
 
 def test_after_hidden_states_were_asked_for_once(workspace: Any, every_layer: Callable[..., Any]) -> None:
-    """transformers leaves its hooks in the layers."""
+    """The hooks of transformers stay in the layers."""
     model = workspace.load()
     asked = {**prompt("one", model.device), **OPTIONS, "prefill_chunk_size": 6}
     model.generate(**asked, output_hidden_states=True)
