@@ -1,8 +1,8 @@
 """A prompt read in chunks runs KV-shared layers for its last chunk only (E2B, E4B).
 
 Symptom: silent: with ``prefill_chunk_size``, KV-shared layers (20 of 35 on the E2B, 18 of 42 on the E4B) compute every
-chunk of a prompt, though nothing reads what they compute but for the last one. Where they are offloaded, each chunk
-brings their weights to the device.
+chunk of a prompt, though only the output of the last one is read. Where they are offloaded, each chunk brings their
+weights to the device.
 
 Cause: ``GenerationMixin._prefill`` calls the model for each chunk and keeps the cache; it reads the logits of the last
 chunk. A KV-shared layer reads the keys and values of an earlier layer and writes none, so it adds nothing to a cache.
