@@ -85,7 +85,7 @@ def _nothing() -> None:
 
 
 def _method(owner: Any, name: str) -> _Method | None:
-    """What stands in place of the method; None where nothing replaces it. In a shallow copy it is the original's."""
+    """What replaces the method; None if nothing does. In a shallow copy it is the original's."""
     found = vars(owner).get(name)
     return found if isinstance(found, _Method) and found.owner is owner else None
 

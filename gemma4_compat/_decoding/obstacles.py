@@ -40,7 +40,7 @@ def find(model: Any, modules: list[Any]) -> str | None:
     for module in modules:
         if module.training:
             return f"{_name(model, module)} is in training mode (model.eval() ends it)"
-    return next(itertools.chain(_lasting(modules), _offloaded(model, modules), _of_hooks(model, modules)), None)
+    return next(itertools.chain(_lasting(modules), _offloaded(model, modules), of_hooks(model, modules)), None)
 
 
 def find_before_a_forward(model: Any) -> str | None:
@@ -66,7 +66,8 @@ def _lasting(modules: list[Any]) -> Iterator[str]:
         yield f"it computes on several devices ({', '.join(sorted(map(str, devices)))})"
 
 
-def _of_hooks(model: Any, modules: list[Any]) -> Iterator[str]:
+def of_hooks(model: Any, modules: list[Any]) -> Iterator[str]:
+    """The hooks on these modules, or on all, that are not a library's own: their Python is to run in every step."""
     for hooks in dependencies.global_hooks():
         for function in itertools.filterfalse(_is_known, hooks.values()):
             yield f"a hook on every module has to run for every token ({_text(function)})"
@@ -126,6 +127,17 @@ def _offloaded(model: Any, modules: list[Any]) -> Iterator[str]:
 def _hooks(module: Any) -> Iterator[Callable[..., Any]]:
     yield from module._forward_pre_hooks.values()
     yield from module._forward_hooks.values()
+
+
+def has_own_forward(module: Any) -> bool:
+    """Whether a module of a model has a ``forward`` of its own that is not a library's: a spy, a replacement."""
+    forward = vars(module).get("forward")
+    function = getattr(forward, "func", forward)  # of a functools.partial
+    function = getattr(function, "__func__", function)
+    origin = getattr(function, "__globals__", {}).get(
+        "__name__", type(function).__module__
+    )  # ``wraps`` copies __module__
+    return forward is not None and str(origin).partition(".")[0] not in _LIBRARIES
 
 
 def _is_known(function: Any) -> bool:

@@ -126,6 +126,8 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_static_images",
         "transformers_chunked_media",
         "transformers_chunked_images",
+        "transformers_unread_chunks",
+        "transformers_sliced_prompts",
         "transformers_expanded_media",
         "transformers_generate_embeddings",
         "transformers_graph_decoding",

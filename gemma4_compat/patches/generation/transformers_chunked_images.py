@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._models import cache_names
+from gemma4_compat._models import prefill as prefill_of
 from gemma4_compat._models.family import is_gemma4_config
 
 if TYPE_CHECKING:
@@ -47,20 +47,13 @@ def prefill(
         and is_gemma4_config(self.config)
         and getattr(self.config.get_text_config(), "use_bidirectional_attention", None) == "vision"
     ):
-        length = _new_tokens(input_ids, generation_config, model_kwargs)
+        length = prefill_of.new_tokens(input_ids, generation_config, model_kwargs)
         vision = (kinds[:, -length:] == 1) | (kinds[:, -length:] == 2)  # images, frames of videos
         inside = (vision[:, 1:] & vision[:, :-1]).any(dim=0).tolist()
         if any(inside[size - 1 :: size]):
             generation_config = copy.copy(generation_config)
             generation_config.prefill_chunk_size = chunks(inside, size)  # torch.split accepts a size or sizes
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
-
-
-def _new_tokens(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> int:
-    """How many of ``input_ids`` are read, computed as in ``_prefill``: all, or those that the cache does not hold."""
-    whole, mask, cache = input_ids.shape[1], model_kwargs.get("attention_mask"), cache_names.cache_in(model_kwargs)
-    told = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
-    return int(whole - cache.get_seq_length()) if cache is not None and told == whole else int(whole)
 
 
 def chunks(inside: list[bool], size: int) -> list[int]:

@@ -1,0 +1,145 @@
+"""With a static cache, KV-shared layers compute the last position of a prompt only (E2B, E4B).
+
+Symptom: silent: a long prompt takes an E2B twice as long under a static cache as under the default one (on an H100
+230 ms against 115 ms for 8,192 tokens).
+
+Cause: From 5.23.0 on, ``Gemma4TextModel`` computes its KV-shared layers only for the positions whose logits are asked
+for: nothing reads the others. With a static cache whose mask is left out it does not. Its keys are followed by empty
+slots, to which a single position without a mask would attend.
+
+Fix: These positions are sliced there as well, and a KV-shared layer without a mask gets the keys and values of the
+prompt, without the empty slots. These are the calls that the default cache makes, so logits are those of the default
+cache, bit for bit where the other layers have its keys and masks. What transformers
+does not slice with its default cache stays: ``output_hidden_states``, several positions, flash and flex attention.
+
+Remove when: transformers slices prompts with static caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine import sleep
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import cache_names
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_ID = "transformers-sliced-prompts"
+_GEMMA4 = "transformers.models.gemma4.modeling_gemma4"
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def static_cache(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    sleep.awaken(_ID)
+    return original(self, *args, **kwargs)
+
+
+def slice_inputs(
+    original: Callable[..., Any],
+    self: Any,
+    hidden_states: Any,
+    per_layer_inputs: Any,
+    position_embeddings: Any,
+    masks: Any,
+    logits_to_keep: Any,
+    **kwargs: Any,
+) -> Any:
+    inputs = (hidden_states, per_layer_inputs, position_embeddings, masks, logits_to_keep)
+    tokens = hidden_states.shape[1]
+    if (
+        tokens == 1
+        or not isinstance(logits_to_keep, int)
+        or logits_to_keep != 1
+        or masks[_FULL] is not None
+        or not getattr(cache_names.cache_in(kwargs), "is_compileable", False)
+    ):
+        return original(self, *inputs, **kwargs)
+    kwargs |= {name: None for name in cache_names.NAMES if name in kwargs}
+    *sliced, masks = original(self, *inputs, **kwargs)
+    if sliced[0].shape[1] == 1 and tokens < self.config.sliding_window and _hides_nothing(masks[_SLIDING], tokens):
+        masks = masks | {_SLIDING: None}  # as with the default cache
+    return *sliced, masks
+
+
+def _hides_nothing(mask: Any, tokens: int) -> bool:
+    """Whether a mask of one position lets it attend to the whole prompt. While compiling, nobody can know."""
+    import torch
+
+    if mask is None or mask.dtype != torch.bool or torch.compiler.is_compiling():
+        return False
+    return bool(mask[..., :tokens].all())
+
+
+def decoder_layer(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    if hidden_states.shape[1] == 1 and self.self_attn.is_kv_shared_layer and kwargs.get("attention_mask") is None:
+        positions, states = kwargs.get("position_ids"), kwargs.get("shared_kv_states")
+        if positions is not None and states is not None:
+            _cut(states, self.self_attn.layer_type, positions.shape[-1])
+    return original(self, hidden_states, *args, **kwargs)
+
+
+def _cut(states: Any, kind: str, tokens: int) -> None:
+    """Leave away the slots of a static cache behind the prompt: ``position_ids`` are never sliced."""
+    keys, values = states[kind]
+    if keys.shape[2] > tokens > 1:
+        states[kind] = keys[:, :, :tokens], values[:, :, :tokens]
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    """How many positions of a prompt KV-shared layers compute, and the logits of the default cache."""
+    import torch
+
+    from gemma4_compat._reproduction import tiny
+
+    workspace.needs("shared_keys_and_values")
+    model = workspace.load().float()
+    options = {**tiny.inputs(workspace.main, text_only=True), "max_new_tokens": 1, "do_sample": False}
+    options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
+    shared = [layer.mlp for layer in model.get_decoder().layers if layer.self_attn.is_kv_shared_layer]
+    rows: list[int] = []
+    for mlp in shared:
+        mlp.register_forward_pre_hook(lambda _module, inputs: rows.append(inputs[0].shape[1]))
+    expected, found = (model.generate(**options, **kind) for kind in ({}, {"cache_implementation": "static"}))
+    default, static = (rows[start : start + len(shared)] for start in (0, len(shared)))
+    same = torch.equal(expected.sequences, found.sequences)
+    return Outcome(
+        static != default,
+        f"KV-shared layers compute {max(static)} positions of a prompt with a static cache, {max(default)} without",
+        parity=(expected.logits[0] - found.logits[0]).abs().max().item() if same else float("inf"),
+    )
+
+
+PATCH = Patch(
+    id=_ID,
+    kind=Kind.SPEED,
+    severity=Severity.SPEED,
+    failure_points=("F84",),
+    distribution="transformers",
+    affected=">=5.23.0",
+    acts_on=ActsOn.GEMMA4,
+    after=("transformers-unread-chunks",),
+    targets=(
+        Target(
+            module="transformers.cache_utils",
+            name="StaticCache.__init__",
+            replacement=static_cache,
+            waker=True,
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4TextModel._maybe_slice_kv_shared_inputs",
+            replacement=slice_inputs,
+            asleep=lambda late: not late,
+        ),
+        Target(
+            module=_GEMMA4,
+            name="Gemma4TextDecoderLayer.__call__",
+            replacement=decoder_layer,
+            asleep=lambda late: not late,
+        ),
+    ),
+    reproduce=reproduce,
+)
