@@ -44,7 +44,7 @@ def table(found: Sequence[Finding], width: int | None = None, *, colour: bool = 
 
 
 def by_area(found: Sequence[Finding], areas: Mapping[str, str], width: int | None = None) -> str:
-    """How many findings of each area have which verdict. ``areas``: of the patches, by id, in the order of the table."""
+    """How many findings of each area have which verdict. ``areas``: by patch, in the order of the table."""
     verdicts = [one for one in _ORDER if any(item.verdict is one for item in found)]
     count = Counter((areas[item.id], item.verdict) for item in found)
     rows = [
@@ -88,7 +88,8 @@ def workflow(head: str, found: Sequence[Finding]) -> str:
     lines = []
     for item in found:
         if not item.good or item.report:
-            said = f"{item.verdict.word}: {_spoken(item.with_shim['detail'])}" + (f"\n{item.report}" if item.report else "")
+            detail = _spoken(item.with_shim["detail"])
+            said = f"{item.verdict.word}: {detail}" + (f"\n{item.report}" if item.report else "")
             lines.append(f"::{'warning' if item.good else 'error'} title={_property(item.id)}::{_data(said)}")
     return "\n".join([*lines, f"::notice title=gemma4-compat doctor::{_data(summary(found))}%0A{_data(head)}"])
 

@@ -49,7 +49,7 @@ def import_libraries(modules: list[str]) -> None:
 
 @contextlib.contextmanager
 def nothing_else_changes() -> Iterator[None]:
-    """Inside, what is installed is read once, and looks at all objects leave out what exists now, which is no model."""
+    """Inside, what is installed is read once, and looks at all objects leave out what exists now (no models)."""
     from gemma4_compat._engine import versions
 
     gc.freeze()

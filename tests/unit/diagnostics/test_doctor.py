@@ -128,9 +128,8 @@ def test_one_defect_that_remains_exits_1_and_is_shown(monkeypatch: pytest.Monkey
     result, _ = doctor(monkeypatch, broken=frozenset(IDS[1:2]))
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[2] == lines[-1] == (
-        f"{len(IDS) - 1} repaired, 1 defect remains: this stack is not fine, because of {IDS[1]}."
-    )
+    summary = f"{len(IDS) - 1} repaired, 1 defect remains: this stack is not fine, because of {IDS[1]}."
+    assert lines[2] == lines[-1] == summary
     assert lines[4].startswith(f"{IDS[1]} (")
     assert lines[7] == "  verdict          defect remains"
     (area,) = [line.split() for line in lines if line.startswith(f"{gemma4_compat.patches()[1].area} ")]
