@@ -113,12 +113,12 @@ class _Collector:
 
     def _follow(self, module: _Module, definition: ast.stmt) -> None:
         ours = dict(module.ours)
-        for node in ast.walk(definition):
+        for node in _nodes(definition):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == _PACKAGE:
                 for alias in node.names:
                     ours[alias.asname or alias.name] = _target(node.module or "", alias.name)
         skipped = {id(inner) for node in _annotations(definition) for inner in ast.walk(node)}
-        for node in ast.walk(definition):
+        for node in _nodes(definition):
             if id(node) in skipped:
                 if isinstance(node, ast.Name) and node.id in module.others:
                     self.imports[module.others[node.id]] = None
@@ -234,8 +234,14 @@ def _bound(statement: ast.stmt) -> list[str]:
     return [node.id for node in nodes if isinstance(node, ast.Name)]
 
 
+@functools.cache
+def _nodes(statement: ast.stmt) -> tuple[ast.AST, ...]:
+    """All nodes of a statement of a module, which :func:`_read` keeps."""
+    return tuple(ast.walk(statement))
+
+
 def _annotations(definition: ast.stmt) -> Iterator[ast.expr]:
-    for node in ast.walk(definition):
+    for node in _nodes(definition):
         for name in ("annotation", "returns"):
             if (found := getattr(node, name, None)) is not None:
                 yield found
@@ -271,7 +277,7 @@ def _source(module: _Module, statement: ast.stmt) -> str:
     decorators = getattr(statement, "decorator_list", [])
     first = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
     dropped: dict[int, str] = {}
-    for node in ast.walk(statement):
+    for node in _nodes(statement):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE):
             renamed = [f"{alias.asname} = {alias.name}" for alias in node.names if alias.asname]
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):

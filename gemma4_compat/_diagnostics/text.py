@@ -13,6 +13,8 @@ from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import printable
 
 _LONGEST = 160
+#: How many reproductions are named that took longest.
+_LONGEST_TIMES = 5
 #: The order of the summary: good verdicts come first.
 _ORDER = sorted(Verdict, key=lambda verdict: not verdict.good)
 
@@ -29,8 +31,8 @@ def finding_text(
     """One finding in a few lines, after ``count`` ("[3/82]"); ``verbose``: with what its patch leaves on models."""
     left = attached.of_patch(finding.id) if verbose else []
     rows = [
-        ("without", _shorten(finding.without["detail"])),
-        ("with", _shorten(finding.with_shim["detail"])),
+        ("without the fix", _shorten(finding.without["detail"])),
+        ("with the fix", _shorten(finding.with_shim["detail"])),
         ("verdict", finding.verdict.cell),
         *([("report", finding.report)] if finding.report else []),
         *(("leaves", f"{item.shown} on {item.on}: {item.purpose}") for item in left),
@@ -44,6 +46,23 @@ def table(found: Sequence[Finding], width: int | None = None, *, colour: bool = 
     """A line for each finding."""
     rows = [("patch", "parity", "verdict"), *((item.id, _parity(item), item.verdict.cell) for item in found)]
     return table_text(rows, header=True, width=width, colour=colour)
+
+
+def by_area(found: Sequence[Finding], areas: Mapping[str, str], width: int | None = None) -> str:
+    """How many findings of each area have which verdict. ``areas``: by patch, in the order of the table."""
+    verdicts = [one for one in _ORDER if any(item.verdict is one for item in found)]
+    count = Counter((areas[item.id], item.verdict) for item in found)
+    rows = [
+        [area, *(str(count[area, verdict] or "-") for verdict in verdicts)] for area in dict.fromkeys(areas.values())
+    ]
+    return table_text([["area", *(verdict.word for verdict in verdicts)], *rows], header=True, width=width)
+
+
+def times(found: Sequence[Finding], seconds: float) -> str:
+    """How long the examination took, and which reproductions took longest."""
+    each = {item.id: (item.without["seconds"] or 0) + (item.with_shim["seconds"] or 0) for item in found}
+    longest = sorted(each, key=each.__getitem__, reverse=True)[:_LONGEST_TIMES]
+    return f"It took {seconds:.0f} s. Longest: {', '.join(f'{name} {each[name]:.1f} s' for name in longest)}."
 
 
 def summary(found: Sequence[Finding]) -> str:
@@ -74,7 +93,8 @@ def workflow(head: str, found: Sequence[Finding]) -> str:
     lines = []
     for item in found:
         if not item.good or item.report:
-            said = f"{item.verdict.word}: {item.with_shim['detail']}" + (f"\n{item.report}" if item.report else "")
+            detail = _spoken(item.with_shim["detail"])
+            said = f"{item.verdict.word}: {detail}" + (f"\n{item.report}" if item.report else "")
             lines.append(f"::{'warning' if item.good else 'error'} title={_property(item.id)}::{_data(said)}")
     return "\n".join([*lines, f"::notice title=gemma4-compat doctor::{_data(summary(found))}%0A{_data(head)}"])
 
@@ -88,8 +108,14 @@ def _parity(finding: Finding) -> str:
     return "-" if parity is None else "bit-exact" if parity == 0 else f"{parity:.3g}"
 
 
+def _spoken(text: str) -> str:
+    """The detail of a result; an error without a message is not left at its colon."""
+    name = text.rstrip().removesuffix(":")
+    return text if text.rstrip() == name or " " in name else f"{name} (without a message)"
+
+
 def _shorten(text: str) -> str:
-    text = printable(text)
+    text = printable(_spoken(text))
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 

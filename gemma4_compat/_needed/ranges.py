@@ -53,7 +53,13 @@ def admitted(ranges: tuple[str, ...], *others: str) -> list[Version]:
 
     Pre-releases count only where a range names one, as installers have it.
     """
-    return [number for number in _around(*ranges, *others) if any(_offers(specifier, number) for specifier in ranges)]
+    return list(_admitted(ranges, others))
+
+
+@functools.cache
+def _admitted(ranges: tuple[str, ...], others: tuple[str, ...]) -> tuple[Version, ...]:
+    numbers = _around(*ranges, *others)
+    return tuple(number for number in numbers if any(_offers(specifier, number) for specifier in ranges))
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import platform
+import time
 from typing import Annotated
 
 import typer
@@ -33,12 +35,15 @@ def doctor(
     ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Patches to examine; default: all.")] = None,
     as_json: Json = False,
     form: _Format = "text",
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Also print what each defect did here, and what its patch leaves on a model."
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the summary and nothing else.")] = False,
     failed_only: Annotated[
         bool, typer.Option("--failed-only", help="Print only what needs attention, and the summary.")
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also print what each patch leaves on a model.")
     ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder and say where it is.")] = False,
 ) -> None:
@@ -53,7 +58,8 @@ def doctor(
     patches = _chosen(ids or [])
     versions = _doctor.stack()
     head = _text.heading(gemma4_compat.__version__, versions)
-    progress = _Progress(len(patches), aside=form != "text", quiet=quiet, failed_only=failed_only, verbose=verbose)
+    shows = _Shows.of(verbose=verbose or bool(ids), quiet=quiet, failed_only=failed_only)
+    progress = _Progress(len(patches), shows, aside=form != "text", verbose=verbose)
     progress.begin(head)
     found = []
     # Closed at once when nobody reads what is said: the children and their folder do not outlive this.
@@ -80,6 +86,8 @@ def doctor(
         say(_text.markdown(head, found, shown))
     elif form == "github":
         say(_text.workflow(head, found))
+    elif shows is _Shows.SCREEN:
+        _say_screen(found, {patch.id: patch.area for patch in patches}, progress.seconds)
     else:
         if shown:
             colour = terminal.has_colour()
@@ -88,41 +96,86 @@ def doctor(
     raise typer.Exit(0 if good else 1)
 
 
+class _Shows(enum.Enum):
+    """How much is said about the findings."""
+
+    SCREEN = enum.auto()  # what needs attention, the rest in numbers
+    EACH = enum.auto()
+    FAILED = enum.auto()
+    NOTHING = enum.auto()  # but the summary
+
+    @classmethod
+    def of(cls, *, verbose: bool, quiet: bool, failed_only: bool) -> _Shows:
+        """As the options ask; the one that asks for least counts."""
+        return cls.NOTHING if quiet else cls.FAILED if failed_only else cls.EACH if verbose else cls.SCREEN
+
+
+def _say_screen(found: list[_doctor.Finding], areas: dict[str, str], seconds: float) -> None:
+    """The answer on one screen: the summary first and last, what needs attention, the rest by area."""
+    width, colour = terminal.width(), terminal.has_colour()
+    summary = terminal.fitted(_text.summary(found))
+    say(f"\n{summary}\n")
+    for item in found:
+        if not item.good or item.report:
+            say(_text.finding_text(item, "", width, colour=colour) + "\n", coloured=colour)
+    say(f"{_text.by_area(found, areas, width)}\n")
+    say(terminal.fitted(f"{_text.times(found, seconds)} What each defect did here: --verbose.") + "\n")
+    say(summary)
+
+
 class _Progress:
-    """Shows each finding while patches are examined, and on a terminal a line that is overwritten.
+    """What is done and what takes time: on a terminal a line that is overwritten, elsewhere a line for each tenth.
 
     Args:
         total: of findings.
-        aside: write progress to standard error, because standard output is for the answer.
-        quiet, failed_only, verbose: as the options.
+        shows: which findings are shown as they come.
+        aside: show them on standard error, because standard output is for the answer.
+        verbose: also say what each patch leaves on models.
     """
 
-    def __init__(self, total: int, *, aside: bool, quiet: bool, failed_only: bool, verbose: bool) -> None:
-        self._total, self._aside, self._quiet, self._failed_only = total, aside, quiet, failed_only
-        self._verbose = verbose
-        self._done = 0
+    def __init__(self, total: int, shows: _Shows, *, aside: bool, verbose: bool) -> None:
+        self._total, self._shows, self._aside, self._verbose = total, shows, aside, verbose
+        self._done, self._began = 0, time.monotonic()
+        self._tenths = {-(-total * tenth // 10) for tenth in range(1, 11)}
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._began
 
     def begin(self, head: str) -> None:
-        if not self._quiet:
+        if self._shows is not _Shows.NOTHING:
             say(terminal.fitted(head), self._aside)
-        self._overwrite("building tiny checkpoints")
+        self._note("importing the libraries, building tiny models", _Shows.SCREEN, _Shows.EACH)
 
     def add(self, finding: _doctor.Finding) -> None:
         self._done += 1
         count = f"[{self._done}/{self._total}]"
-        if not self._quiet and not (self._failed_only and finding.good):
+        each = self._shows is _Shows.EACH or (self._shows is _Shows.FAILED and not finding.good)
+        if each:
             self.end()
             width, colour = terminal.width(error=self._aside), terminal.has_colour(error=self._aside)
             text = _text.finding_text(finding, count, width, colour=colour, verbose=self._verbose)
             say("\n" + text, self._aside, coloured=colour)
-        self._overwrite(f"{count} {finding.id}")
+        elif self._shows is _Shows.SCREEN and not finding.good:
+            self.end()
+            say(f"{count} {finding.id}: {finding.verdict.word}", True)
+        done = f"{count} after {self.seconds:.0f} s"
+        if self._done in self._tenths:
+            self._note(done, _Shows.SCREEN)
+        if self._done < self._total:
+            terminal.overwrite(f"{done}: {finding.id}")
 
     def end(self) -> None:
         """Remove the line."""
         terminal.overwrite("")
 
-    def _overwrite(self, line: str) -> None:
-        terminal.overwrite(line if self._done < self._total else "")
+    def _note(self, line: str, *shows: _Shows) -> None:
+        """Progress on a terminal; elsewhere a line of its own, if this is among what ``shows`` it."""
+        if terminal.width(error=True) is not None:
+            terminal.overwrite(f"{line} ...")
+        elif self._shows in shows:
+            say(line, True)
 
 
 def _chosen(ids: list[str]) -> list[gemma4_compat.Patch]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import importlib
 import json
 import os
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,19 @@ def import_libraries(modules: list[str]) -> None:
     for name in [*LIBRARIES, *modules]:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def nothing_else_changes() -> Iterator[None]:
+    """Inside, what is installed is read once, and looks at all objects leave out what exists now (no models)."""
+    from gemma4_compat._engine import versions
+
+    gc.freeze()
+    with contextlib.ExitStack() as stack:
+        for name in ("installed", "copies"):
+            stack.enter_context(instead(versions, name, functools.cache(getattr(versions, name))))
+        yield
+    gc.unfreeze()
 
 
 def imported(modules: list[str]) -> list[str]:
@@ -80,29 +96,30 @@ def after(modules: list[str]) -> dict[str, Any]:
     twice = look(gemma4_compat)
     gemma4_compat.revert()
     reverted = {"seen": look(gemma4_compat), "differences": untouched.differences()}
-    single = {}
-    for patch in patches:
-        gemma4_compat.install()
-        gemma4_compat.revert(patch.id)
-        without = look(gemma4_compat)
-        gemma4_compat.install()
-        single[patch.id] = {"without": without, "again": look(gemma4_compat)}
-    gemma4_compat.revert()
-    return {
-        "early": imported(modules),
-        "detected": detected,
-        "seen": seen,
-        "appearance": {patch.id: faults for patch, faults in zip(patches, looks)},
-        "twice": twice,
-        "reverted": reverted,
-        "single": single,
-        "alone": {patch.id: experiments.alone(patch, untouched) for patch in patches},
-        "disabled": [experiments.disabled(patches[first::12], untouched) for first in range(12)],
-        "raising": {patch.id: experiments.raising(patch, untouched) for patch in patches},
-        "changed": {patch.id: experiments.changed(patch, untouched) for patch in patches},
-        "versions": {patch.id: experiments.other_versions(patch, untouched) for patch in patches},
-        "differences": untouched.differences(),
-    }
+    with nothing_else_changes():
+        single = {}
+        for patch in patches:
+            gemma4_compat.install()
+            gemma4_compat.revert(patch.id)
+            without = look(gemma4_compat)
+            gemma4_compat.install()
+            single[patch.id] = {"without": without, "again": look(gemma4_compat)}
+        gemma4_compat.revert()
+        return {
+            "early": imported(modules),
+            "detected": detected,
+            "seen": seen,
+            "appearance": {patch.id: faults for patch, faults in zip(patches, looks)},
+            "twice": twice,
+            "reverted": reverted,
+            "single": single,
+            "alone": {patch.id: experiments.alone(patch, untouched) for patch in patches},
+            "disabled": [experiments.disabled(patches[first::12], untouched) for first in range(12)],
+            "raising": {patch.id: experiments.raising(patch, untouched) for patch in patches},
+            "changed": {patch.id: experiments.changed(patch, untouched) for patch in patches},
+            "versions": {patch.id: experiments.other_versions(patch, untouched) for patch in patches},
+            "differences": untouched.differences(),
+        }
 
 
 def smallest_group(patch: Any) -> int:

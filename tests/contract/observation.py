@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import operator
 import sys
 import types
@@ -48,7 +49,7 @@ class Snapshot:
     def __init__(self) -> None:
         self.held = self._look()
         self.modules: list[types.ModuleType] = []
-        self.clean: list[tuple[Any, list[str], list[Any]]] = []
+        self.clean = _Contents([])
 
     def _look(self) -> dict[tuple[int, str], tuple[str, Any, Any]]:
         return {
@@ -62,7 +63,7 @@ class Snapshot:
     def differences(self) -> list[str]:
         """What was replaced, removed or added since, and every name that still holds a function of ours.
 
-        Asked hundreds of times about hundreds of thousands of names, so it looks into them only where a namespace is
+        Asked hundreds of times about hundreds of thousands of names, so it looks into them only if some namespace is
         not, object by object, what it was when the last look found nothing.
         """
         if self._is_clean():
@@ -70,7 +71,7 @@ class Snapshot:
         found = self._differences()
         self.modules = [] if found else modules_loaded()
         owners = {id(owner): owner for _, owner in namespaces()} if self.modules else {}
-        self.clean = [(owner, list(vars(owner)), list(vars(owner).values())) for owner in owners.values()]
+        self.clean = _Contents(list(owners.values()))
         return found
 
     def _is_clean(self) -> bool:
@@ -78,10 +79,7 @@ class Snapshot:
         return (
             len(modules) == len(self.modules)
             and all(map(operator.is_, modules, self.modules))
-            and all(
-                list(vars(owner)) == names and all(map(operator.is_, vars(owner).values(), values))
-                for owner, names, values in self.clean
-            )
+            and self.clean.are_as_they_were()
         )
 
     def _differences(self) -> list[str]:
@@ -105,6 +103,23 @@ class Snapshot:
             now = self._look()
             changed |= {entry[0] for key, entry in self.held.items() if key not in now}
         return sorted(changed)
+
+
+class _Contents:
+    """All names and values of some namespaces, in flat lists: a comparison is then one loop, and not in Python."""
+
+    def __init__(self, owners: list[Any]) -> None:
+        self.owners = owners
+        self.spaces = list(map(vars, owners))  # views
+        self.lengths, self.names, self.values = self._now()
+
+    def _now(self) -> tuple[list[int], list[str], list[Any]]:
+        values = itertools.chain.from_iterable(space.values() for space in self.spaces)
+        return list(map(len, self.spaces)), list(itertools.chain.from_iterable(self.spaces)), list(values)
+
+    def are_as_they_were(self) -> bool:
+        lengths, names, values = self._now()
+        return lengths == self.lengths and names == self.names and all(map(operator.is_, values, self.values))
 
 
 def ours() -> list[str]:

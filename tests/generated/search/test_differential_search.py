@@ -19,6 +19,9 @@ from tests.generated.search.differential.verdict import Judged
 from tests.helpers import ROOT
 
 PART = part()
+#: An entry whose placement PEFT undoes where the package is off, and what it is compared with.
+UNDONE = [named("states/state_values ram E2B-lora")]
+ALL = [*PART, *(entry for entry in [*UNDONE, *runner.references(UNDONE)] if entry not in PART)]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +31,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def without(work: Path) -> dict[str, verdict.Result]:
-    """What the part gives without the package."""
-    return runner.side(PART, work, on=False)
+    """What all give without the package."""
+    return runner.side(ALL, work, on=False)
+
+
+@pytest.fixture(scope="module")
+def on(work: Path, without: dict[str, verdict.Result]) -> dict[str, verdict.Result]:
+    """What they give with the package, once the checkpoints are there."""
+    return runner.side(ALL, work, on=True)
 
 
 def told(found: list[Judged]) -> str:
@@ -40,8 +49,9 @@ def failing(found: list[Judged]) -> list[Judged]:
     return [item for item in found if item.verdict in verdict.FAILURES]
 
 
-def test_nothing_is_worse_with_the_package(work: Path, without: dict[str, verdict.Result]) -> None:
-    on = runner.side(PART, work, on=True)
+def test_nothing_is_worse_with_the_package(
+    work: Path, without: dict[str, verdict.Result], on: dict[str, verdict.Result]
+) -> None:
     found = runner.again(PART, runner.judged(PART, without, on), without, on, work)
     assert not failing(found), told(failing(found))
     counts = [item.verdict for item in found]
@@ -59,15 +69,15 @@ def test_what_is_planted_is_found(work: Path, without: dict[str, verdict.Result]
         assert words in item.on, item
 
 
-def test_upstream_is_asked_for_the_placement_that_peft_undoes(work: Path) -> None:
+def test_upstream_is_asked_for_the_placement_that_peft_undoes(
+    work: Path, without: dict[str, verdict.Result], on: dict[str, verdict.Result]
+) -> None:
     """``PeftModel.from_pretrained`` on a split base: without the package it is whole again, and can what one can."""
-    entry = [named("states/state_values ram E2B-lora")]
-    off, on = (runner.side([*entry, *runner.references(entry)], work, on=on) for on in (False, True))
-    assert off[entry[0].name]["whole"]
-    assert not on[entry[0].name]["whole"]
-    first = runner.judged(entry, off, on)
+    assert without[UNDONE[0].name]["whole"]
+    assert not on[UNDONE[0].name]["whole"]
+    first = runner.judged(UNDONE, without, on)
     assert [(item.verdict, item.off) for item in first] == [(verdict.WORSE, "right")]
-    (judged,) = runner.again(entry, first, off, on, work)
+    (judged,) = runner.again(UNDONE, first, without, on, work)
     assert judged.verdict == verdict.EQUAL, judged
     assert "position_embedding_table is meta" in judged.off, "upstream's split model has no values there either"
 

@@ -12,7 +12,7 @@ from gemma4_compat._accelerate import device_maps
 from gemma4_compat._reproduction import tiny
 from gemma4_compat._reproduction.workspace import difference
 from gemma4_compat.patches.placement.accelerate_nested_map import PATCH, _most_specific
-from tests.helpers import child
+from tests.helpers import Finished
 from tests.patches.promise import Promise
 
 TEXT = "model.language_model"
@@ -121,14 +121,16 @@ print("as asked")
 """
 
 
-def test_a_catch_all_of_one_device_beside_an_entry_of_another(workspace: Any) -> None:
+def test_a_catch_all_of_one_device_beside_an_entry_of_another(
+    workspace: Any, warm_child: Callable[..., Finished]
+) -> None:
     pytest.importorskip("torch")
     from gemma4_compat._stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")
-    done = child("-c", _TWO_DEVICES, str(workspace.folder))
+    done = warm_child("-c", _TWO_DEVICES, str(workspace.folder))
     assert done.stdout == "as asked\n", done.stderr[-2000:]
-    undone = child("-c", _TWO_DEVICES, str(workspace.folder), environment={"GEMMA4_COMPAT_DISABLE": PATCH.id})
+    undone = warm_child("-c", _TWO_DEVICES, str(workspace.folder), environment={"GEMMA4_COMPAT_DISABLE": PATCH.id})
     assert undone.code != 0
     assert "AssertionError: ('model." in undone.stderr, undone.stderr[-2000:]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gemma4_compat.patches.placement.accelerate_tied_devices import PATCH
-from tests.helpers import child
+from tests.helpers import Finished
 from tests.patches.promise import Promise
 
 
@@ -62,13 +63,15 @@ print("as on one device")
 
 
 @pytest.mark.parametrize("adapter", ["default", "head", "embedding"])
-def test_a_tied_weight_is_one_and_computes_where_it_is(workspace: Any, adapter: str) -> None:
+def test_a_tied_weight_is_one_and_computes_where_it_is(
+    workspace: Any, warm_child: Callable[..., Finished], adapter: str
+) -> None:
     pytest.importorskip("torch")
     from gemma4_compat._stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")
-    done = child("-c", _TWO_DEVICES, str(workspace.folder), adapter)
+    done = warm_child("-c", _TWO_DEVICES, str(workspace.folder), adapter)
     assert done.stdout.endswith("as on one device\n"), done.stderr[-3000:]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gemma4_compat.patches.placement import transformers_embedding_devices
 from gemma4_compat.patches.placement.transformers_embedding_devices import PATCH
-from tests.helpers import child
+from tests.helpers import Finished
 from tests.patches.promise import Promise
 
 
@@ -119,11 +120,13 @@ print("as on one device")
 
 
 @pytest.mark.parametrize("kind", ["multimodal", "text"])
-def test_embeddings_and_an_assistant_as_on_one_device(workspace: Any, kind: str) -> None:
+def test_embeddings_and_an_assistant_as_on_one_device(
+    workspace: Any, warm_child: Callable[..., Finished], kind: str
+) -> None:
     pytest.importorskip("torch")
     from gemma4_compat._stand_ins import second_device
 
     if not second_device.available():
         pytest.skip("this PyTorch takes no backend in Python")
-    done = child("-c", _TWO_DEVICES, str(workspace.folder), kind)
+    done = warm_child("-c", _TWO_DEVICES, str(workspace.folder), kind)
     assert done.stdout.endswith("as on one device\n"), done.stderr[-3000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -106,14 +107,55 @@ def doctor(monkeypatch: pytest.MonkeyPatch, *arguments: str, broken: frozenset[s
     return result, folder
 
 
-def test_all_repaired_exits_0_with_a_table_in_the_order_of_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_repaired_exits_0_with_a_screen_that_begins_and_ends_with_the_summary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     result, folder = doctor(monkeypatch)
     assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("gemma4_compat ")
+    assert lines[2] == lines[-1] == f"{len(IDS)} repaired: this stack is fine."
+    head, ruler, *rows = lines[4 : lines.index("", 4)]
+    assert (head.split(), set(ruler)) == (["area", "repaired"], {"-", " "})
+    counts = {area: int(number) for area, number in map(str.split, rows)}
+    assert counts == Counter(patch.area for patch in gemma4_compat.patches())
+    assert not any(patch_id in result.stdout for patch_id in IDS if patch_id not in lines[-3])
+    assert "It took " in lines[-3]
+    assert not folder.exists()
+
+
+def test_one_defect_that_remains_exits_1_and_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch, broken=frozenset(IDS[1:2]))
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    summary = f"{len(IDS) - 1} repaired, 1 defect remains: this stack is not fine, because of {IDS[1]}."
+    assert lines[2] == lines[-1] == summary
+    assert lines[4].startswith(f"{IDS[1]} (")
+    assert lines[7] == "  verdict          defect remains"
+    (area,) = [line.split() for line in lines if line.startswith(f"{gemma4_compat.patches()[1].area} ")]
+    assert area[2] == "1"
+    assert re.search(rf"^\[\d+/{len(IDS)}\] {IDS[1]}: defect remains$", result.stderr, re.MULTILINE), "as it came"
+
+
+def test_it_says_what_it_does_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, _ = doctor(monkeypatch)
+    first, *tenths = result.stderr.splitlines()
+    assert first == "importing the libraries, building tiny models"
+    done = [int(re.fullmatch(rf"\[(\d+)/{len(IDS)}\] after \d+ s", line)[1]) for line in tenths]  # type: ignore[index]
+    assert len(done) == 10
+    assert done == sorted(done)
+    assert done[-1] == len(IDS)
+
+
+def test_verbose_shows_each_as_it_comes_and_a_table_in_the_order_of_the_registry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    result, _ = doctor(monkeypatch, "--verbose")
+    assert len(re.findall(r"^\[\d+/\d+\] \S+ \(", result.stdout, re.MULTILINE)) == len(IDS)
     *table, empty, summary = result.stdout.splitlines()[-len(IDS) - 2 :]
     assert (empty, summary) == ("", f"{len(IDS)} repaired: this stack is fine.")
     assert [line.split()[0] for line in table] == IDS
     assert all("bit-exact" in line and line.endswith("repaired") for line in table)
-    assert not folder.exists()
 
 
 def test_verbose_says_what_a_patch_leaves_on_models(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,19 +167,17 @@ def test_verbose_says_what_a_patch_leaves_on_models(monkeypatch: pytest.MonkeyPa
     assert "leaves " not in doctor(monkeypatch, *names)[0].stdout
 
 
-def test_one_defect_that_remains_exits_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, _ = doctor(monkeypatch, broken=frozenset(IDS[1:2]))
-    assert result.exit_code == 1
-    assert [line.split()[0] for line in result.stdout.splitlines() if line.endswith("defect remains")][-1] == IDS[1]
-    assert result.stdout.splitlines()[-1] == (
-        f"{len(IDS) - 1} repaired, 1 defect remains: this stack is not fine, because of {IDS[1]}."
-    )
-
-
-def test_each_finding_is_counted_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_patches_are_shown_and_counted_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = doctor(monkeypatch, *IDS[:3])
     assert result.stdout.startswith("gemma4_compat ")
     assert re.findall(r"^\[(\d)/3\] \S+ \(", result.stdout, re.MULTILINE) == ["1", "2", "3"]
+
+
+def test_an_error_without_a_message_is_said_to_have_none() -> None:
+    finding = findings.Finding("id", {}, report(True) | {"detail": "AssertionError: "}, report(False))
+    assert "AssertionError (without a message)\n" in _text.finding_text(finding)
+    for text in ("", "ValueError: of what", "as it should be", "these are left:"):
+        assert _text._spoken(text) == text
 
 
 def test_quiet_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +207,7 @@ def test_markdown_is_a_table_that_shows_text_as_it_is(monkeypatch: pytest.Monkey
         f"| `{IDS[0]}` | **defect remains** | bit-exact | the defect | the defect |",
         f"| `{IDS[1]}` | repaired | bit-exact | the defect | as it should be |",
     ]
-    assert IDS[1] in result.stderr, "progress goes to stderr"
+    assert "[2/2]" in result.stderr, "progress goes to stderr"
     assert _text._cell("a|b\n*c* `d` <e>") == "a\\|b\\\\n\\*c\\* \\`d\\` \\<e\\>"
 
 
@@ -199,7 +239,7 @@ def test_json_is_all_there_is_on_stdout(monkeypatch: pytest.MonkeyPatch, broken:
     assert data["ok"] is not bool(broken)
     assert result.exit_code == len(broken)
     assert all(finding["with"]["defect"] is (finding["id"] in broken) for finding in data["findings"])
-    assert IDS[0] in result.stderr, "progress goes to stderr"
+    assert f"[{len(IDS)}/{len(IDS)}]" in result.stderr, "progress goes to stderr"
 
 
 def test_only_the_patches_asked_for_are_examined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from gemma4_compat._engine import versions
 from gemma4_compat._models import config_names
 from gemma4_compat._reproduction import tiny, tiny_models
 from gemma4_compat._reproduction.workspace import difference
-from tests.unit.commands.helpers import ROOT
+from tests.helpers import Finished
 
 TEXT = "model.language_model."
 NAMES = {f"layers.{n}.self_attn.{name}.weight" for n in (4, 5) for name in ("k_proj", "v_proj", "k_norm")}
@@ -37,11 +35,11 @@ def original(workspace: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(original: Path, warm_child: Callable[..., Finished], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What transformers, without this package, makes of it: trained in float32, and saved in shards."""
     folder = tmp_path_factory.mktemp("saved") / "mine"
-    environment = os.environ | {"GEMMA4_COMPAT_DISABLE": "all", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", TRAIN, str(original), str(folder)], env=environment, check=True)
+    done = warm_child("-c", TRAIN, str(original), str(folder), environment={"GEMMA4_COMPAT_DISABLE": "all"})
+    assert done.code == 0, done.stderr[-2000:]
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text("my model's card")
     (folder / "optimizer.pt").write_text("not of the model")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat import MetaTensor, find_meta_tensors, input_device
 from gemma4_compat._reproduction import tiny, tiny_configs
+from tests.helpers import Finished
 
 QUANTIZATIONS = [None, "4bit", "4bit-double"]
 EMBEDDING = "model.language_model.embed_tokens"
@@ -254,18 +253,11 @@ print(json.dumps({"error": error, "lost": lost}))
 
 @pytest.mark.parametrize("quantization", ["4bit", "4bit-double"])
 def test_states_destroyed_without_the_shim_are_reported_as_lost(
-    workspace: Any, tmp_path: Path, quantization: str
+    workspace: Any, warm_child: Callable[..., Finished], tmp_path: Path, quantization: str
 ) -> None:
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", DESTROY, str(workspace.checkpoint), quantization, str(tmp_path)],
-        env={**os.environ, "GEMMA4_COMPAT_DISABLE": "all"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
+    arguments = (str(workspace.checkpoint), quantization, str(tmp_path))
+    done = warm_child("-c", DESTROY, *arguments, environment={"GEMMA4_COMPAT_DISABLE": "all"})
+    result = done.data
     state = "model.language_model.layers.0.mlp.up_proj.weight.quant_state"
     expected = {f"{state}.absmax", f"{state}.code"}
     if quantization == "4bit-double":
