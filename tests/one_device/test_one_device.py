@@ -6,8 +6,6 @@ What each patch shows there is compared by ``python -m tests.generated.search --
 from __future__ import annotations
 
 import collections
-import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine import versions
+from tests.helpers import Finished
 
 #: Folders of the package with what serves split models.
 SPLIT = ("_offload", "patches/offload", "patches/placement", "patches/checkpoints", "patches/adapters")
@@ -142,14 +141,14 @@ print(json.dumps([on, token()]))
     not versions.admits(">=5.24", versions.installed("transformers") or "0"),
     reason="older releases have more to repair",
 )
-def test_a_token_of_a_whole_model_has_one_call_in_a_hundred_more(tmp_path: Path) -> None:
+def test_a_token_of_a_whole_model_has_one_call_in_a_hundred_more(
+    tmp_path: Path, warm_child: Callable[..., Finished]
+) -> None:
     """With one layer more than an E2B."""
     from gemma4_compat._reproduction import tiny_models
 
     checkpoint = tiny_models.build_checkpoint(tmp_path / "checkpoint", layers=36)
-    ran = subprocess.run([sys.executable, "-c", COUNT, str(checkpoint)], capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    on, off = json.loads(ran.stdout.splitlines()[-1])
+    on, off = warm_child("-c", COUNT, str(checkpoint)).data
     assert off < on <= 1.01 * off, (on, off)
 
 

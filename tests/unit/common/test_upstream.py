@@ -68,9 +68,9 @@ def test_a_pattern_that_backtracks_is_refused_before_peft_matches_it(
 ) -> None:
     monkeypatch.setattr(patterns, "SECONDS", 0.1)  # of a computation that does not end
     adapter = hostile(**settings)
-    with pytest.raises(Gemma4CompatError, match="takes more than 0.1 s to match"):
+    with pytest.raises(Gemma4CompatError, match=r"takes more than 0\.1 s to match"):
         gemma4_compat.scan_adapter(adapter, workspace.checkpoint)
-    with pytest.raises(Gemma4CompatError, match="takes more than 0.1 s to match"):
+    with pytest.raises(Gemma4CompatError, match=r"takes more than 0\.1 s to match"):
         gemma4_compat.merge_adapter(workspace.checkpoint, adapter, tmp_path / "out", check=0)
 
 
