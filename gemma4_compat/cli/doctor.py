@@ -146,7 +146,12 @@ class _Progress:
     def begin(self, head: str) -> None:
         if self._shows is not _Shows.NOTHING:
             say(terminal.fitted(head), self._aside)
-        self._note("importing the libraries, building tiny models", _Shows.SCREEN, _Shows.EACH)
+        what = f"{self._total} defects" if self._total > 1 else "one defect"
+        self._note(
+            f"reproducing {what}, without and with the fix; first, libraries are imported and tiny models built",
+            _Shows.SCREEN,
+            _Shows.EACH,
+        )
 
     def add(self, finding: _doctor.Finding) -> None:
         self._done += 1

@@ -6,8 +6,6 @@ What each patch shows there is compared by ``python -m tests.generated.search --
 from __future__ import annotations
 
 import collections
-import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._engine import versions
+from tests.helpers import Finished
 
 #: Folders of the package with what serves split models.
 SPLIT = ("_offload", "patches/offload", "patches/placement", "patches/checkpoints", "patches/adapters")
@@ -149,7 +148,7 @@ print(json.dumps([on, token(), sum(packed)]))
     [(6, ""), (6, "4bit"), pytest.param(6, "4bit-double", marks=pytest.mark.full), (36, "")],
 )
 def test_a_token_of_a_whole_model_has_one_call_in_a_hundred_more(
-    tmp_path: Path, layers: int, quantization: str
+    tmp_path: Path, warm_child: Callable[..., Finished], layers: int, quantization: str
 ) -> None:
     """36 layers are one more than an E2B has. A 4-bit linear on a CPU is asked whether it trains: two calls more."""
     from gemma4_compat._reproduction import tiny_models
@@ -157,10 +156,7 @@ def test_a_token_of_a_whole_model_has_one_call_in_a_hundred_more(
     if quantization:
         pytest.importorskip("bitsandbytes")
     checkpoint = tiny_models.build_checkpoint(tmp_path / "checkpoint", layers=layers)
-    command = [sys.executable, "-c", COUNT, str(checkpoint), quantization]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr
-    on, off, packed = json.loads(ran.stdout.splitlines()[-1])
+    on, off, packed = warm_child("-c", COUNT, str(checkpoint), quantization).data
     assert packed == 0 or quantization
     assert off < on <= 1.01 * off + 2 * packed, (on, off, packed)
 

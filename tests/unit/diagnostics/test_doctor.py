@@ -140,7 +140,7 @@ def test_one_defect_that_remains_exits_1_and_is_shown(monkeypatch: pytest.Monkey
 def test_it_says_what_it_does_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = doctor(monkeypatch)
     first, *tenths = result.stderr.splitlines()
-    assert first == "importing the libraries, building tiny models"
+    assert first.startswith(f"reproducing {len(IDS)} defects, without and with the fix; ")
     done = [int(re.fullmatch(rf"\[(\d+)/{len(IDS)}\] after \d+ s", line)[1]) for line in tenths]  # type: ignore[index]
     assert len(done) == 10
     assert done == sorted(done)

@@ -88,8 +88,17 @@ def real_text(variant: str) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("prompt, context", [(512, 2048), (2048, 2304)])
-@pytest.mark.parametrize("variant", ["E2B", "E4B", "31B"])
+@pytest.mark.parametrize(
+    "variant, prompt, context",
+    [
+        ("E2B", 512, 2048),
+        ("E4B", 2048, 2304),
+        ("31B", 512, 2048),
+        pytest.param("E2B", 2048, 2304, marks=pytest.mark.full),
+        pytest.param("E4B", 512, 2048, marks=pytest.mark.full),
+        pytest.param("31B", 2048, 2304, marks=pytest.mark.full),
+    ],
+)
 def test_temporaries_of_a_prefill_and_of_a_step_are_as_measured(variant: str, prompt: int, context: int) -> None:
     """To 3 %, with the cache allocated in the prefill. Windows: 512 (E2B, E4B) and 1024 tokens."""
     import torch
