@@ -1,8 +1,8 @@
-"""Jupyter's autoreload, taught about functions that a patch has replaced.
+"""Jupyter's autoreload, for functions that a patch has replaced.
 
 When a module is reloaded, IPython's ``%autoreload`` puts the code of its new functions into the old ones, for modules
-that imported those by name. It does not fit into a function that a patch has installed, and that error ends the reload
-half way; or "deduperreload" forces it in through memory, which silently ends the patch.
+that imported those by name. That code does not fit into a function that a patch installed, and the error ends the
+reload half way; or "deduperreload" forces it in through memory, which silently ends the patch.
 
 Here the upstream function below gets the code, and a module with such a function is reloaded as a whole, which
 :mod:`gemma4_compat._engine.hooks` notices. Nothing changes for other functions.
@@ -17,11 +17,11 @@ from typing import Any
 
 from gemma4_compat._engine import changes, hooks
 
-_followed: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # what replaced functions that a patch had installed
+_followed: weakref.WeakSet[FunctionType] = weakref.WeakSet()  # functions that were replaced by a patch's function
 
 
 def arm() -> None:
-    """Teach IPython now, or when its modules are imported."""
+    """Register with IPython now, or when its modules are imported."""
     for name, teach in _LESSONS.items():
         hooks.when_imported(name, _teach)
         if hooks.is_imported(name):
@@ -43,7 +43,7 @@ def _add_rule(autoreload: Any) -> None:
         beneath = _upstream(old)
         autoreload.update_function(beneath, _upstream(new))
         if "." not in new.__qualname__:
-            # If the patch fails, or is applied again, the next reload, or install(), must find all of them.
+            # If the patch fails or is applied again, the next reload, or install(), must find all of them.
             _followed.add(new)
             changes.restore([(old, new), (beneath, new)])
 

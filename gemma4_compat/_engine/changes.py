@@ -14,8 +14,8 @@ Hazards this file exists for:
   pass-through, and the next installation puts the same function back, so that it works there again.
 * A reload executes a module again, in the same namespace: its functions and classes are new. The old classes still
   have instances, and other modules still hold the old functions; these keep what was installed in them.
-* Another library may wrap our replacement. Taking ours out from under it would drop its wrapper, so the slot is left
-  and our function becomes a pass-through, which the next installation switches on again where it is.
+* Another library may wrap our replacement. Removing ours underneath would drop its wrapper, so the slot is left alone
+  and our function becomes a pass-through, which the next installation switches on again in place.
 * Tracebacks keep a single frame of ours: readers look for upstream's lines and their own.
 """
 
@@ -51,10 +51,10 @@ _PACKAGE = __name__.partition(".")[0]
 # What we installed. The mark is not enough: a foreign functools.wraps around ours copies it. The switch is not an
 # attribute of the function, because accelerate copies those, and models are deep-copied.
 _installed: weakref.WeakKeyDictionary[FunctionType, _Switch] = weakref.WeakKeyDictionary()
-# By patch and label, what was installed last: objects that kept it as a bound method get the repair back with the next
-# install.
+# By patch and label, what was installed last: objects that kept it as a bound method get the repair again with the
+# next install.
 _latest: weakref.WeakValueDictionary[tuple[str, str], FunctionType] = weakref.WeakValueDictionary()
-# See `sleep`: ids of patches that are needed; owner, name and what stood there, where something asleep was installed.
+# See `sleep`: ids of patches that are needed; owner, name and previous object, where something asleep was installed.
 _awake: set[str] = set()
 _beds: dict[tuple[int, str], tuple[Any, str, Any]] = {}
 _switching = threading.Lock()
@@ -169,7 +169,7 @@ class ChangeSet:
                 raise AttributeError(f"{type(args[0]).__name__!r} object has no attribute {args[1]!r}")
             try:
                 return inner(*args, **kwargs) if now is None else now(inner, *args, **kwargs)
-            except BaseException as error:  # broad: it goes on to the caller, without what lies between
+            except BaseException as error:  # broad: it goes on to the caller, without the frames between
                 if asked or _from_upstream(error.__traceback__, original) is None:
                     raise
                 # Not in a variable: this frame would hold the frames below it, and they hold it.
@@ -201,14 +201,14 @@ class ChangeSet:
         setattr(owner, name, after)
 
     def overridden(self) -> tuple[str, ...]:
-        """Labels of the slots in which another library has wrapped, or replaced, what this put there."""
+        """Labels of the slots where another library has wrapped, or replaced, what this installed."""
         return tuple(edit.label for edit in self._journal if not self._holds(vars(edit.owner).get(edit.name)))
 
     def _holds(self, raw: Any) -> bool:
-        """Whether a slot holds one of these functions, other patches of ours on top of it or not.
+        """Whether a slot holds one of these functions, with or without other patches of ours on top of it.
 
-        It need not be the function of an edit: after two reloads, the second module has what was installed in the
-        first.
+        It need not be the function of an edit: after two reloads, the second module has the function that was
+        installed in the first.
         """
         current = function_of(raw)
         while current not in self._wrappers:
@@ -218,7 +218,7 @@ class ChangeSet:
         return True
 
     def replaced(self) -> set[Any]:
-        """The upstream functions below what it installed, except those that a base class keeps."""
+        """The upstream functions below those it installed, except the ones that a base class keeps."""
         inherited = {function_of(edit.after) for edit in self._journal if edit.before is _ABSENT}
         return {upstream(function) for function in self._wrappers if function not in inherited}
 
@@ -229,8 +229,8 @@ class ChangeSet:
     def undo(self, elsewhere: list[tuple[FunctionType, Any]] | None = None) -> tuple[str, ...]:
         """Restore every raw slot, newest first. Returns the labels of the slots that another library has taken.
 
-        Other modules may have taken our functions since. All of them are searched now or, if a list is given, when the
-        caller hands it to :func:`restore`: a search costs tens of milliseconds, however much is undone.
+        Other modules may have taken our functions since. They are all searched now or, if a list is given, when the
+        caller passes it to :func:`restore`: a search takes tens of milliseconds, however much is undone.
         """
         with _switching:
             self.active = False
@@ -257,7 +257,7 @@ class ChangeSet:
 
 
 def bookkeeping(functions: Collection[Any]) -> list[Any]:
-    """The objects that refer to these upstream functions because they are replaced: those that the undo needs."""
+    """The objects that refer to these upstream functions only because they are replaced; the undo needs them."""
     ours: list[Any] = []
     for installed, switch in list(_installed.items()):
         if upstream(installed) in functions:
@@ -316,7 +316,7 @@ def beneath(raw: Any, patch_id: str, label: str) -> FunctionType | None:
 
 
 def upstream(function: Any) -> Any:
-    """The function below all those that patches have put on top of it."""
+    """The function below all those that patches put on top of it."""
     while is_installed(function):
         function = _installed[function].original
     return function
@@ -342,9 +342,9 @@ def resolve_owner(module: str, name: str) -> tuple[Any, str]:
 
 
 def raw_slot(owner: Any, name: str) -> Any:
-    """What ``owner`` (or, for a class, the first base that has it) holds under ``name``, no descriptor called.
+    """What ``owner`` (or, for a class, the first base that has it) holds under ``name``, without calling descriptors.
 
-    A class without a ``__getattr__`` has :func:`missing`.
+    For a class without a ``__getattr__`` that is :func:`missing`.
 
     Raises:
         AttributeError: there is no such name.
@@ -358,19 +358,19 @@ def raw_slot(owner: Any, name: str) -> Any:
 
 
 def missing(self: Any, name: str) -> Any:
-    """A ``__getattr__`` that changes nothing: it raises once more what was raised when ``name`` was read."""
+    """A ``__getattr__`` that changes nothing: it raises again what was raised when ``name`` was read."""
     return type(self).__getattribute__(self, name)  # type: ignore[call-arg]  # mypy takes it for bound
 
 
 def modules() -> Iterator[Any]:
-    """Everything in sys.modules that really is a module; placeholders and proxies are left out."""
+    """Everything in sys.modules that really is a module, without placeholders and proxies."""
     for module in list(sys.modules.values()):
         if isinstance(module, type(sys)):
             yield module
 
 
 def upstream_of(function: Any) -> FunctionType | None:
-    """The function below what patches have installed; None for a function that no patch has installed."""
+    """The function below those that patches installed; None if no patch installed this function."""
     found = None
     while isinstance(function, FunctionType) and function in _installed:
         found = function = _installed[function].original

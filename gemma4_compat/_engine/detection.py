@@ -88,7 +88,7 @@ def applied(patch: Patch, releases: Mapping[str, str], found: Found) -> str:
 
 
 def is_unmeasured(patch: Patch, releases: Mapping[str, str]) -> bool:
-    """Whether the release is newer than those that the patch was proven on."""
+    """Whether the release is newer than those on which the patch was proven."""
     return versions.newer(releases[patch.distribution], than=patch.measured)
 
 
@@ -99,7 +99,7 @@ def unmeasured(code: str, patch: Patch, releases: Mapping[str, str]) -> str:
 
 
 def explained(patch: Patch, releases: Mapping[str, str], what: str) -> str:
-    """``what`` is wrong with the code of a release; first, if that is newer than the measured ones, that it is."""
+    """``what`` is wrong with the code of a release, after a note if the release is newer than the measured ones."""
     return f"{unmeasured('changed', patch, releases)}: {what}" if is_unmeasured(patch, releases) else what
 
 

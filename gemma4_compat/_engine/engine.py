@@ -36,7 +36,7 @@ class Engine:
     """The patches of one process. Every public method may be called from any thread, any number of times.
 
     Args:
-        patches: what it applies, in this order. The file of a late patch is imported when one of its modules is.
+        patches: the ones it applies, in this order. The file of a late patch is imported when one of its modules is.
         oldest: the oldest supported release, by distribution; nothing is applied to older ones, or beside them.
     """
 
@@ -82,9 +82,9 @@ class Engine:
             self._fail_hopeless(absent)
 
     def status(self, *, count: bool = False) -> dict[str, PatchStatus]:
-        """The state of every patch, by id; of pending patches, what the releases installed now decide.
+        """The state of every patch, by id; for pending patches, what the releases installed now decide.
 
-        Applies nothing, warns of nothing and raises nothing.
+        Applies nothing, warns about nothing and raises nothing.
 
         Args:
             count: count what the patches do not reach, which may take a search of the heap.
@@ -92,7 +92,7 @@ class Engine:
         return self._statuses(list(self._records.values()), count=count)
 
     def state(self, patch_id: str, *, count: bool = False) -> PatchStatus:
-        """What :meth:`status` says of one patch; no other patch's file is imported for it.
+        """What :meth:`status` says about one patch; no other patch's file is imported for it.
 
         Raises:
             Gemma4CompatError: no patch has that id.
@@ -143,7 +143,7 @@ class Engine:
     def _locked(self, *, raises: bool = True) -> Iterator[None]:
         """Hold the lock, and read metadata only once meanwhile: reading is slow, and the answer may change in between.
 
-        Messages are emitted when the lock is released; with ``raises``, refusals are errors then.
+        Messages are emitted when the lock is released; with ``raises``, refusals are then errors.
         """
         with self._lock:
             self._gate.forget()
@@ -156,7 +156,7 @@ class Engine:
         messages.emit(raises=raises)
 
     def _fail_broken(self, records: Iterable[Record]) -> None:
-        """Fail the patches that are wanted now and whose files could not be imported."""
+        """Fail the patches that are wanted now but whose files could not be imported."""
         for record in records:
             if record.broken is not None and (record.again or record.status.state is PatchState.PENDING):
                 record.enter(*self._broken(record)[:3])
@@ -250,9 +250,9 @@ class Engine:
         )
 
     def _fail_hopeless(self, absent: set[str]) -> None:
-        """Fail the patches that wait for a module which the loaded release does not have.
+        """Fail the patches that wait for a module which the loaded release lacks.
 
-        Import hooks do not look for them: a search of the disk would cost too much there.
+        Import hooks do not look for them: searching the disk would cost too much there.
         """
         for record in self._records.values() if absent else ():
             if (found := self._hopeless(record, absent)) is not None:
@@ -344,9 +344,9 @@ class Engine:
 
     @contextlib.contextmanager
     def _uncovered(self, record: Record) -> Iterator[None]:
-        """Inside, later patches that replace the same functions are off: what is on top must come off first.
+        """Inside, later patches that replace the same functions are off: the ones on top must come off first.
 
-        The same goes for patches on top of these, on their other functions.
+        The same applies to patches on top of these, on their other functions.
         """
         records = list(self._records.values())
         targets = {str(target) for target in record.patch.targets}
@@ -400,7 +400,7 @@ class Engine:
         return dataclasses.replace(said, overridden=overridden, unmet=unmet)
 
     def _pending(self, record: Record, absent: set[str]) -> PatchStatus:
-        """What will become of a pending patch, as far as that is known."""
+        """What will happen to a pending patch, as far as that is known."""
         detected = None
         if not record.is_loaded:
             decided = self._broken(record)

@@ -26,7 +26,7 @@ from typing import Any
 # Absent from the tree of some Python versions, or without meaning at run time.
 _IGNORED_FIELDS = frozenset({"annotation", "returns", "type_params", "type_comment", "kind", "ctx"})
 
-# ``torch.compile`` and ``torch.compiler.disable``: what they run is the function that they were given.
+# ``torch.compile`` and ``torch.compiler.disable`` run the function that they were given.
 _TRANSPARENT = "torch._dynamo"
 
 # Finding and parsing a function's source takes most of the time of a decision, and decisions are repeated.

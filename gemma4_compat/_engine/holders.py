@@ -18,10 +18,10 @@ from gemma4_compat._engine.changes import ChangeSet
 
 
 def reach(edits: Iterable[ChangeSet | None]) -> None:
-    """Give the replacements to modules that took a function before, under whatever name.
+    """Give the replacements to modules that took a function before, under any name.
 
-    The module that defines it is left out: with the patch in place from the start, its own names would lead past it
-    just the same.
+    The module that defines it is left out: even with the patch in place from the start, its own names would lead past
+    the patch.
     """
     latest: dict[int, FunctionType] = {}
     for installed, original in (pair for one in edits if one is not None for pair in one.module_functions()):

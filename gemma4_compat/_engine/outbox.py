@@ -12,7 +12,7 @@ from gemma4_compat._errors import Gemma4CompatError
 
 
 class Outbox:
-    """Warnings, and refusals: what GEMMA4_COMPAT_STRICT makes an error. Nothing is said twice.
+    """Warnings, and refusals, which GEMMA4_COMPAT_STRICT turns into errors. Nothing is said twice.
 
     Args:
         libraries: warnings point at the line outside these packages that led to them.
@@ -25,7 +25,7 @@ class Outbox:
         self._said: set[str] = set()  # distributions with several copies or too old ones, and notices
 
     def failure(self, record: Record, shared: str | None, *, strict: bool) -> None:
-        """Report a failed patch, once; or ``shared``, once: the message if one cause keeps many patches off."""
+        """Report a failed patch once; or ``shared`` once: the message if one cause keeps many patches off."""
         status = record.status
         message = report.failure_text(status, record.patch.first_symptom if record.is_loaded else "")
         if strict:
@@ -40,7 +40,7 @@ class Outbox:
             self._said.add(shared)
 
     def too_old(self, record: Record, oldest: Mapping[str, str], *, strict: bool) -> None:
-        """Report the library that is too old, once, when it is loaded: one that is only installed harms nobody."""
+        """Report the library that is too old once, when it is loaded: one that is only installed does no harm."""
         seen = record.status.versions.items()
         name = next(name for name, version in seen if versions.too_old(name, version, oldest) is not None)
         if not versions.is_loaded(name):
@@ -56,7 +56,7 @@ class Outbox:
             self._warnings.append(message)
 
     def two_copies(self, name: str, copies: Mapping[str, str]) -> None:
-        """Warn, once, if several releases of a distribution are installed; ``copies``: folder -> release."""
+        """Warn once if several releases of a distribution are installed; ``copies``: folder -> release."""
         if len(set(copies.values())) > 1 and f"copies {name}" not in self._said:
             self._said.add(f"copies {name}")
             listed = ", ".join(f"{version} in {folder}" for folder, version in copies.items())
@@ -65,14 +65,14 @@ class Outbox:
             )
 
     def taken(self) -> Outbox:
-        """What was collected so far; it is here no longer. Under the lock."""
+        """Remove and return what was collected so far. Call it under the lock."""
         taken = Outbox(self._libraries)
         taken._warnings, self._warnings = self._warnings, []
         taken._refusals, self._refusals = self._refusals, []
         return taken
 
     def emit(self, *, raises: bool) -> None:
-        """Give the warnings, and raise the refusals, or give those as warnings too. Not under the lock.
+        """Emit the warnings, and raise the refusals, or emit those as warnings as well. Call it without the lock.
 
         Raises:
             Gemma4CompatError: there are refusals, and ``raises`` is set.

@@ -29,9 +29,9 @@ class Severity(str, enum.Enum):
 class Kind(str, enum.Enum):
     """What a patch mainly does. ``GEMMA4_COMPAT_DISABLE`` takes a kind, and switches off all its patches.
 
-    ``repair``: what crashed, was wrong or took needless memory works. ``refusal``: what cannot work, or silently goes
-    wrong, is one error before anything is changed. ``speed``: the same results, sooner. ``notice``: something is said,
-    or said less often, and nothing is computed differently.
+    ``repair``: makes something work that crashed, was wrong or took needless memory. ``refusal``: turns something that
+    cannot work, or silently goes wrong, into one error before anything is changed. ``speed``: the same results,
+    sooner. ``notice``: says something, or says it less often; nothing is computed differently.
     """
 
     REPAIR = "repair"
@@ -53,7 +53,7 @@ class ActsOn(str, enum.Enum):
 
 
 class Detection(str, enum.Enum):
-    """What the code that is really loaded says, after the version said "maybe"."""
+    """What the loaded code says, after the version said "maybe"."""
 
     AFFECTED = "affected"
     NOT_AFFECTED = "not_affected"
@@ -63,7 +63,7 @@ class Detection(str, enum.Enum):
 
 
 class PatchState(str, enum.Enum):
-    """Where a patch is in its life.
+    """The stages of a patch.
 
     ``registered`` (known, not armed) -> ``skipped`` (opted out, library absent or too old, requirement unmet) |
     ``not_needed`` (release outside ``affected``, or the loaded code has no defect) | ``pending`` (armed, waiting for
@@ -84,7 +84,7 @@ class PatchState(str, enum.Enum):
 class Reason(str, enum.Enum):
     """Why a patch is in its state. :attr:`PatchStatus.reason` says the same in words, with names and releases.
 
-    docs/STATES.md has a line on each. The values do not change; new ones may be added.
+    docs/STATES.md has a line for each. The values do not change; new ones may be added.
     """
 
     # registered
@@ -153,7 +153,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One upstream function and what takes its place.
+    """One upstream function and its replacement.
 
     Attributes:
         module: the leaf module that defines it (``"bitsandbytes.nn.modules"``), never a re-exporting package.
@@ -165,11 +165,11 @@ class Target:
         codes: for code of torch, whose releases are not pinned here and not measured one by one: fingerprint -> which
             releases are known to have it. ``known`` then has these in every affected release of the distribution.
         optional: the module or name does not exist in every affected release; where it is missing it is left out.
-        affected: the releases of the patch's distribution in which this target is needed, where it is not all of the
-            patch's; in the others it is left out.
+        affected: the releases of the patch's distribution that need this target, if not all of the patch's do; in the
+            others it is left out.
         asleep: whether nothing in this process can need it yet; the argument is whether its library may have been used
-            before. What is installed then calls the original, until :func:`gemma4_compat._engine.sleep.awaken`.
-        waker: it only wakes the patch. Where it does not exist, or its code is unknown, it is left out, and nothing of
+            before. The installed function then calls the original until :func:`gemma4_compat._engine.sleep.awaken`.
+        waker: it only wakes the patch. If it does not exist, or its code is unknown, it is left out, and nothing of
             the patch sleeps.
         group: targets of one group are replaced together, as soon as the modules of that group are imported. A patch
             for two copies of the same code has two groups, and the one does not wait for the other.
@@ -211,7 +211,7 @@ class Patch:
         applied_upstream: the upstream change that fixes it, if there is one.
         fixed: the first release with that change.
         after: ids of patches that must be applied before this one. The engine applies patches in the order of the
-            registry; a contract test holds the registry to this.
+            registry; a contract test checks the registry against this.
         needs: ids of patches without which this one does not make the situation exact.
         acts_on: see :class:`ActsOn`. A test runs other models with and without the patches that are not for them.
         detect: a cheap, static look at the loaded code that may say ``NOT_AFFECTED`` (or ``UNKNOWN``) although the
@@ -265,7 +265,7 @@ class Patch:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Every module that some group waits for."""
+        """Every module that any group waits for."""
         return tuple(dict.fromkeys(module for modules in self.groups.values() for module in modules))
 
 
@@ -299,7 +299,8 @@ class PatchStatus:
             counted, which takes ``status(unreached=True)``.
         overridden: replaced functions that another library has replaced again since.
         unmet: ids of patches that this one needs to be exact and that are off: disabled, failed or reverted.
-        detection: what the loaded code said; None if it was not looked at, or looking at it was not what failed.
+        detection: what the loaded code said; None if it was not examined, or its examination did not cause the
+            failure.
         at: when the state was entered, seconds since the epoch (``time.time()``).
     """
 

@@ -1,8 +1,8 @@
 """The table ``[tool.gemma4_compat]`` of a project's pyproject.toml.
 
-The file is searched in the working directory and above it, up to the root of the repository. Outside of a repository
-only the working directory is searched, because the folders above may belong to somebody else. The nearest file with
-the table counts. A file that does not mention the table is not parsed.
+The file is searched in the working directory and above it, up to the root of the repository. Outside a repository only
+the working directory is searched, because the folders above may belong to somebody else. The nearest file with the
+table counts. A file that does not mention the table is not parsed.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def test_every_number_has_one_entry_or_is_named_as_having_none_and_helpers_exist
     page = FAILURE_POINTS.read_text(encoding="utf-8")
     numbers = [int(number) for number in re.findall(r"^### F(\d+): \S", page, re.M)]
     assert len(numbers) == len(set(numbers)) == len(MAP)
-    said = page.partition("\nWithout an entry: ")[2].partition("\n\n")[0]
+    said = page.partition("\nThese numbers have no entry:\n\n")[2].partition("\n\n")[0]
     gaps = {
         number
         for first, last in re.findall(r"\bF(\d+)(?: to F(\d+))?", said)

@@ -46,7 +46,7 @@ def table() -> str:
     loading = max(layer.loading for layer in found.layers)
     lines += [
         "",
-        f"Beside that, in use for a moment: {gigabytes(loading)} while loading (one parameter in bf16), "
+        f"In addition, temporarily: {gigabytes(loading)} while loading (one parameter in bf16), "
         f"{gigabytes(layer)} for a prompt (a layer's experts, dequantized), {gigabytes(layer * used // number)} for a "
         f"decoded token ({used} of {number} experts).",
     ]

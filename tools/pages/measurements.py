@@ -163,9 +163,9 @@ def chunked_loss_section() -> str:
         f"chunks: {memory['ratio']:.1f} times less (medians of {len(memory['rounds_gib']['plain'])} processes each, "
         "in turns).",
         "",
-        "How far the two are apart, with tiny models of random weights in chunks of 5 tokens: the loss relatively, "
-        "the gradients as the norm of all differences, of the norm of all. In bfloat16 the distance of each from "
-        "float32 is beside it: it is the dtype, not the chunks, that rounds.",
+        "The difference between the two, for tiny models with random weights and chunks of 5 tokens: relative for the "
+        "loss; for the gradients, the norm of all differences relative to the norm of all gradients. For bfloat16 "
+        "the last columns show the distance of each from float32: the dtype causes the rounding, not the chunks.",
         "",
         "| class | float32: loss | gradients | bfloat16: loss | gradients | plain from float32 "
         "| chunks from float32 |",

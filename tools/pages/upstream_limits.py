@@ -16,16 +16,16 @@ _INTRODUCTION = """\
 
 {calls} calls that people make on a model were run in {entries} cases, without the package and with it: on one
 device, with parts in host memory, and with parts on disk, in bf16, 4-bit and 8-bit, with and without adapters. A
-stack with fewer cases in the table was given the part that CI runs. The right outcome is that of one device
-without the package, or what the call itself says. An outcome that is right without the package and not with it, or
-an error that the same `except` no longer catches, is worse: a defect. Nobody catches what upstream stumbles over
-in its own code (`'NoneType' object has no attribute ...`). Defects that are open are named in
-`tests/generated/search/test_differential_search.py` (`OPEN`).
+stack with fewer cases in the table ran only the part that CI runs. The right outcome is that of one device without
+the package, or what the call itself specifies. It counts as worse, and as a defect, if an outcome is right without
+the package and not with it, or if the same `except` no longer catches an error. Errors inside upstream's own code
+(`'NoneType' object has no attribute ...`) are an exception, because nobody catches them. Open defects are named
+in `tests/generated/search/test_differential_search.py` (`OPEN`).
 
 Two comparisons need care. `PeftModel.from_pretrained` without the package undoes the placement of its base, so the
-model is whole again and can do what a whole model can. Where that makes an outcome worse, upstream is asked once more,
-for a model that gets its adapter first and is split then. And where an error became the wrong answer that one device
-gives, the wrong answer is one device's.
+model is whole again and can do whatever a whole model can. If that makes an outcome look worse, upstream runs again
+with a model that gets its adapter first and is split afterwards. And if an error became a wrong answer that one device
+also gives, the fault is one device's.
 
 ```bash
 python -m tests.generated.search.differential --jobs 2                      # all of it
@@ -36,15 +36,14 @@ python -m tests.generated.search.differential --stack-json docs/evidence/search/
 _BOTH = """\
 ## What does not work with the package either
 
-Many of these errors are right: a folder that is not there, an option that does not exist. Where one outcome is named,
-it is the same without the package and with it: the error, or a wrong answer. Errors about CUDA are those of a process
-without a GPU.
+Many of these errors are right: a missing folder, an option that does not exist. A single outcome is the same without
+the package and with it: the error, or a wrong answer. Errors about CUDA come from a process without a GPU.
 
-Here and below, what has no stack in brackets is the newest's. Where variants and places share a line, each is in one
-case at least; the raw file has every case.
+Here and below, lines without a stack in brackets are about the newest. If variants and places share a line, each
+occurs in at least one case; the raw file has every case.
 """
 _BETTER = """\
-## What works with the package only
+## What works only with the package
 
 In the newest stack; the raw results have the others.
 """
