@@ -56,18 +56,13 @@ class _Method(functools.partial[Any]):
 
     def composed(self) -> _Method:
         """Call what lies here now."""
-        below: Callable[..., Any] = self._bottom
+        # Not a method of this object: that would be a circle, which keeps the owner until the garbage collector comes.
+        below: Callable[..., Any] = functools.partial(_bottom, self.owner, self.name, self.own)
         for layer in self.layers:
             below = functools.partial(layer.replacement, below)
         state: tuple[Any, ...] = (below, (), {}, vars(self))
         self.__setstate__(state)  # type: ignore[attr-defined]  # somebody may hold this object: it stays the same one
         return self
-
-    def _bottom(self, *args: Any, **kwargs: Any) -> Any:
-        if self.own is not ABSENT:
-            return self.own(*args, **kwargs)
-        kind = type(self.owner)
-        return inspect.getattr_static(kind, self.name).__get__(self.owner, kind)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Method:
         made = _Method.over(copy.deepcopy(self.owner, memo), self.name, copy.deepcopy(self.own, memo))
@@ -82,6 +77,14 @@ class _Method(functools.partial[Any]):
 
 def _nothing() -> None:
     pass
+
+
+def _bottom(owner: Any, name: str, own: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The method that nothing replaces: of the object itself, or of its class as that is now."""
+    if own is not ABSENT:
+        return own(*args, **kwargs)
+    kind = type(owner)
+    return inspect.getattr_static(kind, name).__get__(owner, kind)(*args, **kwargs)
 
 
 def _method(owner: Any, name: str) -> _Method | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +182,22 @@ def test_what_was_taken_before_the_end_is_a_way_through() -> None:
     with in_place.replaced(layer, "merge", named("a")):
         taken = layer.merge
     assert taken(1) == [1]
+
+
+def test_an_object_that_had_replacements_goes_with_its_last_reference() -> None:
+    """Memory of a GPU must not wait for the garbage collector."""
+    layer = both()
+    reference = weakref.ref(layer)
+    with in_place.replaced(layer, "merge", named("a")), in_place.assigned(layer, "placement", 1):
+        layer.merge(1)
+    for function in (first, second):
+        in_place.restore(layer, "merge", function)
+    gc.disable()
+    try:
+        del layer
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_whose_an_attribute_is() -> None:
