@@ -30,6 +30,11 @@ def kept(workspace: Workspace) -> Outcome:
     return _of_both(workspace, _kept)
 
 
+def offloaded(workspace: Workspace) -> Outcome:
+    """Whether an assistant that is offloaded as a whole drafts."""
+    return _of_both(workspace, _offloaded)
+
+
 def _of_both(workspace: Workspace, show: Callable[[Any, Any, Workspace], Outcome]) -> Outcome:
     def one(space: Workspace) -> Outcome:
         # Where this release cannot call an assistant without other patches, there is nothing to see.
@@ -150,3 +155,11 @@ def _kept(model: Any, assistant: Any, workspace: Workspace) -> Outcome:
     if not found.equal(model.generate(**batch, **options)):
         return Outcome(True, "with an assistant model other tokens are generated")
     return Outcome(held[0] > length, f"{held[0]} hidden states are kept of a prompt of {length} tokens")
+
+
+def _offloaded(model: Any, _: Any, workspace: Workspace) -> Outcome:
+    batch, options = workspace.inputs(text_only=True), {"max_new_tokens": _NEW_TOKENS, "do_sample": False}
+    found = model.generate(**batch, **options, assistant_model=workspace.load_assistant(offloaded=True))
+    if found.equal(model.generate(**batch, **options)):
+        return Outcome(False, f"{_NEW_TOKENS} tokens with an offloaded assistant are those without")
+    return Outcome(True, "with an offloaded assistant other tokens are generated")

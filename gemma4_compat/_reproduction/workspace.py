@@ -169,17 +169,23 @@ class Workspace:
         device = self.main if device is None else device
         return tiny.inputs(device, text_only=text_only, variant=self.variant)
 
-    def load_assistant(self, quantization: str | None = None) -> Any:
+    def load_assistant(self, quantization: str | None = None, *, offloaded: bool = False) -> Any:
         """An assistant model for the model of :meth:`load`: its ``generate`` takes it as ``assistant_model``.
+
+        ``offloaded``: all of it on disk.
 
         Raises:
             ImportError: the installed transformers has no assistant for it.
         """
+        away: dict[str, Any] = {}
+        if offloaded:
+            away = {"device_map": {"": "disk"}, "offload_folder": tempfile.mkdtemp(prefix="offload-", dir=self.folder)}
         return tiny.load(
             self.cached(self._assistant),
             quantization,
             device=self.main,
             cls=tiny_models.assistant_class(self.checkpoint),
+            **away,
         )
 
     def _assistant(self, folder: Path) -> None:

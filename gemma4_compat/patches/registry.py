@@ -119,6 +119,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_assistant_keys",
         "transformers_assistant_sampling",
         "transformers_assistant_memory",
+        "transformers_assistant_offloaded",
         "transformers_offloaded_cache",
         "transformers_static_cache",
         "transformers_image_masks",
