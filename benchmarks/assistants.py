@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import gemma4_compat  # noqa: E402, F401
-from gemma4_compat._reproduction.workspace import Workspace  # noqa: E402
+import gemma4_compat  # noqa: F401
+from gemma4_compat._reproduction.workspace import Workspace
 
 
 def acceptance(noise: float, temperature: float, rounds: int) -> tuple[float, float]:

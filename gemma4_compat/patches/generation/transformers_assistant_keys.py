@@ -1,12 +1,13 @@
 """An assistant model drafts from the keys, values and hidden states of accepted tokens only.
 
 Symptom: silent: a Gemma 4 assistant's candidates are accepted less often than they should be, the more so past the
-sliding window. With a window of 8 and three candidates, 3 of 11 keys in sliding attention were those of rejected tokens.
+sliding window. With a window of 8 and three candidates, 3 of 11 keys in sliding attention are those of rejected
+tokens.
 
 Cause: ``SinglePositionMultiTokenCandidateGenerator.get_candidates`` cuts the model's keys and values at the length of
-the text. That length includes the newest token, which the model has not read yet, so a rejected candidate's key takes
-its place. Past the window, sliding layers return their last keys only, which are shorter than the text, and nothing is
-cut at all. Before 5.18.0 the first candidates also start from the hidden state of the prompt's first token.
+the text. That length includes the newest token, which the model has not read yet, so a rejected candidate's key stays
+in its place. Past the window, sliding layers return only their last keys, which are fewer than the text has tokens,
+and nothing is cut. Before 5.18.0 the first candidates also start from the hidden state of the prompt's first token.
 
 Fix: The patch cuts as many keys and values off the end as candidates were rejected, in layers of both kinds, and leaves
 the hidden states of the last forward's own candidates. The tokens that come out are the same.
@@ -57,8 +58,9 @@ def accepted(outputs: Any, candidates: int, matches: int) -> Any:
     """What an assistant reads of the model's ``outputs``, without what belongs to rejected candidates.
 
     Args:
-        outputs: of a forward that ended with one token and ``candidates`` candidates, ``matches`` of them accepted. Has
-            ``hidden_states`` and ``shared_kv_states`` if the forward was asked for them; otherwise it is returned.
+        outputs: of a forward; returned as it is if it lacks ``hidden_states`` or ``shared_kv_states``.
+        candidates: how many candidates that forward ended with, after one token.
+        matches: how many of them were accepted.
     """
     hidden = getattr(outputs, "hidden_states", None)
     states = getattr(outputs, "shared_kv_states", None)

@@ -1,11 +1,11 @@
 """With an assistant model only the hidden states that it reads are kept.
 
-Symptom: silent: ``generate`` with a Gemma 4 assistant keeps the prompt's hidden states of every layer (0.9 GiB for 8,192
-tokens of E2B). From 5.23.0 on it also computes the prompt in all layers that share keys and values, although only its
-last token is needed there.
+Symptom: silent: ``generate`` with a Gemma 4 assistant keeps the prompt's hidden states of every layer (0.9 GiB for
+8,192 tokens of E2B). From 5.23.0 on it also computes the whole prompt in the layers that share keys and values,
+although only its last token is needed there.
 
-Cause: ``SinglePositionMultiTokenCandidateGenerator`` asks for ``output_hidden_states=True`` and reads the last position
-of the last layer. ``Gemma4TextModel._maybe_slice_kv_shared_inputs`` computes every position if it sees this flag.
+Cause: ``SinglePositionMultiTokenCandidateGenerator`` asks for ``output_hidden_states=True`` and reads only the last
+layer. ``Gemma4TextModel._maybe_slice_kv_shared_inputs`` computes every position if it sees this flag.
 
 Fix: During such a ``generate`` the flag does not reach the model, unless the caller set it. The output's
 ``hidden_states`` then holds what the head reads: the last layer's states of the newest token and its candidates. The

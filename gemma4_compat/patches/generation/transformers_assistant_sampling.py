@@ -4,9 +4,9 @@ Symptom: silent: with ``do_sample=True`` and a Gemma 4 assistant, the likeliest 
 probability 0.4 in 85 of 100 places), or tokens that the assistant likes come out too seldom. ``temperature``,
 ``top_k``, ``top_p`` and other processors do not reach the assistant.
 
-Cause: ``SinglePositionMultiTokenCandidateGenerator.get_candidates`` drafts the assistant's likeliest token and hands its
-raw logits on. ``_speculative_sampling`` accepts a draft with probability ``p / q``, where ``q`` is the probability with
-which it was drawn. That gives the model's distribution only if the draft was drawn from the logits handed on.
+Cause: ``SinglePositionMultiTokenCandidateGenerator.get_candidates`` drafts the assistant's likeliest token and hands
+its raw logits on. ``_speculative_sampling`` accepts a draft with probability ``p / q``, the model's probability over the
+assistant's. That gives the model's distribution only if the draft was drawn from the logits handed on.
 
 Fix: With ``do_sample=True`` a draft is drawn from the assistant's logits after the processors of the call, and these
 processed logits are handed on. Greedy decoding is unchanged. The alternative, to hand a likeliest token on as the only
@@ -50,6 +50,7 @@ class Drafter:
         return torch.stack(self._scores, dim=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; the largest of their logits is that of the token drawn."""
         import torch
 
         outputs = self._model(*args, **kwargs)
@@ -61,7 +62,7 @@ class Drafter:
         self._scores.append(scores)
         self._tokens = torch.cat([self._tokens, token], dim=-1)
         chosen = token.unsqueeze(1).to(outputs.logits.device)
-        outputs.logits = torch.zeros_like(outputs.logits).scatter_(-1, chosen, 1)  # upstream takes the largest
+        outputs.logits = torch.zeros_like(outputs.logits).scatter_(-1, chosen, 1)
         return outputs
 
 

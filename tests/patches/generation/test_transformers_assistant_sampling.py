@@ -14,7 +14,7 @@ from tests.conftest import is_affected
 from tests.patches.promise import Promise
 
 VOCABULARY, PROMPT, DRAFTS, ROUNDS = 12, 4, 3, 800
-#: Name -> classes of processors and their arguments, in the order of `generate`. "Gemma" is its generation_config.json.
+#: Name -> classes of processors and their arguments, in the order of `generate`. "Gemma": its own defaults.
 CASES: dict[str, list[tuple[Any, ...]]] = {
     "plain": [],
     "cold": [("TemperatureLogitsWarper", 0.5)],
