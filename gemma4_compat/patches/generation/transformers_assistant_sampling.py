@@ -5,7 +5,7 @@ probability 0.4 in 85 of 100 places), or tokens that the assistant likes come ou
 ``top_k``, ``top_p`` and other processors do not reach the assistant.
 
 Cause: ``SinglePositionMultiTokenCandidateGenerator.get_candidates`` drafts the assistant's likeliest token and hands
-its raw logits on. ``_speculative_sampling`` accepts a draft with probability ``p / q``, the model's probability over the
+its raw logits on. ``_speculative_sampling`` accepts a draft with probability ``p / q``, the model's over the
 assistant's. That gives the model's distribution only if the draft was drawn from the logits handed on.
 
 Fix: With ``do_sample=True`` a draft is drawn from the assistant's logits after the processors of the call, and these
