@@ -172,14 +172,16 @@ class Workspace:
     def load_assistant(self, quantization: str | None = None, *, offloaded: bool = False) -> Any:
         """An assistant model for the model of :meth:`load`: its ``generate`` takes it as ``assistant_model``.
 
-        ``offloaded``: all of it on disk.
+        ``offloaded``: all of it but one norm.
 
         Raises:
             ImportError: the installed transformers has no assistant for it.
         """
         away: dict[str, Any] = {}
         if offloaded:
-            away = {"device_map": {"": "disk"}, "offload_folder": tempfile.mkdtemp(prefix="offload-", dir=self.folder)}
+            folder = tempfile.mkdtemp(prefix="offload-", dir=self.folder)
+            placement = {"": self.offloaded, "model.norm": self.main}  # 5.8 runs no model that is all on disk
+            away = {"device_map": placement, "offload_folder": folder}
         return tiny.load(
             self.cached(self._assistant),
             quantization,

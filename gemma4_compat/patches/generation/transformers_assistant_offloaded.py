@@ -1,7 +1,7 @@
 """An assistant model may be offloaded as a whole.
 
-Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``generate`` with an assistant that was
-loaded with ``device_map={"": "disk"}``, or with a map that offloads ``pre_projection``.
+Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``generate`` with an assistant whose map
+offloads ``pre_projection``, such as ``device_map={"": "disk"}``.
 
 Cause: ``Gemma4AssistantForCausalLM.forward`` brings its inputs to ``self.pre_projection.weight.device``, which is meta
 while that module is offloaded. Released assistants also read ``lm_head.weight`` outside the head's forward, in
@@ -54,7 +54,7 @@ PATCH = Patch(
     severity=Severity.CRASH,
     failure_points=("F107",),
     distribution="transformers",
-    affected=">=5.8.0",
+    affected=">=5.10.1",
     requires=("accelerate",),
     acts_on=ActsOn.GEMMA4,
     targets=(_target("gemma4", "Gemma4"), _target("gemma4_unified", "Gemma4Unified")),
