@@ -7,11 +7,10 @@ tokens.
 Cause: ``SinglePositionMultiTokenCandidateGenerator.get_candidates`` cuts the model's keys and values at the length of
 the text. That length includes the newest token, which the model has not read yet, so a rejected candidate's key stays
 in its place. Past the window, sliding layers return only their last keys, which are fewer than the text has tokens,
-and nothing is cut. Before 5.18.0 the first drafts also start from the hidden state of the text's first
-token.
+and nothing is cut. Before 5.18.0 the first drafts also start from the hidden state of the text's first token.
 
-Fix: The patch cuts as many keys and values off the end as candidates were rejected, in layers of both kinds, and leaves
-the hidden states of the last forward's own candidates. The tokens that come out are the same.
+Fix: The patch cuts as many keys and values off the end as candidates were rejected, in layers of both kinds, and
+leaves the hidden states of the last forward's own candidates. The tokens that come out are the same.
 
 Remove when: ``SinglePositionMultiTokenCandidateGenerator`` cuts rejected candidates off the end.
 """

@@ -1,10 +1,10 @@
 """An assistant model may be offloaded as a whole.
 
-Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``generate`` with an assistant whose map
-offloads ``pre_projection``, such as ``device_map={"": "disk"}``.
+Symptom: ``NotImplementedError: Cannot copy out of meta tensor; no data!`` from ``generate`` with an assistant whose
+map offloads ``pre_projection``, such as ``device_map={"": "disk"}``.
 
-Cause: ``Gemma4AssistantForCausalLM.forward`` brings its inputs to ``self.pre_projection.weight.device``, which is meta
-while that module is offloaded. Released assistants also read ``lm_head.weight`` outside the head's forward, in
+Cause: ``Gemma4AssistantForCausalLM.forward`` brings its inputs to ``self.pre_projection.weight.device``, which is
+meta while that module is offloaded. Released assistants also read ``lm_head.weight`` outside the head's forward, in
 ``Gemma4AssistantMaskedEmbedder``. The assistant of the 12B has the same code in a module of its own.
 
 Fix: During the forward an offloaded ``pre_projection`` has its weight, and so has the head where it is read directly.
