@@ -52,7 +52,7 @@ PATCH = Patch(
     id="transformers-assistant-offloaded",
     kind=Kind.REPAIR,
     severity=Severity.CRASH,
-    failure_points=("F107",),
+    failure_points=("F30",),
     distribution="transformers",
     affected=">=5.10.1",
     requires=("accelerate",),

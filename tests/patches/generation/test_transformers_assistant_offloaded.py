@@ -1,4 +1,4 @@
-"""An assistant that is offloaded as a whole (F107)."""
+"""An assistant that is offloaded as a whole (F30)."""
 
 from __future__ import annotations
 
