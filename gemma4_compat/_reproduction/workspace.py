@@ -169,17 +169,25 @@ class Workspace:
         device = self.main if device is None else device
         return tiny.inputs(device, text_only=text_only, variant=self.variant)
 
-    def load_assistant(self, quantization: str | None = None) -> Any:
+    def load_assistant(self, quantization: str | None = None, *, offloaded: bool = False) -> Any:
         """An assistant model for the model of :meth:`load`: its ``generate`` takes it as ``assistant_model``.
+
+        ``offloaded``: all of it but one norm.
 
         Raises:
             ImportError: the installed transformers has no assistant for it.
         """
+        away: dict[str, Any] = {}
+        if offloaded:
+            folder = tempfile.mkdtemp(prefix="offload-", dir=self.folder)
+            placement = {"": self.offloaded, "model.norm": self.main}  # 5.8 runs no model that is all on disk
+            away = {"device_map": placement, "offload_folder": folder}
         return tiny.load(
             self.cached(self._assistant),
             quantization,
             device=self.main,
             cls=tiny_models.assistant_class(self.checkpoint),
+            **away,
         )
 
     def _assistant(self, folder: Path) -> None:

@@ -115,6 +115,10 @@ AREAS: Mapping[str, tuple[str, ...]] = {
     "generation": (
         "transformers_assistant_sharing",
         "transformers_assistant_arguments",
+        "transformers_assistant_keys",
+        "transformers_assistant_sampling",
+        "transformers_assistant_memory",
+        "transformers_assistant_offloaded",
         "transformers_offloaded_cache",
         "transformers_static_cache",
         "transformers_image_masks",

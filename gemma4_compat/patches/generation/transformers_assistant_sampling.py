@@ -1,0 +1,127 @@
+"""Sampling with an assistant model follows the distribution of sampling without one.
+
+Symptom: silent: with ``do_sample=True`` and a Gemma 4 assistant, the likeliest tokens come out too often (a token of
+probability 0.4 in 85 of 100 places), or tokens that the assistant likes come out too seldom. ``temperature``,
+``top_k``, ``top_p`` and other processors do not reach the assistant.
+
+Cause: ``SinglePositionMultiTokenCandidateGenerator.get_candidates`` drafts the assistant's likeliest token and hands
+its raw logits on. ``_speculative_sampling`` accepts a draft with probability ``p / q``, the model's over the
+assistant's. That gives the model's distribution only if the draft was drawn from the logits handed on.
+
+Fix: With ``do_sample=True`` a draft is drawn from the assistant's logits after the processors of the call, and these
+processed logits are handed on. Greedy decoding is unchanged. The alternative, to hand a likeliest token on as the only
+possible one, is as exact, but of a good assistant's drafts fewer are accepted: those of a perfect one with the
+probability of the likeliest token instead of always.
+
+Remove when: ``SinglePositionMultiTokenCandidateGenerator`` draws its candidates from the distribution it hands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+
+class Drafter:
+    """The assistant model for one ``generate``, whose likeliest token is one drawn from its processed logits."""
+
+    def __init__(self, model: Any, processors: list[Callable[[Any, Any], Any]]) -> None:
+        self._model = model
+        self._processors = processors
+        self._tokens: Any = None
+        self._scores: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def begin(self, tokens: Any) -> None:
+        """``tokens``: the text so far, int64 of shape (1, length)."""
+        self._tokens, self._scores = tokens, []
+
+    def scores(self) -> Any:
+        """What the tokens since :meth:`begin` were drawn from: float32 logits, (1, tokens, vocabulary)."""
+        import torch
+
+        return torch.stack(self._scores, dim=1)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs; the largest of their logits is that of the token drawn."""
+        import torch
+
+        outputs = self._model(*args, **kwargs)
+        # A copy, because processors may write into their argument.
+        scores = outputs.logits[:, -1].to(self._tokens.device, torch.float32, copy=True)
+        for processor in self._processors:
+            scores = processor(self._tokens, scores)
+        token = torch.multinomial(scores.softmax(dim=-1), num_samples=1)
+        self._scores.append(scores)
+        self._tokens = torch.cat([self._tokens, token], dim=-1)
+        chosen = token.unsqueeze(1).to(outputs.logits.device)
+        outputs.logits = torch.zeros_like(outputs.logits).scatter_(-1, chosen, 1)
+        return outputs
+
+
+def candidate_generator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    from transformers.generation import candidate_generator as upstream
+
+    generator = original(self, *args, **kwargs)
+    sampling = isinstance(generator, upstream.SinglePositionMultiTokenCandidateGenerator)
+    if sampling and generator.generation_config.do_sample:
+        processors = kwargs.get("logits_processor") or []
+        generator.assistant_model = Drafter(generator.assistant_model, [it for it in processors if _is_pure(it)])
+    return generator
+
+
+def _is_pure(processor: Any) -> bool:
+    """Guidance runs the whole model once more for each token it is asked about, and remembers the token."""
+    from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+    return not isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+def get_candidates(
+    original: Callable[..., tuple[Any, Any]], self: Any, input_ids: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    drafter = self.assistant_model
+    if not isinstance(drafter, Drafter):
+        return original(self, input_ids, *args, **kwargs)
+    drafter.begin(input_ids)
+    candidates, logits = original(self, input_ids, *args, **kwargs)
+    return candidates, logits if logits is None else drafter.scores()
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    from gemma4_compat._reproduction import assistants
+
+    return assistants.sampled(workspace)
+
+
+_GENERATOR = "transformers.generation.candidate_generator"
+
+PATCH = Patch(
+    id="transformers-assistant-sampling",
+    kind=Kind.REPAIR,
+    severity=Severity.WRONG_RESULT,
+    failure_points=("F85",),
+    distribution="transformers",
+    affected=">=5.8.0",
+    acts_on=ActsOn.GEMMA4,
+    targets=(
+        Target(
+            module="transformers.generation.utils",
+            name="GenerationMixin._get_candidate_generator",
+            replacement=candidate_generator,
+        ),
+        Target(
+            module=_GENERATOR,
+            name="SinglePositionMultiTokenCandidateGenerator.get_candidates",
+            replacement=get_candidates,
+        ),
+    ),
+    reproduce=reproduce,
+)
