@@ -19,6 +19,8 @@ def gathered(tensor: Any, layout: Layout, groups: int) -> tuple[Any, Any, Any]:
 
     Args:
         tensor: (rows, heads, keys, width).
+        layout: of the calls.
+        groups: heads of queries that share a head of keys.
 
     Returns:
         (rows, heads * groups, keys, width), (rows * blocks, heads * groups, keys, width) and the shape of the first.
@@ -30,7 +32,8 @@ def gathered(tensor: Any, layout: Layout, groups: int) -> tuple[Any, Any, Any]:
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(tensor: Any, layout: Layout, groups: int) -> tuple[Any, Any, Any]:
-        middle = torch.cat([each[:, :, :, None].expand(-1, -1, -1, groups, -1, -1) for each in _parts(tensor, layout)], 4)
+        parts = [part[:, :, :, None].expand(-1, -1, -1, groups, -1, -1) for part in _parts(tensor, layout)]
+        middle = torch.cat(parts, dim=4)
         return (
             tensor[:, :, layout.head[1]].repeat_interleave(groups, 1),
             middle.flatten(2, 3).flatten(0, 1),

@@ -1,9 +1,9 @@
 """Attention of a sliding layer by blocks of queries, each with the keys that it may see.
 
 A query of a sliding layer sees a window of keys, 512 or 1,024. Upstream gives all queries and all keys to one call of
-``scaled_dot_product_attention``, with a mask. Here a block of queries, as long as a window, gets its own keys and those
-of a window before, also later ones if the mask shows them: tokens of an image attend to each other. The mask decides,
-whatever made it: if a query sees a key that its block lacks, all is computed by one call.
+``scaled_dot_product_attention``, with a mask. Here a block of queries, as long as a window, gets its own keys and
+those of a window before, also later ones if the mask shows them: tokens of an image attend to each other. The mask
+decides, whatever made it: if a query sees a key that its block lacks, all is computed by one call.
 
 Blocks of queries and of keys begin and end where the tiles of a kernel do, at multiples of :data:`UNIT`, so that a
 kernel adds the same numbers in the same order. Whether a result has the bits of one call depends on the kernel, so
@@ -276,8 +276,10 @@ def _has_the_bits(
     mask: Any,
     **kwargs: Any,
 ) -> bool:
-    """Whether one call has the same bits. The first call of a kind computes it, with values drawn at random: the same
-    value everywhere would hide the order of sums."""
+    """Whether one call has the same bits. The first call of a kind computes both.
+
+    The values are drawn at random: the same value everywhere would hide the order of sums.
+    """
     import torch
 
     kind = (
