@@ -6,12 +6,11 @@ exact as the gradient of one call; a sum for each block, rounded and added, is u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from gemma4_compat._attention.windows import Layout
+from gemma4_compat._attention.block_layout import Layout
 
 
 def gathered(tensor: Any, layout: Layout, groups: int) -> tuple[Any, Any, Any]:
@@ -29,7 +28,7 @@ def gathered(tensor: Any, layout: Layout, groups: int) -> tuple[Any, Any, Any]:
     return found
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(tensor: Any, layout: Layout, groups: int) -> tuple[Any, Any, Any]:
         parts = [part[:, :, :, None].expand(-1, -1, -1, groups, -1, -1) for part in _parts(tensor, layout)]

@@ -6,12 +6,12 @@ Cause: A token of a sliding layer sees the 512 or 1,024 tokens up to its own, an
 ``sdpa_attention_forward`` computes attention over all pairs of tokens, with a mask that hides most of them.
 
 Fix: ``sdpa`` is given a block of queries with only the keys near it, and its part of the mask. The mask decides:
-padding, packed sequences, images whose tokens attend to each other, caches and chunked prefill are included, and a mask
-that shows more than the window is left to one call. Blocks begin at the tiles of kernels, so that results keep their
-bits. Without gradients, the first call of a shape computes both ways; unless the bits are equal, that shape is always
-left to one call. In training, gradients of keys and values are sums in another order, with an error that is not larger;
-so training needs ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, which also leaves out the comparison. Used from
-where at most half of the scores remains (2,048 tokens with a window of 512); on GPUs from 16,384 tokens.
+padding, packed sequences, images whose tokens attend to each other, caches and chunked prefill are included, and a
+mask that shows more than the window is left to one call. Blocks begin at the tiles of kernels, so that results keep
+their bits. Without gradients, the first call of a shape computes both ways; unless the bits are equal, that shape is
+always left to one call. In training, gradients of keys and values are sums in another order, with an error that is not
+larger; so training needs ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, which also leaves out the comparison.
+Used from where at most half of the scores remains (2,048 tokens with a window of 512); on GPUs from 16,384 tokens.
 
 Remove when: transformers computes the sliding layers of Gemma 4 by windows with ``sdpa``.
 """
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._attention import attention_lookup, windows
+from gemma4_compat._attention import attention_lookup, block_layout, windows
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
@@ -63,7 +63,7 @@ def reproduce(workspace: Workspace) -> Outcome:
     import torch
 
     model = workspace.load_text()
-    length = max(windows.LEAST.get(torch.device(workspace.main).type, windows.LEAST_ON_GPU), 4 * windows.UNIT)
+    length = max(windows.LEAST.get(torch.device(workspace.main).type, windows.LEAST_ON_GPU), 4 * block_layout.UNIT)
     ids = torch.randint(3, 240, (1, length), generator=torch.Generator().manual_seed(1)).to(workspace.main)
     width = model.config.get_text_config().head_dim
     kept = torch.nn.functional.scaled_dot_product_attention
