@@ -217,6 +217,7 @@ def test_without_gradients_the_function_is_upstreams(load: Load, cudnn_takes_it:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     load()
+
     def sdpa() -> Any:
         """Beneath the function that computes long texts by windows."""
         found = ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)
