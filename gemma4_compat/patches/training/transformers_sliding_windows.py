@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._attention import attention_lookup, block_layout, windows
+from gemma4_compat._attention import attention_lookup, block_layout, layers, windows
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
@@ -65,13 +65,13 @@ def reproduce(workspace: Workspace) -> Outcome:
     model = workspace.load_text()
     length = max(windows.LEAST.get(torch.device(workspace.main).type, windows.LEAST_ON_GPU), 4 * block_layout.UNIT)
     ids = torch.randint(3, 240, (1, length), generator=torch.Generator().manual_seed(1)).to(workspace.main)
-    width = model.config.get_text_config().head_dim
+    sliding = [module for module in model.modules() if getattr(module, "is_sliding", False) and layers.is_text(module)]
     kept = torch.nn.functional.scaled_dot_product_attention
     scores = 0
 
     def attention(query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal scores
-        if query.shape[3] == width:
+        if query.shape[3] == sliding[0].head_dim:
             scores += query[..., 0].numel() * key.shape[2]
         return kept(query, key, *args, **kwargs)
 
@@ -82,8 +82,7 @@ def reproduce(workspace: Workspace) -> Outcome:
             model(input_ids=ids, use_cache=False)
         finally:
             torch.nn.functional.scaled_dot_product_attention = kept
-    config = model.config.get_text_config()
-    whole = config.layer_types.count("sliding_attention") * config.num_attention_heads * length**2
+    whole = len(sliding) * model.config.get_text_config().num_attention_heads * length**2
     return Outcome(
         2 * scores > whole,
         f"{length:,} tokens: sliding layers compute {100 * scores / whole:.0f}% of the scores of all pairs",
