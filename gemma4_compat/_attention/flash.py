@@ -11,13 +11,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._attention import layers
 from gemma4_compat._models import cache_names
 
 #: The widest head that flash kernels take.
 WIDEST = 256
 #: What most models run, and what each of their layers asks for: known without a look at the registry.
 PLAIN = ("sdpa", "eager")
-_LAYERS = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
 
 
 class Sdpa:
@@ -174,7 +174,7 @@ def by_layer(flash: Callable[..., Any], sdpa: Callable[..., Any]) -> Callable[..
     def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         wide = query.shape[-1] > WIDEST
         deep = attention_mask is not None and attention_mask.ndim == 4
-        if type(module).__name__ not in _LAYERS or not (wide or deep) or kwargs.get("cache") is not None:
+        if not layers.is_text(module) or not (wide or deep) or kwargs.get("cache") is not None:
             return flash(module, query, key, value, attention_mask, **kwargs)
         mask = attention_mask if attention_mask is None or deep else _expanded(attention_mask, query, key)
         starts = kwargs.get("cu_seq_lens_q")

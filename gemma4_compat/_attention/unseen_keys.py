@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_compat._attention import layers
 from gemma4_compat._attention.flash import WIDEST
 
 ID = "transformers-cudnn-padding"
 
 #: The compute capability from which PyTorch uses cuDNN for attention without being asked: Hopper.
 _FIRST = 9
-_LAYERS = ("Gemma4TextAttention", "Gemma4UnifiedTextAttention")
 
 
 def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
@@ -25,7 +25,7 @@ def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any
         attention_mask is None
         or not query.requires_grad
         or query.shape[-1] > WIDEST
-        or type(module).__name__ not in _LAYERS
+        or not layers.is_text(module)
         or not takes_cudnn(query.device)
     ):
         return upstream(module, query, key, value, attention_mask, **kwargs)

@@ -37,6 +37,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_rotary_order",
         "transformers_rotary_cast",
         "transformers_cudnn_padding",
+        "transformers_sliding_windows",
         "transformers_flash_attention",
         "transformers_qat_gradients",
         "transformers_reentrant_checkpointing",

@@ -149,5 +149,5 @@ PATCH = Patch(
         *attention_lookup.targets(attention_function, asleep=_sleeps),
     ),
     reproduce=reproduce,
-    after=("transformers-cudnn-padding",),  # the sdpa that its layers run is the repaired one
+    after=("transformers-cudnn-padding", "transformers-sliding-windows"),  # its layers run their sdpa
 )

@@ -1,0 +1,249 @@
+"""Attention of a sliding layer by blocks of queries, each with the keys that it may see.
+
+A query of a sliding layer sees a window of keys, 512 or 1,024. Upstream gives all queries and all keys to one call of
+``scaled_dot_product_attention``, with a mask. Here a block of queries, as long as a window, gets its own keys and
+those of a window before, also later ones if the mask shows them: tokens of an image attend to each other. The mask
+decides, whatever made it: if a query sees a key that its block lacks, all is computed by one call.
+
+Blocks of queries and of keys begin and end where the tiles of a kernel do, at multiples of :data:`UNIT`, so that a
+kernel adds the same numbers in the same order. Whether a result has the bits of one call depends on the kernel, so
+:func:`_has_the_bits` tries it. In gradients of keys and values the order of the sums always differs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat._attention import layers
+from gemma4_compat._attention.block_layout import UNIT, Layout
+from gemma4_compat._engine import settings
+
+ID = "transformers-sliding-windows"
+
+#: Queries of a block, at least, if there are gradients on the CPU: its kernel rounds those of keys and values once for
+#: each tile of queries, and takes larger tiles from 768 queries on.
+ROUNDED = 1024
+#: So many queries are measured to be faster. On a CPU, half of the scores is enough.
+LEAST = {"cpu": 0}
+LEAST_ON_GPU = 16_384
+#: Units of keys after a block that may be tried: an image has at most 1,120 tokens.
+_AFTER = range(4)
+
+_KEPT = "_gemma4_compat_windows"
+#: What was tried, and whether it had the same bits.
+_tried: dict[Any, bool] = {}
+_TRIED = 1024
+
+
+@functools.lru_cache(maxsize=16)
+def over(found: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention function of a Gemma 4 that runs ``found`` by windows where it can; another ``found`` as it is.
+
+    The same function for the same ``found``: a captured decoding step is useless when another function is looked up.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    from gemma4_compat._attention import unseen_keys
+
+    if found is not sdpa_attention_forward and found is not unseen_keys.attention:
+        return found  # what another library has registered
+    return functools.partial(attention, found)
+
+
+def attention(
+    whole: Callable[..., Any],
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """What ``whole`` computes, transformers' function for ``sdpa``; see there for the arguments.
+
+    Without the opt-in, by windows only if no gradient is needed and the bits are the same.
+    """
+    given = (module, query, key, value, attention_mask)
+    if query.shape[2] == 1 or attention_mask is None or not _can_be(*given, **kwargs):
+        return whole(*given, **kwargs)
+    enabled, gradients = settings.is_enabled(ID), _gradients(query, key, value)
+    if gradients and not enabled:
+        return whole(*given, **kwargs)
+    found = _layout(attention_mask, len(query), module.sliding_window, _block(module, query, gradients))
+    if found is None or not (enabled or _has_the_bits(whole, *found, *given, **kwargs)):
+        return whole(*given, **kwargs)
+    return _by_windows(whole, *found, *given, **kwargs), None
+
+
+def _gradients(*tensors: Any) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def _block(module: Any, query: Any, gradients: bool) -> int:
+    """Queries of a block."""
+    unit = ROUNDED if gradients and query.device.type == "cpu" else UNIT
+    return -(-int(module.sliding_window) // unit) * unit
+
+
+def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> bool:
+    """Whether a sliding layer of a Gemma 4 computes so much that blocks of it take at most half of that."""
+    import torch
+
+    if torch.compiler.is_compiling() or not layers.is_text(module) or not getattr(module, "sliding_window", None):
+        return False
+    tensors = (query, key, value, mask)
+    if any(type(tensor) is not torch.Tensor or tensor.ndim != 4 or tensor.is_meta for tensor in tensors):
+        return False
+    rows, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    block = _block(module, query, _gradients(query, key, value))
+    if queries < LEAST.get(query.device.type, LEAST_ON_GPU) or 2 * queries * block > queries * keys:
+        return False
+    if mask.shape[2:] != (queries, keys) or mask.shape[0] not in (1, rows) or mask.shape[1] not in (1, heads):
+        return False
+    if mask.requires_grad or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
+        return False
+    return not _is_traced(query)
+
+
+def _is_traced(tensor: Any) -> bool:
+    """Whether something follows what is computed that a look at the mask would disturb."""
+    import torch
+
+    return (
+        torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _layout(mask: Any, rows: int, window: int, block: int) -> tuple[Layout, Any] | None:
+    """The layout for a mask, and the mask of its whole blocks, (rows * blocks, heads, queries, keys). None if the mask
+    shows a key outside of them, or if that is too much.
+
+    All layers get the same mask, so what was found is kept with it until the mask is written to.
+    """
+    key = None if mask.is_inference() else (mask._version, rows, window, block)  # an inference tensor has no version
+    kept = getattr(mask, _KEPT, None)
+    if key is not None and kept is not None and kept[0] == key:
+        return kept[1]  # type: ignore[no-any-return]
+    found = None
+    for after in _AFTER:
+        layout = Layout.of(window, block, mask.shape[2], mask.shape[3], after * UNIT)
+        if layout is None:
+            break
+        early, late = _sees_outside(mask, layout)
+        if early:
+            break
+        if not late:
+            found = layout, _of_blocks(mask.expand(rows, -1, -1, -1), layout)
+            break
+    if key is not None:
+        setattr(mask, _KEPT, (key, found))
+    return found
+
+
+def _sees_outside(mask: Any, layout: Layout) -> list[bool]:
+    """Whether a query sees a key before those of its block, and whether one after them."""
+    import torch
+
+    parts = [(mask[:, :, query, : key.start], mask[:, :, query, key.stop :]) for query, key in layout]
+    seen = [torch.stack([_seen(part).any() for part in side]).any() for side in zip(*parts)]
+    return torch.stack(seen).tolist()  # type: ignore[no-any-return]
+
+
+def _seen(mask: Any) -> Any:
+    return mask if not mask.is_floating_point() else mask != float("-inf")
+
+
+def _of_blocks(mask: Any, layout: Layout) -> Any:
+    import torch
+
+    return torch.stack([mask[:, :, query, key] for query, key in layout.middle()], dim=1).flatten(0, 1)
+
+
+def _by_windows(
+    whole: Callable[..., Any],
+    layout: Layout,
+    blocks: Any,
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    **kwargs: Any,
+) -> Any:
+    """(rows, queries, heads, width), as ``whole`` gives it. ``blocks``: the mask of whole blocks."""
+    import torch
+
+    from gemma4_compat._attention.gathered import gathered
+
+    rows, heads, _, width = query.shape
+    layer, found = layers.OneGroup(module), []
+    head, tail = layout.head, layout.tail
+    middle = query[:, :, head[0].stop : tail[0].start].reshape(rows, heads, layout.count, layout.block, width)
+    queries = (query[:, :, head[0]], middle.transpose(1, 2).flatten(0, 1), query[:, :, tail[0]])
+    masks = (mask[:, :, head[0], head[1]], blocks, mask[:, :, tail[0], tail[1]])
+    keys, values = (gathered(tensor, layout, heads // key.shape[1]) for tensor in (key, value))
+    for part in zip(queries, keys, values, masks):
+        if part[0].shape[2] > 0:
+            computed = whole(layer, *part, **kwargs)[0]
+            found.append(computed.reshape(rows, -1, heads, value.shape[3]))
+    return torch.cat(found, dim=1)
+
+
+def _has_the_bits(
+    whole: Callable[..., Any],
+    layout: Layout,
+    blocks: Any,
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    **kwargs: Any,
+) -> bool:
+    """Whether one call has the same bits. The first call of a kind computes both.
+
+    The values are drawn at random: the same value everywhere would hide the order of sums.
+    """
+    import torch
+
+    kind = (
+        layout,
+        *((tensor.device, tensor.dtype, tensor.shape, tensor.stride()) for tensor in (query, key, value)),
+        (mask.dtype, mask.shape),
+        kwargs.get("scaling"),
+        whole,
+        _kernels(query.device.type),
+    )
+    if kind not in _tried:
+        generator = torch.Generator(value.device).manual_seed(0)
+        drawn = torch.empty_like(value).normal_(generator=generator)
+        expected = whole(module, query, key, drawn, mask, **kwargs)[0]
+        if len(_tried) >= _TRIED:
+            _tried.clear()
+        _tried[kind] = torch.equal(
+            expected, _by_windows(whole, layout, blocks, module, query, key, drawn, mask, **kwargs)
+        )
+    return _tried[kind]
+
+
+def _kernels(device: str) -> tuple[Any, ...]:
+    """The settings that say which kernel computes it, and how."""
+    import torch
+
+    cuda = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.get_num_threads() if device == "cpu" else None,
+    )

@@ -1,0 +1,88 @@
+"""F106 on a GPU: what is computed by windows without the opt-in has the bits of one call, and training is as exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gemma4_compat._attention import windows
+from tests.unit.attention.test_windows import Gemma4TextAttention, band, enabled, images, padded
+
+LENGTHS = (16_384, 16_500, 20_001)
+
+
+class Layer(Gemma4TextAttention):
+    num_key_value_groups = 8
+
+
+def given(length: int, dtype: Any, rows: int = 1) -> list[Any]:
+    """Queries, keys and values of a sliding layer of an E2B."""
+    generator = torch.Generator("cuda").manual_seed(length)
+    options = {"device": "cuda", "generator": generator}
+    found = [torch.randn(rows, length, heads, 256, **options).to(dtype).transpose(1, 2) for heads in (8, 1, 1)]
+    return [found[0] / 16, *found[1:]]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_tried() -> None:
+    windows._tried.clear()
+
+
+def _sdpa() -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bits(length: int, dtype: Any) -> None:
+    """Whatever the trial says; what it said is printed, with ``-s``."""
+    whole, mask = _sdpa(), band(length).cuda()
+    for number in range(3):
+        tensors = [tensor[:, :, number : length + number] for tensor in given(length + 2, dtype)]
+        with torch.no_grad():
+            expected = whole(Layer(), *tensors, mask, scaling=1.0)[0]
+            found = windows.attention(whole, Layer(), *tensors, mask, scaling=1.0)[0]
+        assert torch.equal(found, expected)
+    print(length, dtype, windows._tried.values())
+    assert len(windows._tried) == 1 or length < windows.LEAST_ON_GPU
+
+
+@pytest.mark.parametrize("mask", [band, padded, images])
+def test_gradients(mask: Any) -> None:
+    """The norm of the error, from float32's math kernel, is that of one call up to a tenth."""
+    whole, seen = _sdpa(), mask(16_384).cuda()
+    tensors = given(16_384, torch.bfloat16, rows=len(seen))
+
+    def gradients(function: Any, dtype: Any) -> list[Any]:
+        leaves = [tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in tensors]
+        found = function(Layer(), *leaves, seen, scaling=1.0)[0]
+        found.backward(torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype))
+        return [found.detach().float(), *(leaf.grad.float() for leaf in leaves)]
+
+    exact = gradients(whole, torch.float32)
+    usual = gradients(whole, torch.bfloat16)
+    torch.cuda.synchronize()
+    with enabled():
+        found = gradients(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs), torch.bfloat16)
+    for right, plain, ours in zip(exact, usual, found):
+        assert (ours - right).norm() <= 1.1 * (plain - right).norm()
+
+
+def test_memory() -> None:
+    whole, mask = _sdpa(), band(16_384).cuda()
+    tensors = given(16_384, torch.bfloat16)
+
+    def peak(function: Any) -> int:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            function(Layer(), *tensors, mask, scaling=1.0)
+        return int(torch.cuda.max_memory_allocated() - before)
+
+    with enabled():
+        assert 2 * peak(lambda *args, **kwargs: windows.attention(whole, *args, **kwargs)) < peak(whole)
