@@ -23,7 +23,7 @@ class Entries:
     """Which object is under each key of some dictionaries, and what is in some containers.
 
     Objects are compared by their ids, in two passes over lists. Another object may get the id of one that was deleted,
-    so deletions are noticed by weak references. Numbers, names and the like have no weak references and are kept alive.
+    so deletions are noticed by weak references. Numbers, names and the like have none, and are kept alive.
     Containers are neither watched nor kept, since they may hold modules; a new one at the place of a deleted one would
     not be noticed.
     """
