@@ -1,6 +1,6 @@
 """What do windows save in the sliding layers of a long text?
 
-python benchmarks/training/sliding_windows.py [--json FILE] [--device cpu] [--tokens 4096 8192] [--rounds 3] [--layers 6]
+python benchmarks/training/sliding_windows.py [--json FILE] [--device cpu] [--tokens 4096 8192] [--rounds 3]
 
 The text model of an E2B with fewer layers, its real windows and heads, no per-layer embeddings, random weights and one
 row of text in bfloat16. A prompt without gradients, and a training step with checkpointing, each with one call of

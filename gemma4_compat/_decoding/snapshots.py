@@ -20,10 +20,10 @@ _NOTHING = object()  # what is under a key that is not there
 
 
 class Entries:
-    """Which object is under a key of a dictionary, and what is in a container.
+    """Which object is under each key of some dictionaries, and what is in some containers.
 
     Objects are compared by their ids, in two passes over lists. Another object may get the id of one that was deleted,
-    so deletions are noticed by weak references. Numbers, names and the like are kept alive instead.
+    so deletions are noticed by weak references. Numbers, names and the like have none, and are kept alive.
     Containers are neither watched nor kept, since they may hold modules; a new one at the place of a deleted one would
     not be noticed.
     """
@@ -81,7 +81,7 @@ class Entries:
         return [list(map(id, container)) for container in self._containers] == self._contents
 
     def differences(self) -> Iterator[Whose]:
-        """What is another object now. If one was deleted and another took its place, only the holder."""
+        """What is another object now. If one was deleted and another has its place, only the holder is named."""
         yield from recaptures.first(self._others(), self._resized(), self._of_deleted())
 
     def _others(self) -> Iterator[Whose]:
@@ -103,7 +103,7 @@ class Entries:
 
 
 class Values:
-    """Which value is under a key of a dictionary; an equal one is the same."""
+    """Which value is under each key of some dictionaries; one that is equal is the same."""
 
     def __init__(self) -> None:
         self._dicts: list[dict[Any, Any]] = []

@@ -5,9 +5,9 @@ Symptom: silent: long prompts and training on long texts are slow, and take memo
 Cause: A token of a sliding layer sees the 512 or 1,024 tokens up to its own, and four or five of six layers slide. But
 ``sdpa_attention_forward`` computes attention over all pairs of tokens, with a mask that hides most of them.
 
-Fix: ``sdpa`` is given a block of queries with only the keys near it, and its part of the mask. The mask decides:
-padding, packed sequences, images whose tokens attend to each other, caches and chunked prefill are included, and a
-mask that shows more than the window is left to one call. Blocks begin at the tiles of kernels, so that results keep
+Fix: ``sdpa`` is given a block of queries with only the keys near it, and its part of the mask. The mask decides,
+so it works with padding, packed sequences, images whose tokens attend to each other, caches and chunked prefill. A mask
+that shows more than the window is left to one call. Blocks begin at the tiles of kernels, so that results keep
 their bits. Without gradients, the first call of a shape computes both ways; unless the bits are equal, that shape is
 always left to one call. In training, gradients of keys and values are sums in another order, with an error that is not
 larger; so training needs ``GEMMA4_COMPAT_ENABLE=transformers-sliding-windows``, which also leaves out the comparison.
