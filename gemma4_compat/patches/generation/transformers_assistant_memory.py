@@ -1,7 +1,7 @@
 """With an assistant model only the hidden states that it reads are kept.
 
-Symptom: silent: ``generate`` with a Gemma 4 assistant keeps the prompt's hidden states of every layer (0.9 GiB for
-8,192 tokens of E2B). From 5.23.0 on it also computes the whole prompt in the layers that share keys and values,
+Symptom: silent: ``generate`` with a Gemma 4 assistant keeps the prompt's hidden states of every layer (0.84 GiB
+for 8,192 tokens of E2B). From 5.23.0 on it also computes the whole prompt in the layers that share keys and values,
 although only its last token is needed there.
 
 Cause: ``SinglePositionMultiTokenCandidateGenerator`` asks for ``output_hidden_states=True`` and reads only the last

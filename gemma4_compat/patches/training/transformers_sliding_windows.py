@@ -6,7 +6,7 @@ Cause: A token of a sliding layer sees the 512 or 1,024 tokens up to its own, an
 ``sdpa_attention_forward`` computes attention over all pairs of tokens, with a mask that hides most of them.
 
 Fix: ``sdpa`` is given a block of queries with only the keys near it, and its part of the mask. The mask decides,
-so it works with padding, packed sequences, images whose tokens attend to each other, caches and chunked prefill. A mask
+so padding, packed sequences, images whose tokens attend to each other, caches and chunked prefill work as well. A mask
 that shows more than the window is left to one call. Blocks begin at the tiles of kernels, so that results keep
 their bits. Without gradients, the first call of a shape computes both ways; unless the bits are equal, that shape is
 always left to one call. In training, gradients of keys and values are sums in another order, with an error that is not

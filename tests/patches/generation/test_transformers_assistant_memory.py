@@ -35,7 +35,7 @@ def generate(model: Any, assistant: Any, batch: dict[str, Any], **options: Any) 
 
 
 def test_the_assistant_reads_the_states_that_upstream_hands_on(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit where all positions are computed, which a caller who wants the hidden states still gets."""
+    """Up to rounding: a caller who wants the hidden states of all layers gets them, as upstream's assistants do."""
     import torch
 
     from gemma4_compat._reproduction import assistants
