@@ -16,6 +16,7 @@ pytest.importorskip("bitsandbytes")
 import gemma4_compat
 from gemma4_compat._decoding import decoder
 from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
+from tests.helpers import ROOT
 from tests.unit.decoding.calls import WINDOW, Models, base, generate, layers, static_cache, steps, text
 from tests.unit.decoding.test_changes import Rolled
 
@@ -204,8 +205,11 @@ def _turned_off(models: Models, _: Any) -> Any:
     return model
 
 
-def test_every_cause_has_a_case() -> None:
+def test_every_cause_has_a_case_and_a_line_in_the_documentation() -> None:
     assert CASES.keys() == set(Cause)
+    page = (ROOT / "docs" / "DECODING.md").read_text(encoding="utf-8")
+    table = page.partition("| cause | what to do |")[2].partition("\n\n")[0]
+    assert [cause for cause in Cause if cause.value not in table] == []
 
 
 @pytest.mark.parametrize("cause", Cause)
