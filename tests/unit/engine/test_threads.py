@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -235,6 +236,34 @@ def test_an_import_that_begins_while_its_callback_is_registered_and_ends_later(
     assert library.load().double(2) == ("patched", 4)
     assert applied(engine)
     assert not engine.status()[ID].late
+
+
+def test_a_package_that_imports_its_module_while_another_thread_does(
+    create: Callable[..., Library], thread: Callable[..., threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finder that waits for the package, with the lock of the module, makes both wait for ever."""
+    library = create()
+    library.write("__init__", "import signals_of_LIBRARY as s\ns.half_way()\nfrom LIBRARY import core\n")
+    half_way, signals = threading.Event(), ModuleType(f"signals_of_{library.name}")
+    name = f"{library.name}.core"
+
+    def wait() -> None:
+        half_way.set()
+        until = time.monotonic() + PATIENCE
+        while hooks._lock(name) is None and name not in sys.modules and time.monotonic() < until:
+            time.sleep(0.01)
+
+    vars(signals)["half_way"] = wait
+    monkeypatch.setitem(sys.modules, signals.__name__, signals)
+    engine = installed(library.patch())
+    package = thread(importlib.import_module, library.name)
+    assert half_way.wait(PATIENCE)
+    module = thread(importlib.import_module, name)
+    for item in (package, module):
+        item.join(PATIENCE)
+        assert not item.is_alive(), "deadlock"
+    assert applied(engine)
+    assert library.load().double(2) == ("patched", 4)
 
 
 def test_two_engines_are_armed_while_one_module_is_looked_for(
