@@ -231,6 +231,14 @@ _method(
     *("lazy_initialization", "transformers-graph-decoding", "_decoding.static_caches", "a layer of a static cache"),
     "The layer takes the memory of the last cache, until its first update.",
 )
+WINDOWS = _mark(
+    *("windows", "transformers-sliding-windows", "an attention mask"),
+    "Which queries are computed with which keys, until the mask is written to.",
+)
+CANDIDATES = _mark(
+    *("candidates", "transformers-assistant-keys", "a generator of candidates"),
+    "How many tokens it returned last.",
+)
 PAGED_LAYERS = _mark(
     *("layers", "transformers-paged-cache", "the configuration of a paged cache"),
     "The configuration of each layer.",

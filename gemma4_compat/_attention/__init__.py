@@ -2,5 +2,7 @@
 
 * :mod:`attention_lookup`: where a layer looks its attention function up. :mod:`flash`: heads too wide for flash
   kernels.
+* :mod:`windows`: sliding layers, a block of queries at a time. :mod:`block_layout`: which keys a block needs,
+  :mod:`gathered`: those keys as one tensor. :mod:`layers`: whose layer it is, and its groups of heads.
 * :mod:`masks`: prompts with images. :mod:`unseen_keys`: queries that see no key, as padding gives them.
 """

@@ -1,4 +1,4 @@
-"""What is attention of a Gemma 4's text."""
+"""Which layers compute the attention of a Gemma 4's text."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import layers
 from gemma4_compat._attention.block_layout import UNIT, Layout
 from gemma4_compat._engine import settings
@@ -31,7 +32,6 @@ LEAST_ON_GPU = 16_384
 #: Units of keys after a block that may be tried: an image has at most 1,120 tokens.
 _AFTER = range(4)
 
-_KEPT = "_gemma4_compat_windows"
 #: What was tried, and whether it had the same bits.
 _tried: dict[Any, bool] = {}
 _TRIED = 1024
@@ -45,7 +45,8 @@ def over(found: Callable[..., Any]) -> Callable[..., Any]:
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from gemma4_compat._attention import unseen_keys
+    from gemma4_compat._accelerate import attached
+from gemma4_compat._attention import unseen_keys
 
     if found is not sdpa_attention_forward and found is not unseen_keys.attention:
         return found  # what another library has registered
@@ -127,7 +128,7 @@ def _layout(mask: Any, rows: int, window: int, block: int) -> tuple[Layout, Any]
     All layers get the same mask, so what was found is kept with it until the mask is written to.
     """
     key = None if mask.is_inference() else (mask._version, rows, window, block)  # an inference tensor has no version
-    kept = getattr(mask, _KEPT, None)
+    kept = getattr(mask, attached.WINDOWS, None)
     if key is not None and kept is not None and kept[0] == key:
         return kept[1]  # type: ignore[no-any-return]
     found = None
@@ -142,7 +143,7 @@ def _layout(mask: Any, rows: int, window: int, block: int) -> tuple[Layout, Any]
             found = layout, _of_blocks(mask.expand(rows, -1, -1, -1), layout)
             break
     if key is not None:
-        setattr(mask, _KEPT, (key, found))
+        setattr(mask, attached.WINDOWS, (key, found))
     return found
 
 

@@ -31,7 +31,7 @@ def kept(workspace: Workspace) -> Outcome:
 
 
 def offloaded(workspace: Workspace) -> Outcome:
-    """Whether an assistant that is offloaded as a whole drafts."""
+    """Whether an assistant drafts while its first module is offloaded."""
     return _of_both(workspace, _offloaded)
 
 

@@ -172,7 +172,7 @@ class Workspace:
     def load_assistant(self, quantization: str | None = None, *, offloaded: bool = False) -> Any:
         """An assistant model for the model of :meth:`load`: its ``generate`` takes it as ``assistant_model``.
 
-        ``offloaded``: all of it but one norm.
+        ``offloaded``: its first module, whose weight its forward looks at, is.
 
         Raises:
             ImportError: the installed transformers has no assistant for it.
@@ -180,7 +180,7 @@ class Workspace:
         away: dict[str, Any] = {}
         if offloaded:
             folder = tempfile.mkdtemp(prefix="offload-", dir=self.folder)
-            placement = {"": self.offloaded, "model.norm": self.main}  # 5.8 runs no model that is all on disk
+            placement = {"": self.main, "pre_projection": self.offloaded}
             away = {"device_map": placement, "offload_folder": folder}
         return tiny.load(
             self.cached(self._assistant),

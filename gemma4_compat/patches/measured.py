@@ -138,7 +138,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-shared-kv-weights": ("transformers.modeling_utils",),
     "transformers-sliced-prompts": ("transformers.cache_utils", "transformers.models.gemma4.modeling_gemma4"),
     "transformers-sliding-cache": ("transformers.cache_utils",),
-    "transformers-sliding-windows": ("transformers.modeling_utils",),
     "transformers-static-cache": ("transformers.cache_utils",),
     "transformers-static-chunks": ("transformers.generation.utils",),
     "transformers-static-images": ("transformers.generation.utils",),

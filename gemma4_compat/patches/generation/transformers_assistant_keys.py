@@ -21,12 +21,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from gemma4_compat._accelerate import attached
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
-
-_CANDIDATES = "_gemma4_compat_candidates"  # how many this generator returned last
 
 
 def get_candidates(
@@ -40,7 +39,7 @@ def get_candidates(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     if not is_first_iteration:
-        model_outputs = accepted(model_outputs, getattr(self, _CANDIDATES, 0), int(n_last_matches))
+        model_outputs = accepted(model_outputs, getattr(self, attached.CANDIDATES, 0), int(n_last_matches))
     result = original(
         self,
         input_ids,
@@ -50,7 +49,7 @@ def get_candidates(
         n_last_matches=n_last_matches,
         **kwargs,
     )
-    setattr(self, _CANDIDATES, result[0].shape[1] - input_ids.shape[1])
+    setattr(self, attached.CANDIDATES, result[0].shape[1] - input_ids.shape[1])
     return result
 
 

@@ -34,7 +34,7 @@ _ID = "transformers-unread-chunks"
 _GEMMA4 = ("gemma4", "gemma4_text")  # the others have no KV-shared layers, or nothing else
 _LAYER = "Gemma4TextDecoderLayer"
 #: A keyword argument that the models pass on to their layers.
-_UNREAD = "_gemma4_compat_unread"
+_UNREAD = "gemma4_compat_unread"
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
