@@ -180,7 +180,8 @@ class Workspace:
         away: dict[str, Any] = {}
         if offloaded:
             folder = tempfile.mkdtemp(prefix="offload-", dir=self.folder)
-            placement = {"": self.main, "pre_projection": self.offloaded}
+            placement = dict.fromkeys(("model", "lm_head", "post_projection"), self.main)
+            placement["pre_projection"] = self.offloaded
             away = {"device_map": placement, "offload_folder": folder}
         return tiny.load(
             self.cached(self._assistant),
