@@ -93,7 +93,7 @@ PATCH = Patch(
     id=windows.ID,
     kind=Kind.SPEED,
     severity=Severity.SPEED,
-    failure_points=("F106",),
+    failure_points=("F104",),
     distribution="transformers",
     affected=">=5.5.0",
     acts_on=ActsOn.GEMMA4,

@@ -1,4 +1,4 @@
-"""F106: long texts window by window: the same bits, with padding, packing, images and caches; gradients on request."""
+"""F104: long texts window by window: the same bits, with padding, packing, images and caches; gradients on request."""
 
 from __future__ import annotations
 

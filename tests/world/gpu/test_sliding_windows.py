@@ -1,4 +1,4 @@
-"""F106 on a GPU: what is computed by windows without the opt-in has the bits of one call, and training is as exact."""
+"""F104 on a GPU: what is computed by windows without the opt-in has the bits of one call, and training is as exact."""
 
 from __future__ import annotations
 
