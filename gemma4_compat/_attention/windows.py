@@ -45,8 +45,7 @@ def over(found: Callable[..., Any]) -> Callable[..., Any]:
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from gemma4_compat._accelerate import attached
-from gemma4_compat._attention import unseen_keys
+    from gemma4_compat._attention import unseen_keys
 
     if found is not sdpa_attention_forward and found is not unseen_keys.attention:
         return found  # what another library has registered
