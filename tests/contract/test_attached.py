@@ -21,6 +21,7 @@ FOR_A_CALL = {
     "_models.padding_row",
     "_models.shared_kv",
     "patches.checkpoints.accelerate_save_state_offloaded",
+    "patches.generation.transformers_assistant_memory",
     "patches.quantization.transformers_quantized_router",
 }
 #: Code that runs on models of its own.
