@@ -129,7 +129,7 @@ def step(function: Call, given: list[Any], mask: Any, dtype: Any) -> list[Any]:
 @pytest.mark.parametrize(
     "mask, dtype",
     [(band, torch.float32), (padded, torch.float32), (band, torch.bfloat16), (images, torch.bfloat16)],
-    ids=str,
+    ids=["band-float32", "padded-float32", "band-bfloat16", "images-bfloat16"],
 )
 def test_gradients_are_as_exact(whole: Call, by_windows: list[Any], mask: Call, dtype: Any) -> None:
     """The bound of docs/TRAINING.md, against float64. Outputs and gradients of queries have the bits of one call."""
