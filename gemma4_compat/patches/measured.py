@@ -138,7 +138,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-shared-kv-weights": ("transformers.modeling_utils",),
     "transformers-sliced-prompts": ("transformers.cache_utils", "transformers.models.gemma4.modeling_gemma4"),
     "transformers-sliding-cache": ("transformers.cache_utils",),
-    "transformers-sliding-windows": ("transformers.modeling_utils",),
+    "transformers-sliding-windows": ("transformers.models.gemma4.modeling_gemma4", "transformers.models.gemma4_unified.modeling_gemma4_unified", "transformers.modeling_utils"),
     "transformers-static-cache": ("transformers.cache_utils",),
     "transformers-static-chunks": ("transformers.generation.utils",),
     "transformers-static-images": ("transformers.generation.utils",),

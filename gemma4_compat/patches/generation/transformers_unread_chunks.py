@@ -117,7 +117,12 @@ def reproduce(workspace: Workspace) -> Outcome:
     options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
     layers = model.get_decoder().layers
     shared = [layer.mlp for layer in layers if layer.self_attn.is_kv_shared_layer]
-    handle = model.get_decoder().register_forward_pre_hook(_every_layer_runs)
+
+    def every_layer_runs(_module: Any, _inputs: Any) -> None:
+        """A hook of the user's, as far as the patch knows."""
+
+    every_layer_runs.__module__ = "__main__"
+    handle = model.get_decoder().register_forward_pre_hook(every_layer_runs)
     expected = model.generate(**options, prefill_chunk_size=_SIZE)
     handle.remove()
     mlp = type(shared[0])
@@ -141,11 +146,6 @@ def reproduce(workspace: Workspace) -> Outcome:
     return Outcome(times > 1, f"KV-shared layers run {times} times for a prompt in {chunks} chunks", parity=off)
 
 
-def _every_layer_runs(_module: Any, _inputs: Any) -> None:
-    """A hook of the user's, as far as the patch knows."""
-
-
-_every_layer_runs.__module__ = "__main__"
 _SIZE = 5
 
 PATCH = Patch(

@@ -18,12 +18,10 @@ Remove when: transformers computes the sliding layers of Gemma 4 by windows with
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._attention import attention_lookup, block_layout, layers, windows
+from gemma4_compat._attention import attention_lookup, block_layout, windows
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
@@ -38,34 +36,40 @@ def attention_function(original: Callable[..., Any], self: Any, key: str | None,
     return found if key != "sdpa" or torch.compiler.is_compiling() else windows.over(found)
 
 
-def implementation(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a model is made with, or given later: from the first Gemma 4 on, layers ask for a function of ours."""
-    if _is_gemma4(getattr(self, "config", None)):
-        sleep.awaken(windows.ID)
+def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """From the first long text on, layers ask for a function of ours."""
+    given = kwargs["inputs_embeds"] if "inputs_embeds" in kwargs else None  # noqa: SIM401  # a token costs no call
+    if given is None:
+        given = kwargs["input_ids"] if "input_ids" in kwargs else args[0] if args else None
+    if given is not None and given.shape[1] > 1:
+        _awaken_for(self, given, kwargs.get("past_key_values"))
     return original(self, *args, **kwargs)
 
 
-def _is_gemma4(config: Any) -> bool:
-    return str(getattr(config, "model_type", "")).startswith("gemma4")
+def _awaken_for(model: Any, given: Any, cache: Any) -> None:
+    """Awaken the patch if the text may be long enough: with fewer keys, no block is shorter than all of them."""
+    import torch
 
-
-def _sleeps(late: bool) -> bool:
-    """Whether there is no Gemma 4 yet. Where models may have been made before, all configurations are looked at."""
-    kind = sys.modules["transformers.configuration_utils"].PreTrainedConfig
-    return not (late and any(issubclass(type(item), kind) and _is_gemma4(item) for item in gc.get_objects()))
+    tokens, window = given.shape[1], getattr(model.config, "sliding_window", None)
+    enough = tokens >= windows.LEAST.get(given.device.type, windows.LEAST_ON_GPU)
+    if window and enough and not torch.compiler.is_compiling():
+        known = 0 if cache is None else int(cache.get_seq_length())
+        if tokens + known >= 2 * max(window, block_layout.UNIT):
+            sleep.awaken(windows.ID)
 
 
 def reproduce(workspace: Workspace) -> Outcome:
-    """Which part of the scores of sliding layers is computed, by a prompt of the length that the patch is for."""
-    import os
-    from unittest import mock
-
+    """Which part of the scores of sliding layers is computed, by a second prompt of a length that the patch is for."""
     import torch
 
     model = workspace.load_text()
-    length = max(windows.LEAST.get(torch.device(workspace.main).type, windows.LEAST_ON_GPU), 4 * block_layout.UNIT)
+    length = 2048 if torch.device(workspace.main).type == "cpu" else 16_384
     ids = torch.randint(3, 240, (1, length), generator=torch.Generator().manual_seed(1)).to(workspace.main)
-    sliding = [module for module in model.modules() if getattr(module, "is_sliding", False) and layers.is_text(module)]
+    sliding = [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("TextAttention") and getattr(module, "is_sliding", False)
+    ]
     kept = torch.nn.functional.scaled_dot_product_attention
     scores = 0
 
@@ -75,8 +79,8 @@ def reproduce(workspace: Workspace) -> Outcome:
             scores += query[..., 0].numel() * key.shape[2]
         return kept(query, key, *args, **kwargs)
 
-    enabled = {"GEMMA4_COMPAT_ENABLE": windows.ID}
-    with torch.no_grad(), mock.patch.dict(os.environ, enabled):
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)  # the first prompt is also computed as before, to compare
         torch.nn.functional.scaled_dot_product_attention = attention
         try:
             model(input_ids=ids, use_cache=False)
@@ -89,6 +93,15 @@ def reproduce(workspace: Workspace) -> Outcome:
     )
 
 
+def _target(family: str, kind: str) -> Target:
+    return Target(
+        module=f"transformers.models.{family}.modeling_{family}",
+        name=f"{kind}TextModel.forward",
+        replacement=text_model,
+        group=family,
+    )
+
+
 PATCH = Patch(
     id=windows.ID,
     kind=Kind.SPEED,
@@ -98,13 +111,9 @@ PATCH = Patch(
     affected=">=5.5.0",
     acts_on=ActsOn.GEMMA4,
     targets=(
-        Target(
-            module="transformers.modeling_utils",
-            name="PreTrainedModel._check_and_adjust_attn_implementation",
-            replacement=implementation,
-            waker=True,
-        ),
-        *attention_lookup.targets(attention_function, asleep=_sleeps),
+        _target("gemma4", "Gemma4"),
+        _target("gemma4_unified", "Gemma4Unified"),
+        *attention_lookup.targets(attention_function, asleep=lambda _late: True),
     ),
     reproduce=reproduce,
     after=("transformers-cudnn-padding",),  # the sdpa that blocks run is the repaired one

@@ -45,6 +45,9 @@ RAISED = raised()
 OF_OTHERS = {
     PARAMS4BIT: {"accelerate-train-offloaded"},
     "KeyError: 3": {"transformers-tied-split", "peft-input-devices"},
+    "ValueError: The set of layer types producing a cache is different than the set of layer types using them": {
+        "transformers-assistant-offloaded"
+    },
 }
 
 
