@@ -159,9 +159,10 @@ def test_more_memory_never_offloads_more(workspace: Any) -> None:
     assert set(whole.device_map.values()) == {0}
     assert whole.streamed == ()
     away: list[set[str]] = []
-    for budget in (whole.peak - 1, whole.peak - whole.weights // 4):
+    for left in (whole.peak - 1, whole.peak - whole.weights // 4):
+        budget = left * 8 // 7  # an eighth stays free
         plan = gemma4_compat.plan_training(str(workspace.checkpoint), budget, max_length=32)
-        assert plan.peak <= budget
+        assert plan.peak <= left
         away.append({name for name, device in plan.device_map.items() if device == "cpu"})
     assert set() < away[0] <= away[1]
 
