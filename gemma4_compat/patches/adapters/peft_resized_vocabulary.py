@@ -66,8 +66,10 @@ def _is_resized(model: Any, config: Any) -> bool:
     source = getattr(config, "base_model_name_or_path", None) or getattr(model.config, "_name_or_path", None)
     if not source:
         return False
+    from transformers import AutoConfig
+
     try:
-        before = type(model.config).from_pretrained(source)
+        before = AutoConfig.from_pretrained(source)  # not the model's class: it may be the text model's checkpoint
     except (OSError, ValueError):  # upstream has already said that there is no configuration
         return False
     return bool(before.get_text_config().vocab_size != model.config.get_text_config().vocab_size)
