@@ -273,6 +273,21 @@ def census() -> tuple[int, int]:
 
 
 @pytest.fixture(scope="session")
+def variant_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``variant_checkpoint(variant)``: a tiny checkpoint of it, built once. A release without it skips the test."""
+    from gemma4_compat._reproduction import tiny_models
+
+    @functools.cache
+    def build(variant: str) -> Path:
+        try:
+            return tiny_models.build_checkpoint(tmp_path_factory.mktemp("variant"), variant=variant)
+        except gemma4_compat.Gemma4CompatError as error:
+            pytest.skip(str(error))
+
+    return build
+
+
+@pytest.fixture(scope="session")
 def warm_child() -> Iterator[Callable[..., Finished]]:
     """:func:`tests.helpers.child` for scripts that import the libraries, in forks where these are safe.
 

@@ -91,7 +91,7 @@ class Hooks:
 
 STREAMING = Hooks(
     *("streaming hooks", "accelerate-paged-layers", "_offload.streaming", "an offloaded layer"),
-    "They bring a layer's weights to the device before its forward, and let them go after it.",
+    "They bring a layer's weights to the device before its forward, and release them after it.",
 )
 IDLE = Hooks(
     *("bypass hooks", "accelerate-paged-layers", "_offload.idle_hooks", "a dispatched model or tower"),

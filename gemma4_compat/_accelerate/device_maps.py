@@ -107,7 +107,7 @@ def check_complete(model: Any, placement: Mapping[str, Any]) -> None:
     around = {around for name in placement for around in ancestors(name)}  # modules that are placed in parts
     missing: dict[str, None] = {}
     for name in forgotten:
-        # The largest module around it that holds nothing the map places; the tensor itself if there is none.
+        # The largest enclosing module in which the map places nothing, or else the tensor itself.
         holds_nothing = [module for module in ancestors(name) if module not in around]
         missing[holds_nothing[-1] if holds_nothing else name] = None
     raise Gemma4CompatError(

@@ -63,7 +63,7 @@ def attached(model: Any) -> Attached:
     >>> print(gemma4_compat.attached(model))
     4 x streaming hooks (accelerate-paged-layers)
         on model.language_model.layers.*
-        They bring a layer's weights to the device before its forward, and let them go after it.
+        They bring a layer's weights to the device before its forward, and release them after it.
 
     The same things in all layers are one entry. Modules, parameters, buffers, quantization states, accelerate's hooks
     and the model's quantizer are looked at. Hooks of accelerate itself are not listed.
@@ -77,7 +77,7 @@ def attached(model: Any) -> Attached:
             or another wrapper is around.
 
     Returns:
-        An entry for each kind of thing found, in the order of the documentation; empty if there is none.
+        An entry for each kind of thing found, in the order of the documentation.
 
     Raises:
         Gemma4CompatError: ``model`` is not a module.

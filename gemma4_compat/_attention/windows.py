@@ -26,7 +26,8 @@ ID = "transformers-sliding-windows"
 #: Queries of a block, at least, if there are gradients on the CPU: its kernel rounds those of keys and values once for
 #: each tile of queries, and takes larger tiles from 768 queries on.
 ROUNDED = 1024
-#: So many queries are measured to be faster. On a CPU, half of the scores is enough.
+#: Queries from which windows are used, by device. On a CPU they win as soon as half of the scores remain. On GPUs this
+#: is the figure of a sketch for E2B on an H100; benchmarks/training/sliding_windows.py has not run on one yet.
 LEAST = {"cpu": 0}
 LEAST_ON_GPU = 16_384
 #: Units of keys after a block that may be tried: an image has at most 1,120 tokens.

@@ -93,7 +93,7 @@ def sampling(functions: list[Any], *, samples: bool, alone: bool) -> Iterator[No
 
 
 def current() -> Sampling | None:
-    """The ``_sample`` that runs in this thread; None if there is none whose stops may be read late."""
+    """The ``_sample`` that runs in this thread, if its stops may be read late; otherwise None."""
     return getattr(_running, "sampling", None)
 
 

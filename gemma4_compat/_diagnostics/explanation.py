@@ -54,14 +54,13 @@ def explain(error: BaseException | str) -> Explanation:
         Gemma4CompatError: the text is empty.
     """
     text = error if isinstance(error, str) else "".join(traceback.format_exception(error))
-    explanation, _, _ = look_up(text, _shim.patches(), _shim.status())
-    return explanation
+    return look_up(text, _shim.patches(), _shim.status())[0]
 
 
 def look_up(
     text: str, patches: Sequence[Patch], statuses: Mapping[str, PatchStatus], width: int | None = None
-) -> tuple[Explanation, messages.Said, search.Answer]:
-    """The explanation of a text, and what it was made from.
+) -> tuple[Explanation, dict[str, Any]]:
+    """The explanation of a text, and the same as plain data without the patches.
 
     Raises:
         Gemma4CompatError: there is no error in the text.
@@ -70,7 +69,7 @@ def look_up(
     if not said.messages:
         raise Gemma4CompatError("there is no error in this text; give the error or the whole traceback")
     answer = answers.sorted_answer(search.search(said, patches), statuses)
-    data: dict[str, Any] = answers.answer_data(said, answer)
+    data = answers.answer_data(said, answer)
     explanation = Explanation(
         error=data["error"],
         patches=tuple(match.patch for match in answer.matches),
@@ -78,4 +77,4 @@ def look_up(
         advice=data["advice"],
         text=answers.answer_text(said, answer, statuses, width),
     )
-    return explanation, said, answer
+    return explanation, data

@@ -103,7 +103,7 @@ def _is_placeholder(text: Any, embeds: Any) -> Any:
 
 
 def _search(text: Any, embeds: Any) -> Any:
-    """The token of each of these embeddings (number, width); -1 if there is none.
+    """The token of each of these embeddings (number, width), or -1 for an embedding of no token.
 
     Rows are compared by one number each, and by their values if the numbers agree.
     """

@@ -10,7 +10,7 @@ import typer
 
 import gemma4_compat
 from gemma4_compat._common import terminal
-from gemma4_compat._diagnostics import answers, explanation, messages
+from gemma4_compat._diagnostics import explanation, messages
 from gemma4_compat._engine import report as _report
 from gemma4_compat._engine import settings
 from gemma4_compat._launch import environment
@@ -87,9 +87,9 @@ def explain(
 
 def _explain_error(text: str, *, as_json: bool) -> NoReturn:
     statuses = gemma4_compat.status()
-    found, said, answer = explanation.look_up(text, gemma4_compat.patches(), statuses, terminal.width())
+    found, data = explanation.look_up(text, gemma4_compat.patches(), statuses, terminal.width())
     if as_json:
-        print_json(answers.answer_data(said, answer) | {"patches": _explained(found.patches, statuses)})
+        print_json(data | {"patches": _explained(found.patches, statuses)})
     else:
         say(found.text)
     raise typer.Exit(0 if found.patches else 1)

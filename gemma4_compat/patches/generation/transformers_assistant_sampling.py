@@ -9,8 +9,8 @@ its raw logits on. ``_speculative_sampling`` accepts a draft with probability ``
 assistant's. That gives the model's distribution only if the draft was drawn from the logits handed on.
 
 Fix: With ``do_sample=True`` a draft is drawn from the assistant's logits after the processors of the call, and these
-processed logits are handed on. Greedy decoding is unchanged. The alternative, to hand a likeliest token on as the only
-possible one, is as exact, but of a good assistant's drafts fewer are accepted: those of a perfect one with the
+processed logits are passed on. Greedy decoding is unchanged. To treat the likeliest token as the only possible one
+would be exact as well, but fewer drafts of a good assistant would be accepted: those of a perfect one with the
 probability of the likeliest token instead of always.
 
 Remove when: ``SinglePositionMultiTokenCandidateGenerator`` draws its candidates from the distribution it hands on.

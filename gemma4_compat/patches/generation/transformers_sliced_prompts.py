@@ -1,7 +1,7 @@
 """With a static cache, KV-shared layers compute the last position of a prompt only (E2B, E4B).
 
-Symptom: silent: a long prompt takes an E2B twice as long under a static cache as under the default one (on an H100
-230 ms against 115 ms for 8,192 tokens).
+Symptom: silent: under a static cache, also after ``decode_fast``, an E2B or E4B computes its KV-shared layers (20 of
+35, 18 of 42) for every position of a prompt; under the default cache for the last one only.
 
 Cause: From 5.23.0 on, ``Gemma4TextModel`` computes its KV-shared layers only for the positions whose logits are asked
 for: nothing reads the others. With a static cache whose mask is left out it does not. Its keys are followed by empty
@@ -9,8 +9,8 @@ slots, to which a single position without a mask would attend.
 
 Fix: These positions are sliced there as well, and a KV-shared layer without a mask gets the keys and values of the
 prompt, without the empty slots. These are the calls that the default cache makes, so logits are those of the default
-cache, bit for bit where the other layers have its keys and masks. What transformers
-does not slice with its default cache stays: ``output_hidden_states``, several positions, flash and flex attention.
+cache, bit for bit where the other layers have its keys and masks. What transformers does not slice with its default
+cache is left alone: ``output_hidden_states``, several positions, flash and flex attention.
 
 Remove when: transformers slices prompts with static caches.
 """
@@ -82,7 +82,7 @@ def decoder_layer(original: Callable[..., Any], self: Any, hidden_states: Any, *
 
 
 def _cut(states: Any, kind: str, tokens: int) -> None:
-    """Leave away the slots of a static cache behind the prompt: ``position_ids`` are never sliced."""
+    """Drop a static cache's slots after the prompt, which is as long as ``position_ids``: these are never sliced."""
     keys, values = states[kind]
     if keys.shape[2] > tokens > 1:
         states[kind] = keys[:, :, :tokens], values[:, :, :tokens]
@@ -132,13 +132,13 @@ PATCH = Patch(
             module=_GEMMA4,
             name="Gemma4TextModel._maybe_slice_kv_shared_inputs",
             replacement=slice_inputs,
-            asleep=lambda late: not late,
+            asleep=lambda _late: True,  # a cache from before is only not sliced
         ),
         Target(
             module=_GEMMA4,
             name="Gemma4TextDecoderLayer.__call__",
             replacement=decoder_layer,
-            asleep=lambda late: not late,
+            asleep=lambda _late: True,  # a cache from before is only not sliced
         ),
     ),
     reproduce=reproduce,

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._attention import attention_lookup, block_layout, windows
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import cache_names
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -42,7 +43,7 @@ def text_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     if given is None:
         given = kwargs["input_ids"] if "input_ids" in kwargs else args[0] if args else None
     if given is not None and given.shape[1] > 1:
-        _awaken_for(self, given, kwargs.get("past_key_values"))
+        _awaken_for(self, given, cache_names.cache_in(kwargs))
     return original(self, *args, **kwargs)
 
 

@@ -216,7 +216,7 @@ def test_greedy_decoding_has_upstreams_drafter() -> None:
 
 @pytest.fixture
 def assisted(workspace: Any) -> Callable[..., Any]:
-    """``assisted(seed, **options)``: sampled tokens with an assistant; skips where there is none."""
+    """``assisted(seed, **options)``: sampled tokens with an assistant. Releases without assistants are skipped."""
     try:
         assistant = workspace.load_assistant()
     except (ImportError, ValueError) as error:

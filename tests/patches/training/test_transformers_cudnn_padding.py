@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,18 +44,10 @@ def cudnn_takes_it(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 Load = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+@pytest.fixture
+def load(variant_checkpoint: Callable[[str], Path]) -> Load:
     """``load(variant, **options)``: a model in bf16 on the CPU, in eval mode. Nothing is dropped in either mode."""
-
-    @functools.cache
-    def folder(variant: str) -> Any:
-        try:
-            return tiny_models.build_checkpoint(tmp_path_factory.mktemp("variant"), variant=variant)
-        except gemma4_compat.Gemma4CompatError as error:
-            pytest.skip(str(error))
-
-    return lambda variant="E2B", **options: tiny.load(folder(variant), **options)
+    return lambda variant="E2B", **options: tiny.load(variant_checkpoint(variant), **options)
 
 
 def batch(side: str = "left") -> dict[str, Any]:

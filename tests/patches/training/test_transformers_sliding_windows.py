@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gemma4_compat
 from gemma4_compat._attention import windows
-from gemma4_compat._reproduction import tiny, tiny_models
+from gemma4_compat._reproduction import tiny
 from gemma4_compat.patches.training.transformers_sliding_windows import PATCH
+from tests.helpers import Finished
 from tests.patches.promise import Promise
 
 LENGTH = 2500  # the window of these models is 8 tokens, a block 512
@@ -46,17 +47,10 @@ def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
 Load = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    @functools.cache
-    def folder(variant: str) -> Any:
-        try:
-            return tiny_models.build_checkpoint(tmp_path_factory.mktemp("variant"), variant=variant)
-        except gemma4_compat.Gemma4CompatError as error:
-            pytest.skip(str(error))
-
+@pytest.fixture
+def load(variant_checkpoint: Callable[[str], Path]) -> Load:
     def model(variant: str = "E2B", **options: Any) -> Any:
-        found = tiny.load(folder(variant), **options)
+        found = tiny.load(variant_checkpoint(variant), **options)
         found.config.get_text_config().max_position_embeddings = 2 * LENGTH
         return found
 
@@ -271,3 +265,26 @@ def test_a_split_model(load: Load, split: Any, by_windows: list[Any]) -> None:
     del by_windows[:]
     assert torch.equal(logits(split, input_ids=tokens()), expected)
     assert by_windows
+
+
+AWAKE = """
+import json, pathlib, sys
+import gemma4_compat
+import torch
+from gemma4_compat._engine import changes
+from gemma4_compat._reproduction import tiny
+
+model, awake = tiny.load(pathlib.Path(sys.argv[1])), []
+for length, options in [(1000, {}), (1200, {"prefill_chunk_size": 400})]:
+    ids = torch.arange(length)[None] % 200 + 3
+    model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False, **options)
+    awake.append("transformers-sliding-windows" in changes._awake)
+print(json.dumps(awake))
+"""
+
+
+def test_layers_look_up_upstreams_function_until_a_text_is_long(
+    warm_child: Callable[..., Finished], variant_checkpoint: Callable[[str], Path]
+) -> None:
+    """A chunk of 400 tokens is long where the cache already has 800."""
+    assert warm_child("-c", AWAKE, str(variant_checkpoint("E2B"))).data == [False, True]

@@ -160,7 +160,7 @@ def test_eight_threads_arm_while_the_last_module_is_looked_for(
 
 @pytest.fixture
 def adding(library: Library, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``adding(before=f)``: whoever registers a callback for the library's core does something first, or ``after``."""
+    """``adding(before=f, after=g)``: f and g run around the registering of a callback for the library's core."""
     add = hooks._finder.add
 
     def slowly(before: Callable[[], Any] = lambda: None, after: Callable[[], Any] = lambda: None) -> None:

@@ -15,8 +15,7 @@ import pytest
 
 import gemma4_compat
 from gemma4_compat._attention import unseen_keys
-from gemma4_compat._errors import Gemma4CompatError
-from gemma4_compat._reproduction import tiny, tiny_adapters, tiny_models
+from gemma4_compat._reproduction import tiny, tiny_adapters
 from gemma4_compat._stand_ins import cudnn
 
 PATCH = "transformers-cudnn-padding"
@@ -34,18 +33,6 @@ def hopper() -> None:
         pytest.skip(f"needs compute capability 9.0 (H100, H200); this is {capability[0]}.{capability[1]}")
     if not cudnn.gives_nan(0):
         pytest.skip(f"torch {torch.__version__} with cuDNN {torch.backends.cudnn.version()} has no such defect here")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    @functools.cache
-    def build(variant: str) -> Path:
-        try:
-            return tiny_models.build_checkpoint(tmp_path_factory.mktemp("variant"), variant=variant)
-        except Gemma4CompatError as error:
-            pytest.skip(str(error))
-
-    return build
 
 
 @pytest.fixture
@@ -78,7 +65,7 @@ def unpatched(compute: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("variant", ["E2B", "E4B", "12B", "26B-A4B", "31B"])
 def test_gradients_are_those_of_other_kernels(
-    folder: Callable[[str], Path],
+    variant_checkpoint: Callable[[str], Path],
     other_kernels: Callable[[bool], None],
     record: Callable[[str, Any], None],
     variant: str,
@@ -86,13 +73,13 @@ def test_gradients_are_those_of_other_kernels(
 ) -> None:
     import torch
 
-    model, batch = tiny.load(folder(variant), device=0), cudnn.padded(0, side)
+    model, batch = tiny.load(variant_checkpoint(variant), device=0), cudnn.padded(0, side)
     broken = unpatched(lambda: step(model, batch))
     assert broken.isnan().any()
     found = step(model, batch)
     other_kernels(True)
     plain = unpatched(lambda: step(model, batch))
-    exact = step(tiny.load(folder(variant), device=0, dtype=torch.float32), batch)
+    exact = step(tiny.load(variant_checkpoint(variant), device=0, dtype=torch.float32), batch)
     errors = {
         name: ((each - exact).norm() / exact.norm()).item() for name, each in (("cuDNN", found), ("others", plain))
     }
