@@ -54,7 +54,8 @@ def _awaken_for(model: Any, given: Any, cache: Any) -> None:
     tokens, window = given.shape[1], getattr(model.config, "sliding_window", None)
     enough = tokens >= windows.LEAST.get(given.device.type, windows.LEAST_ON_GPU)
     if window and enough and not torch.compiler.is_compiling():
-        known = 0 if cache is None else int(cache.get_seq_length())
+        seen = getattr(cache, "get_seq_length", None)  # that of continuous batching has none, nor windows
+        known = 0 if seen is None else int(seen())
         if tokens + known >= 2 * max(window, block_layout.UNIT):
             sleep.awaken(windows.ID)
 
