@@ -16,6 +16,8 @@ from typing import Any
 from gemma4_compat._decoding.pointwise import Load, Number, Operand, Part, Value, operation
 
 NAME = "fused"
+#: Threads of a block, unless a kernel says otherwise.
+BLOCK = 128
 
 #: bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
 PRELUDE = r"""
@@ -34,7 +36,7 @@ __device__ __forceinline__ float round_bf16(float x) {
 #endif
 }
 __device__ __forceinline__ u16 to_bf16(float x) { return (u16)(__float_as_uint(x) >> 16); }
-#ifndef HAS_HALF
+#ifndef ON_HOST
 __device__ __forceinline__ float from_f16(u16 bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
@@ -44,6 +46,70 @@ __device__ __forceinline__ u16 to_f16(float x) {
   u16 bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return bits;
+}
+// Additions as in code that was compiled with --use_fast_math: subnormal operands and results are zero.
+__device__ __forceinline__ float add_flushed(float a, float b) {
+  float x;
+  asm("add.rn.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+__device__ __forceinline__ float multiply_flushed(float a, float b) {
+  float x;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+}
+__device__ __forceinline__ float fma_flushed(float a, float b, float c) {
+  float x;
+  asm("fma.rn.ftz.f32 %0, %1, %2, %3;" : "=f"(x) : "f"(a), "f"(b), "f"(c));
+  return x;
+}
+// 16 bytes that are read once.
+__device__ __forceinline__ Word16 load_once(const void* at) {
+  Word16 word;
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+    : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) : "l"(at));
+  return word;
+}
+// Before this, a kernel that was launched early must read only what no kernel of the step writes.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Pairs of 16-bit numbers in one word, the first in the low half.
+__device__ __forceinline__ unsigned int pair_bf16(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+  unsigned int x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+#else
+  return (__float_as_uint(round_bf16(low)) >> 16) | __float_as_uint(round_bf16(high));
+#endif
+}
+__device__ __forceinline__ unsigned int pair_f16(float low, float high) {
+  return (unsigned int)to_f16(low) | ((unsigned int)to_f16(high) << 16);
+}
+__device__ __forceinline__ unsigned int multiply_pairs_bf16(unsigned int a, unsigned int b) {
+  unsigned int x;
+#if __CUDA_ARCH__ >= 900
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+#elif __CUDA_ARCH__ >= 800
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(0x80008000u));
+#else
+  x = (__float_as_uint(round_bf16(__uint_as_float(a << 16) * __uint_as_float(b << 16))) >> 16) |
+    __float_as_uint(round_bf16(__uint_as_float(a & 0xffff0000u) * __uint_as_float(b & 0xffff0000u)));
+#endif
+  return x;
+}
+__device__ __forceinline__ unsigned int multiply_pairs_f16(unsigned int a, unsigned int b) {
+  unsigned int x;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(a), "r"(b));
+  return x;
 }
 #endif
 __device__ __forceinline__ float round_f16(float x) { return from_f16(to_f16(x)); }
@@ -87,19 +153,23 @@ class Kernel:
         text: its body and parameters; kernels with the same text are the same kernel.
         tensors: its arguments, in order: memory that it reads, then memory that it writes.
         written: how many of them it writes.
-        sizes: 32-bit unsigned arguments after those; the first is :attr:`threads`. For pointwise operations they are
-            the results' element counts, each number once, the largest first.
+        sizes: arguments after those: 32-bit unsigned integers, or 32-bit floats. For pointwise operations they are the
+            results' element counts, each number once, the largest first.
+        block: threads of a block.
+        grid: blocks in x and y; None for as many as have a thread for each of the first of ``sizes``.
     """
 
     text: str
     tensors: tuple[Any, ...]
     written: int
-    sizes: tuple[int, ...]
+    sizes: tuple[int | float, ...]
+    block: int = BLOCK
+    grid: tuple[int, int] | None = None
 
     @property
-    def threads(self) -> int:
-        """How many threads it needs."""
-        return self.sizes[0]
+    def blocks(self) -> tuple[int, int]:
+        """The grid: blocks in x and y."""
+        return self.grid or (-(-int(self.sizes[0]) // self.block), 1)
 
 
 def kernel_of(values: Sequence[Value]) -> Kernel:

@@ -12,7 +12,6 @@ from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Operand, Value
 
 _Signature = tuple[Any, ...]
-_BLOCK = 128  # threads
 _TRIED = 1 << 18  # elements, in bits drawn at random
 _SIXTEEN = 1 << 16  # every value of a 16-bit dtype
 
@@ -65,9 +64,9 @@ def _launcher(function: Any, device: Any) -> Callable[[Kernel], None]:
     import torch
 
     def launch(kernel: Kernel) -> None:
-        blocks = -(-kernel.threads // _BLOCK)
         with torch.cuda.device(device):  # PyTorch's launcher takes the current device's stream
-            function(grid=(blocks, 1, 1), block=(_BLOCK, 1, 1), args=[*kernel.tensors, *kernel.sizes])
+            arguments = [*kernel.tensors, *kernel.sizes]
+            function(grid=(*kernel.blocks, 1), block=(kernel.block, 1, 1), args=arguments)
 
     return launch
 

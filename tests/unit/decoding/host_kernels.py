@@ -24,7 +24,7 @@ _CUDA = r"""
 #define __global__
 #define __forceinline__ inline
 #define __restrict__
-#define HAS_HALF
+#define ON_HOST
 static inline float __uint_as_float(unsigned int bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static inline unsigned int __float_as_uint(float x) { unsigned int bits; std::memcpy(&bits, &x, 4); return bits; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
