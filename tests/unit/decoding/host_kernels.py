@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gemma4_compat._decoding import kernel_source
 from gemma4_compat._decoding.kernel_source import Kernel
 
 #: What CUDA has and C++ has not. NVRTC gives no contraction across the functions that say how they round.
@@ -53,7 +54,7 @@ def _launch(number: int, sizes: list[int], reads: list[Any], writes: list[Any]) 
 
 
 class HostCompiler:
-    """In place of ``gemma4_compat._decoding.kernels.CudaCompiler``."""
+    """In place of ``gemma4_compat._decoding.compiling.CudaCompiler``."""
 
     programs = 0
 
@@ -65,8 +66,9 @@ class HostCompiler:
         """A machine without a compiler."""
         return None if shutil.which("g++") else "there is no g++"
 
-    def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
+    def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
         """A shared library of the program."""
+        text, names = kernel_source.program(texts)
         type(self).programs += 1
         drivers = [_driver(*found) for found in re.findall(r"__global__ void (\w+)\((.*?)\) \{", text)]
         flags = ["-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w"]
