@@ -7,6 +7,7 @@ result that is not in memory yet, it computes that again: results are pure funct
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections import ChainMap
 from collections.abc import MutableMapping, Sequence
@@ -18,6 +19,7 @@ from gemma4_compat._decoding.pointwise import Load, Number, Operand, Part, Value
 NAME = "fused"
 #: Threads of a block, unless a kernel says otherwise.
 BLOCK = 128
+_BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
 
 #: bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
 PRELUDE = r"""
@@ -186,7 +188,7 @@ def program(texts: Sequence[str]) -> tuple[str, list[str]]:
 
 def _named(text: str) -> str:
     """The name of the kernel with this text, as a profile shows it, without its number."""
-    return text.partition("(")[0].rpartition(" ")[2]
+    return _BOUNDS.sub("", text, count=1).partition("(")[0].rpartition(" ")[2]
 
 
 _Scope = MutableMapping[tuple[Any, ...], str]
