@@ -179,7 +179,7 @@ def _checked(
 
 def _is_dense(tensor: Any) -> bool:
     """Whether its elements lie one after the other: packed weights may be transposed columns."""
-    return bool(tensor.is_contiguous() or (tensor.ndim == 2 and 1 in tensor.shape))
+    return bool(tensor.is_contiguous() or (tensor.ndim == 2 and tensor.t().is_contiguous() and 1 in tensor.shape))
 
 
 def go_together(one: Product, other: Product) -> bool:
