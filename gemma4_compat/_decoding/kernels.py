@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from gemma4_compat._decoding import expert_rows, kernel_source, pointwise
+from gemma4_compat._decoding import expert_rows, kernel_source, pointwise, products, reductions, row_source
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.compiling import CudaCompiler
 from gemma4_compat._decoding.kernel_source import Kernel
@@ -100,7 +100,11 @@ class Kernels:
 
         if signature[0] == expert_rows.OPERATION:
             return expert_rows.trial(signature, self._device)
+        if signature[0] == products.OPERATION:
+            return products.trial(signature, self._device)
         name, kinds, dtype = signature
+        if name == reductions.MEAN:
+            return self._trial_of_mean(*kinds)
         generator = torch.Generator(self._device).manual_seed(0)
         tensors = [kind for kind in kinds if not isinstance(kind, float)]
         elements = _SIXTEEN if len(tensors) == 1 and tensors[0].itemsize == 2 else _TRIED
@@ -118,6 +122,17 @@ class Kernels:
         expected = given[0].to(dtype) if reference is None else reference(*given)
         value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
         return kernel_source.kernel_of([value]), value.memory, expected
+
+    def _trial_of_mean(self, rows: int, columns: int) -> tuple[Kernel, Any, Any]:
+        import torch
+
+        generator = torch.Generator(self._device).manual_seed(0)
+        given = torch.randn((rows, columns), generator=generator, device=self._device)
+        expected = given.mean(-1, keepdim=True)
+        operands = (Load(given, (columns, 1)),)
+        value = Value(reductions.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=torch.empty_like(expected))
+        (kernel,) = row_source.kernels_of([value])
+        return kernel, value.memory, expected
 
 
 def _is_computed(signature: _Signature) -> bool:
