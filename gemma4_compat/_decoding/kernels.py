@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from gemma4_compat._decoding import expert_rows, kernel_source, pointwise, products, reductions, row_source
 from gemma4_compat._decoding.bits import same_bits
+from gemma4_compat._decoding.compiling import CudaCompiler
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Operand, Value
 
@@ -26,50 +27,8 @@ class Compiler(Protocol):
 
     def __init__(self, device: Any) -> None: ...
 
-    def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
-        """For each kernel name in the program, a function that launches the kernel on the current stream."""
-
-
-class CudaCompiler:
-    """NVRTC, which PyTorch ships, through PyTorch's own private bindings (torch 2.9 and newer)."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    @staticmethod
-    def obstacle() -> str | None:
-        """Rules out releases without the bindings, and AMD's GPUs, whose operations have other bits."""
-        import torch
-
-        if torch.version.cuda is None:
-            return "kernels need CUDA"
-        try:
-            from torch.cuda import _utils
-        except ImportError:
-            _utils = None
-        absent = [name for name in ("_nvrtc_compile", "_cuda_load_module") if not hasattr(_utils, name)]
-        return f"torch {torch.__version__} lacks torch.cuda._utils.{absent[0]}" if absent else None
-
-    def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
-        """Compile one program into one module."""
-        import torch
-        from torch.cuda import _utils
-
-        with torch.cuda.device(self._device):
-            binary, _ = _utils._nvrtc_compile(text, names[0])
-            module = _utils._cuda_load_module(binary, list(names))
-        return [_launcher(module[name], self._device) for name in names]
-
-
-def _launcher(function: Any, device: Any) -> Callable[[Kernel], None]:
-    import torch
-
-    def launch(kernel: Kernel) -> None:
-        with torch.cuda.device(device):  # PyTorch's launcher takes the current device's stream
-            arguments = [*kernel.tensors, *kernel.sizes]
-            function(grid=(*kernel.blocks, 1), block=(kernel.block, 1, 1), args=arguments)
-
-    return launch
+    def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
+        """For each text, none of them twice, a function that launches its kernel on the current stream."""
 
 
 #: By device type. Tests add one for the CPU.
@@ -133,8 +92,7 @@ class Kernels:
     def _compile(self, texts: Sequence[str]) -> None:
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new:
-            program, names = kernel_source.program(new)
-            self._known.update(zip(new, self._compiler.compiled(program, names), strict=True))
+            self._known.update(zip(new, self._compiler.compiled(new), strict=True))
 
     def _trial(self, signature: _Signature) -> tuple[list[Kernel], Any, Any]:
         """Kernels with only this operation, the memory of their results, and PyTorch's results: for every 16-bit

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gemma4_compat._decoding import kernel_source
 from gemma4_compat._decoding.kernel_source import Kernel
 
 #: ``cuda_on_host.h`` says what CUDA C has, C++ has not, and kernels here may use.
@@ -33,7 +34,7 @@ def _launch(number: int, sizes: list[float], shape: list[int], reads: list[Any],
 
 
 class HostCompiler:
-    """In place of ``gemma4_compat._decoding.kernels.CudaCompiler``."""
+    """In place of ``gemma4_compat._decoding.compiling.CudaCompiler``."""
 
     programs = 0
 
@@ -45,8 +46,9 @@ class HostCompiler:
         """A machine without a compiler."""
         return None if shutil.which("g++") else "there is no g++"
 
-    def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
+    def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
         """A shared library of the program."""
+        text, names = kernel_source.program(texts)
         type(self).programs += 1
         types = {name: _types(parameters) for name, parameters in _KERNEL.findall(text)}
         include = f'#include "{_HEADER}"\n'
