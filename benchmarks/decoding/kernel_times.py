@@ -5,6 +5,7 @@ CUPTI records what a process runs on the GPU, whatever library launched it, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,16 +31,25 @@ def recorded(decode: Callable[[Callable[[], None]], Any], tokens: int = TOKENS) 
     decode(record.start)
     torch.cuda.synchronize()
     record.stop()
-    events = [one for one in record.key_averages() if one.self_device_time_total]
-    events.sort(key=lambda one: -one.self_device_time_total)
+    return listed(((one.key, one.self_device_time_total, one.count) for one in record.key_averages()), tokens)
+
+
+def listed(events: Iterable[tuple[str, float, int]], tokens: int) -> Data:
+    """Name, microseconds and count of kernels as :func:`recorded` says them; those that differ in a number at the end
+    of their name are of one kind.
+    """
+    kinds: dict[str, list[float]] = {}
+    for name, microseconds, count in events:
+        if microseconds:
+            found = kinds.setdefault(re.sub(r"_\d+$", "_", name)[:NAME], [0.0, 0.0])
+            found[0] += microseconds / 1000 / tokens
+            found[1] += count / tokens
+    longest = sorted(kinds.items(), key=lambda item: -item[1][0])
     return {
         "tokens": tokens,
-        "ms_a_token": sum(one.self_device_time_total for one in events) / 1000 / tokens,
-        "kernels_a_token": sum(one.count for one in events) / tokens,
-        "longest": [
-            {"name": one.key[:NAME], "ms": one.self_device_time_total / 1000 / tokens, "count": one.count / tokens}
-            for one in events[:LISTED]
-        ],
+        "ms_a_token": sum(ms for ms, _ in kinds.values()),
+        "kernels_a_token": sum(count for _, count in kinds.values()),
+        "longest": [{"name": name, "ms": ms, "count": count} for name, (ms, count) in longest[:LISTED]],
     }
 
 

@@ -144,7 +144,7 @@ def turn(order: Order) -> Data:
     if order.get("peak"):
         small_card_device.forget_peak()
     before = counted() if way in COUNTED else None
-    batch, clock = text_prompt(_model, PROMPT), Clock()
+    batch, clock = text_prompt(_model, order.get("prompt", PROMPT)), Clock()
     small_card_device.synchronize()
     started = time.perf_counter()
     generate(way, tokens, batch, streamer=clock)
@@ -163,7 +163,7 @@ def turn(order: Order) -> Data:
 
 def profiled(order: Order) -> Data:
     """The kernels of tokens that come after ``settled`` others."""
-    batch = text_prompt(_model, PROMPT)
+    batch = text_prompt(_model, order.get("prompt", PROMPT))
 
     def decode(start: Callable[[], None]) -> None:
         first = order["settled"] + 1  # of what a streamer gets; the prompt is the first

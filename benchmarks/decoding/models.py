@@ -48,8 +48,11 @@ ADAPTED = "+lora"
 SECOND = "second"  # the name of the adapter that is switched to
 
 
-def build(shape: str, folder: Path) -> dict[str, Any]:
-    """The checkpoint and two adapters for the language model; what the machine is; how fast it copies."""
+def build(shape: str, folder: Path, weights: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The checkpoint and two adapters for the language model; what the machine is; how fast it copies.
+
+    ``weights`` is filled, for :func:`load`, with what is not written then: of a checkpoint, that takes longest.
+    """
     import torch
     import transformers
 
@@ -67,7 +70,11 @@ def build(shape: str, folder: Path) -> dict[str, Any]:
         with torch.device(main_device()):
             model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
         torch.set_default_dtype(torch.float32)
-        model.save_pretrained(checkpoint, max_shard_size="4GB")
+        if weights is None:
+            model.save_pretrained(checkpoint, max_shard_size="4GB")
+    if weights is not None:
+        model.config.save_pretrained(checkpoint)
+        weights.update(model.state_dict())
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rank = 4 if variant == "tiny" else 16
     small_card_models.write_adapter(model, folder / "adapter", tiny_adapters.TARGETS["language"], rank=rank)
@@ -85,7 +92,7 @@ def _write_second_adapter(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     second = folder / f"adapter-{SECOND}"
-    shutil.copytree(folder / "adapter", second)
+    shutil.copytree(folder / "adapter", second, dirs_exist_ok=True)
     weights = load_file(second / "adapter_model.safetensors")
     turned = {name: -weight if "lora_B" in name else weight for name, weight in weights.items()}
     save_file(turned, second / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -128,8 +135,11 @@ def skipped(folder: Path) -> list[str]:
     return ["lm_head", *towers, "model.embed_vision", "model.embed_audio"]
 
 
-def load(where: str, folder: Path) -> Any:
-    """The base model, placed as :data:`WHERE` says: 4-bit with double quantization, experts too, or bf16."""
+def load(where: str, folder: Path, weights: dict[str, Any] | None = None) -> Any:
+    """The base model, placed as :data:`WHERE` says: 4-bit with double quantization, experts too, or bf16.
+
+    Of the checkpoint in ``folder``, or of ``weights`` in memory.
+    """
     import torch
     import transformers
     from transformers import BitsAndBytesConfig
@@ -153,11 +163,13 @@ def load(where: str, folder: Path) -> Any:
         if where != "bf16" and not on_cpu:
             stack.enter_context(gemma4_compat.quantize_offloaded())
             stack.enter_context(gemma4_compat.quantize_experts())
-        model = (
-            getattr(transformers, tiny_models.class_name(checkpoint))
-            .from_pretrained(checkpoint, dtype=torch.bfloat16, **options)
-            .eval()
-        )
+        kind = getattr(transformers, tiny_models.class_name(checkpoint))
+        if weights is None:
+            model = kind.from_pretrained(checkpoint, dtype=torch.bfloat16, **options)
+        else:
+            given = {"config": config_of(folder), "state_dict": dict(weights)}
+            model = kind.from_pretrained(None, dtype=torch.bfloat16, **given, **options)
+    model = model.eval()
     if where in SPLIT and on_cpu:  # a quantized model refuses disk entries at from_pretrained
         on_disk = tempfile.mkdtemp(prefix="offload-", dir=folder)
         model = tiny.dispatch(model, device_map(where, folder), Path(on_disk))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import re
 import sys
 import time
@@ -32,7 +33,11 @@ _model: Any = None
 _context: Any = None
 _adapter: Any = None
 _said: list[str] = []
+_position = 0  # of deepen() and deep()
 _kept: list[Any] = []  # what C still points to
+
+#: Tokens that are read at once.
+BATCH = 512
 
 
 def api() -> Any:
@@ -63,9 +68,10 @@ class _Override(ctypes.Structure):
 
 def load(order: Order) -> Data:
     """Another model in place of the one before: so many layers on the GPU, the table there or on the host."""
-    global _model, _context
+    global _model, _context, _position
     llama = api()
     release()
+    _position = 0
     _said.clear()
     device = _kept[1].ggml_backend_dev_by_name(b"CUDA0")
     if order["gpu"] and not device:
@@ -90,8 +96,10 @@ def _new_context(order: Order) -> Any:
     llama = api()
     settings = llama.llama_context_default_params()
     settings.n_ctx = order["context"]
-    settings.n_batch = settings.n_ubatch = 512
+    settings.n_batch = settings.n_ubatch = BATCH
     settings.n_threads = settings.n_threads_batch = order["threads"]
+    if order.get("flash"):
+        settings.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
     found = llama.llama_init_from_model(_model, settings)
     if not found:
         raise RuntimeError(f"llama.cpp made no context: {_last()}")
@@ -155,19 +163,53 @@ def _forget() -> None:
 
 def turn(order: Order) -> Data:
     """Seconds to the first token and tokens a second after the first ``settled`` of them, of one greedy answer."""
-    prompt, settled, times = answers.prompt(Path(order["folder"])), order["settled"], []
+    prompt = answers.prompt(Path(order["folder"]))
     _forget()
     started = time.perf_counter()
-    token = int(_decode(prompt, 0).argmax())
-    times.append(time.perf_counter())
-    for position in range(len(prompt), len(prompt) + order["count"] - 1):
-        token = int(_decode([token], position).argmax())
-        times.append(time.perf_counter())
+    times = _timed(prompt, 0, order["count"])
     return {
         "seconds": times[-1] - started,
         "first_token_s": times[0] - started,
-        "tok_s": (len(times) - 1 - settled) / (times[-1] - times[settled]),
+        "tok_s": _rate(times, order["settled"]),
     }
+
+
+def _timed(prompt: list[int], position: int, count: int) -> list[float]:
+    """When each of so many tokens was there, after a prompt that begins at that position."""
+    token, times = int(_decode(prompt, position).argmax()), [time.perf_counter()]
+    for after in range(position + len(prompt), position + len(prompt) + count - 1):
+        token = int(_decode([token], after).argmax())
+        times.append(time.perf_counter())
+    return times
+
+
+def _rate(times: list[float], settled: int) -> float:
+    return (len(times) - 1 - settled) / (times[-1] - times[settled])
+
+
+def deepen(order: Order) -> Data:
+    """Read on until the text has as many tokens as the prompt of an order for :func:`deep` is to have."""
+    global _position
+    if order["prompt"] < _position:
+        _forget()
+        _position = 0
+    started = time.perf_counter()
+    chance = random.Random(_position)
+    while _position < order["prompt"]:
+        count = min(BATCH, order["prompt"] - _position)
+        _decode([chance.randrange(3, order["vocabulary"]) for _ in range(count)], _position)
+        _position += count
+    _timed([3], _position, order["settled"])
+    _position += order["settled"]
+    return {"read_s": time.perf_counter() - started}
+
+
+def deep(order: Order) -> Data:
+    """Tokens a second of some that go on from there."""
+    global _position
+    times = _timed([3], _position, order["tokens"])
+    _position += order["tokens"]
+    return {"tok_s": _rate(times, order["settled"])}
 
 
 def profiled(order: Order) -> Data:
@@ -211,6 +253,8 @@ def adapt(order: Order) -> Data:
 ACTIONS: dict[str, Callable[[Order], Data]] = {
     "load": load,
     "turn": turn,
+    "deepen": deepen,
+    "deep": deep,
     "agree": agree,
     "profile": profiled,
     "adapt": adapt,

@@ -15,6 +15,7 @@ from gemma4_compat._decoding.pointwise import Load, Number, Operand, Value
 _Signature = tuple[Any, ...]
 _TRIED = 1 << 18  # elements, in bits drawn at random
 _SIXTEEN = 1 << 16  # every value of a 16-bit dtype
+_MEANS = 64
 
 
 class Compiler(Protocol):
@@ -61,9 +62,10 @@ class Kernels:
             whether every operation has PyTorch's bits.
         """
         trials = {key: self._trial(key) for key in signatures if key not in self._same and _is_computed(key)}
-        self._compile([*texts, *(kernel.text for kernel, _, _ in trials.values())])
-        for key, (kernel, found, expected) in trials.items():
-            self.launch(kernel)
+        self._compile([*texts, *(kernel.text for tried, _, _ in trials.values() for kernel in tried)])
+        for key, (tried, found, expected) in trials.items():
+            for kernel in tried:
+                self.launch(kernel)
             self._same[key] = same_bits(found, expected)
         return all(self.accepts(key) for key in signatures)
 
@@ -92,16 +94,18 @@ class Kernels:
         if new:
             self._known.update(zip(new, self._compiler.compiled(new), strict=True))
 
-    def _trial(self, signature: _Signature) -> tuple[Kernel, Any, Any]:
-        """A kernel with only this operation, the memory of its result, and PyTorch's result: for every 16-bit value,
-        or for many operands.
+    def _trial(self, signature: _Signature) -> tuple[list[Kernel], Any, Any]:
+        """Kernels with only this operation, the memory of their results, and PyTorch's results: for every 16-bit
+        value, or for many operands.
         """
         import torch
 
         if signature[0] == expert_rows.OPERATION:
-            return expert_rows.trial(signature, self._device)
+            kernel, found, expected = expert_rows.trial(signature, self._device)
+            return [kernel], found, expected
         if signature[0] == products.OPERATION:
-            return products.trial(signature, self._device)
+            kernel, found, expected = products.trial(signature, self._device)
+            return [kernel], found, expected
         name, kinds, dtype = signature
         if name == reductions.MEAN:
             return self._trial_of_mean(*kinds)
@@ -121,18 +125,22 @@ class Kernels:
         reference = pointwise.operation(name).reference
         expected = given[0].to(dtype) if reference is None else reference(*given)
         value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
-        return kernel_source.kernel_of([value]), value.memory, expected
+        return [kernel_source.kernel_of([value])], value.memory, expected
 
-    def _trial_of_mean(self, rows: int, columns: int) -> tuple[Kernel, Any, Any]:
+    def _trial_of_mean(self, rows: int, columns: int) -> tuple[list[Kernel], Any, Any]:
+        """One row may have the right bits by chance: so many that it does not."""
         import torch
 
         generator = torch.Generator(self._device).manual_seed(0)
-        given = torch.randn((rows, columns), generator=generator, device=self._device)
-        expected = given.mean(-1, keepdim=True)
-        operands = (Load(given, (columns, 1)),)
-        value = Value(reductions.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=torch.empty_like(expected))
-        (kernel,) = row_source.kernels_of([value])
-        return kernel, value.memory, expected
+        given = torch.randn((_MEANS, rows, columns), generator=generator, device=self._device)
+        expected = torch.stack([one.mean(-1, keepdim=True) for one in given])
+        found = torch.empty_like(expected)
+        kernels = []
+        for one, memory in zip(given, found, strict=True):
+            operands = (Load(one, (columns, 1)),)
+            value = Value(reductions.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
+            kernels += row_source.kernels_of([value])
+        return kernels, found, expected
 
 
 def _is_computed(signature: _Signature) -> bool:

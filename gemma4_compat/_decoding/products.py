@@ -27,7 +27,7 @@ OPERATION = "4-bit product"
 MAX_ROWS = {"gemm_4bit": 3, "gemv_4bit": 1}
 #: Weights of one launch.
 MAX_WEIGHTS = 4
-_WARPS = 8
+_WARPS = 8  # of a block: as many threads as a code of nested scales has values
 _GROUP = 1024  # inputs that a warp reads at once
 _THREAD = 32  # of them, of one thread
 _SHARED = 48 << 10  # bytes of a block
@@ -168,7 +168,7 @@ def _checked(
         or not all(_is_dense(tensor) for tensor in (given, *weight))
         or weight[0].numel() * weight[0].element_size() * 2 != outputs * inputs
         or scales.numel() < outputs * inputs // blocksize // (256 if nested else 1)
-        or (nested and weight[2].numel() != outputs * inputs // blocksize)
+        or (nested and (weight[2].numel() != outputs * inputs // blocksize or weight[3].numel() != _WARPS * 32))
         or given.data_ptr() % 16
         or weight[0].data_ptr() % 16
     ):
@@ -312,6 +312,9 @@ class _Writer:
         lines.append(f"float sums[{rows}];")
         lines += [f"sums[{number}] = 0.0f;" for number in range(rows)]
         lines.append(self._value_of_a_lane())
+        if layout.nested:  # in shared memory at once: to look them up later would cost the memory's latency again
+            lines.append(f"__shared__ float known[{_WARPS * 32}];")
+            lines.append("const float code = __ldg(codes + threadIdx.x), shift = __ldg(offset);")
         return "\n".join(lines)
 
     def _value_of_a_lane(self) -> str:
@@ -322,8 +325,8 @@ class _Writer:
         else:
             listed = ", ".join(_VALUES[layout.quant_type])
             return (
-                f"const float known[16] = {{{listed}}};\nfloat own = known[0];\n#pragma unroll\n"
-                "for (int n = 1; n < 16; ++n) if ((lane & 15) == n) own = known[n];\n" + self._kept("own")
+                f"const float listed[16] = {{{listed}}};\nfloat own = listed[0];\n#pragma unroll\n"
+                "for (int n = 1; n < 16; ++n) if ((lane & 15) == n) own = listed[n];\n" + self._kept("own")
             )
         return self._kept(value)
 
@@ -349,11 +352,11 @@ class _Writer:
             for group in groups
             for row in range(1 if self._is_shared(group) else self._warp_rows)
         )
-        lines += ["#if __CUDA_ARCH__ >= 900", scales, "#endif"]  # while the kernel before is running
         lines.append("let_next_kernel_begin();\nwait_for_kernel_before();" if first else "__syncthreads();")
         lines.append(self._staged(groups))
-        lines += ["#if !(__CUDA_ARCH__ >= 900)", scales, "#endif"]
-        lines.append("__syncthreads();")
+        if first and layout.nested:
+            lines.append("known[threadIdx.x] = code;")
+        lines += ["__syncthreads();", scales]
         for position, group in enumerate(groups):
             if self._is_shared(group):
                 lines.append(self._shared_group(group, (position, len(groups))))
@@ -402,7 +405,7 @@ class _Writer:
 
     def _scale(self, name: str) -> str:
         """The scale in the form in which weights are multiplied by it."""
-        nested = f"s{name} = fma_flushed(__ldg(codes + q{name}), s{name}, __ldg(offset));\n"
+        nested = f"s{name} = fma_flushed(known[q{name}], s{name}, shift);\n"
         pairs = f"{{ const unsigned int both = pair_{self._kind}(s{name}, s{name}); s{name} = __uint_as_float(both); }}"
         return (nested if self._layout.nested else "") + ("" if self._wide else pairs)
 

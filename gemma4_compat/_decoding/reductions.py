@@ -2,7 +2,7 @@
 
 The norms of a step each need the mean of a row. PyTorch computes it with one kernel, between two pointwise ones; in a
 row kernel (:mod:`kernel_source`), one block does all three. The sum has PyTorch's bits if it is added in the same order:
-``ATen/native/cuda/Reduce.cuh`` (torch 2.9 to 2.13) says how many threads share a row, which of them adds which elements
+``ATen/native/cuda/Reduce.cuh`` (here: torch 2.13's) says how many threads share a row, which of them adds which elements
 to which of its four sums, and how the sums are added. Each shape is tried on the GPU before its first use.
 """
 
@@ -37,7 +37,7 @@ def order(rows: int, columns: int) -> Order | None:
 
     Follows ``setReduceConfig`` and ``ReduceConfig::set_block_dimension``.
     """
-    vector = rows == 1 and columns > 128
+    vector = columns >= 128
     if columns < WARP or (vector and columns % _SUMS):
         return None
     wide = columns // _SUMS if vector else columns
@@ -79,7 +79,7 @@ def total(columns: int, found: Order, name: str) -> list[str]:
         lines.append("__syncthreads();")
         lines.append(f"whole = {_halves(f'shared{name}', threads)};")
     lines += [
-        f"whole = __fadd_rn(whole, __shfl_down_sync(0xffffffffu, whole, {offset}));" for offset in (1, 2, 4, 8, 16)
+        f"whole = __fadd_rn(whole, __shfl_down_sync(0xffffffffu, whole, {offset}));" for offset in (16, 8, 4, 2, 1)
     ]
     lines.append("whole = __shfl_sync(0xffffffffu, whole, 0);")
     lines.append(f"m = __fmul_rn(whole, __fdiv_rn(1.0f, {columns}.0f));")
