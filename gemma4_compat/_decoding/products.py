@@ -30,7 +30,7 @@ MAX_WEIGHTS = 4
 _WARPS = 8  # of a block: as many threads as a code of nested scales has values
 _GROUP = 1024  # inputs that a warp reads at once
 _THREAD = 32  # of them, of one thread
-_SHARED = 48 << 10  # bytes of a block
+_SHARED = 47 << 10  # bytes of a block for inputs; nested scales take another 1 KiB
 _BLOCKSIZES = frozenset(1 << power for power in range(5, 13))
 
 #: ``csrc/gemm_4bit_common.cuh`` (0.50.2).
