@@ -124,7 +124,8 @@ def _is_readable(tensor: Any) -> bool:
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.stride(3) == 1
         and not tensor.data_ptr() % _WORD
-        and all(0 <= stride < _FAR and not stride * tensor.itemsize % _WORD for stride in tensor.stride()[:3])
+        and all(stride >= 0 and not stride * tensor.itemsize % _WORD for stride in tensor.stride()[:3])
+        and _span(tensor) < _FAR
     )
 
 
@@ -141,7 +142,12 @@ def _rows_of(mask: Any, query: Any, length: int) -> Any:
     batch, heads, rows, keys = mask.shape
     if batch not in (1, query.shape[0]) or heads != 1 or rows not in (1, query.shape[2]) or keys != length:
         return None
-    return mask[:, 0] if all(0 <= stride < _FAR for stride in mask.stride()) else None
+    return mask[:, 0] if min(mask.stride()) >= 0 and _span(mask) < _FAR else None
+
+
+def _span(tensor: Any) -> int:
+    """Elements from the first to the last one in memory."""
+    return int(sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
 
 
 def bounds(call: Call) -> tuple[Kernel, Any] | None:
@@ -338,14 +344,11 @@ def _mask_lines(layout: _Layout) -> dict[str, str]:
     if layout.mask is None:
         return {"MASK_LINE": "", "MASK_LOADS": "", "MASKED": score}
     kind = kinds()[layout.mask]
-    line = (
-        "mask_at += batch * (unsigned long long)mask_batch + query * (unsigned long long)mask_query +\n"
-        "    first * (unsigned long long)mask_stride;"
-    )
+    line = "const unsigned int mask_from = batch * mask_batch + query * mask_query + first * mask_stride;"
     loads = f"""{kind.c} bits[OWN];
       #pragma unroll
       for (int i = 0; i < OWN; ++i)
-        bits[i] = mask_at[(begin + min(base + (own + i) / HW * SUB + sub, end)) * (unsigned long long)mask_stride];"""
+        bits[i] = mask_at[mask_from + (begin + min(base + (own + i) / HW * SUB + sub, end)) * mask_stride];"""
     if layout.mask == torch.bool:
         masked = f"bits[i] ? {score} : minus_infinity"
     else:

@@ -86,7 +86,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   constexpr int VALUES = HV * VE, TV = CHUNKS * (NP / HV), KG = THREADS / TV;
   constexpr int PIECE = VALUES > 32 ? 16 : VALUES > 1 ? VALUES / 2 : 1, WIDE = PIECE % 4 == 0 ? 4 : 1;
   constexpr int LEFT = VALUES > KG ? VALUES / KG : 1, COPIES = KG > VALUES ? KG / VALUES : 1;
-  constexpr int AT_ONCE = LEFT % 4 == 0 ? 4 : 1;
+  constexpr int AT_ONCE = LEFT % 4 == 0 ? 4 : 1, ONE = AT_ONCE / 4;
   constexpr int SCORES = MAX_KEYS * NH, OTHERS = PIECE * THREADS;
   __shared__ __align__(16) float room[SCORES > OTHERS ? SCORES : OTHERS];
   __shared__ float tops[NH], sums[NH];
@@ -101,20 +101,16 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   @BOUNDS@
   @SPLITS@
   if ((int)blockIdx.x >= splits) return;
-  keys_at += batch * (unsigned long long)key_batch + kv_head * (unsigned long long)key_head +
-    first * (unsigned long long)key_stride;
-  values_at += batch * (unsigned long long)value_batch + kv_head * (unsigned long long)value_head +
-    first * (unsigned long long)value_stride;
+  const unsigned int keys_from = batch * key_batch + kv_head * key_head + first * key_stride;
+  const unsigned int values_from = batch * value_batch + kv_head * value_head + first * value_stride;
   @MASK_LINE@
 
   const int group = warp % HG, sub = lane / LANES, within = lane % LANES;
-  query_at += batch * (unsigned long long)query_batch + kv_head * (unsigned long long)query_kv +
-    query * (unsigned long long)query_stride;
+  const unsigned int query_from = batch * query_batch + kv_head * query_kv + query * query_stride + within * VE;
 
   for (int split = blockIdx.x; split < splits; split += gridDim.x) {
     const int begin = split * per, keys = min(per, count - begin), end = max(keys - 1, 0);
-    const @T@* split_keys = keys_at + begin * (unsigned long long)key_stride;
-    const @T@* split_values = values_at + begin * (unsigned long long)value_stride;
+    const unsigned int lane_keys = keys_from + begin * key_stride + within * VE;
 
     // The query: heads of this warp, dimensions of this lane. Read again for each split, to free registers for values.
     float q[HW][CH * VE];
@@ -122,8 +118,8 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
     for (int h = 0; h < HW; ++h)
       #pragma unroll
       for (int c = 0; c < CH; ++c) {
-        const unsigned long long line = min(group * HW + h, NH - 1) * (unsigned long long)query_head;
-        const Word16 word = *(const Word16*)(query_at + line + (c * LANES + within) * VE);
+        const unsigned int line = query_from + min(group * HW + h, NH - 1) * query_head;
+        const Word16 word = *(const Word16*)(query_at + line + c * LANES * VE);
         #pragma unroll
         for (int e = 0; e < VE; ++e) q[h][c * VE + e] = @ELEMENT@;
       }
@@ -135,7 +131,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
         const int key = min(base + j * SUB + sub, end);
         #pragma unroll
         for (int c = 0; c < CH; ++c)
-          words[j][c] = *(const Word16*)(split_keys + key * (unsigned long long)key_stride + (c * LANES + within) * VE);
+          words[j][c] = *(const Word16*)(keys_at + (lane_keys + key * key_stride) + c * LANES * VE);
       }
       const int own = within / SHARE * OWN;  // a sum has the number key * HW + head
       @MASK_LOADS@
@@ -179,12 +175,12 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
 
     // The first values are on their way before the others wait for the scores.
     const int place = thread % TV, chunk = place % CHUNKS, heads = place / CHUNKS * HV, set = thread / TV;
-    const @T@* mine = split_values + chunk * VE;
+    const unsigned int mine = values_from + begin * value_stride + chunk * VE;
     Word16 words[AHEAD];
     #pragma unroll
     for (int j = 0; j < AHEAD; ++j) {
       const int key = min(set + j * KG, end);
-      words[j] = load_once(mine + key * (unsigned long long)value_stride);
+      words[j] = load_once(values_at + (mine + key * value_stride));
     }
     __syncthreads();
     for (int head = warp; head < NH; head += WARPS) {
@@ -213,7 +209,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
         #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
           const int key = min(base + j * KG, end);
-          words[j] = load_once(mine + key * (unsigned long long)value_stride);
+          words[j] = load_once(values_at + (mine + key * value_stride));
         }
       #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
@@ -271,10 +267,9 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
         } else {
           float* to = parts + (blockIdx.y * (unsigned long long)max_splits + split) * (NH * D) + at;
           if (AT_ONCE == 4)
-            *(float4*)to = make_float4(value[i], value[i + 1 % AT_ONCE], value[i + 2 % AT_ONCE], value[i + 3 % AT_ONCE]);
+            *(float4*)to = make_float4(value[i], value[i + ONE], value[i + 2 * ONE], value[i + 3 * ONE]);
           else
-            #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) to[j] = value[i + j];
+            to[0] = value[i];
         }
       }
     if (splits > 1 && thread < NH)
