@@ -317,6 +317,7 @@ def _attention_text(layout: _Layout) -> tuple[str, int]:
         KT=8 // max(1, chunks // 32),
         VE=elements,
         AHEAD=4,
+        PREFETCH=1,
         THREADS=threads,
         MAX_KEYS=_MAX_KEYS,
         RECORD=source.RECORD,

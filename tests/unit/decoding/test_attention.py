@@ -91,7 +91,7 @@ def test_only_valid_keys_decide_bits(width: int) -> None:
         assert torch.equal(attend(query, wide_key, wide_value, mask, enable_gqa=True), expected)
         others = torch.cat([mask, valid(length, 0, 70), mask])
         batch = [torch.cat([one, drawn(*one.shape), one]) for one in (query, wide_key, wide_value)]
-        found = attend(*batch, mask=others, enable_gqa=True)
+        found = attend(batch[0], batch[1], batch[2], others, enable_gqa=True)
         assert torch.equal(found[:1], expected)
         assert torch.equal(found[2:], expected)
 
@@ -149,7 +149,7 @@ def test_a_split_without_a_valid_key() -> None:
     mask = valid(140, 0, 10) | valid(140, 120, 140)
     for length in (140, 3000):  # added up by the last block, and by a kernel
         wide = [torch.cat([one, one.new_zeros(1, 1, length - 140, 256)], 2) for one in (key, value)]
-        found = attend(query, *wide, mask=torch.nn.functional.pad(mask, (0, length - 140)))
+        found = attend(query, wide[0], wide[1], torch.nn.functional.pad(mask, (0, length - 140)))
         kept = [torch.cat([one[:, :, :10], one[:, :, 120:]], 2) for one in (key, value)]
         torch.testing.assert_close(found, sdpa(query, *kept), rtol=0.02, atol=0.01)
 
