@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from importlib import metadata
@@ -19,8 +20,8 @@ from tests.helpers import ROOT
 from tests.unit.decoding.kernel_examples import EXAMPLES
 
 CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
-#: Architectures of the fast suite: the oldest, and the first on which kernels start early.
-FAST = ((7, 5), (9, 0))
+#: Architectures of the fast suite: from 9.0 on, kernels start early. 7.5 takes longest, for it has no bfloat16.
+FAST = ((8, 0), (9, 0))
 _REGISTERS = 1 << 16  # of a multiprocessor, on each of them
 _SHARED = 48 << 10  # bytes that a block may have without asking for more
 _FOUND = re.compile(
@@ -64,6 +65,12 @@ def nvrtc() -> Nvrtc:
     pytest.skip("needs NVRTC for Linux: pip install 'nvidia-cuda-nvrtc>=13'")
 
 
+@functools.cache
+def blocks_of(module: str) -> dict[str, int]:
+    """The threads of a block, by the text of a module's kernels."""
+    return {example.text: example.block for example in EXAMPLES[module]()}
+
+
 @pytest.mark.parametrize("module", EXAMPLES)
 @pytest.mark.parametrize(
     "capability",
@@ -74,7 +81,7 @@ def test_kernels_compile_and_fit(nvrtc: Nvrtc, capability: tuple[int, int], modu
     architecture = f"sm_{capability[0]}{capability[1]}"
     if nvrtc.architecture(capability) != architecture:
         pytest.skip(f"NVRTC {nvrtc.version()} does not know {architecture}")
-    blocks = {example.text: example.block for example in EXAMPLES[module]()}
+    blocks = blocks_of(module)
     program, names = kernel_source.program(list(blocks))
     binary, log = nvrtc.compiled(program, [*compiling.options(architecture), "--ptxas-options=-v"])
     assert binary[:4] == b"\x7fELF"
@@ -106,4 +113,4 @@ def test_what_does_not_fit_is_seen(nvrtc: Nvrtc) -> None:
 def test_every_module_with_kernels_has_examples() -> None:
     folder = ROOT / "gemma4_compat" / "_decoding"
     with_kernels = {file.stem for file in folder.glob("*.py") if "__global__ void" in file.read_text(encoding="utf-8")}
-    assert with_kernels == set(EXAMPLES)
+    assert with_kernels <= set(EXAMPLES)
