@@ -38,12 +38,23 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   const unsigned int keys_from = batch * key_batch + kv_head * key_head + first * key_stride + quarter * STEPS * 32 + col * 8;
   const unsigned int values_from = batch * value_batch + kv_head * value_head + first * value_stride + slice * 64 + row * 8;
   @MASK_LINE@
+  // With many heads, the query is read again where it is needed: registers are for keys and values.
+  constexpr bool KEPT = NT * STEPS <= 4;
+  auto read_query = [&](int t, int s) {
+    const @T@* at = query_at + (query_from + min(t * 8 + row, NH - 1) * query_head) + s * 32;
+#ifdef ON_HOST
+    return *(const Word16*)at;
+#else
+    Word16 word;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(word.part[0]), "=r"(word.part[1]), "=r"(word.part[2]), "=r"(word.part[3]) : "l"(at));
+    return word;
+#endif
+  };
   Word16 asked[NT][STEPS];
-  #pragma unroll
-  for (int t = 0; t < NT; ++t)
+  if (KEPT)
     #pragma unroll
-    for (int s = 0; s < STEPS; ++s)
-      asked[t][s] = *(const Word16*)(query_at + (query_from + min(t * 8 + row, NH - 1) * query_head) + s * 32);
+    for (int i = 0; i < NT * STEPS; ++i) asked[i / STEPS][i % STEPS] = read_query(i / STEPS, i % STEPS);
 
   for (int split = blockIdx.x; split < splits; split += gridDim.x) {
     const int begin = split * per, keys = min(per, count - begin), end = max(keys - 1, 0);
@@ -59,11 +70,8 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
     };
     auto read_values = [&](int base, Word16 (&words)[4]) {
       #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int key = base + col * 4 + j;
-        words[j] = load_once(values_at + (values_begin + min(key, end) * value_stride));
-        if (key >= keys) words[j] = Word16{{0u, 0u, 0u, 0u}};
-      }
+      for (int j = 0; j < 4; ++j)  // shares are zero where there is no key
+        words[j] = load_once(values_at + (values_begin + min(base + col * 4 + j, end) * value_stride));
     };
     // What is read first: all of a short split.
     #pragma unroll
@@ -84,7 +92,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
             float one[4] = {0.0f, 0.0f, 0.0f, 0.0f}, two[4] = {0.0f, 0.0f, 0.0f, 0.0f};
             #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
-              const Word16 low = known[j][s][0], high = known[j][s][1], by = asked[t][s];
+              const Word16 low = known[j][s][0], high = known[j][s][1], by = KEPT ? asked[t][s] : read_query(t, s);
               multiply(one, low.part[0], high.part[0], low.part[1], high.part[1], by.part[0], by.part[1]);
               multiply(two, low.part[2], high.part[2], low.part[3], high.part[3], by.part[2], by.part[3]);
             }
