@@ -30,7 +30,7 @@ MAX_WEIGHTS = 4
 _WARPS = 8  # of a block: as many threads as a code of nested scales has values
 _GROUP = 1024  # inputs that a warp reads at once
 _THREAD = 32  # of them, of one thread
-_SHARED = 48 << 10  # bytes of a block
+_SHARED = 47 << 10  # bytes of a block for inputs; nested scales take another 1 KiB
 _BLOCKSIZES = frozenset(1 << power for power in range(5, 13))
 
 #: ``csrc/gemm_4bit_common.cuh`` (0.50.2).
@@ -406,7 +406,9 @@ class _Writer:
     def _scale(self, name: str) -> str:
         """The scale in the form in which weights are multiplied by it."""
         nested = f"s{name} = fma_flushed(known[q{name}], s{name}, shift);\n"
-        pairs = f"{{ const unsigned int both = pair_{self._kind}(s{name}, s{name}); s{name} = __uint_as_float(both); }}"
+        pairs = (
+            f"{{ const unsigned int both = pair_{self._kind}(s{name}, s{name}); s{name} = __uint_as_float(both); }}"
+        )
         return (nested if self._layout.nested else "") + ("" if self._wide else pairs)
 
     def _staged(self, groups: list[int]) -> str:
@@ -471,7 +473,9 @@ class _Writer:
         lines = ["#pragma unroll", "for (int j = 0; j < 4; ++j) {"]
         lines.append(f"const unsigned int even = {self._nibble(name, '8 * j + 4')};")
         lines.append(f"const unsigned int odd = {self._nibble(name, '8 * j')};")
-        lines.append(f"const unsigned int w = multiply_pairs_{self._kind}(__byte_perm(even, odd, 0x5410), __float_as_uint(s{name}));")
+        lines.append(
+            f"const unsigned int w = multiply_pairs_{self._kind}(__byte_perm(even, odd, 0x5410), __float_as_uint(s{name}));"
+        )
         for m, total in enumerate(sums):
             lines.append(f"{{ const unsigned int p = multiply_pairs_{self._kind}(a{m}.part[j], w);")
             if self._kind == "bf16":

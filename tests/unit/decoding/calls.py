@@ -49,7 +49,7 @@ class Models:
         if where != "device":
             model = self._dispatched(model, streamed=where == "streamed")
         elif quantization is None:  # which transformers would compile
-            gemma4_compat.decode_fast(model)
+            gemma4_compat.decode_fast(model, exact=True)
             model.generation_config.cache_implementation = None  # each call says
         return threads.adapted(self.workspace, model, adapter).eval()
 
