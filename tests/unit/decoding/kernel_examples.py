@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from gemma4_compat._decoding import attention, expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import (
+    attention,
+    dense,
+    expert_rows,
+    kernel_source,
+    pointwise,
+    products,
+    reductions,
+    row_source,
+)
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
 
@@ -80,12 +89,27 @@ def _attention() -> Iterator[Kernel]:
         yield from attention.kernels(call)[0]
 
 
-#: By the name of the module in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
+def _dense() -> Iterator[Kernel]:
+    """LoRA's A of three adapters of one input, and a head."""
+    for dtype, rows, shape, count in (
+        (torch.bfloat16, 1, (16, 1536), 3),
+        (torch.bfloat16, 8, (64, 2048), 1),
+        (torch.float32, 1, (16, 1536), 1),
+        (torch.bfloat16, 1, (700, 1536), 1),
+        (torch.float16, 8, (700, 2560), 1),
+        (torch.float32, 3, (700, 5376), 1),
+    ):
+        weight, bias = torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=dtype) if rows == 3 else None
+        one = dense.product(torch.zeros(rows, shape[1], dtype=dtype), weight, bias)
+        yield dense.kernel_of([one] * count, [one.empty()] * count)
+
+
+#: By the names of the modules in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
     "row_source": _rows,
     "products": _products,
-    "attention_source": _attention,
-    "attention_tensor_source": _attention,
+    "attention_source, attention_tensor_source": _attention,
+    "dense": _dense,
     "expert_rows": _expert_rows,
 }
