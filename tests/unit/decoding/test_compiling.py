@@ -227,11 +227,6 @@ def test_a_binary_that_the_driver_refuses_is_not_kept(folder: Path) -> None:
     assert not folder.exists()
 
 
-def test_only_newer_releases_have_a_cache_to_leave_out() -> None:
-    for version, expected in (((12, 8), []), ((12, 9), ["--no-cache"]), ((13, 0), ["--no-cache"])):
-        assert list(compiling.options("sm_90", version)) == ["--gpu-architecture=sm_90", *expected]
-
-
 @pytest.mark.parametrize(
     ("capability", "expected"), [((8, 9), "sm_80"), ((9, 0), "sm_90"), ((10, 3), "sm_100"), ((7, 5), "sm_75")]
 )

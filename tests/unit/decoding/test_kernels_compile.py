@@ -83,8 +83,7 @@ def test_kernels_compile_and_fit(nvrtc: Nvrtc, capability: tuple[int, int], modu
         pytest.skip(f"NVRTC {nvrtc.version()} does not know {architecture}")
     blocks = blocks_of(module)
     program, names = kernel_source.program(list(blocks))
-    given = compiling.options(architecture, nvrtc.version())
-    binary, log = nvrtc.compiled(program, [*given, "--ptxas-options=-v"])
+    binary, log = nvrtc.compiled(program, [*compiling.options(architecture), "--ptxas-options=-v"])
     assert binary[:4] == b"\x7fELF"
     found = needs(log)
     assert sorted(found) == sorted(names)
