@@ -47,7 +47,7 @@ def line(name: str, context: int, found: Data) -> str:
 
 def first_line(name: str, entry: Data) -> str:
     said = [f"{way} {_first(found)}" for way, found in entry["first"].items()]
-    return f"{name:<10} first call, first token / fused after / captures, cold, later: {'; '.join(said)}"
+    return f"{name:<10} first call, first token / captures / fused after, cold, later: {'; '.join(said)}"
 
 
 def check_line(name: str, entry: Data) -> str:
@@ -84,7 +84,7 @@ def _first(found: Data) -> str:
     def said(one: Data, key: str) -> str:
         return "-" if one.get(key) is None else f"{one[key]:.2f} s"
 
-    keys = ("first_token_s", "fused_s", "capture_s")
+    keys = ("first_token_s", "capture_s", "fused_s")
     return ", ".join(" / ".join(said(found[when], key) for key in keys) for when in ("cold", "later"))
 
 
@@ -108,7 +108,7 @@ def _firsts(run: Data) -> str:
         for entry in run["cases"].values()
         for way, found in entry.get("first", {}).items()
     ]
-    titles = ("the first call", "way", "first token / fused after / captures", "the same, kernels compiled before")
+    titles = ("the first call", "way", "first token / captures / fused after", "the same, kernels compiled before")
     return _table(titles, rows)
 
 

@@ -189,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
 
     parser = common.parser(__doc__, sorted(models.SHAPES), minutes=30.0)
     parser.add_argument(
-        "--llama-cpp", type=Path, required=True, help="llama.cpp's source tree; nothing is built of it"
+        "--llama-cpp", type=Path, required=True, help="llama.cpp's source tree, which need not be built"
     )
     arguments = parser.parse_args(argv)
     tree = arguments.llama_cpp.resolve()
