@@ -1,10 +1,11 @@
-"""Defer the small pointwise operations of a step, and compute them in one kernel where their results are needed.
+"""Defer the small operations of a step, and compute them in few kernels where their results are needed.
 
-A decoding step launches thousands of kernels that compute a few thousand numbers each: casts, squares and products of
-the norms, rotary embeddings, residuals, an adapter's sums. :class:`Fusing` sees every ATen operation of the forward.
-If :mod:`pointwise` understands an operation, its result gets memory at once and numbers later: before the first other
+A decoding step launches thousands of kernels that compute a few thousand numbers each: casts, squares, means and
+products of the norms, rotary embeddings, residuals, an adapter's sums. :class:`Fusing` sees every operation of the
+forward. If :mod:`pointwise` understands one, its result gets memory at once and numbers later: before the first other
 operation that reads the result or overwrites its operands. If nobody holds the result by then, it is never written.
-Everything else, such as reductions and matrix products, runs unchanged and in order.
+Products with 4-bit weights (:mod:`products`) are deferred, too, until one has another input or a result is needed: those
+of one input share a launch. Everything else runs unchanged and in order.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemma4_compat._decoding import expert_rows, kernel_source, pointwise
+from gemma4_compat._decoding import expert_rows, kernel_source, pointwise, products, reductions, row_source
 from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part, Value
 
+#: What is computed by kernels of ours, beside pointwise operations. A benchmark takes some away.
+KINDS = frozenset({"products", "rows"})
 #: The most arguments of a kernel.
 _MAX_TENSORS = 60
 #: Views that do not say so in their schema.
@@ -55,28 +58,62 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self.rows = expert_rows.Rows(sink, device)
         self._pending: dict[int, Value] = {}  # by storage, the oldest first; for each its last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
+        self._products: list[tuple[products.Product, Any]] = []  # deferred, with their results; computed before values
+        self._results: set[int] = set()  # storages of those results
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op is torch.ops.aten.index.Tensor and self.rows.is_order(args[1]) and len(args[0]) == len(args[1][0]):
             return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
+        product = products.understood(op, args, kwargs) if "products" in KINDS else None
+        if product is not None and self._sink.accepts(product.format.signature):
+            return self._put_off_product(product)
         call = pointwise.understood(op, args, kwargs)
-        if call is not None:
+        if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):
             found = self._put_off(call, op, args, kwargs)
             if found is not None:
                 return found
-        if self._pending and self._touches(op, args, kwargs):
+        if (self._pending or self._products) and self._touches(op, args, kwargs):
             self.settle()
         return op(*args, **kwargs)
 
     def settle(self) -> None:
         """Compute what is deferred, except results that nobody holds any more."""
+        self._settle_products()
         pending, self._pending = self._pending, {}
         values = [value for value in pending.values() if _is_held(value.memory)]
         if values:
-            signatures = (value.signature for value in pointwise.everything(values))
-            self._sink.kernel(kernel_source.kernel_of(values), signatures)
+            signatures = [value.signature for value in pointwise.everything(values)]
+            for kernel in row_source.kernels_of(values):
+                self._sink.kernel(kernel, signatures)
         self._read = {}
+
+    def _settle_products(self) -> None:
+        """Compute the deferred products, with one launch."""
+        deferred, self._products = self._products, []
+        self._results.clear()
+        if deferred:
+            wanted, results = zip(*deferred, strict=True)
+            self._sink.kernel(products.kernel_of(wanted, results), [wanted[0].format.signature])
+
+    def _put_off_product(self, product: products.Product) -> Any:
+        """The result of a product that is computed later, together with others of the same input."""
+        if self._is_deferred(product.input):
+            self.settle()
+        elif self._products and (
+            len(self._products) == products.MAX_WEIGHTS or not products.go_together(self._products[0][0], product)
+        ):
+            self._settle_products()
+        result = product.empty()
+        self._products.append((product, torch.ops.aten.alias.default(result)))
+        self._results.add(_storage(result))
+        self._read[_storage(product.input)] = product.input
+        return result
+
+    def _is_deferred(self, tensor: Any) -> bool:
+        """Whether its numbers, or some of them, are not in memory yet."""
+        key = _storage(tensor)
+        return key in self._pending or key in self._results
 
     # Which operations
 
@@ -132,9 +169,11 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     # Values
 
     def _value(self, call: Call, shape: tuple[int, ...], dtype: Any) -> Value:
-        if call.name != "concatenate":
+        if call.name not in ("concatenate", reductions.MEAN):
             return Value(call.name, tuple(self._operand(operand, shape) for operand in call.operands), shape, dtype)
         operands = tuple(self._operand(operand, tuple(operand.shape)) for operand in call.operands)
+        if call.name == reductions.MEAN:
+            return Value(call.name, operands, shape, dtype, columns=call.operands[0].shape[-1])
         sizes = tuple(operand.shape[call.dim] for operand in call.operands)
         return Value(call.name, operands, shape, dtype, sizes, call.dim)
 
@@ -163,7 +202,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return True
         if _is_view(op):
             return False
-        if any(_storage(tensor) in self._pending for tensor in _tensors((args, tuple(kwargs.values())))):
+        if any(map(self._is_deferred, _tensors((args, tuple(kwargs.values()))))):
             return True
         return any(_storage(tensor) in self._read for tensor in _written(op, args, kwargs))
 

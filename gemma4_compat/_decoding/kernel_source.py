@@ -7,9 +7,10 @@ result that is not in memory yet, it computes that again: results are pure funct
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections import ChainMap
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from gemma4_compat._decoding.pointwise import Load, Number, Operand, Part, Value
 NAME = "fused"
 #: Threads of a block, unless a kernel says otherwise.
 BLOCK = 128
+_BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ")
 
 #: bfloat16 is rounded as in c10::BFloat16; GELU is GeluCUDAKernelImpl's (ActivationGeluKernel.cu).
 PRELUDE = r"""
@@ -173,8 +175,8 @@ class Kernel:
 
 
 def kernel_of(values: Sequence[Value]) -> Kernel:
-    """The kernel that computes these values into their memory."""
-    return _Writer().kernel(values)
+    """The kernel that computes these values, which need no mean of a row, into their memory."""
+    return Writer().kernel(values)
 
 
 def program(texts: Sequence[str]) -> tuple[str, list[str]]:
@@ -186,16 +188,21 @@ def program(texts: Sequence[str]) -> tuple[str, list[str]]:
 
 def _named(text: str) -> str:
     """The name of the kernel with this text, as a profile shows it, without its number."""
-    return text.partition("(")[0].rpartition(" ")[2]
+    return _BOUNDS.sub("", text, count=1).partition("(")[0].rpartition(" ")[2]
 
 
-_Scope = MutableMapping[tuple[Any, ...], str]
+Scope = MutableMapping[tuple[Any, ...], str]
 
 
-class _Writer:
-    """Writes the lines of a kernel."""
+class Writer:
+    """Writes the lines of a kernel.
 
-    def __init__(self) -> None:
+    Args:
+        done: values that are in memory, although they are deferred.
+    """
+
+    def __init__(self, done: Collection[Value] = ()) -> None:
+        self._done = frozenset(map(id, done))
         self._kinds = kinds()
         self._lines: list[str] = []
         self._count = 0
@@ -203,28 +210,34 @@ class _Writer:
         self._values: dict[int, Value] = {}  # whose numbers are in a scope: alive until the end
 
     def kernel(self, values: Sequence[Value]) -> Kernel:
-        stores = {id(value): f"w{number}" for number, value in enumerate(values)}
         # Sizes are arguments: the text is the same for every length of a cache.
         sizes = tuple(sorted({value.elements for value in values}, reverse=True))
         for number, elements in enumerate(sizes):
             self._line(f"if (i < n{number}) {{")
-            scope: _Scope = {}
-            for value in values:
+            scope: Scope = {}
+            for position, value in enumerate(values):
                 if value.elements == elements:
-                    found = self._value(value, "i", scope)
-                    self._line(f"{stores[id(value)]}[i] = {self._kinds[value.dtype].store.format(found)};")
+                    self._line(self._stored(value, position, "i", scope))
             self._line("}")
+        begin = "unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;"
+        return Kernel(self._text(NAME, begin, values, len(sizes)), self._tensors(values), len(values), sizes)
+
+    def _text(self, name: str, begin: str, values: Sequence[Value], sizes: int) -> str:
+        """The kernel with the lines so far, which stores these values."""
         parameters = [
-            *(f"const {self._kinds[tensor.dtype].c}* __restrict__ {name}" for name, tensor in self._reads.values()),
-            *(f"{self._kinds[value.dtype].c}* __restrict__ {stores[id(value)]}" for value in values),
-            *(f"unsigned int n{number}" for number in range(len(sizes))),
+            *(f"const {self._kinds[tensor.dtype].c}* __restrict__ {read}" for read, tensor in self._reads.values()),
+            *(f"{self._kinds[value.dtype].c}* __restrict__ w{number}" for number, value in enumerate(values)),
+            *(f"unsigned int n{number}" for number in range(sizes)),
         ]
-        text = (
-            f'extern "C" __global__ void {NAME}({", ".join(parameters)}) {{\n'
-            "unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;\n" + "\n".join(self._lines) + "\n}\n"
-        )
-        tensors = (*(tensor for _, tensor in self._reads.values()), *(value.memory for value in values))
-        return Kernel(text, tensors, len(values), sizes)
+        lines = [begin, "let_next_kernel_begin();", "wait_for_kernel_before();", *self._lines]
+        return f'extern "C" __global__ void {name}({", ".join(parameters)}) {{\n' + "\n".join(lines) + "\n}\n"
+
+    def _tensors(self, values: Sequence[Value]) -> tuple[Any, ...]:
+        return (*(tensor for _, tensor in self._reads.values()), *(value.memory for value in values))
+
+    def _stored(self, value: Value, number: int, at: str, scope: Scope) -> str:
+        """The line that writes element ``at`` of the kernel's result with that number."""
+        return f"w{number}[{at}] = {self._kinds[value.dtype].store.format(self._value(value, at, scope))};"
 
     def _line(self, text: str) -> None:
         self._lines.append(text)
@@ -235,7 +248,7 @@ class _Writer:
         self._line(f"{kind} {name} = {expression};")
         return name
 
-    def _value(self, value: Value, at: str, scope: _Scope) -> str:
+    def _value(self, value: Value, at: str, scope: Scope) -> str:
         """The name of the value's element ``at`` that index."""
         key = (id(value), at)
         if key not in scope:
@@ -243,13 +256,13 @@ class _Writer:
             scope[key] = self._concatenated(value, at, scope) if value.sizes else self._computed(value, at, scope)
         return scope[key]
 
-    def _computed(self, value: Value, at: str, scope: _Scope) -> str:
+    def _computed(self, value: Value, at: str, scope: Scope) -> str:
         found = [self._operand(operand, value.shape, at, scope) for operand in value.operands]
         how = operation(value.name)
         expression = how.source.format(*found)
         return self._new("float", self._kinds[value.dtype].rounded.format(expression) if how.rounds else expression)
 
-    def _concatenated(self, value: Value, at: str, scope: _Scope) -> str:
+    def _concatenated(self, value: Value, at: str, scope: Scope) -> str:
         """The element, from the operand that holds it; the index into that operand counts from its own start."""
         inner = math.prod(value.shape[value.dim + 1 :])
         whole = inner * value.shape[value.dim]
@@ -259,7 +272,7 @@ class _Writer:
         begin = 0
         for operand, size in zip(value.operands, value.sizes, strict=True):
             self._line(f"{'if' if not begin else 'else if'} ({within} < {(begin + size) * inner}u) {{")
-            nested: _Scope = ChainMap({}, scope)
+            nested: Scope = ChainMap({}, scope)
             own = self._new("unsigned int", f"{row} * {size * inner}u + ({within} - {begin * inner}u)")
             shape = (*value.shape[: value.dim], size, *value.shape[value.dim + 1 :])
             self._line(f"{result} = {self._operand(operand, shape, own, nested)};")
@@ -267,16 +280,18 @@ class _Writer:
             begin += size
         return result
 
-    def _operand(self, operand: Operand, shape: tuple[int, ...], at: str, scope: _Scope) -> str:
+    def _operand(self, operand: Operand, shape: tuple[int, ...], at: str, scope: Scope) -> str:
         if isinstance(operand, Number):
             return _literal(operand.value)
         offset = operand.offset if isinstance(operand, Part) else 0
         index = self._index(_index(shape, operand.strides, offset, at), scope)
         if isinstance(operand, Part):
-            return self._value(operand.value, index, scope)
+            if id(operand.value) not in self._done:
+                return self._value(operand.value, index, scope)
+            operand = Load(operand.value.memory, operand.strides)
         return self._loaded(operand, index, scope)
 
-    def _index(self, expression: str, scope: _Scope) -> str:
+    def _index(self, expression: str, scope: Scope) -> str:
         if expression.isidentifier():
             return expression
         key = ("index", expression)
@@ -284,7 +299,7 @@ class _Writer:
             scope[key] = self._new("unsigned int", expression)
         return scope[key]
 
-    def _loaded(self, operand: Load, index: str, scope: _Scope) -> str:
+    def _loaded(self, operand: Load, index: str, scope: Scope) -> str:
         address = (operand.tensor.data_ptr(), operand.dtype)
         name, _ = self._reads.setdefault(address, (f"p{len(self._reads)}", operand.tensor))
         key = (name, index)

@@ -6,14 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from gemma4_compat._decoding import expert_rows, kernel_source, pointwise
+from gemma4_compat._decoding import expert_rows, kernel_source, pointwise, products, reductions, row_source
 from gemma4_compat._decoding.bits import same_bits
+from gemma4_compat._decoding.compiling import CudaCompiler
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Operand, Value
 
 _Signature = tuple[Any, ...]
 _TRIED = 1 << 18  # elements, in bits drawn at random
 _SIXTEEN = 1 << 16  # every value of a 16-bit dtype
+_MEANS = 64
 
 
 class Compiler(Protocol):
@@ -25,50 +27,8 @@ class Compiler(Protocol):
 
     def __init__(self, device: Any) -> None: ...
 
-    def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
-        """For each kernel name in the program, a function that launches the kernel on the current stream."""
-
-
-class CudaCompiler:
-    """NVRTC, which PyTorch ships, through PyTorch's own private bindings (torch 2.9 and newer)."""
-
-    def __init__(self, device: Any) -> None:
-        self._device = device
-
-    @staticmethod
-    def obstacle() -> str | None:
-        """Rules out releases without the bindings, and AMD's GPUs, whose operations have other bits."""
-        import torch
-
-        if torch.version.cuda is None:
-            return "kernels need CUDA"
-        try:
-            from torch.cuda import _utils
-        except ImportError:
-            _utils = None
-        absent = [name for name in ("_nvrtc_compile", "_cuda_load_module") if not hasattr(_utils, name)]
-        return f"torch {torch.__version__} lacks torch.cuda._utils.{absent[0]}" if absent else None
-
-    def compiled(self, text: str, names: Sequence[str]) -> list[Callable[[Kernel], None]]:
-        """Compile one program into one module."""
-        import torch
-        from torch.cuda import _utils
-
-        with torch.cuda.device(self._device):
-            binary, _ = _utils._nvrtc_compile(text, names[0])
-            module = _utils._cuda_load_module(binary, list(names))
-        return [_launcher(module[name], self._device) for name in names]
-
-
-def _launcher(function: Any, device: Any) -> Callable[[Kernel], None]:
-    import torch
-
-    def launch(kernel: Kernel) -> None:
-        with torch.cuda.device(device):  # PyTorch's launcher takes the current device's stream
-            arguments = [*kernel.tensors, *kernel.sizes]
-            function(grid=(*kernel.blocks, 1), block=(kernel.block, 1, 1), args=arguments)
-
-    return launch
+    def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
+        """For each text, none of them twice, a function that launches its kernel on the current stream."""
 
 
 #: By device type. Tests add one for the CPU.
@@ -102,9 +62,10 @@ class Kernels:
             whether every operation has PyTorch's bits.
         """
         trials = {key: self._trial(key) for key in signatures if key not in self._same and _is_computed(key)}
-        self._compile([*texts, *(kernel.text for kernel, _, _ in trials.values())])
-        for key, (kernel, found, expected) in trials.items():
-            self.launch(kernel)
+        self._compile([*texts, *(kernel.text for tried, _, _ in trials.values() for kernel in tried)])
+        for key, (tried, found, expected) in trials.items():
+            for kernel in tried:
+                self.launch(kernel)
             self._same[key] = same_bits(found, expected)
         return all(self.accepts(key) for key in signatures)
 
@@ -131,18 +92,23 @@ class Kernels:
     def _compile(self, texts: Sequence[str]) -> None:
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new:
-            program, names = kernel_source.program(new)
-            self._known.update(zip(new, self._compiler.compiled(program, names), strict=True))
+            self._known.update(zip(new, self._compiler.compiled(new), strict=True))
 
-    def _trial(self, signature: _Signature) -> tuple[Kernel, Any, Any]:
-        """A kernel with only this operation, the memory of its result, and PyTorch's result: for every 16-bit value,
-        or for many operands.
+    def _trial(self, signature: _Signature) -> tuple[list[Kernel], Any, Any]:
+        """Kernels with only this operation, the memory of their results, and PyTorch's results: for every 16-bit
+        value, or for many operands.
         """
         import torch
 
         if signature[0] == expert_rows.OPERATION:
-            return expert_rows.trial(signature, self._device)
+            kernel, found, expected = expert_rows.trial(signature, self._device)
+            return [kernel], found, expected
+        if signature[0] == products.OPERATION:
+            kernel, found, expected = products.trial(signature, self._device)
+            return [kernel], found, expected
         name, kinds, dtype = signature
+        if name == reductions.MEAN:
+            return self._trial_of_mean(*kinds)
         generator = torch.Generator(self._device).manual_seed(0)
         tensors = [kind for kind in kinds if not isinstance(kind, float)]
         elements = _SIXTEEN if len(tensors) == 1 and tensors[0].itemsize == 2 else _TRIED
@@ -159,7 +125,22 @@ class Kernels:
         reference = pointwise.operation(name).reference
         expected = given[0].to(dtype) if reference is None else reference(*given)
         value = Value(name, tuple(operands), (elements,), dtype, memory=torch.empty_like(expected))
-        return kernel_source.kernel_of([value]), value.memory, expected
+        return [kernel_source.kernel_of([value])], value.memory, expected
+
+    def _trial_of_mean(self, rows: int, columns: int) -> tuple[list[Kernel], Any, Any]:
+        """One row may have the right bits by chance: so many that it does not."""
+        import torch
+
+        generator = torch.Generator(self._device).manual_seed(0)
+        given = torch.randn((_MEANS, rows, columns), generator=generator, device=self._device)
+        expected = torch.stack([one.mean(-1, keepdim=True) for one in given])
+        found = torch.empty_like(expected)
+        kernels = []
+        for one, memory in zip(given, found, strict=True):
+            operands = (Load(one, (columns, 1)),)
+            value = Value(reductions.MEAN, operands, (rows, 1), given.dtype, columns=columns, memory=memory)
+            kernels += row_source.kernels_of([value])
+        return kernels, found, expected
 
 
 def _is_computed(signature: _Signature) -> bool:

@@ -1,4 +1,4 @@
-"""Operations that compute each element of their result on its own, and what PyTorch's CUDA kernels compute for them.
+"""Operations that compute each element of their result on its own, or the mean of a row, and what PyTorch's CUDA kernels compute for them.
 
 Each operation is one C expression of ``float`` operands. PyTorch also computes 16-bit dtypes in ``float`` and rounds
 once, at the end of each operation (``opmath_t`` in ATen/OpMathType.h); so do the fused kernels. ``__fmul_rn`` and its
@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from gemma4_compat._decoding import reductions
 
 #: An operation on more elements needs no small kernel.
 MAX_ELEMENTS = 1 << 22
@@ -55,6 +57,7 @@ def _operations() -> dict[str, Operation]:
         "tanh": Operation("tanhf({0})", torch.tanh),
         "gelu_tanh": Operation("gelu_tanh({0})", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
         "where": Operation("({0} ? {1} : {2})", torch.where, rounds=False),
+        reductions.MEAN: Operation("", lambda x: x.mean(-1, keepdim=True), rounds=False),
     }
 
 
@@ -111,10 +114,11 @@ class Value:
 
     Attributes:
         name: of the operation.
-        operands: in its order; for "concatenate", each with the strides of its own shape.
+        operands: in its order; for "concatenate" and "mean", each with the strides of its own shape.
         shape: of the result.
         dtype: of the result, a ``torch.dtype``.
         sizes: for "concatenate", the length of each operand along ``dim``.
+        columns: for "mean", how many numbers each element is the mean of.
         memory: a tensor on the memory that receives the result.
     """
 
@@ -124,6 +128,7 @@ class Value:
     dtype: Any
     sizes: tuple[int, ...] = ()
     dim: int = 0
+    columns: int = 0
     memory: Any = None
     elements: int = field(init=False)
 
@@ -132,7 +137,9 @@ class Value:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What decides its bits, apart from the operands' values: the name, and the dtypes or numbers."""
+        """What decides its bits, apart from the operands' values: the name, and the dtypes or numbers, or the sizes."""
+        if self.columns:
+            return self.name, (self.elements, self.columns), self.dtype
         kinds = tuple(operand.value if isinstance(operand, Number) else operand.dtype for operand in self.operands)
         return self.name, kinds, self.dtype
 
@@ -186,6 +193,7 @@ def _make_rules() -> dict[Any, _Rule]:
         aten.where.self: _plain("where"),
         aten.cat.default: _concatenate,
         aten.scalar_tensor.default: _constant,
+        aten.mean.dim: _mean,
     }
 
 
@@ -242,6 +250,17 @@ def _concatenate(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
     return Call("concatenate", tensors, dim % tensors[0].ndim)
 
 
+def _mean(args: Sequence[Any], kwargs: dict[str, Any]) -> Call | None:
+    tensor, dims, *more = args
+    keeps = more == [True] or (not more and kwargs.get("keepdim") is True)
+    if not keeps or kwargs.get("dtype") is not None or dims not in ([-1], [tensor.ndim - 1]):
+        return None
+    columns = tensor.shape[-1]
+    if not tensor.is_contiguous() or reductions.order(tensor.numel() // columns, columns) is None:
+        return None
+    return Call(reductions.MEAN, (tensor,))
+
+
 def _constant(args: Sequence[Any], _kwargs: dict[str, Any]) -> Call | None:
     return Call("constant", tuple(args)) if _is_number(args[0]) else None
 
@@ -273,7 +292,7 @@ def fits(call: Call, dtype: Any, device: Any) -> bool:
             return False
         elif operand.dtype != dtype and call.name != "cast" and dtype != torch.float32:
             return False  # PyTorch rounds the operand first
-        elif operand.dtype != dtype and call.name == "concatenate":
+        elif operand.dtype != dtype and call.name in ("concatenate", reductions.MEAN):
             return False
     return True
 

@@ -1,0 +1,425 @@
+"""The CUDA C of attention of one query position over a cache: see :mod:`attention`.
+
+What decides bits is the same for every number of
+heads: a score is summed over a lane's dimensions, then over lanes; a value is summed over the keys of a group of
+threads, then over groups, then over splits of the keys.
+"""
+
+from __future__ import annotations
+
+#: Integers that the bounds kernel writes for each query: the first key, how many there are, and counters of blocks.
+RECORD = 66
+#: The most key-value heads that have a counter.
+MAX_COUNTERS = RECORD - 2
+#: The most splits that the last block of a head adds up itself.
+FEW = 32
+#: The most splits.
+MANY = 4096
+
+#: One block for each row of the mask. A word of 16 bytes that holds a byte of a row lies in memory of the mask.
+BOUNDS = r"""extern "C" __global__ void __launch_bounds__(1024) attention_bounds(const @MASK@* __restrict__ mask,
+  unsigned int* __restrict__ bounds, unsigned int queries, unsigned int length, unsigned int batch_stride,
+  unsigned int query_stride, unsigned int key_stride) {
+@CONSTANTS@
+  __shared__ unsigned int firsts[32], lasts[32], somes[32];
+  let_next_kernel_begin();
+  wait_for_kernel_before();
+  const unsigned int row = blockIdx.x, thread = threadIdx.x, lane = thread & 31u, warp = thread >> 5;
+  const @MASK@* line = mask + (unsigned long long)(row / queries) * batch_stride +
+    (unsigned long long)(row % queries) * query_stride;
+  unsigned int first = length, last = 0u, some = 0u;  // last: one past the last
+  auto look = [&](unsigned int key, @MASK@ bits) {
+    if (@VALID@) {
+      first = min(first, key);
+      last = max(last, key + 1u);
+    }
+    some |= @SOME@;
+  };
+  if (key_stride == 1u) {
+    constexpr unsigned int each = 16u / sizeof(@MASK@);
+    const unsigned int before = (unsigned int)((unsigned long long)line % 16u) / sizeof(@MASK@);
+    const Word16* words = (const Word16*)(line - before);
+    const unsigned int count = (before + length + each - 1u) / each;
+    #pragma unroll 4
+    for (unsigned int i = thread; i < count; i += blockDim.x) {
+      const Word16 word = words[i];
+      #pragma unroll
+      for (unsigned int j = 0; j < each; ++j) {
+        const unsigned int key = i * each + j - before;  // wraps around before the row
+        const unsigned int bits = word.part[j * sizeof(@MASK@) / 4u] >> (j * sizeof(@MASK@) % 4u * 8u);
+        if (key < length) look(key, @FROM_WORD@);
+      }
+    }
+  } else {
+    for (unsigned int key = thread; key < length; key += blockDim.x)
+      look(key, line[(unsigned long long)key * key_stride]);
+  }
+  #pragma unroll
+  for (int by = 16; by > 0; by >>= 1) {
+    first = min(first, __shfl_xor_sync(0xffffffffu, first, by));
+    last = max(last, __shfl_xor_sync(0xffffffffu, last, by));
+    some |= __shfl_xor_sync(0xffffffffu, some, by);
+  }
+  if (lane == 0u) firsts[warp] = first, lasts[warp] = last, somes[warp] = some;
+  __syncthreads();
+  unsigned int* record = bounds + row * RECORD;
+  for (unsigned int i = 2u + thread; i < RECORD; i += blockDim.x) record[i] = 0u;
+  if (thread == 0u) {
+    for (unsigned int i = 1u; i < blockDim.x / 32u; ++i) {
+      first = min(first, firsts[i]);
+      last = max(last, lasts[i]);
+      some |= somes[i];
+    }
+    if (last == 0u) first = 0u, last = some ? length : 0u;
+    record[0] = first;
+    record[1] = last - first;
+  }
+}
+"""
+
+#: Grid: blocks that take splits in turns, then (batch, query, key-value head).
+ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@) attention(@PARAMETERS@) {
+@CONSTANTS@
+  constexpr int WARPS = THREADS / 32, CHUNKS = D / VE, LANES = CHUNKS < 32 ? CHUNKS : 32, CH = CHUNKS / LANES;
+  constexpr int SUB = 32 / LANES, HG = NP / HW, KW = WARPS / HG, STEP = KT * SUB;  // keys a warp takes at once
+  constexpr int SUMS = KT * HW, OWN = SUMS > LANES ? SUMS / LANES : 1, SHARE = LANES > SUMS ? LANES / SUMS : 1;
+  constexpr int VALUES = HV * VE, TV = CHUNKS * (NP / HV), KG = THREADS / TV;
+  constexpr int PIECE = VALUES > 32 ? 16 : VALUES > 1 ? VALUES / 2 : 1, WIDE = PIECE % 4 == 0 ? 4 : 1;
+  constexpr int LEFT = VALUES > KG ? VALUES / KG : 1, COPIES = KG > VALUES ? KG / VALUES : 1;
+  constexpr int AT_ONCE = LEFT % 4 == 0 ? 4 : 1, ONE = AT_ONCE / 4;
+  constexpr int SCORES = MAX_KEYS * NH, OTHERS = PIECE * THREADS;
+  __shared__ __align__(16) float room[SCORES > OTHERS ? SCORES : OTHERS];
+  __shared__ float tops[NH], sums[NH];
+  const float minus_infinity = __uint_as_float(0xff800000u), log2_e = 1.4426950408889634f;
+  constexpr int LINE = CHUNKS < 8 ? CHUNKS * 16 : 128;
+  auto prefetch = [](const @T@* at) {
+#ifndef ON_HOST
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(at));
+#endif
+  };
+  float* const score = room;  // then what groups of threads exchange
+  float* const other = room;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
+  let_next_kernel_begin();
+  wait_for_kernel_before();
+  const unsigned int kv_head = blockIdx.y % kv_heads, outer = blockIdx.y / kv_heads;
+  const unsigned int batch = outer / queries, query = outer % queries;
+  @BOUNDS@
+  @SPLITS@
+  if ((int)blockIdx.x >= splits) return;
+  const unsigned int keys_from = batch * key_batch + kv_head * key_head + first * key_stride;
+  const unsigned int values_from = batch * value_batch + kv_head * value_head + first * value_stride;
+  @MASK_LINE@
+
+  const int group = warp % HG, sub = lane / LANES, within = lane % LANES;
+  const unsigned int query_from = batch * query_batch + kv_head * query_kv + query * query_stride + within * VE;
+
+  for (int split = blockIdx.x; split < splits; split += gridDim.x) {
+    const int begin = split * per, keys = min(per, count - begin), end = max(keys - 1, 0);
+    const unsigned int lane_keys = keys_from + begin * key_stride + within * VE;
+
+    if (PREFETCH)  // the values come to the second cache while scores are computed
+      for (int i = thread; i < keys * (CHUNKS * 16 / LINE); i += THREADS)
+        prefetch(values_at + (values_from + (begin + i / (CHUNKS * 16 / LINE)) * value_stride) +
+          i % (CHUNKS * 16 / LINE) * (LINE / 16 * VE));
+    // The query: heads of this warp, dimensions of this lane. Read again for each split, to free registers for values.
+    float q[HW][CH * VE];
+    #pragma unroll
+    for (int h = 0; h < HW; ++h)
+      #pragma unroll
+      for (int c = 0; c < CH; ++c) {
+        const unsigned int line = query_from + min(group * HW + h, NH - 1) * query_head;
+        const Word16 word = *(const Word16*)(query_at + line + c * LANES * VE);
+        #pragma unroll
+        for (int e = 0; e < VE; ++e) q[h][c * VE + e] = @ELEMENT@;
+      }
+    // Scores.
+    for (int base = warp / HG * STEP; base < keys; base += KW * STEP) {
+      Word16 words[KT][CH];
+      #pragma unroll
+      for (int j = 0; j < KT; ++j) {
+        const int key = min(base + j * SUB + sub, end);
+        #pragma unroll
+        for (int c = 0; c < CH; ++c)
+          words[j][c] = *(const Word16*)(keys_at + (lane_keys + key * key_stride) + c * LANES * VE);
+      }
+      const int own = within / SHARE * OWN;  // a sum has the number key * HW + head
+      @MASK_LOADS@
+      float sum[SUMS];
+      #pragma unroll
+      for (int i = 0; i < SUMS; ++i) sum[i] = 0.0f;
+      #pragma unroll
+      for (int j = 0; j < KT; ++j)
+        #pragma unroll
+        for (int c = 0; c < CH; ++c) {
+          const Word16 word = words[j][c];
+          #pragma unroll
+          for (int e = 0; e < VE; ++e) {
+            const float k = @ELEMENT@;
+            #pragma unroll
+            for (int h = 0; h < HW; ++h) sum[j * HW + h] = fmaf(q[h][c * VE + e], k, sum[j * HW + h]);
+          }
+        }
+      // Lanes exchange halves of their sums, until each has the whole of its own.
+      #pragma unroll
+      for (int step = 1; step <= 5; ++step) {
+        const int by = LANES >> step, left = SUMS >> step;
+        if (by > 0 && left > 0) {
+          const bool upper = (lane & by) != 0;
+          #pragma unroll
+          for (int i = 0; i < left; ++i) {
+            const float low = sum[i], high = sum[left + i];
+            sum[i] = (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, by);
+          }
+        } else if (by > 0) {
+          sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], by);
+        }
+      }
+      if (within % SHARE == 0)
+        #pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+          const int key = base + (own + i) / HW * SUB + sub, head = group * HW + (own + i) % HW;
+          if (key < keys && (NP == NH || head < NH)) score[key * NH + head] = @MASKED@;
+        }
+    }
+
+    // The first values are on their way before the others wait for the scores.
+    const int place = thread % TV, chunk = place % CHUNKS, heads = place / CHUNKS * HV, set = thread / TV;
+    const unsigned int mine = values_from + begin * value_stride + chunk * VE;
+    Word16 words[AHEAD];
+    #pragma unroll
+    for (int j = 0; j < AHEAD; ++j) {
+      const int key = min(set + j * KG, end);
+      words[j] = load_once(values_at + (mine + key * value_stride));
+    }
+    __syncthreads();
+    for (int head = warp; head < NH; head += WARPS) {
+      float top = minus_infinity, sum = 0.0f;
+      for (int key = lane; key < keys; key += 32) top = fmaxf(top, score[key * NH + head]);
+      #pragma unroll
+      for (int by = 16; by > 0; by >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, by));
+      for (int key = lane; key < keys; key += 32) {
+        const float x = score[key * NH + head];
+        const float share = x == minus_infinity ? 0.0f : exp2f((x - top) * log2_e);
+        score[key * NH + head] = share;
+        sum += share;
+      }
+      #pragma unroll
+      for (int by = 16; by > 0; by >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, by);
+      if (lane == 0) tops[head] = top, sums[head] = sum;
+    }
+    __syncthreads();
+
+    // Values: 16 bytes of a key for each thread, for its heads.
+    float value[VALUES];
+    #pragma unroll
+    for (int i = 0; i < VALUES; ++i) value[i] = 0.0f;
+    for (int base = set; base < keys; base += AHEAD * KG) {
+      if (base != set)
+        #pragma unroll
+        for (int j = 0; j < AHEAD; ++j) {
+          const int key = min(base + j * KG, end);
+          words[j] = load_once(values_at + (mine + key * value_stride));
+        }
+      #pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+        const int key = base + j * KG;
+        if (key < keys) {
+          float share[HV];
+          #pragma unroll
+          for (int h = 0; h < HV; ++h) share[h] = NP == NH || heads + h < NH ? score[key * NH + heads + h] : 0.0f;
+          const Word16 word = words[j];
+          #pragma unroll
+          for (int e = 0; e < VE; ++e) {
+            const float v = @ELEMENT@;
+            #pragma unroll
+            for (int h = 0; h < HV; ++h) value[h * VE + e] = fmaf(share[h], v, value[h * VE + e]);
+          }
+        }
+      }
+    }
+    // Groups of threads exchange halves of their values, until each has the whole of its own.
+    int from = 0;
+    __syncthreads();
+    #pragma unroll
+    for (int step = 1; step <= 8; ++step) {
+      const int by = KG >> step, half = VALUES >> step, left = half > 0 ? half : 1;
+      if (by > 0) {
+        const bool upper = (set & by) != 0 && half > 0, lower = !upper && half > 0;
+        if (upper) from += half;
+        #pragma unroll
+        for (int i = 0; i < left; i += PIECE) {
+          #pragma unroll
+          for (int j = 0; j < PIECE && j < left; ++j) {
+            const float low = value[i + j], high = value[half + i + j];
+            other[(j / WIDE * THREADS + thread) * WIDE + j % WIDE] = lower ? high : low;
+            value[i + j] = upper ? high : low;
+          }
+          __syncthreads();
+          #pragma unroll
+          for (int j = 0; j < PIECE && j < left; ++j)
+            value[i + j] += other[(j / WIDE * THREADS + (thread ^ by * TV)) * WIDE + j % WIDE];
+          __syncthreads();
+        }
+      }
+    }
+    if (set % COPIES == 0)
+      #pragma unroll
+      for (int i = 0; i < LEFT; i += AT_ONCE) {
+        const int head = heads + (from + i) / VE, at = head * D + chunk * VE + (from + i) % VE;
+        if (NP != NH && head >= NH) continue;
+        if (splits == 1) {
+          const float sum = sums[head];
+          #pragma unroll
+          for (int j = 0; j < AT_ONCE; ++j)
+            out[(outer * (unsigned long long)kv_heads + kv_head) * (NH * D) + at + j] =
+              stored(sum == 0.0f ? 0.0f : value[i + j] / sum);
+        } else {
+          float* to = parts + (blockIdx.y * (unsigned long long)max_splits + split) * (NH * D) + at;
+          if (AT_ONCE == 4)
+            *(float4*)to = make_float4(value[i], value[i + ONE], value[i + 2 * ONE], value[i + 3 * ONE]);
+          else
+            to[0] = value[i];
+        }
+      }
+    if (splits > 1 && thread < NH)
+      of_splits[(blockIdx.y * (unsigned long long)max_splits + split) * NH + thread] =
+        make_float2(tops[thread], sums[thread]);
+    __syncthreads();
+  }
+@LAST@
+}
+"""
+
+#: The last block of a head adds up few splits; the same additions as in ``SUM``.
+LAST = r"""  if (splits == 1) return;
+  __shared__ float weights[NH][FEW];
+  __shared__ unsigned int is_last;
+  __threadfence();
+  __syncthreads();
+  if (thread == 0) {
+    const unsigned int done = (splits - 1 - blockIdx.x) / gridDim.x + 1;  // of this block
+    const unsigned int before = atomicAdd(&bounds[outer * RECORD + 2 + kv_head], done);
+    is_last = before + done == (unsigned int)splits;
+    if (is_last) bounds[outer * RECORD + 2 + kv_head] = 0u;  // for the next layer
+  }
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  for (int head = warp; head < NH; head += WARPS) {
+    float2 known = make_float2(minus_infinity, 0.0f);
+    if (lane < splits) known = __ldcg(&of_splits[(blockIdx.y * (unsigned long long)max_splits + lane) * NH + head]);
+    float top = known.x;
+    #pragma unroll
+    for (int by = 16; by > 0; by >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, by));
+    const float weight = known.x == minus_infinity ? 0.0f : exp2f((known.x - top) * log2_e);
+    float sum = __fmul_rn(weight, known.y);
+    #pragma unroll
+    for (int by = 16; by > 0; by >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, by);
+    weights[head][lane] = weight;
+    if (lane == 0) sums[head] = sum;
+  }
+  __syncthreads();
+  for (int at = thread * 4; at < NH * D; at += THREADS * 4) {
+    const int head = at / D;
+    const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
+    float4 group[8];
+    #pragma unroll
+    for (int g = 0; g < 8; ++g) group[g] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int base = 0; base < splits; base += 8) {
+      float4 part[8];
+      #pragma unroll
+      for (int g = 0; g < 8; ++g)
+        part[g] = __ldcg((const float4*)(line + min(base + g, splits - 1) * (unsigned long long)(NH * D)));
+      #pragma unroll
+      for (int g = 0; g < 8; ++g)
+        if (base + g < splits) {
+          const float weight = weights[head][base + g];
+          group[g].x = fmaf(weight, part[g].x, group[g].x);
+          group[g].y = fmaf(weight, part[g].y, group[g].y);
+          group[g].z = fmaf(weight, part[g].z, group[g].z);
+          group[g].w = fmaf(weight, part[g].w, group[g].w);
+        }
+    }
+    float4 whole = group[0];
+    #pragma unroll
+    for (int g = 1; g < 8; ++g) {
+      whole.x += group[g].x;
+      whole.y += group[g].y;
+      whole.z += group[g].z;
+      whole.w += group[g].w;
+    }
+    const float sum = sums[head];
+    @T@* to = out + (outer * (unsigned long long)kv_heads + kv_head) * (NH * D) + at;
+    to[0] = stored(sum == 0.0f ? 0.0f : whole.x / sum);
+    to[1] = stored(sum == 0.0f ? 0.0f : whole.y / sum);
+    to[2] = stored(sum == 0.0f ? 0.0f : whole.z / sum);
+    to[3] = stored(sum == 0.0f ? 0.0f : whole.w / sum);
+  }"""
+
+#: Grid: slices of a key-value head's results, then (batch, query, key-value head). Eight groups of threads.
+SUM = r"""extern "C" __global__ void __launch_bounds__(@THREADS@) attention_sum(@PARAMETERS@) {
+@CONSTANTS@
+  constexpr int LINE = THREADS / 8, WARPS = THREADS / 32;
+  __shared__ float weights[MANY], tops[WARPS], sums[WARPS];
+  __shared__ __align__(16) float4 groups[THREADS];
+  const float minus_infinity = __uint_as_float(0xff800000u), log2_e = 1.4426950408889634f;
+  const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, set = thread / LINE;
+  let_next_kernel_begin();
+  wait_for_kernel_before();
+  const unsigned int outer = blockIdx.y / kv_heads;
+  @BOUNDS@
+  @SPLITS@
+  if (splits == 1) return;  // it is written
+  const int at = blockIdx.x * LINE * 4 + thread % LINE * 4, head = at / D;
+  const float2* known = of_splits + blockIdx.y * (unsigned long long)max_splits * NH + head;
+  float top = minus_infinity, sum = 0.0f;
+  for (int split = thread; split < splits; split += THREADS) top = fmaxf(top, known[split * NH].x);
+  #pragma unroll
+  for (int by = 16; by > 0; by >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, by));
+  if (lane == 0) tops[warp] = top;
+  __syncthreads();
+  #pragma unroll
+  for (int i = 0; i < WARPS; ++i) top = fmaxf(top, tops[i]);
+  for (int split = thread; split < splits; split += THREADS) {
+    const float2 one = known[split * NH];
+    const float weight = one.x == minus_infinity ? 0.0f : exp2f((one.x - top) * log2_e);
+    weights[split] = weight;
+    sum = __fadd_rn(sum, __fmul_rn(weight, one.y));
+  }
+  #pragma unroll
+  for (int by = 16; by > 0; by >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, by);
+  if (lane == 0) sums[warp] = sum;
+  __syncthreads();
+  sum = sums[0];
+  #pragma unroll
+  for (int i = 1; i < WARPS; ++i) sum += sums[i];
+  const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
+  float4 group = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  #pragma unroll 8
+  for (int split = set; split < splits; split += 8) {
+    const float4 part = *(const float4*)(line + split * (unsigned long long)(NH * D));
+    const float weight = weights[split];
+    group.x = fmaf(weight, part.x, group.x);
+    group.y = fmaf(weight, part.y, group.y);
+    group.z = fmaf(weight, part.z, group.z);
+    group.w = fmaf(weight, part.w, group.w);
+  }
+  groups[thread] = group;
+  __syncthreads();
+  if (set != 0) return;
+  #pragma unroll
+  for (int g = 1; g < 8; ++g) {
+    const float4 one = groups[g * LINE + thread];
+    group.x += one.x;
+    group.y += one.y;
+    group.z += one.z;
+    group.w += one.w;
+  }
+  @T@* to = out + blockIdx.y * (unsigned long long)(NH * D) + at;
+  to[0] = stored(sum == 0.0f ? 0.0f : group.x / sum);
+  to[1] = stored(sum == 0.0f ? 0.0f : group.y / sum);
+  to[2] = stored(sum == 0.0f ? 0.0f : group.z / sum);
+  to[3] = stored(sum == 0.0f ? 0.0f : group.w / sum);
+}
+"""

@@ -1,0 +1,137 @@
+"""Launches of compiled kernels, by CUDA's driver.
+
+From compute capability 9.0 on, a kernel that calls ``wait_for_kernel_before()`` may start while the kernel before it
+in the stream still runs (programmatic dependent launch). A kernel that never waits would read what the one before has
+not written yet, so it starts when that one has ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat._decoding.kernel_source import Kernel
+
+#: Whether kernels may start early; a benchmark turns it off.
+EARLY = True
+_WAITS = "wait_for_kernel_before()"
+_EARLY_CAPABILITY = (9, 0)
+_EARLY_DRIVER = 12030  # CUDA 12.3: the first that captures early launches in a graph
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_SLOT = 8  # bytes of an argument in the buffer
+
+
+class LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute``: the value is a union of 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_int), ("value", ctypes.c_uint64 * 8)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+_start_early = ctypes.pointer(LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, (ctypes.c_uint64 * 8)(1)))
+
+
+class Driver:
+    """The functions of CUDA's driver that this package calls.
+
+    Args:
+        library: ``libcuda``, from ctypes.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def version(self) -> int:
+        """The newest CUDA that the driver knows: 12030 is CUDA 12.3."""
+        found = ctypes.c_int()
+        self._check(self._library.cuDriverGetVersion(ctypes.byref(found)), "its version")
+        return found.value
+
+    def load(self, binary: bytes) -> Any:
+        """A module in the current device's context. It stays loaded as long as the process lives.
+
+        Raises:
+            RuntimeError: the driver refuses it.
+        """
+        module = ctypes.c_void_p()
+        self._check(self._library.cuModuleLoadData(ctypes.byref(module), binary), "loading kernels")
+        return module
+
+    def function(self, module: Any, name: str) -> Any:
+        """A kernel of a module.
+
+        Raises:
+            RuntimeError: there is no kernel with this name.
+        """
+        found = ctypes.c_void_p()
+        self._check(self._library.cuModuleGetFunction(ctypes.byref(found), module, name.encode()), name)
+        return found
+
+    def launcher(self, function: Any, name: str, device: Any, *, early: bool) -> Callable[[Kernel], None]:
+        """A function that launches the kernel on the device's current stream, inside a capture as well.
+
+        It raises RuntimeError with CUDA's name of the error if the launch fails, and ``struct.error`` for a size that
+        is not in 32 bits.
+
+        Args:
+            function: of :meth:`function`.
+            name: of the kernel, for errors.
+            device: ``torch.device`` with an index.
+            early: whether it may start before the kernel before it has ended.
+        """
+        import torch
+
+        launch_kernel = self._library.cuLaunchKernelEx
+
+        def launch(kernel: Kernel) -> None:
+            arguments, addresses = packed(kernel)  # the driver copies them
+            with torch.cuda.device(device):
+                config = LaunchConfig(
+                    (*kernel.blocks, 1),
+                    (kernel.block, 1, 1),
+                    0,
+                    torch.cuda.current_stream(device).cuda_stream,
+                    _start_early,
+                    int(early and EARLY),
+                )
+                self._check(launch_kernel(ctypes.byref(config), function, addresses, None), name)
+            del arguments  # not before
+
+        return launch
+
+    def _check(self, result: int, what: str) -> None:
+        if result:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(result, ctypes.byref(name))
+            error = name.value.decode() if name.value else f"error {result}"
+            raise RuntimeError(f"CUDA's driver: {what}: {error}")
+
+
+def may_start_early(text: str, capability: tuple[int, int], driver: Driver) -> bool:
+    """Whether a kernel with this text, on a device of this compute capability, may start early."""
+    return _WAITS in text and capability >= _EARLY_CAPABILITY and driver.version() >= _EARLY_DRIVER
+
+
+def packed(kernel: Kernel) -> tuple[Any, Any]:
+    """A kernel's arguments, each in 8 bytes of one buffer, and the array of their addresses. Keep both alive."""
+    sizes = "".join("f4x" if isinstance(size, float) else "I4x" for size in kernel.sizes)
+    layout = f"<{len(kernel.tensors)}Q{sizes}"
+    values = struct.pack(layout, *(tensor.data_ptr() for tensor in kernel.tensors), *kernel.sizes)
+    arguments = ctypes.create_string_buffer(values, len(values))
+    begin = ctypes.addressof(arguments)
+    addresses = range(begin, begin + len(values), _SLOT)
+    return arguments, (ctypes.c_void_p * len(addresses))(*addresses)

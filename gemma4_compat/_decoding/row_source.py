@@ -1,0 +1,246 @@
+"""The CUDA C of kernels in which a block computes a row: what a mean is of, the mean, and what needs it.
+
+A norm is a cast, a square, a mean and some more pointwise operations; the next norm's mean often needs the result. A row
+kernel computes the whole chain, with as few barriers as there are means. Each thread has the elements that PyTorch's
+reduction gives it (:mod:`reductions`), in all phases, so that the compiler may keep them in registers.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gemma4_compat._decoding import reductions
+from gemma4_compat._decoding.kernel_source import Kernel, Scope, Writer, kernel_of
+from gemma4_compat._decoding.pointwise import Part, Value, everything
+
+NAME = "rows"
+#: Rows of a kernel: beyond, a block a row is no small kernel.
+_MAX_ROWS = 1 << 16
+
+
+@dataclass
+class Segment:
+    """Values that the same blocks compute, because they need the same means.
+
+    Attributes:
+        rows: how many; each has a block.
+        columns: of the means that they need.
+        values: what is stored.
+        means: ids of those means.
+    """
+
+    rows: int
+    columns: int
+    values: list[Value]
+    means: set[int] = field(default_factory=set)
+
+
+def _join(segments: list[Segment], new: Segment) -> None:
+    """Add a segment, with those that share a mean with it in one."""
+    for other in [other for other in segments if other.means & new.means]:
+        segments.remove(other)
+        new = Segment(new.rows, new.columns, other.values + new.values, other.means | new.means)
+    segments.append(new)
+
+
+def kernels_of(values: Sequence[Value]) -> list[Kernel]:
+    """The kernels that compute these values into their memory, in order."""
+    found: list[Kernel] = []
+    done: list[Value] = []
+    plain: list[Value] = []
+    segments: list[Segment] = []
+    for value in values:
+        means = _means([value], done)
+        shapes = {(mean.elements, mean.columns) for mean in means}
+        if len(shapes) == 1 and _is_by_rows(value, *next(iter(shapes)), done):
+            _join(segments, Segment(*next(iter(shapes)), [value], set(map(id, means))))
+            continue
+        for mean in means:  # it needs means of several rows: they are computed before
+            found.append(_RowWriter(done).kernel_of_rows([Segment(mean.elements, mean.columns, [mean])]))
+            done.append(mean)
+        plain.append(value)
+    if segments:
+        found.append(_RowWriter(done).kernel_of_rows(segments))
+    if plain:
+        found.append(Writer(done).kernel(plain) if done else kernel_of(plain))
+    return found
+
+
+def _means(values: Sequence[Value], done: Sequence[Value]) -> list[Value]:
+    """The means that these values need, and those among them, each after the ones it needs itself."""
+    order: dict[int, Value] = {}
+
+    def visit(value: Value) -> None:
+        if any(value is other for other in done) or id(value) in seen:
+            return
+        seen.add(id(value))
+        for operand in value.operands:
+            if isinstance(operand, Part):
+                visit(operand.value)
+        if value.columns:
+            order[id(value)] = value
+
+    seen: set[int] = set()
+    for value in values:
+        visit(value)
+    return list(order.values())
+
+
+def _is_by_rows(value: Value, rows: int, columns: int, done: Sequence[Value]) -> bool:
+    """Whether each element needs only means of its own row, and so do those means."""
+    import numpy as np  # a dependency of transformers; operations of torch would be seen by the capture
+
+    if rows > _MAX_ROWS or value.elements not in (rows, rows * columns):
+        return False
+    at = np.arange(value.elements)
+    own = at if value.elements == rows else at // columns
+    within = np.arange(rows * columns)
+
+    def holds(value: Value, at: Any, own: Any) -> bool:
+        if any(value is other for other in done):
+            return True
+        if value.columns:
+            return bool((at == own).all()) and mean_holds(value)
+        for operand, where, whose in _read_by(value, at, own):
+            if isinstance(operand, Part) and not holds(operand.value, where, whose):
+                return False
+        return True
+
+    def mean_holds(mean: Value) -> bool:
+        if id(mean) not in known:
+            known[id(mean)] = True
+            (operand,) = mean.operands
+            if isinstance(operand, Part):
+                where = _indices((*mean.shape[:-1], columns), operand.strides, operand.offset, within)
+                known[id(mean)] = holds(operand.value, where, within // columns)
+        return known[id(mean)]
+
+    known: dict[int, bool] = {}
+    return holds(value, at, own)
+
+
+def _read_by(value: Value, at: Any, own: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The operands of a value, the indices at which its elements ``at`` read them, and the rows of those elements."""
+    if not value.sizes:
+        for operand in value.operands:
+            if isinstance(operand, Part):
+                yield operand, _indices(value.shape, operand.strides, operand.offset, at), own
+        return
+    inner = 1
+    for size in value.shape[value.dim + 1 :]:
+        inner *= size
+    whole = inner * value.shape[value.dim]
+    within, before = at % whole, at // whole
+    begin = 0
+    for operand, size in zip(value.operands, value.sizes, strict=True):
+        if isinstance(operand, Part):
+            chosen = (within >= begin * inner) & (within < (begin + size) * inner)
+            inside = before[chosen] * (size * inner) + (within[chosen] - begin * inner)
+            shape = (*value.shape[: value.dim], size, *value.shape[value.dim + 1 :])
+            yield operand, _indices(shape, operand.strides, operand.offset, inside), own[chosen]
+        begin += size
+
+
+def _indices(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, at: Any) -> Any:
+    """Where the elements with the numbers ``at``, counted in ``shape``, are with these strides."""
+    found = at * 0 + offset
+    inner = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        found = found + (at // inner) % size * stride
+        inner *= size
+    return found
+
+
+class _RowWriter(Writer):
+    """Writes kernels of rows."""
+
+    def __init__(self, done: Sequence[Value] = ()) -> None:
+        super().__init__(done)
+        self._means = 0
+
+    def kernel_of_rows(self, segments: Sequence[Segment]) -> Kernel:
+        """The kernel that stores the values of these segments."""
+        values = [value for segment in segments for value in segment.values]
+        block = reductions.WARP
+        begin = "0u"
+        for number, segment in enumerate(segments):
+            found = self._order(segment.values)
+            block = max(block, found.threads)
+            end = " + ".join(f"n{other}" for other in range(number + 1))
+            self._line(f"{'else ' if number else ''}if (blockIdx.x < {end}) {{")
+            self._line(f"const unsigned int row = blockIdx.x - ({begin}), start = row * {segment.columns}u;")
+            scope: Scope = {}
+            done = [value for value in everything(segment.values) if id(value) in self._done]
+            for mean in _means(segment.values, done):
+                self._reduced(mean, found, scope)
+            self._stores(segment, found, scope, {id(value): at for at, value in enumerate(values)})
+            self._line("}")
+            begin = end
+        sizes = tuple(segment.rows for segment in segments)
+        text = self._text(NAME, "", values, len(sizes))
+        return Kernel(text, self._tensors(values), len(values), sizes, block, (sum(sizes), 1))
+
+    def _stores(self, segment: Segment, found: reductions.Order, scope: Scope, numbers: dict[int, int]) -> None:
+        """Store what is computed: one number a row, or as many as it has columns."""
+        scalars = [value for value in segment.values if value.elements == segment.rows]
+        rest = [value for value in segment.values if value.elements != segment.rows]
+        if scalars:
+            self._line("if (threadIdx.x == 0u) {")
+            inner: Scope = ChainMap({}, scope)
+            for value in scalars:
+                self._line(self._stored(value, numbers[id(value)], "row", inner))
+            self._line("}")
+        if rest:
+            closing = self._loop(segment.columns, found)
+            inner = ChainMap({}, scope)
+            for value in rest:
+                self._line(self._stored(value, numbers[id(value)], "i", inner))
+            self._line(closing)
+
+    @staticmethod
+    def _order(group: Sequence[Value]) -> reductions.Order:
+        mean = next(value for value in everything(group) if value.columns)
+        found = reductions.order(mean.elements, mean.columns)
+        assert found is not None  # or it is not deferred
+        return found
+
+    def _loop(self, columns: int, found: reductions.Order) -> str:
+        """Open a loop over the elements of this thread: ``i``, the element, and ``part``, the number of its sum."""
+        turns = reductions.turns(columns, found)
+        self._line("#pragma unroll")
+        self._line(f"for (int turn = 0; turn < {turns}; ++turn) {{")
+        self._line(f"const unsigned int at = threadIdx.x + turn * {found.threads}u;")
+        inside = f"threadIdx.x < {found.threads}u && at < {columns // 4 if found.vector else columns}u"
+        self._line(f"if ({inside}) {{")
+        if not found.vector:
+            self._line("const unsigned int i = start + at; const int part = turn & 3;")
+            return "}}"
+        self._line("#pragma unroll")
+        self._line("for (int part = 0; part < 4; ++part) { const unsigned int i = start + 4u * at + part;")
+        return "}}}"
+
+    def _reduced(self, mean: Value, found: reductions.Order, scope: Scope) -> None:
+        """Compute a mean, which all threads of the block know from here on."""
+        self._means += 1
+        name = str(self._means)
+        self._line(f"float mean{name};")
+        self._line("{ float parts[4] = {0.0f, 0.0f, 0.0f, 0.0f}; float m;")
+        closing = self._loop(mean.columns, found)
+        inner: Scope = ChainMap({}, scope)
+        shape = (*mean.shape[:-1], mean.columns)
+        element = self._operand(mean.operands[0], shape, "i", inner)
+        self._line(f"parts[part] = __fadd_rn(parts[part], {element});")
+        self._line(closing)
+        self._line("const float part0 = parts[0], part1 = parts[1], part2 = parts[2], part3 = parts[3];")
+        for line in reductions.total(mean.columns, found, name):
+            self._line(line)
+        self._line(f"mean{name} = m; }}")
+        scope[id(mean), ""] = f"mean{name}"
+        self._values[id(mean)] = mean
+
+    def _value(self, value: Value, at: str, scope: Scope) -> str:
+        """As in other kernels; a mean is that of the block's row."""
+        return scope[id(value), ""] if value.columns else super()._value(value, at, scope)

@@ -1,0 +1,68 @@
+"""Kernels of every module that has some, for tests that compile them: a module with kernels has a line in EXAMPLES."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from gemma4_compat._decoding import expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding.kernel_source import Kernel
+from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
+
+
+def _pointwise() -> Iterator[Kernel]:
+    """Every operation on operands of every dtype, and what rotary embeddings do with a result that is not written."""
+    mask = Load(torch.zeros(6, 8, dtype=torch.bool), (8, 1))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rows, column = Load(torch.zeros(6, 8, dtype=dtype), (8, 1)), Load(torch.zeros(8, dtype=dtype), (0, 1))
+        values = []
+        for name, how in sorted(pointwise._operations().items()):
+            operands = (mask, rows, column) if name == "where" else (rows, column)[: how.source.count("{1}") + 1]
+            if name in ("constant", "divide_by_number"):
+                operands = (*operands[:-1], Number(0.3))
+            if how.source:
+                values.append(Value(name, operands, (6, 8), dtype, memory=torch.zeros(6, 8, dtype=dtype)))
+        yield kernel_source.kernel_of(values)
+        scaled = Value("multiply", (rows, column), (6, 8), dtype)
+        halves = Part(scaled, 4, (8, 1)), Part(scaled, 0, (8, 1))
+        turned = Value("concatenate", halves, (6, 8), dtype, sizes=(4, 4), dim=1)
+        out = Value("add", (Part(turned, 0, (8, 1)), rows), (6, 8), dtype, memory=torch.zeros(6, 8, dtype=dtype))
+        yield kernel_source.kernel_of([out])
+
+
+def _rows() -> Iterator[Kernel]:
+    """A norm, for rows that PyTorch adds in different ways."""
+    for rows, columns in ((1, 1536), (1, 5376), (8, 256), (16, 512)):
+        shape, dtype = (rows, columns), torch.bfloat16
+        given = Load(torch.zeros(shape, dtype=dtype), (columns, 1))
+        wide = Value("cast", (given,), shape, torch.float32)
+        square = Value("square", (Part(wide, 0, (columns, 1)),), shape, torch.float32)
+        mean = Value(reductions.MEAN, (Part(square, 0, (columns, 1)),), (rows, 1), torch.float32, columns=columns)
+        root = Value("power_of_minus_half", (Part(mean, 0, (1, 0)),), (rows, 1), torch.float32)
+        scaled = Value("multiply", (Part(wide, 0, (columns, 1)), Part(root, 0, (1, 0))), shape, torch.float32)
+        out = Value("cast", (Part(scaled, 0, (columns, 1)),), shape, dtype, memory=torch.zeros(shape, dtype=dtype))
+        yield from row_source.kernels_of([out])
+
+
+def _products() -> Iterator[Kernel]:
+    from tests.unit.decoding.test_products import CASES, asked
+
+    for operation, dtype, inputs, more in CASES:
+        one = asked(operation, dtype, inputs, 37, **more)
+        yield products.kernel_of([one], [one.empty()])
+
+
+def _expert_rows() -> Iterator[Kernel]:
+    for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (0, 256)):
+        yield Kernel(expert_rows._text(expert_rows._Layout("nf4", 64, nested, dtype)), (), 1, ())
+
+
+#: By the name of the module in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
+EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
+    "kernel_source": _pointwise,
+    "row_source": _rows,
+    "products": _products,
+    "expert_rows": _expert_rows,
+}

@@ -1,0 +1,116 @@
+"""Every kernel compiles for every architecture, by NVRTC and without a GPU, and fits there."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("torch")
+
+from gemma4_compat._decoding import compiling, kernel_source
+from gemma4_compat._decoding.compiling import Nvrtc
+from tests.helpers import ROOT
+from tests.unit.decoding.kernel_examples import EXAMPLES
+
+CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+#: Architectures of the fast suite: from 9.0 on, kernels start early. 7.5 takes longest, for it has no bfloat16.
+FAST = ((8, 0), (9, 0))
+_REGISTERS = 1 << 16  # of a multiprocessor, on each of them
+_SHARED = 48 << 10  # bytes that a block may have without asking for more
+_FOUND = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers([^\n]*)",
+    re.DOTALL,
+)
+
+
+class Needs(NamedTuple):
+    """What ptxas says a kernel needs: registers of a thread, bytes of a block, bytes of local memory of a thread."""
+
+    registers: int
+    shared: int
+    stack: int
+    spilled: int
+
+
+def needs(log: str) -> dict[str, Needs]:
+    """By the name of the kernel."""
+    found = {}
+    for name, stack, stores, loads, registers, rest in _FOUND.findall(log):
+        shared = re.search(r"(\d+) bytes smem", rest)
+        found[name] = Needs(int(registers), int(shared[1]) if shared else 0, int(stack), int(stores) + int(loads))
+    return found
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    """From a wheel: PyTorch for CUDA brings it, and so does the extra ``test``."""
+    for name in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            files = metadata.files(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for file in files:
+            if re.fullmatch(r"libnvrtc\.so\.\d+", file.name):
+                return Nvrtc(ctypes.CDLL(str(Path(str(file.locate())))))
+    if os.environ.get("NVRTC") == "required":  # .ci/run
+        pytest.fail("the extra `test` has brought no nvidia-cuda-nvrtc")
+    pytest.skip("needs NVRTC for Linux: pip install 'nvidia-cuda-nvrtc>=13'")
+
+
+@functools.cache
+def blocks_of(module: str) -> dict[str, int]:
+    """The threads of a block, by the text of a module's kernels."""
+    return {example.text: example.block for example in EXAMPLES[module]()}
+
+
+@pytest.mark.parametrize("module", EXAMPLES)
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(one, marks=() if one in FAST else pytest.mark.full) for one in CAPABILITIES],
+    ids=lambda one: f"{one[0]}.{one[1]}",
+)
+def test_kernels_compile_and_fit(nvrtc: Nvrtc, capability: tuple[int, int], module: str) -> None:
+    architecture = f"sm_{capability[0]}{capability[1]}"
+    if nvrtc.architecture(capability) != architecture:
+        pytest.skip(f"NVRTC {nvrtc.version()} does not know {architecture}")
+    blocks = blocks_of(module)
+    program, names = kernel_source.program(list(blocks))
+    binary, log = nvrtc.compiled(program, [*compiling.options(architecture), "--ptxas-options=-v"])
+    assert binary[:4] == b"\x7fELF"
+    found = needs(log)
+    assert sorted(found) == sorted(names)
+    for name, block in zip(names, blocks.values()):
+        one = found[name]
+        assert one.spilled == one.stack == 0, (name, one)
+        assert -(-one.registers // 8) * 8 * block <= _REGISTERS, (name, one, block)
+        assert one.shared <= _SHARED, (name, one)
+
+
+def test_what_does_not_fit_is_seen(nvrtc: Nvrtc) -> None:
+    text = (
+        'extern "C" __global__ void large(float* y, unsigned int n) {\n__shared__ float shared[1000];\n'
+        "float kept[64];\nfor (int i = 0; i < 64; ++i) kept[i] = y[i * 32 + threadIdx.x];\n"
+        "shared[threadIdx.x] = y[n];\n__syncthreads();\n"
+        "for (int i = 0; i < 64; ++i) y[i] = kept[i] * kept[63 - i] + kept[(i + n) % 64] + shared[n];\n}\n"
+    )
+    program, (name,) = kernel_source.program([text])
+    _, log = nvrtc.compiled(program, ["--gpu-architecture=sm_90", "--ptxas-options=-v", "--maxrregcount=24"])
+    one = needs(log)[name]
+    assert one.registers <= 24
+    assert one.shared == 4000
+    assert one.stack >= 256
+    assert one.spilled > 0
+
+
+def test_every_module_with_kernels_has_examples() -> None:
+    folder = ROOT / "gemma4_compat" / "_decoding"
+    with_kernels = {file.stem for file in folder.glob("*.py") if "__global__ void" in file.read_text(encoding="utf-8")}
+    assert with_kernels <= set(EXAMPLES)
