@@ -16,6 +16,7 @@ import math
 import sys
 import tempfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ from benchmarks.common import Data
 
 KINDS = ("q4_0", "lora")
 #: Bytes of a block by type, and where in it its scale stands, as fp16.
-BLOCKS = {"Q4_0": (18, 0), "Q6_K": (210, 208)}
+BLOCKS = {"Q4_0": (18, 0), "Q6_K": (210, 208), "Q8_0": (34, 0)}
 #: A scale with which random blocks are weights of about 0.02.
-SCALES = {"Q4_0": 0.004, "Q6_K": 2e-5}
+SCALES = {"Q4_0": 0.004, "Q6_K": 2e-5, "Q8_0": 3e-4}
 _CHUNK = 1 << 22  # bytes of random data, about, which are repeated
 
 
@@ -140,14 +141,14 @@ def zeros(shape: str, folder: Path) -> None:
     write(names, adapter / "adapter_model.safetensors")
 
 
-def quantized(name: str, dimensions: int) -> str | None:
+def quantized(name: str, shape: Sequence[int]) -> str | None:
     """The type that llama-quantize gives a tensor for Q4_0 (src/llama-quant.cpp); None: as it is.
 
     The embeddings are the head, too, which is why they get more bits.
     """
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
-        return "Q6_K"
-    kept = dimensions < 2 or not name.endswith("weight") or "_norm" in name
+        return "Q8_0" if shape[-1] % 256 else "Q6_K"
+    kept = len(shape) < 2 or not name.endswith("weight") or "_norm" in name
     return None if kept or "per_layer_model_proj" in name or "ffn_gate_inp" in name else "Q4_0"
 
 
@@ -164,7 +165,7 @@ def head_of(tree: Path, script: str, arguments: list[str], *, quantizes: bool, o
     def described(writer: Any, **_: Any) -> None:
         (infos,), (file,) = writer.tensors, writer.fout
         for name, info in infos.items():
-            kind = quantized(name, len(info.shape)) if quantizes else None
+            kind = quantized(name, info.shape) if quantizes else None
             if kind is not None:
                 info.dtype = gguf.GGMLQuantizationType[kind]
                 elements, (block, nbytes) = math.prod(info.shape), gguf.GGML_QUANT_SIZES[info.dtype]

@@ -116,18 +116,19 @@ def test_kernels_that_differ_in_a_number_are_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dimensions", "kind"),
+    ("name", "shape", "kind"),
     [
-        ("token_embd.weight", 2, "Q6_K"),
-        ("per_layer_token_embd.weight", 2, "Q6_K"),
-        ("blk.3.attn_q.weight", 2, "Q4_0"),
-        ("blk.3.attn_q_norm.weight", 1, None),
-        ("per_layer_model_proj.weight", 2, None),
-        ("blk.3.layer_output_scale.weight", 1, None),
+        ("token_embd.weight", (262144, 1536), "Q6_K"),
+        ("token_embd.weight", (256, 64), "Q8_0"),
+        ("per_layer_token_embd.weight", (262144, 8960), "Q6_K"),
+        ("blk.3.attn_q.weight", (2048, 1536), "Q4_0"),
+        ("blk.3.attn_q_norm.weight", (256,), None),
+        ("per_layer_model_proj.weight", (8960, 1536), None),
+        ("blk.3.layer_output_scale.weight", (1,), None),
     ],
 )
-def test_types_are_those_of_llama_quantize(name: str, dimensions: int, kind: str | None) -> None:
-    assert heads.quantized(name, dimensions) == kind
+def test_types_are_those_of_llama_quantize(name: str, shape: tuple[int, ...], kind: str | None) -> None:
+    assert heads.quantized(name, shape) == kind
 
 
 def test_a_head_is_filled_with_blocks_of_its_types(tmp_path: Path) -> None:
