@@ -115,7 +115,7 @@ def test_ways_take_turns_deep_in_a_text(run: Callable[..., dict[str, Any]]) -> N
         for data in entry["contexts"].values():
             assert data["summary"]["before"]["of"] == 1
             assert (data["warm"]["before"]["steps"]["captured"], data["captured"]) == (1, 0)
-        assert set(entry["check"]["summary"]) == {"read", "filled"}
+    assert set(found["cases"]["gpu"]["check"]["summary"]) == {"read", "filled"}
     assert set(found["cases"]["gpu"]["first"]["before"]) == {"cold", "later"}
 
 
