@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemma4_compat._decoding import attention_source as source
+from gemma4_compat._decoding import attention_tensor_source as matrices
 from gemma4_compat._decoding.kernel_source import Kernel, kinds
 
 #: Query positions of a call; each is computed as if alone.
@@ -27,7 +28,7 @@ WIDTHS = (16, 32, 64, 128, 256, 512)
 _WORD = 16  # bytes of a load
 _FAR = 1 << 31
 # Keys of a split: a multiple of _GRAIN, so that there are about _TARGET splits over all key-value heads.
-_GRAIN, _MAX_KEYS, _TARGET = 32, 256, 256
+_GRAIN, _MAX_KEYS, _TARGET = 32, 128, 256
 #: Blocks of a launch for one sequence; each takes splits in turns.
 _BLOCKS = 264
 
@@ -297,32 +298,13 @@ def _shared(layout: _Layout) -> dict[str, str]:
 def _attention_text(layout: _Layout) -> tuple[str, int]:
     """The text, and the threads of a block."""
     known = _shared(layout)
-    elements = _WORD // layout.dtype.itemsize  # of a word
-    chunks = layout.width // elements
-    heads = 1 << (layout.heads - 1).bit_length()
-    in_warp = min(heads, 4)
-    at_once = min(heads, 8)  # heads of a thread that reads values
-    threads = 256 * (heads // at_once)
-    mask = _mask_lines(layout)
-    known |= mask
+    by_matrix = layout.dtype.itemsize == 2 and layout.width >= 64
+    values, threads = _matrix_constants(layout) if by_matrix else _plain_constants(layout)
+    known |= _mask_lines(layout, by_matrix)
     known["THREADS"] = str(threads)
     known["RESIDENT"] = ", 2" if threads == 256 else ""
-    known["CONSTANTS"] = _constants(
-        layout.dtype,
-        D=layout.width,
-        NH=layout.heads,
-        NP=heads,
-        HW=in_warp,
-        HV=at_once,
-        KT=8 // max(1, chunks // 32),
-        VE=elements,
-        AHEAD=4,
-        PREFETCH=1,
-        THREADS=threads,
-        MAX_KEYS=_MAX_KEYS,
-        RECORD=source.RECORD,
-        FEW=source.FEW,
-    )
+    values |= {"D": layout.width, "NH": layout.heads, "THREADS": threads, "MAX_KEYS": _MAX_KEYS}
+    known["CONSTANTS"] = _constants(layout.dtype, **values, RECORD=source.RECORD, FEW=source.FEW)
     pointers = [f"const @T@* {name}" for name in ("query_at", "keys_at", "values_at")]
     if layout.mask is not None:
         pointers.append(f"const {kinds()[layout.mask].c}* mask_at")
@@ -335,23 +317,47 @@ def _attention_text(layout: _Layout) -> tuple[str, int]:
     numbers += [] if layout.mask is None else ["mask_batch", "mask_query", "mask_stride"]
     parameters = [*pointers, *(f"unsigned int {name}" for name in numbers), "float scale"]
     known = {"PARAMETERS": ", ".join(parameters), "LAST": source.LAST if layout.adds else "", **known}
-    return _filled(source.ATTENTION, known), threads
+    if not by_matrix:
+        return _filled(source.ATTENTION, known), threads
+    kind = kinds()[layout.dtype]
+    half = kind.load.startswith("from_f16")
+    known |= {"PAIR": "pair_f16" if half else "pair_bf16", "ROUNDED": kind.rounded.format("share[i]")}
+    known |= {"MULTIPLY": matrices.MULTIPLY, "HALF": str(int(half)), "NAME": "f16" if half else "bf16"}
+    known |= {"A": kind.load.format("(u16)a"), "B": kind.load.format("(u16)b")}
+    return _filled(matrices.ATTENTION, known), threads
 
 
-def _mask_lines(layout: _Layout) -> dict[str, str]:
+def _matrix_constants(layout: _Layout) -> tuple[dict[str, int], int]:
+    """What :mod:`attention_tensor_source` counts by, and the threads of a block."""
+    return {"NT": -(-layout.heads // 8), "KT": max(1, min(4, 512 // layout.width)), "VT": 2}, 256
+
+
+def _plain_constants(layout: _Layout) -> tuple[dict[str, int], int]:
+    """What :data:`attention_source.ATTENTION` counts by, and the threads of a block."""
+    elements = _WORD // layout.dtype.itemsize  # of a word
+    chunks = layout.width // elements
+    heads = 1 << (layout.heads - 1).bit_length()
+    at_once = min(heads, 8)  # heads of a thread that reads values
+    loads = 8 // max(1, chunks // 32)  # keys of a lane
+    values = {"NP": heads, "HW": min(heads, 4), "HV": at_once, "KT": loads, "VE": elements, "AHEAD": 4}
+    return values, 256 * (heads // at_once)
+
+
+def _mask_lines(layout: _Layout, by_matrix: bool) -> dict[str, str]:
     import torch
 
-    score = "__fmul_rn(sum[i], scale)"
+    score = f"__fmul_rn({'share' if by_matrix else 'sum'}[i], scale)"
     if layout.mask is None:
         return {"MASK_LINE": "", "MASK_LOADS": "", "MASKED": score}
     kind = kinds()[layout.mask]
     line = "const unsigned int mask_from = batch * mask_batch + query * mask_query + first * mask_stride;"
-    loads = f"""{kind.c} bits[OWN];
+    key = "lane * 4 + i" if by_matrix else "base + (own + i) / HW * SUB + sub"
+    own = "4" if by_matrix else "OWN"
+    loads = f"""{kind.c} bits[{own}];
       #pragma unroll
-      for (int i = 0; i < OWN; ++i)
-        bits[i] = mask_at[mask_from + (begin + min(base + (own + i) / HW * SUB + sub, end)) * mask_stride];"""
+      for (int i = 0; i < {own}; ++i) bits[i] = mask_at[mask_from + (begin + min({key}, end)) * mask_stride];"""
     if layout.mask == torch.bool:
-        masked = f"bits[i] ? {score} : minus_infinity"
+        masked = f"(bits[i] ? {score} : minus_infinity)"
     else:
         masked = f"__fadd_rn({score}, {kind.load.format('bits[i]')})"
     return {"MASK_LINE": line, "MASK_LOADS": loads, "MASKED": masked}

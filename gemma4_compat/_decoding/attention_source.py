@@ -91,12 +91,6 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   __shared__ __align__(16) float room[SCORES > OTHERS ? SCORES : OTHERS];
   __shared__ float tops[NH], sums[NH];
   const float minus_infinity = __uint_as_float(0xff800000u), log2_e = 1.4426950408889634f;
-  constexpr int LINE = CHUNKS < 8 ? CHUNKS * 16 : 128;
-  auto prefetch = [](const @T@* at) {
-#ifndef ON_HOST
-    asm volatile("prefetch.global.L2 [%0];" : : "l"(at));
-#endif
-  };
   float* const score = room;  // then what groups of threads exchange
   float* const other = room;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
@@ -118,10 +112,6 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
     const int begin = split * per, keys = min(per, count - begin), end = max(keys - 1, 0);
     const unsigned int lane_keys = keys_from + begin * key_stride + within * VE;
 
-    if (PREFETCH)  // the values come to the second cache while scores are computed
-      for (int i = thread; i < keys * (CHUNKS * 16 / LINE); i += THREADS)
-        prefetch(values_at + (values_from + (begin + i / (CHUNKS * 16 / LINE)) * value_stride) +
-          i % (CHUNKS * 16 / LINE) * (LINE / 16 * VE));
     // The query: heads of this warp, dimensions of this lane. Read again for each split, to free registers for values.
     float q[HW][CH * VE];
     #pragma unroll

@@ -406,7 +406,9 @@ class _Writer:
     def _scale(self, name: str) -> str:
         """The scale in the form in which weights are multiplied by it."""
         nested = f"s{name} = fma_flushed(known[q{name}], s{name}, shift);\n"
-        pairs = f"{{ const unsigned int both = pair_{self._kind}(s{name}, s{name}); s{name} = __uint_as_float(both); }}"
+        pairs = (
+            f"{{ const unsigned int both = pair_{self._kind}(s{name}, s{name}); s{name} = __uint_as_float(both); }}"
+        )
         return (nested if self._layout.nested else "") + ("" if self._wide else pairs)
 
     def _staged(self, groups: list[int]) -> str:
@@ -471,7 +473,9 @@ class _Writer:
         lines = ["#pragma unroll", "for (int j = 0; j < 4; ++j) {"]
         lines.append(f"const unsigned int even = {self._nibble(name, '8 * j + 4')};")
         lines.append(f"const unsigned int odd = {self._nibble(name, '8 * j')};")
-        lines.append(f"const unsigned int w = multiply_pairs_{self._kind}(__byte_perm(even, odd, 0x5410), __float_as_uint(s{name}));")
+        lines.append(
+            f"const unsigned int w = multiply_pairs_{self._kind}(__byte_perm(even, odd, 0x5410), __float_as_uint(s{name}));"
+        )
         for m, total in enumerate(sums):
             lines.append(f"{{ const unsigned int p = multiply_pairs_{self._kind}(a{m}.part[j], w);")
             if self._kind == "bf16":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from gemma4_compat._decoding import expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import attention, expert_rows, kernel_source, pointwise, products, reductions, row_source
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
 
@@ -59,10 +59,33 @@ def _expert_rows() -> Iterator[Kernel]:
         yield Kernel(expert_rows._text(expert_rows._Layout("nf4", 64, nested, dtype)), (), 1, ())
 
 
+def _attention() -> Iterator[Kernel]:
+    """Widths, heads, dtypes and masks; caches whose splits the last block, another kernel or nobody adds up."""
+    half, brain, wide = torch.float16, torch.bfloat16, torch.float32
+    for width, heads, dtype, mask, length in (
+        (512, 8, brain, torch.bool, 5000),
+        (512, 8, half, torch.bool, 900),
+        (512, 16, brain, torch.bool, 5000),
+        (256, 8, brain, torch.bool, 900),
+        (256, 2, half, half, 5000),
+        (64, 3, brain, None, 900),
+        (512, 8, wide, torch.bool, 5000),
+        (256, 8, wide, wide, 900),
+        (16, 3, half, None, 40),
+    ):
+        query, keys = torch.empty(1, 1, heads, width, dtype=dtype), torch.empty(1, 1, length, width, dtype=dtype)
+        given = None if mask is None else torch.empty(1, 1, 1, length, dtype=mask)
+        call = attention.understood(query, keys, keys, attn_mask=given)
+        assert call is not None
+        yield from attention.kernels(call)[0]
+
+
 #: By the name of the module in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
     "row_source": _rows,
     "products": _products,
+    "attention_source": _attention,
+    "attention_tensor_source": _attention,
     "expert_rows": _expert_rows,
 }
