@@ -129,7 +129,7 @@ def zeros(shape: str, folder: Path) -> None:
     config.save_pretrained(checkpoint)
     saved = checkpoint / "config.json"
     said = json.loads(saved.read_text(encoding="utf-8"))
-    said["text_config"].setdefault("moe_intermediate_size", None)  # the converter asks for it, of a 12B, too
+    said["text_config"].setdefault("moe_intermediate_size", None)  # the converter also asks a 12B for it
     saved.write_text(json.dumps(said), encoding="utf-8")
     write_tokenizer(checkpoint)
     rank = 4 if variant == "tiny" else 16
@@ -144,7 +144,7 @@ def zeros(shape: str, folder: Path) -> None:
 def quantized(name: str, shape: Sequence[int]) -> str | None:
     """The type that llama-quantize gives a tensor for Q4_0 (src/llama-quant.cpp); None: as it is.
 
-    The embeddings are the head, too, which is why they get more bits.
+    The embeddings are also the head of the model, which is why they get more bits.
     """
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
         return "Q8_0" if shape[-1] % 256 else "Q6_K"

@@ -43,7 +43,7 @@ LENGTH = 24
 
 @pytest.fixture(autouse=True)
 def fused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers of a few tokens have fused kernels, too."""
+    """Answers of a few tokens also have fused kernels."""
     from gemma4_compat._decoding import fused_steps
 
     monkeypatch.setattr(fused_steps, "AFTER", 2)
