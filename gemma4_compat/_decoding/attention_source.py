@@ -296,6 +296,15 @@ LAST = r"""  if (splits == 1) return;
   __syncthreads();
   if (!is_last) return;
   __threadfence();
+  constexpr int BATCH = 16;
+  const float* const all_parts = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D);
+  float4 part[BATCH];
+  auto read_parts = [&](int at, int base) {
+    #pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if (base + i < splits) part[i] = __ldcg((const float4*)(all_parts + (base + i) * (NH * D) + at));
+  };
+  if (thread * 4 < NH * D) read_parts(thread * 4, 0);  // on their way while weights are computed
   for (int head = warp; head < NH; head += WARPS) {
     float2 known = make_float2(minus_infinity, 0.0f);
     if (lane < splits) known = __ldcg(&of_splits[(blockIdx.y * (unsigned long long)max_splits + lane) * NH + head]);
@@ -312,23 +321,19 @@ LAST = r"""  if (splits == 1) return;
   __syncthreads();
   for (int at = thread * 4; at < NH * D; at += THREADS * 4) {
     const int head = at / D;
-    const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
     float4 group[8];
     #pragma unroll
     for (int g = 0; g < 8; ++g) group[g] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int base = 0; base < splits; base += 8) {
-      float4 part[8];
+    for (int base = 0; base < splits; base += BATCH) {
+      if (at != thread * 4 || base > 0) read_parts(at, base);
       #pragma unroll
-      for (int g = 0; g < 8; ++g)
-        part[g] = __ldcg((const float4*)(line + min(base + g, splits - 1) * (unsigned long long)(NH * D)));
-      #pragma unroll
-      for (int g = 0; g < 8; ++g)
-        if (base + g < splits) {
-          const float weight = weights[head][base + g];
-          group[g].x = fmaf(weight, part[g].x, group[g].x);
-          group[g].y = fmaf(weight, part[g].y, group[g].y);
-          group[g].z = fmaf(weight, part[g].z, group[g].z);
-          group[g].w = fmaf(weight, part[g].w, group[g].w);
+      for (int i = 0; i < BATCH; ++i)
+        if (base + i < splits) {
+          const float weight = weights[head][base + i];
+          group[i % 8].x = fmaf(weight, part[i].x, group[i % 8].x);
+          group[i % 8].y = fmaf(weight, part[i].y, group[i % 8].y);
+          group[i % 8].z = fmaf(weight, part[i].z, group[i % 8].z);
+          group[i % 8].w = fmaf(weight, part[i].w, group[i % 8].w);
         }
     }
     float4 whole = group[0];
