@@ -34,14 +34,15 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   @SPLITS@
   if ((int)blockIdx.x >= splits) return;
   const int quarter = warp % QUARTERS, slice = warp % SLICES, set = warp / SLICES;
-  const unsigned int query_from = batch * query_batch + kv_head * query_kv + query * query_stride + quarter * STEPS * 32 + col * 8;
-  const unsigned int keys_from = batch * key_batch + kv_head * key_head + first * key_stride + quarter * STEPS * 32 + col * 8;
-  const unsigned int values_from = batch * value_batch + kv_head * value_head + first * value_stride + slice * 64 + row * 8;
+  const @T@* const query_line = query_at + batch * query_batch + kv_head * query_kv + query * query_stride;
+  const char* const keys_line = (const char*)(keys_at + batch * key_batch + kv_head * key_head);
+  const char* const values_line = (const char*)(values_at + batch * value_batch + kv_head * value_head);
+  const unsigned int keys_from = (quarter * STEPS * 32 + col * 8) * 2u, values_from = (slice * 64 + row * 8) * 2u;
   @MASK_LINE@
   // With many heads, the query is read again where it is needed: registers are for keys and values.
   constexpr bool KEPT = NT * STEPS <= 4;
   auto read_query = [&](int t, int s) {
-    const @T@* at = query_at + (query_from + min(t * 8 + row, NH - 1) * query_head) + s * 32;
+    const @T@* at = query_line + (min(t * 8 + row, NH - 1) * query_head + (quarter * STEPS + s) * 32 + col * 8);
 #ifdef ON_HOST
     return *(const Word16*)at;
 #else
@@ -58,20 +59,21 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
 
   for (int split = blockIdx.x; split < splits; split += gridDim.x) {
     const int begin = split * per, keys = min(per, count - begin), end = max(keys - 1, 0);
-    const unsigned int keys_begin = keys_from + begin * key_stride, values_begin = values_from + begin * value_stride;
+    const unsigned int place = first + begin;
     Word16 known[KT][STEPS][2], values[VT][4];
     auto read_keys = [&](int base, Word16 (&words)[STEPS][2]) {
       #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const unsigned int at = keys_begin + min(base + half * 8 + row, end) * key_stride;
+        const unsigned int at = (place + min(base + half * 8 + row, end)) * (key_stride * 2u) + keys_from;
         #pragma unroll
-        for (int s = 0; s < STEPS; ++s) words[s][half] = load_once(keys_at + at + s * 32);
+        for (int s = 0; s < STEPS; ++s) words[s][half] = load_once(keys_line + at + s * 64);
       }
     };
     auto read_values = [&](int base, Word16 (&words)[4]) {
       #pragma unroll
       for (int j = 0; j < 4; ++j)  // shares are zero where there is no key
-        words[j] = load_once(values_at + (values_begin + min(base + col * 4 + j, end) * value_stride));
+        words[j] = load_once(
+          values_line + ((place + min(base + col * 4 + j, end)) * (value_stride * 2u) + values_from));
     };
     // What is read first: all of a short split.
     #pragma unroll
