@@ -285,17 +285,16 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
 LAST = r"""  if (splits == 1) return;
   __shared__ float weights[NH][FEW];
   __shared__ unsigned int is_last;
-  __threadfence();
-  __syncthreads();
   if (thread == 0) {
     const unsigned int done = (splits - 1 - blockIdx.x) / gridDim.x + 1;  // of this block
+    __threadfence();  // what the block has written before its last barrier
     const unsigned int before = atomicAdd(&bounds[outer * RECORD + 2 + kv_head], done);
+    __threadfence();
     is_last = before + done == (unsigned int)splits;
     if (is_last) bounds[outer * RECORD + 2 + kv_head] = 0u;  // for the next layer
   }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
   constexpr int BATCH = 16;
   const float* const all_parts = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D);
   float4 part[BATCH];
@@ -368,6 +367,12 @@ SUM = r"""extern "C" __global__ void __launch_bounds__(@THREADS@) attention_sum(
   if (splits == 1) return;  // it is written
   const int at = blockIdx.x * LINE * 4 + thread % LINE * 4, head = at / D;
   const float2* known = of_splits + blockIdx.y * (unsigned long long)max_splits * NH + head;
+  const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
+  auto read_part = [&](int split) { return *(const float4*)(line + split * (unsigned long long)(NH * D)); };
+  float4 part[8];  // on their way while weights are computed
+  #pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (set + i * 8 < splits) part[i] = read_part(set + i * 8);
   float top = minus_infinity, sum = 0.0f;
   for (int split = thread; split < splits; split += THREADS) top = fmaxf(top, known[split * NH].x);
   #pragma unroll
@@ -389,17 +394,19 @@ SUM = r"""extern "C" __global__ void __launch_bounds__(@THREADS@) attention_sum(
   sum = sums[0];
   #pragma unroll
   for (int i = 1; i < WARPS; ++i) sum += sums[i];
-  const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
   float4 group = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  #pragma unroll 8
-  for (int split = set; split < splits; split += 8) {
-    const float4 part = *(const float4*)(line + split * (unsigned long long)(NH * D));
-    const float weight = weights[split];
-    group.x = fmaf(weight, part.x, group.x);
-    group.y = fmaf(weight, part.y, group.y);
-    group.z = fmaf(weight, part.z, group.z);
-    group.w = fmaf(weight, part.w, group.w);
-  }
+  for (int base = set; base < splits; base += 64)
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int split = base + i * 8;
+      if (split >= splits) break;
+      const float weight = weights[split];
+      group.x = fmaf(weight, part[i].x, group.x);
+      group.y = fmaf(weight, part[i].y, group.y);
+      group.z = fmaf(weight, part[i].z, group.z);
+      group.w = fmaf(weight, part[i].w, group.w);
+      if (split + 64 < splits) part[i] = read_part(split + 64);
+    }
   groups[thread] = group;
   __syncthreads();
   if (set != 0) return;

@@ -1,7 +1,7 @@
 """Attention of 16-bit numbers by matrix units: the same parts as :data:`attention_source.ATTENTION`.
 
-Products of 16-bit numbers are exact, and sums are in ``float``. A share of the softmax is the sum of two 16-bit numbers,
-so it is off by 2 ** -17 of itself at most (bfloat16; less in float16).
+Products of 16-bit numbers are exact, and sums are in ``float``. A share of the softmax is the sum of two 16-bit
+numbers, so it is off by 2 ** -17 of itself at most (bfloat16; less in float16).
 
 A matrix unit multiplies 16 rows of 16 numbers by 8 columns: rows are keys, or dimensions of values; columns are heads.
 Every lane reads words of 16 bytes, and what it reads is what it must hand over, in an order that is the same for both
@@ -82,7 +82,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
     #pragma unroll
     for (int j = 0; j < VT; ++j)
       if (set * 16 + j * VALUE_STEP < keys) read_values(set * 16 + j * VALUE_STEP, values[j]);
-    @MASK_LOADS@
+    @MASK_EARLY@
 
     for (int from = warp / QUARTERS * 16; from < keys; from += KT * KEY_STEP)
       #pragma unroll
@@ -109,6 +109,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
       }
     __syncthreads();
 
+    @MASK_LATE@
     // Shares: four keys of a head for each lane.
     for (int head = warp; head < NH; head += WARPS) {
       float4 score = *(const float4*)(room + head * LINE + lane * 4);
@@ -227,16 +228,18 @@ MULTIPLY = r"""#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a2), "r"(a3), "r"(b1));
 #else
-    for (int s = 0; s < 4; ++s) {
-      const int rows = (lane & 28) + s, left = col * 8 + s, right = left + 4;
-      const unsigned int as[4] = {__shfl_sync(0xffffffffu, a0, rows), __shfl_sync(0xffffffffu, a2, rows),
-        __shfl_sync(0xffffffffu, a1, rows), __shfl_sync(0xffffffffu, a3, rows)};
-      const unsigned int bs[4] = {__shfl_sync(0xffffffffu, b0, left), __shfl_sync(0xffffffffu, b1, left),
-        __shfl_sync(0xffffffffu, b0, right), __shfl_sync(0xffffffffu, b1, right)};
-      for (int i = 0; i < 4; ++i)
-        for (int k = 0; k < 4; ++k) {
-          const unsigned int a = as[i / 2 * 2 + k / 2] >> (k % 2 * 16), b = bs[i % 2 * 2 + k / 2] >> (k % 2 * 16);
-          c[i] = fmaf(@A@, @B@, c[i]);
+    #pragma unroll 1
+    for (int s = 0; s < 4; ++s)
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int a_lane = (lane & 28) + s, b_lane = col * 8 + i % 2 * 4 + s;
+        const unsigned int a[2] = {__shfl_sync(0xffffffffu, i < 2 ? a0 : a1, a_lane),
+          __shfl_sync(0xffffffffu, i < 2 ? a2 : a3, a_lane)};
+        const unsigned int b[2] = {__shfl_sync(0xffffffffu, b0, b_lane), __shfl_sync(0xffffffffu, b1, b_lane)};
+        #pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          c[i] = fmaf(@A_LOW@, @B_LOW@, c[i]);
+          c[i] = fmaf(@A_HIGH@, @B_HIGH@, c[i]);
         }
-    }
+      }
 #endif"""
