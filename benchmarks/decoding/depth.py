@@ -11,13 +11,14 @@ before     fused as in the release before: pointwise operations only
 exact      PyTorch's bits, with products and norms of ours
 own        `gemma4_compat.decode_fast`
 
-Parts of a case:
+All of them run on the card; with table and towers on the host not the release before; of streamed layers, which the
+bus bounds, only the last one. Parts of a case:
 
 first      of placements on the card: seconds of a first call, to its first token and until it is fused, and of the
            same call with kernels that are compiled already
 speed      tokens a second at each context, the ways in turns, in several rounds; llama.cpp takes its turn with them
-profile    the kernels of a token at the first context and the last, by name
-check      at 2,048 tokens the last way with a text that was read, in turns with one that was not
+profile    of placements on the card: the kernels of a token at the first context and the last, by name
+check      of the first case: at 2,048 tokens the last way with a text that was read, in turns with one that was not
 
 Contexts above 64 are not read: depth_measure.py says how that is done. A way that this version does not have is listed
 as not run.
@@ -34,6 +35,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -68,12 +70,16 @@ class Measured:
 
     def __init__(self, run: Run, llama: Run | None, arguments: Any) -> None:
         self.run, self.llama, self.arguments = run, llama, arguments
-        self.ways: list[str] = list(arguments.ways)
+        self.had: list[str] = list(arguments.ways)  # by this version
+        self.ways: list[str] = []  # of the case
 
     def case(self, name: str) -> None:
         """Every part of it; only an adapter is to come where the model is loaded already."""
         where, _, adapter = name.partition("+")
         entry: Data = {"what": WHERE[where] + (", LoRA" if adapter else "")}
+        self.ways = self.had if where == "gpu" else [way for way in self.had if way != "before"] or self.had
+        if where in ("half", "streamed"):
+            self.ways = self.had[-1:]
         run = self.run
         run.result["cases"][name] = entry
         run.order["where"] = where
@@ -96,7 +102,7 @@ class Measured:
         entry["contexts"] = {}
         for context in self.arguments.contexts:
             self.context(name, entry, context, peer)
-        if "check" in self.arguments.parts:
+        if "check" in self.arguments.parts and name == next(iter(run.result["cases"])):
             self.check(name, entry)
 
     def context(self, name: str, entry: Data, context: int, peer: Run | None) -> None:
@@ -117,7 +123,8 @@ class Measured:
             found["captured"] = found.get("captured", 0) + sum(one.get("captured", 0) for one in said.values())
             found["summary"] = depth_report.summary(found["rounds"])
             self.run.keep()
-        if "profile" in self.arguments.parts and context in (self.arguments.contexts[0], self.arguments.contexts[-1]):
+        ends = self.arguments.contexts[0], self.arguments.contexts[-1]
+        if "profile" in self.arguments.parts and context in ends and name.startswith("gpu"):
             found["profile"] = {way: self._tell("profile", at, way, prompt=context) for way in self.ways}
             self.run.keep(depth_report.profile_lines(at, found["profile"], self.arguments.lines))
         self.run.keep(depth_report.line(name, context, found))
@@ -174,7 +181,10 @@ def peer_of(run: Run, arguments: Any, work: Path, start: Callable[..., common.Wo
         return None
     run.result["gguf"] = {kind: {"gib": file.stat().st_size / 2**30} for kind, file in files.items()}
     run.keep(f"{LLAMA}: files filled in {time.monotonic() - began:.0f} s")
-    peer = Run(run.result, run.out, run.deadline, lambda: start(False))
+    installed = Path(sysconfig.get_paths()["purelib"]).glob("nvidia/**/lib")  # cuBLAS, as PyTorch has it
+    libraries = [tree / "build" / "bin", *installed, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    found = ":".join(map(str, libraries))
+    peer = Run(run.result, run.out, run.deadline, lambda: start(False, LD_LIBRARY_PATH=found))
     on_gpu = run.result["machine"]["device"] != "CPU"
     peer.order = {"folder": str(work), "file": str(files["q4_0"]), "adapter": str(files["lora"]), "gpu": on_gpu}
     peer.order |= {"layers": 99, "threads": os.cpu_count() or 1, "flash": True, "tokens": TOKENS, "settled": SETTLED}
@@ -204,7 +214,7 @@ def measured(arguments: Any, options: list[str], deadline: float) -> Data:
         run.keep(f"built in {built['build_s']:.0f} s")
         llama = peer_of(run, arguments, work, start_peer) if arguments.llama_cpp else None
         asked = Measured(run, llama, arguments)
-        asked.ways = [way for way in arguments.ways if way not in built["missing"]]
+        asked.had = [way for way in arguments.ways if way not in built["missing"]]
         result["not_run"] += [f"{way} (not in this version)" for way in arguments.ways if way in built["missing"]]
         for name in sorted(arguments.cases, key=CASES.index):
             try:

@@ -47,7 +47,7 @@ def line(name: str, context: int, found: Data) -> str:
 
 def first_line(name: str, entry: Data) -> str:
     said = [f"{way} {_first(found)}" for way, found in entry["first"].items()]
-    return f"{name:<10} first call, first token / fused after / captures, cold, later: {'; '.join(said)}"
+    return f"{name:<10} first call, first token / captures / fused after, cold, later: {'; '.join(said)}"
 
 
 def check_line(name: str, entry: Data) -> str:
@@ -84,22 +84,40 @@ def _first(found: Data) -> str:
     def said(one: Data, key: str) -> str:
         return "-" if one.get(key) is None else f"{one[key]:.2f} s"
 
-    keys = ("first_token_s", "fused_s", "capture_s")
+    keys = ("first_token_s", "capture_s", "fused_s")
     return ", ".join(" / ".join(said(found[when], key) for key in keys) for when in ("cold", "later"))
 
 
 def _speed(run: Data) -> str:
-    found = {
-        (entry["what"], context): data["summary"]
+    found = [
+        (entry, context, data["summary"])
         for entry in run["cases"].values()
         for context, data in entry.get("contexts", {}).items()
         if data.get("summary")
-    }
-    ways = [way for way in TITLES if any(way in one for one in found.values())]
-    rows = [
-        [what, f"{int(context):,}", *(_rate(one.get(way)) for way in ways)] for (what, context), one in found.items()
     ]
-    return _table(("tok/s", "tokens of context", *(TITLES[way] for way in ways)), rows)
+    ways = [way for way in TITLES if any(way in rates for _, _, rates in found)]
+    bus = [_of_the_bus(run, entry, rates) for entry, _, rates in found]
+    rows = [
+        [entry["what"], f"{int(context):,}", *(_rate(rates.get(way)) for way in ways), *([share] if any(bus) else [])]
+        for (entry, context, rates), share in zip(found, bus, strict=True)
+    ]
+    titles = (
+        "tok/s",
+        "tokens of context",
+        *(TITLES[way] for way in ways),
+        *(["of the bus' bound"] if any(bus) else []),
+    )
+    return _table(titles, rows)
+
+
+def _of_the_bus(run: Data, entry: Data, rates: Data) -> str:
+    """What share of the bus' bound streamed layers reach in the last of our ways."""
+    bus, nbytes = run["host_to_device_gib_s"], entry["load"]["streamed_bytes"] if "load" in entry else 0
+    own = [way for way in rates if way != LLAMA]
+    if bus is None or not nbytes or not own:
+        return ""
+    bound = bus["pinned"] * 2**30 / nbytes
+    return f"{100 * rates[own[-1]]['median'] / bound:.0f} % of {bound:.1f}"
 
 
 def _firsts(run: Data) -> str:
@@ -108,7 +126,7 @@ def _firsts(run: Data) -> str:
         for entry in run["cases"].values()
         for way, found in entry.get("first", {}).items()
     ]
-    titles = ("the first call", "way", "first token / fused after / captures", "the same, kernels compiled before")
+    titles = ("the first call", "way", "first token / captures / fused after", "the same, kernels compiled before")
     return _table(titles, rows)
 
 

@@ -1,12 +1,15 @@
 """How long does a replayed decoding step take on a card with fewer multiprocessors, and is that what `plan` models?
 
 python benchmarks/decoding/multiprocessors.py --shape E2B --out FILE.json [--counts 132,64,32,16] [--rounds N]
+    [--ways before,own]
 python benchmarks/decoding/multiprocessors.py --fit
 
 Random weights in the real shape, 4-bit with double quantization, everything on the card, batch 1, greedy, a static
 cache; with a LoRA adapter, too, on the first count and the last. Each count of multiprocessors has a process of its
 own, whose work a CUDA green context (torch 2.9) keeps on so many: kernels, graphs, caches and clocks are the card's
 own, its memory is as fast as so many can read it, which is measured beside it. The first count should be all of them.
+
+With `--ways` those of depth.py take turns; the last one's figures are those of the case.
 
 A graph that is replayed has to stay inside the context; a matrix product, captured, shows whether it does.
 
@@ -34,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks import common
 from benchmarks.common import Data, Order
 from benchmarks.decoding import (
+    depth_measure,
     measure,
     models,
 )
@@ -123,13 +127,20 @@ def parts(order: Order) -> Data:
     return {"work": found.as_data()}
 
 
+def turn(order: Order) -> Data:
+    """One call, in the way that is asked for, if one is."""
+    way = order.get("arithmetic")
+    with depth_measure.using(way) if way else contextlib.nullcontext():
+        return measure.turn(order)
+
+
 ACTIONS: dict[str, Callable[[Order], Data]] = {
     "bound": bound,
     "build": measure.build,
     "load": measure.load,
     "adapt": measure.adapt,
     "parts": parts,
-    "turn": measure.turn,
+    "turn": turn,
 }
 
 
@@ -187,9 +198,15 @@ def measured(arguments: Any, options: list[str], deadline: float) -> Data:
                         tell(worker, name, "adapt", where=where)
                         work["adapted"] = work["layers"]
                     entry = bounds | {"work": dict(work)}
-                    turns = [tell(worker, name, "turn", **TURN)["tok_s"] for _ in range(1 + arguments.rounds)]
-                    # The first turn captures.
-                    found[case] = entry | {"rounds": turns[1:], "summary": common.spread(turns[1:])}
+                    ways = [{"arithmetic": way} for way in arguments.ways] or [{}]
+                    turns = [
+                        [tell(worker, name, "turn", **TURN, **way)["tok_s"] for way in ways]
+                        for _ in range(1 + arguments.rounds)  # the first captures
+                    ]
+                    *before, last = zip(*turns[1:], strict=True)
+                    found[case] = entry | {"rounds": list(last), "summary": common.spread(last)}
+                    for way, rates in zip(arguments.ways, before):
+                        found[case][way] = {"rounds": list(rates), "summary": common.spread(rates)}
                     common.write(result, arguments.out)
                     print(f"{name}: {case} {found[case]['summary']}, {entry.get('gb_s')} GB/s", flush=True)
             worker.close()
@@ -216,6 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--counts", default="132,64,32,16", help="of multiprocessors (132,64,32,16)")
     parser.add_argument("--host", action="store_true", help="the first count with table and towers on the host, too")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each (4)")
+    parser.add_argument("--ways", default="", help=f"of {', '.join(depth_measure.WAYS)}, in turns")
     parser.add_argument("--fit", action="store_true", help="find the planner's constants from committed results")
     arguments = parser.parse_args(argv)
     if arguments.child:
@@ -230,6 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--shape is required")
     deadline = time.monotonic() + 60 * arguments.minutes
     options = common.shown(arguments)
+    common.chosen(parser, arguments, "ways", depth_measure.WAYS)
     arguments.counts = [int(count) for count in arguments.counts.split(",")]
     result = measured(arguments, options, deadline)
     common.write(result, arguments.out)

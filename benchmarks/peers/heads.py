@@ -1,20 +1,22 @@
 """The heads of GGUF files: what stands before the weights, as llama.cpp's converter makes it, to be filled elsewhere.
 
-python benchmarks/peers/heads.py --shape E2B --llama-cpp TREE    writes TREE/heads/E2B-q4_0.json and the like
+python benchmarks/peers/heads.py --shape E2B --llama-cpp TREE    writes TREE/heads/E2B-q4_0.json and E2B-lora.json
 
 llama.cpp's converter and quantizer take minutes for a real shape, and write 12 GB of E2B for a file of 3. They need no
-GPU. Here they are given a checkpoint of zeros, which takes no room on a disk that knows holes. Kept is the head of each
-file, and where which type of data stands; depth.py fills it with random blocks of those types in seconds. So the
-weights of llama.cpp are other random numbers than the shim's: answers cannot be compared, speed can.
+GPU, and here they need no weights: the converter is given a checkpoint of zeros (no room on a disk that knows holes)
+and kept from writing any; types are those of llama-quantize. depth.py fills a file with random blocks of those types
+in seconds. So llama.cpp has other random numbers than the shim: answers cannot be compared, speed can.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import sys
 import tempfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,10 @@ def filled(head: Path, folder: Path) -> Path:
     with made.open("wb") as file:
         file.write(zlib.decompress(base64.b64decode(said["head"])))
         for tensor in said["tensors"]:
-            pattern = patterns.setdefault(tensor["type"], random_data(tensor["type"]))
+            kind = "adapter" if ".lora_" in tensor["name"] else tensor["type"]
+            if kind not in patterns:
+                patterns[kind] = random_data(kind)
+            pattern = patterns[kind]
             file.seek(tensor["offset"])
             whole, rest = divmod(tensor["nbytes"], len(pattern))
             for _ in range(whole):
@@ -59,10 +64,12 @@ def filled(head: Path, folder: Path) -> Path:
 
 
 def random_data(kind: str) -> bytes:
-    """Some blocks of a type; of F32, which norms and scales have, ones."""
+    """Some blocks of a type; of F32, which norms and scales have, ones; of an adapter's F32, small numbers."""
     import numpy
 
     chance = numpy.random.default_rng(0)
+    if kind == "adapter":
+        return chance.normal(0, 0.02, _CHUNK // 4).astype(numpy.float32).tobytes()
     if kind == "F32":
         return numpy.ones(_CHUNK // 4, numpy.float32).tobytes()
     if kind == "F16":
@@ -120,6 +127,10 @@ def zeros(shape: str, folder: Path) -> None:
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
     config.save_pretrained(checkpoint)
+    saved = checkpoint / "config.json"
+    said = json.loads(saved.read_text(encoding="utf-8"))
+    said["text_config"].setdefault("moe_intermediate_size", None)  # the converter also asks a 12B for it
+    saved.write_text(json.dumps(said), encoding="utf-8")
     write_tokenizer(checkpoint)
     rank = 4 if variant == "tiny" else 16
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=tiny_adapters.TARGETS["language"])
@@ -130,48 +141,73 @@ def zeros(shape: str, folder: Path) -> None:
     write(names, adapter / "adapter_model.safetensors")
 
 
-def head_of(file: Path, tree: Path) -> Data:
-    """What stands before the weights of a file, and where they are."""
-    sys.path.insert(0, str(tree / "gguf-py"))
-    from gguf import GGUFReader
+def quantized(name: str, shape: Sequence[int]) -> str | None:
+    """The type that llama-quantize gives a tensor for Q4_0 (src/llama-quant.cpp); None: as it is.
 
-    reader = GGUFReader(str(file))
-    with file.open("rb") as opened:
-        head = opened.read(reader.data_offset)
-    tensors: list[dict[str, Any]] = [
-        {
-            "name": tensor.name,
-            "type": tensor.tensor_type.name,
-            "offset": int(tensor.data_offset),
-            "nbytes": int(tensor.n_bytes),
-        }
-        for tensor in reader.tensors
-    ]
-    packed = base64.b64encode(zlib.compress(head, 9)).decode()
-    return {"size": file.stat().st_size, "tensors": tensors, "head": packed}
+    The embeddings are also the head of the model, which is why they get more bits.
+    """
+    if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+        return "Q8_0" if shape[-1] % 256 else "Q6_K"
+    kept = len(shape) < 2 or not name.endswith("weight") or "_norm" in name
+    return None if kept or "per_layer_model_proj" in name or "ffn_gate_inp" in name else "Q4_0"
+
+
+def head_of(tree: Path, script: str, arguments: list[str], *, quantizes: bool, out: Path) -> Data:
+    """What a converter writes before the weights, and where they would be."""
+    import runpy
+    from unittest import mock
+
+    sys.path[:0] = [str(tree / "gguf-py"), str(tree)]
+    import gguf
+
+    tensors: list[dict[str, Any]] = []
+
+    def described(writer: Any, **_: Any) -> None:
+        (infos,), (file,) = writer.tensors, writer.fout
+        for name, info in infos.items():
+            kind = quantized(name, info.shape) if quantizes else None
+            if kind is not None:
+                info.dtype = gguf.GGMLQuantizationType[kind]
+                elements, (block, nbytes) = math.prod(info.shape), gguf.GGML_QUANT_SIZES[info.dtype]
+                info.nbytes = elements // block * nbytes
+            tensors.append({"name": name, "type": info.dtype.name, "nbytes": int(info.nbytes)})
+        writer.write_ti_data_to_file()
+        writer.write_padding(file, file.tell())
+
+    patched = mock.patch.object(gguf.GGUFWriter, "write_tensors_to_file", described)
+    with patched, mock.patch.object(sys, "argv", [script, *arguments, "--outfile", str(out)]):
+        runpy.run_path(str(tree / script), run_name="__main__")
+    head = out.read_bytes()
+    at = len(head)
+    for tensor in tensors:
+        tensor["offset"] = at
+        at += -(-tensor["nbytes"] // gguf.GGUF_DEFAULT_ALIGNMENT) * gguf.GGUF_DEFAULT_ALIGNMENT
+    return {"size": at, "tensors": tensors, "head": base64.b64encode(zlib.compress(head, 9)).decode()}
 
 
 def main(argv: list[str] | None = None) -> int:
     from benchmarks.decoding import models
-    from benchmarks.peers.models import FILES, Llama
 
     parser = common.parser(__doc__, sorted(models.SHAPES), minutes=30.0)
-    parser.add_argument("--llama-cpp", type=Path, required=True, help="llama.cpp's tree, with llama-quantize built")
+    parser.add_argument(
+        "--llama-cpp", type=Path, required=True, help="llama.cpp's source tree, which need not be built"
+    )
     arguments = parser.parse_args(argv)
-    llama = Llama(arguments.llama_cpp)
+    tree = arguments.llama_cpp.resolve()
     with tempfile.TemporaryDirectory(dir=arguments.work) as work:
         folder = Path(work)
         zeros(arguments.shape, folder)
-        for kind in KINDS:
-            made = named(llama.tree, arguments.shape, kind)
+        checkpoint, adapter = str(folder / "checkpoint"), str(folder / "adapter")
+        converters = {
+            "q4_0": ("convert_hf_to_gguf.py", [checkpoint, "--outtype", "bf16"]),
+            "lora": ("convert_lora_to_gguf.py", [adapter, "--base", checkpoint]),
+        }
+        for kind, (script, given) in converters.items():
+            made = named(tree, arguments.shape, kind)
             made.parent.mkdir(exist_ok=True)
-            for step in (FILES.get(kind), kind):
-                if step is not None:
-                    print(step, llama.convert(step, folder, 60 * arguments.minutes), flush=True)
-            made.write_text(json.dumps(head_of(folder / f"{kind}.gguf", llama.tree)), encoding="utf-8")
-            print(f"{made}: {made.stat().st_size / 2**20:.1f} MiB", flush=True)
-            for file in folder.glob("*.gguf"):
-                file.unlink()
+            head = head_of(tree, script, given, quantizes=kind == "q4_0", out=folder / f"{kind}.gguf")
+            made.write_text(json.dumps(head), encoding="utf-8")
+            print(f"{made}: {made.stat().st_size / 2**20:.1f} MiB for {head['size'] / 2**30:.3f} GiB", flush=True)
     return 0
 
 

@@ -33,6 +33,9 @@ KERNELS = (
     ("rows and copies", "get_rows"),
     ("rows and copies", "Memcpy"),
     ("rows and copies", "cpy"),
+    ("4-bit and 8-bit products", "product_"),
+    ("attention", "attention_"),
+    ("norms", "rows_"),
 )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import common
-from benchmarks.decoding import multiprocessors_fit
+from benchmarks.decoding import depth_report, multiprocessors_fit
 from benchmarks.decoding import report as graph_decoding_report
 from benchmarks.experts import report as experts_report
 from benchmarks.peers import report as peers_report
@@ -28,11 +28,11 @@ CALLS = ("python_calls", "c_calls")
 #: Of a case of graph_decoding.py and experts.py: what a table shows.
 PARTS = ("speed", "fusing", "waiting", "bits", "short", "endurance", "memory", "training")
 #: Of these every run is shown, elsewhere the newest one of a shape.
-EVERY = ("trainers", "peers")
+EVERY = ("trainers", "peers", "depth")
 #: In the order of their sizes.
 SHAPES = ("tiny", "tiny-36", "E2B", "E4B", "12B", "26B-A4B-6", "31B")
 #: Those that say of each thing that was not run why.
-REASONS = ("peers",)
+REASONS = ("peers", "depth")
 Run = dict[str, Any]
 
 
@@ -402,6 +402,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "model_lock": model_lock,
     "alternatives": alternatives,
     "graph_decoding": graph_decoding_report.table,
+    "depth": depth_report.table,
     "peers": peers_report.table,
     "multiprocessors": multiprocessors_fit.table,
     "experts": experts_report.table,

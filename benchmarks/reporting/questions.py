@@ -56,6 +56,9 @@ QUESTIONS = (
     Question("late_stops", REPLAYED, "one step late", ("the host waits for each token", "one step late")),
     Question("short_answers", REPLAYED, "an answer, eager -> replayed", ("16 tokens", "64 tokens", "256 tokens")),
     Question("compiled", REPLAYED, "bf16 on the GPU", ("first call", "tok/s")),
+    Question("depth", "depth", "tok/s", ("own kernels", "PyTorch's bits", "llama.cpp Q4_0"), 2),
+    Question("depth_kernels", "depth", "kernels, ms a token", ("in all", "number of kernels"), 3),
+    Question("first_call", "depth", "the first call", ("first token / captures / fused after",), 2),
     Question("peers", "peers", "tok/s per GiB", ("tok/s", "on the card")),
     Question("peers_kernels", "peers", "ms a token", ("in all", "4-bit and 8-bit products", "attention")),
     Question(

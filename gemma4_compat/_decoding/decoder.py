@@ -90,6 +90,7 @@ class Decoding:
     def __init__(self) -> None:
         self.statistics = Statistics()
         self.preferred = False  # to compiling, where transformers would compile
+        self.own = False  # whether kernels may have an arithmetic of their own
         self.fuses = True
         self.lock = threading.RLock()
         self.memories: list[static_caches.Memory] = []
@@ -129,6 +130,18 @@ class Decoding:
         if text not in self.statistics.not_fused:
             self.statistics.not_fused += (text,)
             _log.warning("gemma4_compat: decoding without fused kernels, with the same bits: %s", text)
+
+    def arithmetic(self, device: Any) -> contextlib.AbstractContextManager[Any]:
+        """To be entered around each forward of a step: kernels of our own compute what they can, or PyTorch's do."""
+        if not self.own:
+            return contextlib.nullcontext()
+        from gemma4_compat._decoding import own
+
+        obstacle = own.obstacle(device)
+        if obstacle is None:
+            return own.Own(device)
+        self.reason_not_fused(obstacle)
+        return contextlib.nullcontext()
 
     def tidy(self, cache: Any) -> None:
         """Before a ``generate``: release caches that are gone, except one, which lends its memory to ``cache``."""
@@ -236,7 +249,8 @@ class Decoding:
             self.reason(obstacle)
             variant.refused.add(step.kind)
             return None
-        outputs = model(**step.inputs)
+        with self.arithmetic(step.device):
+            outputs = model(**step.inputs)
         self.statistics.eager += 1
         self.variant(model, in_full=False, settling=True).seen.add(step.kind)
         return outputs
@@ -273,6 +287,7 @@ class Decoding:
 
         def forward() -> Any:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(self.arithmetic(step.device))
                 for streamer in streamers:
                     stack.enter_context(streamer.forked())
                 settle = stack.enter_context(within())
@@ -361,7 +376,8 @@ class Decoder:
                 return outputs
             self._given_up = True
         self._decoding.statistics.eager += 1
-        return self.model(**inputs)
+        with self._decoding.arithmetic(self.model.device):
+            return self.model(**inputs)
 
     def _run(self, step: steps.Step) -> Any:
         if step.obstacle is not None:

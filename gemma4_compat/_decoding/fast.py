@@ -12,7 +12,7 @@ from gemma4_compat._models import family
 _Model = TypeVar("_Model")
 
 
-def decode_fast(model: _Model, *, enabled: bool = True) -> _Model:
+def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False) -> _Model:
     """Have ``generate`` of a Gemma 4 model replay its decoding step as one CUDA graph.
 
     >>> model = gemma4_compat.decode_fast(model)
@@ -49,8 +49,10 @@ def decode_fast(model: _Model, *, enabled: bool = True) -> _Model:
     if obstacle is not None:
         decoding.reason(obstacle)
     decoding.preferred = enabled and obstacle is None
-    if not enabled:
+    own = decoding.preferred and not exact
+    if not enabled or own != decoding.own:
         decoding.clear()
+    decoding.own = own
     return model
 
 

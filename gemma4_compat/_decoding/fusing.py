@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemma4_compat._decoding import expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import dense, expert_rows, kernel_source, own, pointwise, products, reductions, row_source
 from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part, Value
 
 #: What is computed by kernels of ours, beside pointwise operations. A benchmark takes some away.
@@ -58,7 +58,9 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self.rows = expert_rows.Rows(sink, device)
         self._pending: dict[int, Value] = {}  # by storage, the oldest first; for each its last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
-        self._products: list[tuple[products.Product, Any]] = []  # deferred, with their results; computed before values
+        # Deferred products with their results, with 4-bit weights and with others; computed before values.
+        self._products: list[tuple[products.Product, Any]] = []
+        self._dense: list[tuple[dense.Product, Any]] = []
         self._results: set[int] = set()  # storages of those results
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,13 +69,15 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
         product = products.understood(op, args, kwargs) if "products" in KINDS else None
         if product is not None and self._sink.accepts(product.format.signature):
-            return self._put_off_product(product)
+            return self._put_off_product(product, self._products, products)
+        if op is own.DENSE():
+            return self._put_off_dense(*args)
         call = pointwise.understood(op, args, kwargs)
         if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):
             found = self._put_off(call, op, args, kwargs)
             if found is not None:
                 return found
-        if (self._pending or self._products) and self._touches(op, args, kwargs):
+        if (self._pending or self._results) and self._touches(op, args, kwargs):
             self.settle()
         return op(*args, **kwargs)
 
@@ -89,26 +93,51 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self._read = {}
 
     def _settle_products(self) -> None:
-        """Compute the deferred products, with one launch."""
-        deferred, self._products = self._products, []
-        self._results.clear()
-        if deferred:
-            wanted, results = zip(*deferred, strict=True)
+        """Compute the deferred products: those of one kind with one launch."""
+        if self._products:
+            wanted, results = zip(*self._products, strict=True)
             self._sink.kernel(products.kernel_of(wanted, results), [wanted[0].format.signature])
+        if self._dense:
+            wanted, results = zip(*self._dense, strict=True)
+            self._sink.kernel(dense.kernel_of(wanted, results), [])
+        self._products.clear()
+        self._dense.clear()
+        self._results.clear()
 
-    def _put_off_product(self, product: products.Product) -> Any:
+    def _put_off_product(self, product: Any, deferred: list[tuple[Any, Any]], kind: Any) -> Any:
         """The result of a product that is computed later, together with others of the same input."""
         if self._is_deferred(product.input):
             self.settle()
-        elif self._products and (
-            len(self._products) == products.MAX_WEIGHTS or not products.go_together(self._products[0][0], product)
-        ):
+        elif deferred and (len(deferred) == kind.MAX_WEIGHTS or not kind.go_together(deferred[0][0], product)):
             self._settle_products()
         result = product.empty()
-        self._products.append((product, torch.ops.aten.alias.default(result)))
+        deferred.append((product, torch.ops.aten.alias.default(result)))
         self._results.add(_storage(result))
         self._read[_storage(product.input)] = product.input
         return result
+
+    def _put_off_dense(self, given: Any, weight: Any, bias: Any) -> Any:
+        """The result of a product with a weight that is not quantized."""
+        given = self._before_cast(given)
+        if weight.shape[1] > dense.SHORT:
+            return self._put_off_product(dense.product(given, weight, bias), self._dense, dense)
+        if _storage(given) in self._pending:
+            self.settle()
+        value = own.dot(given, weight, bias)
+        result = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        self._add(value, result)
+        return result
+
+    def _before_cast(self, tensor: Any) -> Any:
+        """What a tensor was cast from, if the cast is deferred: a kernel casts what it reads, with the same bits."""
+        value = self._pending.get(_storage(tensor))
+        if value is None or value.name != "cast" or value.elements != tensor.numel() or not tensor.is_contiguous():
+            return tensor
+        (operand,) = value.operands
+        exact = isinstance(operand, Load) and operand.dtype.itemsize < value.dtype.itemsize
+        if not exact or not operand.tensor.is_contiguous() or operand.tensor.numel() != value.elements:
+            return tensor
+        return operand.tensor.view(tensor.shape)
 
     def _is_deferred(self, tensor: Any) -> bool:
         """Whether its numbers, or some of them, are not in memory yet."""

@@ -14,7 +14,7 @@ from collections.abc import Collection, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemma4_compat._decoding.pointwise import Load, Number, Operand, Part, Value, operation
+from gemma4_compat._decoding.pointwise import DOT, Load, Number, Operand, Part, Value, operation
 
 NAME = "fused"
 #: Threads of a block, unless a kernel says otherwise.
@@ -147,6 +147,17 @@ def kinds() -> dict[Any, Kind]:
     }
 
 
+def unpacked(dtype: Any, word: str, each: int) -> list[str]:
+    """C for the numbers in a ``Word16``: ``each`` of this dtype."""
+    import torch
+
+    if dtype == torch.float32:
+        return [f"__uint_as_float({word}.part[{k}])" for k in range(each)]
+    halves = [f"{word}.part[{k // 2}] {'>> 16' if k % 2 else '& 0xffffu'}" for k in range(each)]
+    load = kinds()[dtype].load
+    return [load.format(f"(u16)({half})") for half in halves]
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One kernel.
@@ -253,7 +264,10 @@ class Writer:
         key = (id(value), at)
         if key not in scope:
             self._values[id(value)] = value
-            scope[key] = self._concatenated(value, at, scope) if value.sizes else self._computed(value, at, scope)
+            if value.sizes:
+                scope[key] = self._concatenated(value, at, scope)
+            else:
+                scope[key] = (self._dot if value.name == DOT else self._computed)(value, at, scope)
         return scope[key]
 
     def _computed(self, value: Value, at: str, scope: Scope) -> str:
@@ -261,6 +275,37 @@ class Writer:
         how = operation(value.name)
         expression = how.source.format(*found)
         return self._new("float", self._kinds[value.dtype].rounded.format(expression) if how.rounds else expression)
+
+    def _dot(self, value: Value, at: str, scope: Scope) -> str:
+        """A sum of products over the inputs, in order; the operands are in memory."""
+        given, weight, *bias = value.operands
+        outputs = value.shape[-1]
+        names = [self._read(operand) for operand in (given, weight)]
+        row = self._index(f"{at} % {outputs}u", scope)
+        of_input = self._index(f"({at} / {outputs}u) * {value.columns}u", scope)
+        result = self._new("float", "0.0f")
+        each = 16 // max(weight.dtype.itemsize, given.dtype.itemsize)
+        aligned = not any(operand.tensor.data_ptr() % 16 for operand in (given, weight))
+        each *= 1 if aligned and given.dtype == weight.dtype and not value.columns % each else 0
+        self._line("{")
+        if each:
+            for operand, name, first in ((weight, names[1], f"{row} * {value.columns}u"), (given, names[0], of_input)):
+                words = "words_of_weight" if operand is weight else "words_of_input"
+                self._line(f"const Word16* {words} = (const Word16*)({name} + {first});")
+            self._line("#pragma unroll")
+            self._line(f"for (int word = 0; word < {value.columns // each}; ++word) {{")
+            self._line("const Word16 x = words_of_input[word], w = words_of_weight[word];")
+            for a, b in zip(unpacked(given.dtype, "x", each), unpacked(weight.dtype, "w", each), strict=True):
+                self._line(f"{result} = __fmaf_rn({a}, {b}, {result});")
+        else:
+            self._line(f"for (unsigned int k = 0; k < {value.columns}u; ++k) {{")
+            a = self._kinds[given.dtype].load.format(f"{names[0]}[{of_input} + k]")
+            b = self._kinds[weight.dtype].load.format(f"{names[1]}[{row} * {value.columns}u + k]")
+            self._line(f"{result} = __fmaf_rn({a}, {b}, {result});")
+        self._line("}}")
+        if bias:
+            self._line(f"{result} = __fadd_rn({result}, {self._loaded(bias[0], row, scope)});")
+        return self._new("float", self._kinds[value.dtype].rounded.format(result))
 
     def _concatenated(self, value: Value, at: str, scope: Scope) -> str:
         """The element, from the operand that holds it; the index into that operand counts from its own start."""
@@ -299,9 +344,13 @@ class Writer:
             scope[key] = self._new("unsigned int", expression)
         return scope[key]
 
-    def _loaded(self, operand: Load, index: str, scope: Scope) -> str:
+    def _read(self, operand: Load) -> str:
+        """The parameter that points to the operand."""
         address = (operand.tensor.data_ptr(), operand.dtype)
-        name, _ = self._reads.setdefault(address, (f"p{len(self._reads)}", operand.tensor))
+        return self._reads.setdefault(address, (f"p{len(self._reads)}", operand.tensor))[0]
+
+    def _loaded(self, operand: Load, index: str, scope: Scope) -> str:
+        name = self._read(operand)
         key = (name, index)
         if key not in scope:
             scope[key] = self._new("float", self._kinds[operand.dtype].load.format(f"{name}[{index}]"))

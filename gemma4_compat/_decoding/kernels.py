@@ -144,8 +144,8 @@ class Kernels:
 
 
 def _is_computed(signature: _Signature) -> bool:
-    """Whether an operation computes anything: the others only move data."""
-    return signature[0] not in ("concatenate", "constant")
+    """Whether an operation computes what PyTorch does: some only move data, one has an arithmetic of its own."""
+    return signature[0] not in ("concatenate", "constant", pointwise.DOT)
 
 
 def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 
 from gemma4_compat._decoding import reductions
 
+#: The name of a product with few inputs (:mod:`dense`): each element is a sum over them, in order.
+DOT = "dot"
 #: An operation on more elements needs no small kernel.
 MAX_ELEMENTS = 1 << 22
 #: Kernels count elements in 32 bits.
@@ -58,6 +60,7 @@ def _operations() -> dict[str, Operation]:
         "gelu_tanh": Operation("gelu_tanh({0})", lambda x: torch.nn.functional.gelu(x, approximate="tanh")),
         "where": Operation("({0} ? {1} : {2})", torch.where, rounds=False),
         reductions.MEAN: Operation("", lambda x: x.mean(-1, keepdim=True), rounds=False),
+        DOT: Operation("", None),
     }
 
 
@@ -114,11 +117,11 @@ class Value:
 
     Attributes:
         name: of the operation.
-        operands: in its order; for "concatenate" and "mean", each with the strides of its own shape.
+        operands: in its order; for "concatenate", "mean" and "dot", each with the strides of its own shape.
         shape: of the result.
         dtype: of the result, a ``torch.dtype``.
         sizes: for "concatenate", the length of each operand along ``dim``.
-        columns: for "mean", how many numbers each element is the mean of.
+        columns: for "mean" and "dot", how many numbers each element is the mean, or a sum, of.
         memory: a tensor on the memory that receives the result.
     """
 
@@ -136,9 +139,14 @@ class Value:
         self.elements = math.prod(self.shape)
 
     @property
+    def is_mean(self) -> bool:
+        """Whether each element is the mean of a row."""
+        return self.name == reductions.MEAN
+
+    @property
     def signature(self) -> tuple[Any, ...]:
         """What decides its bits, apart from the operands' values: the name, and the dtypes or numbers, or the sizes."""
-        if self.columns:
+        if self.is_mean:
             return self.name, (self.elements, self.columns), self.dtype
         kinds = tuple(operand.value if isinstance(operand, Number) else operand.dtype for operand in self.operands)
         return self.name, kinds, self.dtype

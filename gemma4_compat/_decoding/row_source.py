@@ -80,7 +80,7 @@ def _means(values: Sequence[Value], done: Sequence[Value]) -> list[Value]:
         for operand in value.operands:
             if isinstance(operand, Part):
                 visit(operand.value)
-        if value.columns:
+        if value.is_mean:
             order[id(value)] = value
 
     seen: set[int] = set()
@@ -102,7 +102,7 @@ def _is_by_rows(value: Value, rows: int, columns: int, done: Sequence[Value]) ->
     def holds(value: Value, at: Any, own: Any) -> bool:
         if any(value is other for other in done):
             return True
-        if value.columns:
+        if value.is_mean:
             return bool((at == own).all()) and mean_holds(value)
         for operand, where, whose in _read_by(value, at, own):
             if isinstance(operand, Part) and not holds(operand.value, where, whose):
@@ -243,4 +243,4 @@ class _RowWriter(Writer):
 
     def _value(self, value: Value, at: str, scope: Scope) -> str:
         """As in other kernels; a mean is that of the block's row."""
-        return scope[id(value), ""] if value.columns else super()._value(value, at, scope)
+        return scope[id(value), ""] if value.is_mean else super()._value(value, at, scope)

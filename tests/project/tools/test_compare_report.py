@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import common
 from benchmarks.adapters import adapter_load as adapter_load_script
+from benchmarks.decoding import depth_report, multiprocessors_fit
 from benchmarks.decoding import measure as graph_decoding_measure
-from benchmarks.decoding import multiprocessors_fit
 from benchmarks.decoding import report as graph_decoding_report
 from benchmarks.reporting import compare_report as report
 from benchmarks.reporting import questions
@@ -118,8 +118,9 @@ def test_a_page_asks_what_its_picture_shows() -> None:
     for question in (*questions.QUESTIONS, questions.CARDS):
         text = (ROOT / "docs" / "benchmarks" / f"{question.page}.md").read_text(encoding="utf-8")
         assert text.startswith(f"# {question.asks}\n")
-        assert len(questions.tables(text)) == 1
-        assert (f"]({question.page}.svg)" in text) == bool(question.bars)
+        measured = question is questions.CARDS or bool(questions.runs(question))
+        assert len(questions.tables(text)) == measured
+        assert (f"]({question.page}.svg)" in text) == (measured and bool(question.bars))
 
 
 def test_a_page_has_the_rows_of_all_runs_with_a_link_to_each(results: Path) -> None:
@@ -147,6 +148,25 @@ def test_a_picture_shows_the_data_of_the_committed_runs(results: Path) -> None:
     after = {file.stem: text for file, text in questions.pictures().items()}
     assert [name for name in before if before[name] != after[name]] == ["alternatives"]
     assert ">0.12<" in after["alternatives"]
+
+
+def test_depth_has_a_table_of_speed_of_first_calls_and_of_kernels(results: Path) -> None:
+    speed, firsts, kernels = tables(report.section("depth"))
+    assert speed[0] == ["tok/s", "tokens of context", *depth_report.TITLES.values()]
+    assert [line[:2] for line in speed[2:]] == [
+        [what, context]
+        for what in ("everything on the GPU", "everything on the GPU, LoRA")
+        for context in ("64", "128")
+    ]
+    assert [line[1] for line in firsts[2:5]] == ["the release before", "PyTorch's bits", "own kernels"]
+    assert kernels[0][-2:] == ["others", "number of kernels"]
+    run = json.loads((results / "depth-tiny.json").read_text(encoding="utf-8"))
+    assert depth_report.problems(run) == []
+    run["machine"]["device"] = "NVIDIA H100"
+    assert "gpu at 64, own: not fused: no reason given" in depth_report.problems(run)
+    run["cases"] = {"gpu": {"contexts": {"64": {"warm": {}, "captured": 2}}}}
+    (captured,) = depth_report.problems(run)
+    assert captured.startswith("gpu at 64: 2 captures")
 
 
 @pytest.mark.parametrize(

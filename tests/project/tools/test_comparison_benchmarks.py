@@ -106,6 +106,19 @@ def test_both_ways_to_decode_are_timed_and_compared(run: Callable[..., dict[str,
     assert with_adapter["endurance"]["summary"]["wrong"] == 0 < with_adapter["endurance"]["summary"]["compared"]
 
 
+def test_ways_take_turns_deep_in_a_text(run: Callable[..., dict[str, Any]]) -> None:
+    parts = ["--parts", "first,speed,profile,check", "--ways", "before", "--rounds", "1"]
+    found = run("depth", "--cases", "gpu,host+lora", "--contexts", "64,96", *parts)
+    assert list(found["cases"]) == ["gpu", "host+lora"]
+    for entry in found["cases"].values():
+        assert list(entry["contexts"]) == ["64", "96"]
+        for data in entry["contexts"].values():
+            assert data["summary"]["before"]["of"] == 1
+            assert (data["warm"]["before"]["steps"]["captured"], data["captured"]) == (1, 0)
+    assert set(found["cases"]["gpu"]["check"]["summary"]) == {"read", "filled"}
+    assert set(found["cases"]["gpu"]["first"]["before"]) == {"cold", "later"}
+
+
 def test_trainer_is_run_with_upstream_alone_and_with_the_shim(run: Callable[..., dict[str, Any]]) -> None:
     short = ["--sequences", "16", "--steps", "3", "--long", "4", "--budget", "12"]
     found = run("trainers", "--ways", "upstream,shim,chunked", *short)
@@ -166,7 +179,7 @@ def test_llama_cpp_decodes_the_same_weights(run: Callable[..., dict[str, Any]]) 
 
 
 @pytest.mark.parametrize(
-    "name", ["adapter_load", "idle_shim", "model_lock", "alternatives", "graph_decoding", "peers"]
+    "name", ["adapter_load", "idle_shim", "model_lock", "alternatives", "graph_decoding", "depth", "peers"]
 )
 def test_bad_arguments_are_one_clear_error(name: str) -> None:
     done = child(str(ROOT / common.script(name)))

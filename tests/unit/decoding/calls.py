@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,9 @@ PATCH = "transformers-graph-decoding"
 NEW = 4  # tokens: of a prompt, of an eager step, and two of replays
 WINDOW = 8  # of tiny models
 TABLE = "model.language_model.embed_tokens_per_layer"
+#: Whether ``decode_fast`` has kernels of its own, and what keeps it to PyTorch's bits.
+OWN = "exact" in inspect.signature(gemma4_compat.decode_fast).parameters
+EXACT: dict[str, Any] = {"exact": True} if OWN else {}
 Outputs = list[Any]
 #: Runs a ``generate`` or several, given further arguments for each.
 Run = Callable[[dict[str, Any]], Outputs]
@@ -26,7 +30,7 @@ class Models:
     """Each model, loaded once.
 
     ``where``: everything on the "device"; the table of embeddings and towers on the "host"; and every layer
-    "streamed".
+    "streamed". ``own``: after ``decode_fast``; otherwise steps have PyTorch's bits.
     """
 
     def __init__(self, workspace: Any) -> None:
@@ -34,22 +38,32 @@ class Models:
         self.known: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
-        self, quantization: str | None = "4bit-double", adapter: str | None = None, where: str = "device"
+        self,
+        quantization: str | None = "4bit-double",
+        adapter: str | None = None,
+        where: str = "device",
+        *,
+        own: bool = False,
     ) -> Any:
-        key = quantization, adapter, where
+        key = quantization, adapter, where, own
         if key not in self.known:
-            self.known[key] = self.fresh(*key)
+            self.known[key] = self.fresh(quantization, adapter, where, own=own)
         return self.known[key]
 
     def fresh(
-        self, quantization: str | None = "4bit-double", adapter: str | None = None, where: str = "device"
+        self,
+        quantization: str | None = "4bit-double",
+        adapter: str | None = None,
+        where: str = "device",
+        *,
+        own: bool = False,
     ) -> Any:
         """A model of the test's own, to change."""
         model = self.workspace.load(quantization)
         if where != "device":
             model = self._dispatched(model, streamed=where == "streamed")
-        elif quantization is None:  # which transformers would compile
-            gemma4_compat.decode_fast(model)
+        if own or (where == "device" and quantization is None):  # which transformers would compile
+            gemma4_compat.decode_fast(model, **({} if own else EXACT))
             model.generation_config.cache_implementation = None  # each call says
         return threads.adapted(self.workspace, model, adapter).eval()
 

@@ -147,7 +147,9 @@ def test_sums_have_the_bits_of_bitsandbytes(
 
 
 def test_products_of_one_input_share_a_launch(on_host: kernels.Kernels) -> None:
-    wanted = [asked(GEMM, torch.bfloat16, 1536, outputs, nested=True, seed=seed) for seed, outputs in enumerate((40, 8, 9))]
+    wanted = [
+        asked(GEMM, torch.bfloat16, 1536, outputs, nested=True, seed=seed) for seed, outputs in enumerate((40, 8, 9))
+    ]
     wanted = [dataclasses.replace(product, input=wanted[0].input) for product in wanted]
     assert all(products.go_together(wanted[0], product) for product in wanted)
     for found, product in zip(computed(on_host, *wanted), wanted, strict=True):

@@ -15,6 +15,7 @@ from tests.conftest import is_affected, patch
 from tests.unit.decoding.calls import (
     CHANGES,
     NEW,
+    OWN,
     PATCH,
     SCENARIOS,
     Models,
@@ -41,6 +42,13 @@ CELLS = [
 ]
 
 
+#: Whether ``decode_fast`` may use kernels of its own; what they compute is in test_own_kernels.py.
+ARITHMETIC = [
+    pytest.param(False, id="exact"),
+    pytest.param(True, id="own", marks=pytest.mark.skipif(not OWN, reason="decode_fast has no kernels of its own")),
+]
+
+
 @pytest.fixture(autouse=True)
 def fused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of a few tokens have fused kernels, too."""
@@ -63,9 +71,10 @@ def test_the_same_answers(
     compared(model, SCENARIOS[scenario](model, models))
 
 
+@pytest.mark.parametrize("own", ARITHMETIC)
 @pytest.mark.parametrize("where", PLACEMENTS)
-def test_the_second_call_of_a_kind_captures_nothing(models: Models, where: str) -> None:
-    model = models.fresh(where=where)
+def test_the_second_call_of_a_kind_captures_nothing(models: Models, where: str, own: bool) -> None:
+    model = models.fresh(where=where, own=own)
     options = {"min_new_tokens": NEW, "max_new_tokens": NEW, "cache_implementation": "static"}
     model.generate(**text(model), **options)
     before = steps(model)
@@ -165,12 +174,13 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(
     compared(other, ask(other))
 
 
+@pytest.mark.parametrize("own", ARITHMETIC)
 @pytest.mark.parametrize("where", PLACEMENTS)
-def test_two_threads_at_once(models: Models, where: str) -> None:
+def test_two_threads_at_once(models: Models, where: str, own: bool) -> None:
     """Each with a cache of its own: before transformers 5.15 the one that ``generate`` makes is the model's."""
     import torch
 
-    model = models.fresh(where=where)
+    model = models.fresh(where=where, own=own)
     wrong: list[int] = []
 
     def answer(index: int, way: dict[str, Any]) -> Any:
@@ -180,7 +190,8 @@ def test_two_threads_at_once(models: Models, where: str) -> None:
     def work(index: int) -> None:
         wrong.extend(index for _ in range(4) if not torch.equal(answer(index, {}), expected[index]))
 
-    expected = [answer(index, {"disable_compile": True}) for index in range(2)]
+    plain: dict[str, Any] = {} if own else {"disable_compile": True}
+    expected = [answer(index, plain) for index in range(2)]
     assert threads.run_together([lambda: work(0), lambda: work(1)], limit=60) == [None, None]
     assert wrong == []
     assert steps(model).replayed > 0
@@ -220,11 +231,12 @@ def allocated() -> int:
     return int(torch.cuda.memory_allocated())
 
 
+@pytest.mark.parametrize("own", ARITHMETIC)
 @pytest.mark.parametrize("where", PLACEMENTS)
-def test_nothing_is_left_of_a_deleted_model(models: Models, where: str) -> None:
+def test_nothing_is_left_of_a_deleted_model(models: Models, where: str, own: bool) -> None:
     left = []
     for _ in range(2):
-        model = models.fresh(adapter="language", where=where)
+        model = models.fresh(adapter="language", where=where, own=own)
         for batch in (1, 2):
             generate(model, text(model, batch=batch), {})
         assert steps(model).replayed > 0
@@ -233,9 +245,12 @@ def test_nothing_is_left_of_a_deleted_model(models: Models, where: str) -> None:
     assert left[1] <= left[0]
 
 
+@pytest.mark.parametrize("own", ARITHMETIC)
 @pytest.mark.parametrize("where", PLACEMENTS)
-def test_memory_is_flat_over_changing_calls(models: Models, record: Callable[[str, Any], None], where: str) -> None:
-    model = models.fresh(adapter="language", where=where)
+def test_memory_is_flat_over_changing_calls(
+    models: Models, record: Callable[[str, Any], None], where: str, own: bool
+) -> None:
+    model = models.fresh(adapter="language", where=where, own=own)
     model.load_adapter(models.workspace.adapter("all"), "second")
     held = []
     for _ in range(4):
@@ -244,7 +259,7 @@ def test_memory_is_flat_over_changing_calls(models: Models, record: Callable[[st
             for batch, length in ((1, 3), (3, 24), (2, 12)):
                 generate(model, text(model, length, batch=batch), {})
         held.append(allocated())
-    record(f"graph decoding, held {where}", held)
+    record(f"graph decoding, held {where}{', own kernels' if own else ''}", held)
     assert held[2] == held[3] <= held[1]
     assert steps(model).replayed > 0
     assert steps(model).reasons == ()

@@ -1,0 +1,178 @@
+"""Kernels with an arithmetic of their own, in place of PyTorch's: attention (:mod:`attention`), products (:mod:`dense`).
+
+:class:`Own` sees the functions of ``torch`` that a forward calls, and calls operators of this package for those that the
+kernels can compute. As operators they are visible to whoever defers operations (:mod:`fusing`). They compute the same
+bits whether they run one by one, in a captured graph, or fused.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gemma4_compat._decoding import attention, dense, kernel_source, kernels
+from gemma4_compat._decoding.pointwise import DOT, Load, Value
+
+KINDS = frozenset({"attention", "dense"})
+_NAMESPACE = "gemma4_compat"
+_SCHEMAS = {
+    "valid_keys": "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, bool gqa) -> Tensor",
+    "attend": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa) -> Tensor",
+    "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
+}
+_log = logging.getLogger("gemma4_compat")
+
+
+class Own(TorchFunctionMode):  # type: ignore[misc]
+    """Inside one forward of a decoding step, these kernels compute what they can.
+
+    Args:
+        device: whose tensors they may read.
+    """
+
+    def __init__(self, device: Any) -> None:
+        super().__init__()
+        self._device = device
+        operators()
+        self._valid: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # by mask: it, and where its keys begin and end
+        self._repeated: dict[int, tuple[Any, Any]] = {}  # by id: what stands for repeated heads, and those heads
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = None
+        if func is torch.nn.functional.linear and "dense" in KINDS:
+            found = self._linear(*args, **kwargs)
+        elif func is torch.nn.functional.scaled_dot_product_attention and "attention" in KINDS:
+            found = self._attention(*args, **kwargs)
+        elif func is torch.Tensor.reshape and args[0].ndim == 5 and not args[0].stride(2) and args[0].shape[2] > 1:
+            found = self._stands_for_repeated(*args, **kwargs)
+        elif func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
+            return args[0]
+        if found is not None:
+            return found
+        if self._repeated and getattr(func, "__name__", "") != "__get__":
+            args = tuple(self._as_it_is(value) for value in args)
+            kwargs = {name: self._as_it_is(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _stands_for_repeated(self, heads: Any, *shape: Any) -> Any:
+        """In place of a copy of each key-value head for each query head (transformers' ``repeat_kv``), which attention
+        does not need: a tensor of that shape without memory.
+        """
+        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        batch, groups, repeats, length, width = heads.shape
+        if heads.device != self._device or tuple(size) != (batch, groups * repeats, length, width):
+            return None
+        stand_in = heads.new_empty(()).expand(tuple(size))
+        self._repeated[id(stand_in)] = stand_in, heads
+        return stand_in
+
+    def _as_it_is(self, value: Any) -> Any:
+        """The tensor itself where something stands for one."""
+        if id(value) not in self._repeated:
+            return value
+        stand_in, heads = self._repeated[id(value)]
+        return heads.reshape(stand_in.shape)
+
+    def _linear(self, given: Any, weight: Any, bias: Any = None) -> Any:
+        if given.device != self._device or torch.is_grad_enabled() or not dense.suits(given, weight, bias):
+            return None
+        return torch.ops.gemma4_compat.dense(given, weight, bias)
+
+    def _attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(key) in self._repeated and id(value) in self._repeated:
+            key, value = (self._repeated[id(tensor)][1][:, :, 0] for tensor in (key, value))
+            kwargs["enable_gqa"] = True
+        if query.device != self._device or torch.is_grad_enabled():
+            return None
+        call = attention.understood(query, key, value, *args, **kwargs)
+        if call is None:
+            return None
+        operands = query, key, value, kwargs.get("attn_mask", args[0] if args else None)
+        options = call.scale, bool(kwargs.get("enable_gqa", False))
+        valid = None if call.mask is None else self._valid_keys(*operands, *options)
+        return torch.ops.gemma4_compat.attend(*operands, valid, *options)
+
+    def _valid_keys(self, query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> Any:
+        """Where the keys of each query begin and end: found once for all layers with this mask."""
+        what = (mask.data_ptr(), mask._version, mask.shape, mask.stride(), query.shape[:3], key.shape[1])
+        if what not in self._valid:
+            self._valid[what] = mask, torch.ops.gemma4_compat.valid_keys(query, key, value, mask, scale, gqa)
+        return self._valid[what][1]
+
+
+def obstacle(device: Any) -> str | None:
+    """Why these kernels cannot run on this device; None if they can."""
+    compiler = kernels.COMPILERS.get(device.type)
+    return f"there are no kernels for {device.type}" if compiler is None else compiler.obstacle()
+
+
+@functools.cache
+def operators() -> Any:
+    """Define the operators ``torch.ops.gemma4_compat`` once; the library that keeps them alive."""
+    library = torch.library.Library(_NAMESPACE, "DEF")
+    for name, schema in _SCHEMAS.items():
+        library.define(name + schema)
+    for name, function in (("valid_keys", _valid_keys), ("attend", _attend), ("dense", _dense)):
+        library.impl(name, function, "CompositeExplicitAutograd")
+    return library
+
+
+def DENSE() -> Any:  # noqa: N802 (it stands for a constant that exists once the operators do)
+    """The operator of dense products; None before the first :class:`Own`."""
+    return torch.ops.gemma4_compat.dense.default if operators.cache_info().currsize else None
+
+
+def _launch(device: Any, *launched: Any) -> None:
+    known = kernels.of(device)
+    known.prepare([kernel.text for kernel in launched], [])
+    for kernel in launched:
+        known.launch(kernel)
+
+
+def _call(query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> attention.Call:
+    found = attention.understood(query, key, value, mask, scale=scale, enable_gqa=gqa)
+    assert found is not None  # or Own would not have asked
+    return found
+
+
+def _valid_keys(query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> Any:
+    found = attention.bounds(_call(query, key, value, mask, scale, gqa))
+    assert found is not None  # there is a mask
+    kernel, result = found
+    _launch(query.device, kernel)
+    return result
+
+
+def _attend(query: Any, key: Any, value: Any, mask: Any, valid: Any, scale: float, gqa: bool) -> Any:
+    wanted, result = attention.kernels(_call(query, key, value, mask, scale, gqa), valid)
+    _launch(query.device, *wanted)
+    return result
+
+
+def _dense(given: Any, weight: Any, bias: Any) -> Any:
+    if weight.shape[1] <= dense.SHORT:
+        value = dot(given, weight, bias)
+        value.memory = given.new_empty(value.shape)
+        _launch(given.device, kernel_source.kernel_of([value]))
+        return value.memory
+    product = dense.product(given, weight, bias)
+    result = product.empty()
+    _launch(given.device, dense.kernel_of([product], [result]))
+    return result
+
+
+def dot(given: Any, weight: Any, bias: Any = None) -> Value:
+    """A short product as a pointwise operation."""
+    operands = [Load(given, (weight.shape[1], 1)), Load(weight.detach(), (weight.shape[1], 1))]
+    if bias is not None:
+        operands.append(Load(bias.detach(), (1,)))
+    shape = (*given.shape[:-1], weight.shape[0])
+    return Value(DOT, tuple(operands), shape, weight.dtype, columns=weight.shape[1])

@@ -1,0 +1,224 @@
+"""Decoding by kernels of our own (``decode_fast``) on a GPU: an answer is the same bits wherever weights lie, whatever
+the length of the cache and the calls before, and whatever else is in the batch.
+
+How far they are from float32 is measured elsewhere. A prompt of several tokens is read by PyTorch's kernels, whose
+bits depend on batch and cache; where that would show, :func:`read_alike` gives the first row what it would have alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import gemma4_compat
+from tests.conftest import is_affected, patch
+from tests.unit.decoding.calls import (
+    CHANGES,
+    OWN,
+    SCENARIOS,
+    Models,
+    Run,
+    ask,
+    assert_equal,
+    base,
+    differ,
+    generate,
+    static_cache,
+    steps,
+    text,
+)
+from tests.unit.decoding.test_deferral import answer, end_at, same
+from tests.world.gpu.test_graph_decoding import CELLS, PLACEMENTS
+
+pytestmark = pytest.mark.skipif(not OWN, reason="decode_fast has no kernels of its own")
+
+#: Tokens that are compared: of the prompt, of a step that runs as it is, of a captured one, of fused ones.
+NEW = 8
+LENGTH = 24
+
+
+@pytest.fixture(autouse=True)
+def fused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a few tokens also have fused kernels."""
+    from gemma4_compat._decoding import fused_steps
+
+    monkeypatch.setattr(fused_steps, "AFTER", 2)
+
+
+@pytest.fixture(scope="module")
+def models(workspace: Any) -> Models:
+    return Models(workspace)
+
+
+def agree(model: Any, run: Run, other: Any, other_run: Run) -> list[Any]:
+    """The outputs of ``run``, which are those of the other model, both replayed."""
+    before = steps(model).replayed, steps(other).replayed
+    found, expected = run({}), other_run({})
+    assert steps(model).replayed > before[0]
+    assert steps(other).replayed > before[1]
+    for one, another in zip(found, expected, strict=True):
+        assert_equal(one, another)
+    return found
+
+
+@contextlib.contextmanager
+def read_alike(model: Any, length: int = LENGTH) -> Iterator[None]:
+    """Inside, the first row of a batch has the same keys, values and first token after its prompt, whatever else is in
+    the batch and however long the cache is.
+    """
+    import torch
+
+    kind = type(base(model))
+    read = kind._prefill
+
+    def prefill(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = read(self, *args, **kwargs)
+        cache = next(value for value in outputs.values() if hasattr(value, "layers"))
+        generator = torch.Generator(model.device).manual_seed(0)
+        for layer in cache.layers:
+            for held in (layer.keys, layer.values):
+                if held is not None:
+                    valid = held[0, :, :length]
+                    valid.copy_(torch.randn(valid.shape, generator=generator, device=held.device))
+        outputs.logits[0].zero_()
+        outputs.logits[0, -1, 5] = 1
+        return outputs
+
+    with mock.patch.object(kind, "_prefill", prefill):
+        yield
+
+
+def first_row(model: Any, batch: int = 1, **options: Any) -> Any:
+    """The tokens after the prompt and the logits of the first row, from the second token on."""
+    import torch
+
+    found = generate(model, text(model, LENGTH, batch=batch), new=NEW, **options)
+    return torch.stack([logits[0] for logits in found.logits[1:]]), found.sequences[0, LENGTH:]
+
+
+def assert_same(one: Any, other: Any) -> None:
+    import torch
+
+    assert all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(("quantization", "adapter", "where"), [cell for cell in CELLS if cell[2] != "device"])
+def test_the_same_bits_wherever_weights_lie(
+    models: Models, quantization: str | None, adapter: str | None, where: str, scenario: str
+) -> None:
+    model = models(quantization, adapter, where, own=True)
+    whole = models(quantization, adapter, own=True)
+    agree(model, SCENARIOS[scenario](model, models), whole, SCENARIOS[scenario](whole, models))
+
+
+@pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
+def test_the_same_bits_however_long_the_cache_is(
+    models: Models, quantization: str | None, adapter: str | None, where: str
+) -> None:
+    model = models(quantization, adapter, where, own=True)
+    with read_alike(model):
+        expected = first_row(model, past_key_values=static_cache(model, LENGTH + NEW))
+        for length in (64, 300, 5000):
+            assert_same(first_row(model, past_key_values=static_cache(model, length)), expected)
+
+
+@pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
+def test_the_same_bits_whatever_else_is_in_the_batch(
+    models: Models, quantization: str | None, adapter: str | None, where: str
+) -> None:
+    """Up to three rows, and more than those that products of ours take."""
+    model = models(quantization, adapter, where, own=True)
+    with read_alike(model):
+        expected = first_row(model)
+        for batch in (2, 3, 5):
+            assert_same(first_row(model, batch), expected)
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_the_same_bits_whatever_was_asked_before(models: Models, where: str) -> None:
+    model = models.fresh(adapter="language", where=where, own=True)
+    run = ask(model, new=NEW)
+    (first,) = run({})  # its steps run as they are, are captured, and are fused
+    (again,) = run({})
+    assert_equal(first, again)
+    for batch, length in ((3, 5), (1, 200), (2, 12)):
+        generate(model, text(model, length, batch=batch), new=NEW)
+    with model.disable_adapter():
+        generate(model, text(model), new=NEW)
+    other = models.fresh(adapter="language", where=where, own=True)
+    past = static_cache(model, LENGTH + NEW), static_cache(other, LENGTH + NEW)
+    agree(model, ask(model, new=NEW, past_key_values=past[0]), other, ask(other, new=NEW, past_key_values=past[1]))
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+def test_adapters_that_are_switched(models: Models, quantization: str | None) -> None:
+    model = models.fresh(quantization, "language", own=True)
+    model.load_adapter(models.workspace.adapter("all"), "second")
+    run = ask(model, new=NEW)
+    first = run({})
+    model.set_adapter("second")
+    second = run({})
+    assert differ(first, second)
+    with model.disable_adapter():
+        plain = run({})
+    assert differ(plain, first)
+    model.set_adapter("default")
+    assert not differ(run({}), first)
+    bare = models.fresh(quantization, own=True)
+    for one, other in zip(plain, ask(bare, new=NEW)({}), strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit-double"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_noticed_before_a_replay(models: Models, what: str, quantization: str | None) -> None:
+    model, other = models.fresh(quantization, own=True), models.fresh(quantization, own=True)
+    before = ask(model)({})
+    for one in (model, other):
+        CHANGES[what](one)
+    assert differ(before, agree(model, ask(model), other, ask(other)))
+
+
+@pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
+def test_kernels_are_fused(models: Models, quantization: str | None, adapter: str | None, where: str) -> None:
+    from gemma4_compat._decoding import fused_steps
+
+    model = models.fresh(quantization, adapter, where, own=True)
+    obstacle = fused_steps.obstacle(model.device)
+    if obstacle is not None:
+        pytest.skip(obstacle)
+    ask(model, new=NEW)({})
+    assert (steps(model).fused, steps(model).not_fused, steps(model).reasons) == (1, (), ())
+
+
+def test_without_it_the_bits_are_pytorchs(models: Models) -> None:
+    model = models.fresh(own=True)
+    gemma4_compat.decode_fast(model, enabled=False)
+    for one, other in zip(ask(model, new=NEW)({}), ask(model, new=NEW)({"disable_compile": True}), strict=True):
+        assert_equal(one, other)
+
+
+@pytest.mark.parametrize("sampled", [{}, {"do_sample": True, "top_k": 50}])
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_stops_that_are_read_late(
+    models: Models, monkeypatch: pytest.MonkeyPatch, where: str, sampled: dict[str, Any]
+) -> None:
+    """The same tokens and the same random numbers after them as where the host waits for each."""
+    from gemma4_compat._decoding import deferral
+
+    if not is_affected(patch("transformers-deferred-stop")):
+        pytest.skip("transformers before 5.17 has no deferred stop check")
+    model = models(where=where, own=True)
+    for batch in (1, 3):
+        for end in (-1, end_at(model, 9, batch=batch, **sampled)):
+            options = {"batch": batch, "eos_token_id": end, "pad_token_id": 0, **sampled}
+            found = []
+            for cost in (float("inf"), 0.0):
+                monkeypatch.setattr(deferral, "WAITING", cost)
+                found.append(answer(model, **options))
+            assert same(*found)
