@@ -317,7 +317,8 @@ def _attention_text(layout: _Layout) -> tuple[str, int]:
     values, threads = _matrix_constants(layout) if by_matrix else _plain_constants(layout)
     known |= _mask_lines(layout, by_matrix)
     known["THREADS"] = str(threads)
-    known["RESIDENT"] = ", 1" if values.get("NT") == 2 else ", 2"  # blocks of a multiprocessor
+    alone = threads > 256 or values.get("NT") == 2  # on a multiprocessor
+    known["RESIDENT"] = ", 1" if alone else ", 2"
     values |= {"D": layout.width, "NH": layout.heads, "THREADS": threads, "MAX_KEYS": _MAX_KEYS}
     known["CONSTANTS"] = _constants(layout.dtype, **values, RECORD=source.RECORD, FEW=source.FEW)
     pointers = [f"const @T@* {name}" for name in ("query_at", "keys_at", "values_at")]
