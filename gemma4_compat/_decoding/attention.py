@@ -27,8 +27,9 @@ MAX_HEADS = 16
 WIDTHS = (16, 32, 64, 128, 256, 512)
 _WORD = 16  # bytes of a load
 _FAR = 1 << 31
-# Keys of a split: a multiple of _GRAIN, so that there are about _TARGET splits over all key-value heads.
-_GRAIN, _MAX_KEYS, _TARGET = 32, 128, 256
+# Keys of a split: a multiple of _GRAIN, so that there are about _TARGET splits over all key-value heads. So few keys
+# that they have up to _ALONE numbers are one split, for adding up splits takes as long as reading those.
+_GRAIN, _MAX_KEYS, _TARGET, _ALONE = 32, 128, 128, 1 << 15
 #: Blocks of a launch for one sequence; each takes splits in turns.
 _BLOCKS = 264
 
@@ -111,7 +112,7 @@ def understood(
         return None
     if mask is not None:
         mask = mask.expand(batch, queries, length)
-    if _most_splits(length, kv_heads) > source.MANY:
+    if _most_splits(length, kv_heads, width) > source.MANY:
         return None
     shape = (batch, heads, rows, width)
     return Call(query, key, value, mask, width**-0.5 if scale is None else float(scale), shape)
@@ -191,7 +192,7 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
         first = bounds(call)
         launched, found = [first[0]], first[1]  # type: ignore[index]
     outer = batch * queries
-    rows, splits = outer * kv_heads, _most_splits(length, kv_heads)
+    rows, splits = outer * kv_heads, _most_splits(length, kv_heads, width)
     new = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     result = torch.empty((batch, queries, kv_heads * heads, width), dtype=query.dtype, device=query.device)
     parts = new((rows, splits if splits > 1 else 0, heads, width))
@@ -218,20 +219,28 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
     return launched, result if tuple(result.shape) == call.shape else result.reshape(call.shape)
 
 
-def _splits(count: int, kv_heads: int) -> int:
+def _splits(count: int, kv_heads: int, width: int) -> int:
     """How many splits there are for so many keys: as in ``_SPLITS``."""
-    per = min(max(-(-count * kv_heads // (_TARGET * _GRAIN)) * _GRAIN, _GRAIN), _MAX_KEYS)
-    return max(-(-count // per), 1)
+    grains = -(-count * kv_heads // (_TARGET * _GRAIN))
+    if count <= _alone(width):
+        grains = _alone(width) // _GRAIN
+    return max(-(-count // min(max(grains, 1) * _GRAIN, _MAX_KEYS)), 1)
+
+
+def _alone(width: int) -> int:
+    """Up to so many keys are one split."""
+    return max(_GRAIN, min(_MAX_KEYS, _ALONE // width))
 
 
 @functools.cache
-def _most_splits(length: int, kv_heads: int) -> int:
+def _most_splits(length: int, kv_heads: int, width: int) -> int:
     """The most splits that there are for any number of keys up to ``length``."""
     counts = (grains * _TARGET * _GRAIN // kv_heads for grains in range(1, _MAX_KEYS // _GRAIN))
-    return max(_splits(count, kv_heads) for count in (length, *(count for count in counts if 0 < count < length)))
+    return max(_splits(count, kv_heads, width) for count in (length, *(one for one in counts if 0 < one < length)))
 
 
-_SPLITS = """const int grains = (int)((count * kv_heads + {span}u) / {spanned}u);
+_SPLITS = """const int wanted = (int)((count * kv_heads + {span}u) / {spanned}u);
+  const int grains = count <= {alone}u ? {alone} / {grain} : wanted;
   const int per = min(max(grains, 1) * {grain}, {most}), splits = max((int)((count + per - 1u) / per), 1);"""
 
 
@@ -290,7 +299,13 @@ def _shared(layout: _Layout) -> dict[str, str]:
             if layout.mask is None
             else f"const unsigned int first = bounds[{at}], count = bounds[{at} + 1u];"
         ),
-        "SPLITS": _SPLITS.format(span=_TARGET * _GRAIN - 1, spanned=_TARGET * _GRAIN, grain=_GRAIN, most=_MAX_KEYS),
+        "SPLITS": _SPLITS.format(
+            span=_TARGET * _GRAIN - 1,
+            spanned=_TARGET * _GRAIN,
+            grain=_GRAIN,
+            most=_MAX_KEYS,
+            alone=_alone(layout.width),
+        ),
     }
 
 
@@ -302,7 +317,8 @@ def _attention_text(layout: _Layout) -> tuple[str, int]:
     values, threads = _matrix_constants(layout) if by_matrix else _plain_constants(layout)
     known |= _mask_lines(layout, by_matrix)
     known["THREADS"] = str(threads)
-    known["RESIDENT"] = ", 2" if threads == 256 else ""
+    alone = threads > 256 or values.get("NT") == 2  # on a multiprocessor
+    known["RESIDENT"] = ", 1" if alone else ", 2"
     values |= {"D": layout.width, "NH": layout.heads, "THREADS": threads, "MAX_KEYS": _MAX_KEYS}
     known["CONSTANTS"] = _constants(layout.dtype, **values, RECORD=source.RECORD, FEW=source.FEW)
     pointers = [f"const @T@* {name}" for name in ("query_at", "keys_at", "values_at")]
@@ -323,13 +339,21 @@ def _attention_text(layout: _Layout) -> tuple[str, int]:
     half = kind.load.startswith("from_f16")
     known |= {"PAIR": "pair_f16" if half else "pair_bf16", "ROUNDED": kind.rounded.format("share[i]")}
     known |= {"MULTIPLY": matrices.MULTIPLY, "HALF": str(int(half)), "NAME": "f16" if half else "bf16"}
-    known |= {"A": kind.load.format("(u16)a"), "B": kind.load.format("(u16)b")}
+    for name in "AB":
+        known[f"{name}_LOW"] = kind.load.format(f"(u16){name.lower()}[k]")
+        known[f"{name}_HIGH"] = kind.load.format(f"(u16)({name.lower()}[k] >> 16)")
+    early, late = (known["MASK_LOADS"], "") if values["NT"] == 1 else ("", known["MASK_LOADS"])
+    known |= {"MASK_EARLY": early, "MASK_LATE": late}
     return _filled(matrices.ATTENTION, known), threads
 
 
 def _matrix_constants(layout: _Layout) -> tuple[dict[str, int], int]:
     """What :mod:`attention_tensor_source` counts by, and the threads of a block."""
-    return {"NT": -(-layout.heads // 8), "KT": max(1, min(4, 512 // layout.width)), "VT": 2}, 256
+    return {
+        "NT": -(-layout.heads // 8),
+        "KT": max(1, min(4, 512 // layout.width)),
+        "VT": 1 if layout.width == 512 else 2,
+    }, 256
 
 
 def _plain_constants(layout: _Layout) -> tuple[dict[str, int], int]:
@@ -338,8 +362,11 @@ def _plain_constants(layout: _Layout) -> tuple[dict[str, int], int]:
     chunks = layout.width // elements
     heads = 1 << (layout.heads - 1).bit_length()
     at_once = min(heads, 8)  # heads of a thread that reads values
+    in_warp = min(heads, 4)  # heads of a warp that reads keys
     loads = 8 // max(1, chunks // 32)  # keys of a lane
-    values = {"NP": heads, "HW": min(heads, 4), "HV": at_once, "KT": loads, "VE": elements, "AHEAD": 4}
+    if chunks < 32:
+        loads = max(1, min(loads, 2 * chunks // in_warp))
+    values = {"NP": heads, "HW": in_warp, "HV": at_once, "KT": loads, "VE": elements, "AHEAD": 4}
     return values, 256 * (heads // at_once)
 
 

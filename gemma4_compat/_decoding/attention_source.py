@@ -285,17 +285,25 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
 LAST = r"""  if (splits == 1) return;
   __shared__ float weights[NH][FEW];
   __shared__ unsigned int is_last;
-  __threadfence();
-  __syncthreads();
   if (thread == 0) {
     const unsigned int done = (splits - 1 - blockIdx.x) / gridDim.x + 1;  // of this block
+    __threadfence();  // what the block has written before its last barrier
     const unsigned int before = atomicAdd(&bounds[outer * RECORD + 2 + kv_head], done);
+    __threadfence();
     is_last = before + done == (unsigned int)splits;
     if (is_last) bounds[outer * RECORD + 2 + kv_head] = 0u;  // for the next layer
   }
   __syncthreads();
   if (!is_last) return;
-  __threadfence();
+  constexpr int BATCH = 16;
+  const float* const all_parts = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D);
+  float4 part[BATCH];
+  auto read_parts = [&](int at, int base) {
+    #pragma unroll
+    for (int i = 0; i < BATCH; ++i)
+      if (base + i < splits) part[i] = __ldcg((const float4*)(all_parts + (base + i) * (NH * D) + at));
+  };
+  if (thread * 4 < NH * D) read_parts(thread * 4, 0);  // on their way while weights are computed
   for (int head = warp; head < NH; head += WARPS) {
     float2 known = make_float2(minus_infinity, 0.0f);
     if (lane < splits) known = __ldcg(&of_splits[(blockIdx.y * (unsigned long long)max_splits + lane) * NH + head]);
@@ -312,23 +320,19 @@ LAST = r"""  if (splits == 1) return;
   __syncthreads();
   for (int at = thread * 4; at < NH * D; at += THREADS * 4) {
     const int head = at / D;
-    const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
     float4 group[8];
     #pragma unroll
     for (int g = 0; g < 8; ++g) group[g] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int base = 0; base < splits; base += 8) {
-      float4 part[8];
+    for (int base = 0; base < splits; base += BATCH) {
+      if (at != thread * 4 || base > 0) read_parts(at, base);
       #pragma unroll
-      for (int g = 0; g < 8; ++g)
-        part[g] = __ldcg((const float4*)(line + min(base + g, splits - 1) * (unsigned long long)(NH * D)));
-      #pragma unroll
-      for (int g = 0; g < 8; ++g)
-        if (base + g < splits) {
-          const float weight = weights[head][base + g];
-          group[g].x = fmaf(weight, part[g].x, group[g].x);
-          group[g].y = fmaf(weight, part[g].y, group[g].y);
-          group[g].z = fmaf(weight, part[g].z, group[g].z);
-          group[g].w = fmaf(weight, part[g].w, group[g].w);
+      for (int i = 0; i < BATCH; ++i)
+        if (base + i < splits) {
+          const float weight = weights[head][base + i];
+          group[i % 8].x = fmaf(weight, part[i].x, group[i % 8].x);
+          group[i % 8].y = fmaf(weight, part[i].y, group[i % 8].y);
+          group[i % 8].z = fmaf(weight, part[i].z, group[i % 8].z);
+          group[i % 8].w = fmaf(weight, part[i].w, group[i % 8].w);
         }
     }
     float4 whole = group[0];
@@ -363,6 +367,12 @@ SUM = r"""extern "C" __global__ void __launch_bounds__(@THREADS@) attention_sum(
   if (splits == 1) return;  // it is written
   const int at = blockIdx.x * LINE * 4 + thread % LINE * 4, head = at / D;
   const float2* known = of_splits + blockIdx.y * (unsigned long long)max_splits * NH + head;
+  const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
+  auto read_part = [&](int split) { return *(const float4*)(line + split * (unsigned long long)(NH * D)); };
+  float4 part[8];  // on their way while weights are computed
+  #pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (set + i * 8 < splits) part[i] = read_part(set + i * 8);
   float top = minus_infinity, sum = 0.0f;
   for (int split = thread; split < splits; split += THREADS) top = fmaxf(top, known[split * NH].x);
   #pragma unroll
@@ -384,17 +394,19 @@ SUM = r"""extern "C" __global__ void __launch_bounds__(@THREADS@) attention_sum(
   sum = sums[0];
   #pragma unroll
   for (int i = 1; i < WARPS; ++i) sum += sums[i];
-  const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
   float4 group = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  #pragma unroll 8
-  for (int split = set; split < splits; split += 8) {
-    const float4 part = *(const float4*)(line + split * (unsigned long long)(NH * D));
-    const float weight = weights[split];
-    group.x = fmaf(weight, part.x, group.x);
-    group.y = fmaf(weight, part.y, group.y);
-    group.z = fmaf(weight, part.z, group.z);
-    group.w = fmaf(weight, part.w, group.w);
-  }
+  for (int base = set; base < splits; base += 64)
+    #pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int split = base + i * 8;
+      if (split >= splits) break;
+      const float weight = weights[split];
+      group.x = fmaf(weight, part[i].x, group.x);
+      group.y = fmaf(weight, part[i].y, group.y);
+      group.z = fmaf(weight, part[i].z, group.z);
+      group.w = fmaf(weight, part[i].w, group.w);
+      if (split + 64 < splits) part[i] = read_part(split + 64);
+    }
   groups[thread] = group;
   __syncthreads();
   if (set != 0) return;

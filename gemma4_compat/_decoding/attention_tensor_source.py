@@ -1,7 +1,7 @@
 """Attention of 16-bit numbers by matrix units: the same parts as :data:`attention_source.ATTENTION`.
 
-Products of 16-bit numbers are exact, and sums are in ``float``. A share of the softmax is the sum of two 16-bit numbers,
-so it is off by 2 ** -17 of itself at most (bfloat16; less in float16).
+Products of 16-bit numbers are exact, and sums are in ``float``. A share of the softmax is the sum of two 16-bit
+numbers, so it is off by 2 ** -17 of itself at most (bfloat16; less in float16).
 
 A matrix unit multiplies 16 rows of 16 numbers by 8 columns: rows are keys, or dimensions of values; columns are heads.
 Every lane reads words of 16 bytes, and what it reads is what it must hand over, in an order that is the same for both
@@ -34,14 +34,15 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   @SPLITS@
   if ((int)blockIdx.x >= splits) return;
   const int quarter = warp % QUARTERS, slice = warp % SLICES, set = warp / SLICES;
-  const unsigned int query_from = batch * query_batch + kv_head * query_kv + query * query_stride + quarter * STEPS * 32 + col * 8;
-  const unsigned int keys_from = batch * key_batch + kv_head * key_head + first * key_stride + quarter * STEPS * 32 + col * 8;
-  const unsigned int values_from = batch * value_batch + kv_head * value_head + first * value_stride + slice * 64 + row * 8;
+  const @T@* const query_line = query_at + batch * query_batch + kv_head * query_kv + query * query_stride;
+  const char* const keys_line = (const char*)(keys_at + batch * key_batch + kv_head * key_head);
+  const char* const values_line = (const char*)(values_at + batch * value_batch + kv_head * value_head);
+  const unsigned int keys_from = (quarter * STEPS * 32 + col * 8) * 2u, values_from = (slice * 64 + row * 8) * 2u;
   @MASK_LINE@
   // With many heads, the query is read again where it is needed: registers are for keys and values.
   constexpr bool KEPT = NT * STEPS <= 4;
   auto read_query = [&](int t, int s) {
-    const @T@* at = query_at + (query_from + min(t * 8 + row, NH - 1) * query_head) + s * 32;
+    const @T@* at = query_line + (min(t * 8 + row, NH - 1) * query_head + (quarter * STEPS + s) * 32 + col * 8);
 #ifdef ON_HOST
     return *(const Word16*)at;
 #else
@@ -58,20 +59,21 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
 
   for (int split = blockIdx.x; split < splits; split += gridDim.x) {
     const int begin = split * per, keys = min(per, count - begin), end = max(keys - 1, 0);
-    const unsigned int keys_begin = keys_from + begin * key_stride, values_begin = values_from + begin * value_stride;
+    const unsigned int place = first + begin;
     Word16 known[KT][STEPS][2], values[VT][4];
     auto read_keys = [&](int base, Word16 (&words)[STEPS][2]) {
       #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const unsigned int at = keys_begin + min(base + half * 8 + row, end) * key_stride;
+        const unsigned int at = (place + min(base + half * 8 + row, end)) * (key_stride * 2u) + keys_from;
         #pragma unroll
-        for (int s = 0; s < STEPS; ++s) words[s][half] = load_once(keys_at + at + s * 32);
+        for (int s = 0; s < STEPS; ++s) words[s][half] = load_once(keys_line + at + s * 64);
       }
     };
     auto read_values = [&](int base, Word16 (&words)[4]) {
       #pragma unroll
       for (int j = 0; j < 4; ++j)  // shares are zero where there is no key
-        words[j] = load_once(values_at + (values_begin + min(base + col * 4 + j, end) * value_stride));
+        words[j] = load_once(
+          values_line + ((place + min(base + col * 4 + j, end)) * (value_stride * 2u) + values_from));
     };
     // What is read first: all of a short split.
     #pragma unroll
@@ -80,7 +82,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
     #pragma unroll
     for (int j = 0; j < VT; ++j)
       if (set * 16 + j * VALUE_STEP < keys) read_values(set * 16 + j * VALUE_STEP, values[j]);
-    @MASK_LOADS@
+    @MASK_EARLY@
 
     for (int from = warp / QUARTERS * 16; from < keys; from += KT * KEY_STEP)
       #pragma unroll
@@ -107,6 +109,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
       }
     __syncthreads();
 
+    @MASK_LATE@
     // Shares: four keys of a head for each lane.
     for (int head = warp; head < NH; head += WARPS) {
       float4 score = *(const float4*)(room + head * LINE + lane * 4);
@@ -225,16 +228,18 @@ MULTIPLY = r"""#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a2), "r"(a3), "r"(b1));
 #else
-    for (int s = 0; s < 4; ++s) {
-      const int rows = (lane & 28) + s, left = col * 8 + s, right = left + 4;
-      const unsigned int as[4] = {__shfl_sync(0xffffffffu, a0, rows), __shfl_sync(0xffffffffu, a2, rows),
-        __shfl_sync(0xffffffffu, a1, rows), __shfl_sync(0xffffffffu, a3, rows)};
-      const unsigned int bs[4] = {__shfl_sync(0xffffffffu, b0, left), __shfl_sync(0xffffffffu, b1, left),
-        __shfl_sync(0xffffffffu, b0, right), __shfl_sync(0xffffffffu, b1, right)};
-      for (int i = 0; i < 4; ++i)
-        for (int k = 0; k < 4; ++k) {
-          const unsigned int a = as[i / 2 * 2 + k / 2] >> (k % 2 * 16), b = bs[i % 2 * 2 + k / 2] >> (k % 2 * 16);
-          c[i] = fmaf(@A@, @B@, c[i]);
+    #pragma unroll 1
+    for (int s = 0; s < 4; ++s)
+      #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int a_lane = (lane & 28) + s, b_lane = col * 8 + i % 2 * 4 + s;
+        const unsigned int a[2] = {__shfl_sync(0xffffffffu, i < 2 ? a0 : a1, a_lane),
+          __shfl_sync(0xffffffffu, i < 2 ? a2 : a3, a_lane)};
+        const unsigned int b[2] = {__shfl_sync(0xffffffffu, b0, b_lane), __shfl_sync(0xffffffffu, b1, b_lane)};
+        #pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          c[i] = fmaf(@A_LOW@, @B_LOW@, c[i]);
+          c[i] = fmaf(@A_HIGH@, @B_HIGH@, c[i]);
         }
-    }
+      }
 #endif"""

@@ -182,9 +182,9 @@ def test_bounds_are_found_once() -> None:
 
 
 def test_the_most_splits() -> None:
-    for length, kv_heads in itertools.product((1, 33, 3000, 9000, 70_000), (1, 2, 8)):
-        counted = max(attention._splits(count, kv_heads) for count in range(length + 1))
-        assert attention._most_splits(length, kv_heads) == counted
+    for length, kv_heads, width in itertools.product((1, 33, 140, 3000, 9000, 70_000), (1, 2, 8), (256, 512)):
+        counted = max(attention._splits(count, kv_heads, width) for count in range(length + 1))
+        assert attention._most_splits(length, kv_heads, width) == counted
 
 
 def test_what_is_left_to_pytorch() -> None:
