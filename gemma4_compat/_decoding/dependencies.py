@@ -192,22 +192,25 @@ class Dependencies:
 
     def _add_tensor(self, tensor: Any, whose: Whose) -> None:
         state = vars(tensor).get("quant_state")
+        watched = [tensor]
         if state is not None:
             self._often.add(vars(tensor), "quant_state", whose)
             for holder in (state, vars(state).get("state2")):
                 if holder is not None:
-                    for key in ("absmax", "code", "offset", "state2"):
-                        self._often.add(vars(holder), key, whose)
-                    for key in vars(holder).keys() - {"absmax", "code", "offset", "state2"}:
+                    # Whatever moves a state replaces its scales; the rest is checked once per call.
+                    self._often.add(vars(holder), "absmax", whose)
+                    watched.append(holder.absmax)
+                    for key in vars(holder).keys() - {"absmax"}:
                         self._seldom.add(vars(holder), key, whose)
         for part in (tensor, *(() if state is None else quant_states.tensors(state))):
             if part.device.type == "meta":
                 self._metas.append(weakref.ref(part))
                 self._whose_metas.append(whose)
             else:
-                self._tensors.append(weakref.ref(part))
-                self._addresses.append(part.data_ptr())
-                self._whose_tensors.append(whose)
+                if any(part is one for one in watched):
+                    self._tensors.append(weakref.ref(part))
+                    self._addresses.append(part.data_ptr())
+                    self._whose_tensors.append(whose)
                 self._layouts.add(part, whose)
 
     def hold(self, *, quiet: bool = False) -> bool:
