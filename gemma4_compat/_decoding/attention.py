@@ -27,11 +27,13 @@ MAX_HEADS = 16
 WIDTHS = (16, 32, 64, 128, 256, 512)
 _WORD = 16  # bytes of a load
 _FAR = 1 << 31
-# Keys of a split: a multiple of _GRAIN, so that there are about _TARGET splits over all key-value heads. So few keys
-# that they have up to _ALONE numbers are one split, for adding up splits takes as long as reading those.
-_GRAIN, _MAX_KEYS, _TARGET, _ALONE = 32, 128, 128, 1 << 15
-#: Blocks of a launch for one sequence; each takes splits in turns.
+#: Blocks of a launch for one sequence, and about as many splits over all key-value heads; each block takes splits in
+#: turns.
 _BLOCKS = 264
+#: Keys of a split: at least; if there are many; without matrix units, also at most.
+_FEWEST, _MANY, _MOST = 32, 64, 128
+#: So few keys that they have up to so many numbers are one split: adding up splits takes as long as reading those.
+_ALONE = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def understood(
         return None
     if mask is not None:
         mask = mask.expand(batch, queries, length)
-    if _most_splits(length, kv_heads, width) > source.MANY:
+    if _most_splits(length, kv_heads, width, _by_matrix(query.dtype, width)) > source.MANY:
         return None
     shape = (batch, heads, rows, width)
     return Call(query, key, value, mask, width**-0.5 if scale is None else float(scale), shape)
@@ -192,7 +194,7 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
         first = bounds(call)
         launched, found = [first[0]], first[1]  # type: ignore[index]
     outer = batch * queries
-    rows, splits = outer * kv_heads, _most_splits(length, kv_heads, width)
+    rows, splits = outer * kv_heads, _most_splits(length, kv_heads, width, _by_matrix(query.dtype, width))
     new = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
     result = torch.empty((batch, queries, kv_heads * heads, width), dtype=query.dtype, device=query.device)
     parts = new((rows, splits if splits > 1 else 0, heads, width))
@@ -206,42 +208,52 @@ def kernels(call: Call, found: Any = None) -> tuple[list[Kernel], Any]:
     writes = [parts, of_splits, result, *([found] if adds else [])]
     strides = [query.stride(0), query.stride(1), query.stride(2), query.stride(3)]
     strides += [*key.stride()[:3], *value.stride()[:3], *(() if mask is None else mask.stride())]
-    grid = (min(splits, max(1, _BLOCKS // kv_heads)), rows)
+    grid = (splits if layout.by_matrix else min(splits, max(1, _BLOCKS // kv_heads)), rows)
     sizes = (*shared, *strides, call.scale)
     text, threads = _attention_text(layout)
     launched.append(Kernel(text, (*reads, *writes), len(writes), sizes, block=threads, grid=grid))
     if splits > 1 and not adds:
         reads = [parts, of_splits, *([] if found is None else [found])]
         text, threads = _sum_text(layout)
-        grid = (heads * width // (threads // 2), rows)
+        grid = (heads * width // (threads // 8), rows)
         launched.append(Kernel(text, (*reads, result), 1, shared, block=threads, grid=grid))
     result = result.transpose(1, 2)
     return launched, result if tuple(result.shape) == call.shape else result.reshape(call.shape)
 
 
-def _splits(count: int, kv_heads: int, width: int) -> int:
+def _splits(count: int, kv_heads: int, width: int, by_matrix: bool) -> int:
     """How many splits there are for so many keys: as in ``_SPLITS``."""
-    grains = -(-count * kv_heads // (_TARGET * _GRAIN))
     if count <= _alone(width):
-        grains = _alone(width) // _GRAIN
-    return max(-(-count // min(max(grains, 1) * _GRAIN, _MAX_KEYS)), 1)
+        return 1
+    per = -(-count * kv_heads // (_BLOCKS * 4)) * 4
+    per = max(per, _FEWEST if count * kv_heads <= _BLOCKS // 2 * _FEWEST else _MANY)
+    return -(-count // (per if by_matrix else min(per, _MOST)))
 
 
 def _alone(width: int) -> int:
     """Up to so many keys are one split."""
-    return max(_GRAIN, min(_MAX_KEYS, _ALONE // width))
+    return max(_FEWEST, min(_MOST, _ALONE // width))
 
 
-@functools.cache
-def _most_splits(length: int, kv_heads: int, width: int) -> int:
-    """The most splits that there are for any number of keys up to ``length``."""
-    counts = (grains * _TARGET * _GRAIN // kv_heads for grains in range(1, _MAX_KEYS // _GRAIN))
-    return max(_splits(count, kv_heads, width) for count in (length, *(one for one in counts if 0 < one < length)))
+def _most_splits(length: int, kv_heads: int, width: int, by_matrix: bool) -> int:
+    """So many splits suffice for every number of keys up to ``length``."""
+    if length <= _alone(width):
+        return 1
+    short, long = _BLOCKS // 2 * _FEWEST // kv_heads, _BLOCKS * _MANY // kv_heads
+    found = [-(-min(length, short) // _FEWEST)]
+    if length > short:
+        found.append(-(-min(length, long) // _MANY))
+    if length > long:
+        found.append(-(-_BLOCKS // kv_heads))
+    if not by_matrix:
+        found.append(-(-length // _MOST))
+    return max(found)
 
 
-_SPLITS = """const int wanted = (int)((count * kv_heads + {span}u) / {spanned}u);
-  const int grains = count <= {alone}u ? {alone} / {grain} : wanted;
-  const int per = min(max(grains, 1) * {grain}, {most}), splits = max((int)((count + per - 1u) / per), 1);"""
+_SPLITS = """const int wanted = (int)((count * kv_heads + {span}u) / {spanned}u) * 4;
+  const int fewest = count * kv_heads <= {few}u ? {fewest} : {many};
+  const int per = count <= {alone}u ? {alone} : min(max(wanted, fewest), {most});
+  const int splits = max((int)((count + per - 1u) / per), 1);"""
 
 
 @dataclass(frozen=True)
@@ -253,6 +265,15 @@ class _Layout:
     heads: int
     mask: Any
     adds: bool
+
+    @property
+    def by_matrix(self) -> bool:
+        """Whether there are matrix units for it."""
+        return _by_matrix(self.dtype, self.width)
+
+
+def _by_matrix(dtype: Any, width: int) -> bool:
+    return dtype.itemsize == 2 and width >= 64  # type: ignore[no-any-return]
 
 
 def _filled(text: str, known: dict[str, str]) -> str:
@@ -300,11 +321,13 @@ def _shared(layout: _Layout) -> dict[str, str]:
             else f"const unsigned int first = bounds[{at}], count = bounds[{at} + 1u];"
         ),
         "SPLITS": _SPLITS.format(
-            span=_TARGET * _GRAIN - 1,
-            spanned=_TARGET * _GRAIN,
-            grain=_GRAIN,
-            most=_MAX_KEYS,
+            span=_BLOCKS * 4 - 1,
+            spanned=_BLOCKS * 4,
+            few=_BLOCKS // 2 * _FEWEST,
+            fewest=_FEWEST,
+            many=_MANY,
             alone=_alone(layout.width),
+            most=1 << 30 if layout.by_matrix else _MOST,
         ),
     }
 
@@ -313,13 +336,13 @@ def _shared(layout: _Layout) -> dict[str, str]:
 def _attention_text(layout: _Layout) -> tuple[str, int]:
     """The text, and the threads of a block."""
     known = _shared(layout)
-    by_matrix = layout.dtype.itemsize == 2 and layout.width >= 64
+    by_matrix = layout.by_matrix
     values, threads = _matrix_constants(layout) if by_matrix else _plain_constants(layout)
     known |= _mask_lines(layout, by_matrix)
     known["THREADS"] = str(threads)
     alone = threads > 256 or values.get("NT") == 2  # on a multiprocessor
     known["RESIDENT"] = ", 1" if alone else ", 2"
-    values |= {"D": layout.width, "NH": layout.heads, "THREADS": threads, "MAX_KEYS": _MAX_KEYS}
+    values |= {"D": layout.width, "NH": layout.heads, "THREADS": threads, "MAX_KEYS": _MOST}
     known["CONSTANTS"] = _constants(layout.dtype, **values, RECORD=source.RECORD, FEW=source.FEW)
     pointers = [f"const @T@* {name}" for name in ("query_at", "keys_at", "values_at")]
     if layout.mask is not None:
@@ -342,8 +365,6 @@ def _attention_text(layout: _Layout) -> tuple[str, int]:
     for name in "AB":
         known[f"{name}_LOW"] = kind.load.format(f"(u16){name.lower()}[k]")
         known[f"{name}_HIGH"] = kind.load.format(f"(u16)({name.lower()}[k] >> 16)")
-    early, late = (known["MASK_LOADS"], "") if values["NT"] == 1 else ("", known["MASK_LOADS"])
-    known |= {"MASK_EARLY": early, "MASK_LATE": late}
     return _filled(matrices.ATTENTION, known), threads
 
 
@@ -352,7 +373,7 @@ def _matrix_constants(layout: _Layout) -> tuple[dict[str, int], int]:
     return {
         "NT": -(-layout.heads // 8),
         "KT": max(1, min(4, 512 // layout.width)),
-        "VT": 1 if layout.width == 512 else 2,
+        "VT": 1,
     }, 256
 
 
@@ -378,7 +399,7 @@ def _mask_lines(layout: _Layout, by_matrix: bool) -> dict[str, str]:
         return {"MASK_LINE": "", "MASK_LOADS": "", "MASKED": score}
     kind = kinds()[layout.mask]
     line = "const unsigned int mask_from = batch * mask_batch + query * mask_query + first * mask_stride;"
-    key = "lane * 4 + i" if by_matrix else "base + (own + i) / HW * SUB + sub"
+    key = "done + lane * 4 + i" if by_matrix else "base + (own + i) / HW * SUB + sub"
     own = "4" if by_matrix else "OWN"
     loads = f"""{kind.c} bits[{own}];
       #pragma unroll
@@ -393,7 +414,7 @@ def _mask_lines(layout: _Layout, by_matrix: bool) -> dict[str, str]:
 @functools.cache
 def _sum_text(layout: _Layout) -> tuple[str, int]:
     """The text, and the threads of a block."""
-    threads = 2 * min(layout.width, 128)
+    threads = 8 * min(layout.width, 32)
     known = _shared(layout)
     known["THREADS"] = str(threads)
     known["CONSTANTS"] = _constants(layout.dtype, D=layout.width, NH=layout.heads, THREADS=threads, MANY=source.MANY)

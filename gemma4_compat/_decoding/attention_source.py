@@ -320,28 +320,18 @@ LAST = r"""  if (splits == 1) return;
   __syncthreads();
   for (int at = thread * 4; at < NH * D; at += THREADS * 4) {
     const int head = at / D;
-    float4 group[8];
-    #pragma unroll
-    for (int g = 0; g < 8; ++g) group[g] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float4 whole = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int base = 0; base < splits; base += BATCH) {
       if (at != thread * 4 || base > 0) read_parts(at, base);
       #pragma unroll
       for (int i = 0; i < BATCH; ++i)
         if (base + i < splits) {
           const float weight = weights[head][base + i];
-          group[i % 8].x = fmaf(weight, part[i].x, group[i % 8].x);
-          group[i % 8].y = fmaf(weight, part[i].y, group[i % 8].y);
-          group[i % 8].z = fmaf(weight, part[i].z, group[i % 8].z);
-          group[i % 8].w = fmaf(weight, part[i].w, group[i % 8].w);
+          whole.x = __fadd_rn(whole.x, __fmul_rn(weight, part[i].x));
+          whole.y = __fadd_rn(whole.y, __fmul_rn(weight, part[i].y));
+          whole.z = __fadd_rn(whole.z, __fmul_rn(weight, part[i].z));
+          whole.w = __fadd_rn(whole.w, __fmul_rn(weight, part[i].w));
         }
-    }
-    float4 whole = group[0];
-    #pragma unroll
-    for (int g = 1; g < 8; ++g) {
-      whole.x += group[g].x;
-      whole.y += group[g].y;
-      whole.z += group[g].z;
-      whole.w += group[g].w;
     }
     const float sum = sums[head];
     @T@* to = out + (outer * (unsigned long long)kv_heads + kv_head) * (NH * D) + at;
@@ -351,12 +341,13 @@ LAST = r"""  if (splits == 1) return;
     to[3] = stored(sum == 0.0f ? 0.0f : whole.w / sum);
   }"""
 
-#: Grid: slices of a key-value head's results, then (batch, query, key-value head). Eight groups of threads.
+#: Grid: slices of the results of a key-value head, then (batch, query, key-value head). Each of 32 groups of threads
+#: has every 32nd split.
 SUM = r"""extern "C" __global__ void __launch_bounds__(@THREADS@) attention_sum(@PARAMETERS@) {
 @CONSTANTS@
-  constexpr int LINE = THREADS / 8, WARPS = THREADS / 32;
+  constexpr int LINE = THREADS / 32, WARPS = THREADS / 32, AHEAD = 8;
   __shared__ float weights[MANY], tops[WARPS], sums[WARPS];
-  __shared__ __align__(16) float4 groups[THREADS];
+  __shared__ float4 groups[THREADS];
   const float minus_infinity = __uint_as_float(0xff800000u), log2_e = 1.4426950408889634f;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, set = thread / LINE;
   let_next_kernel_begin();
@@ -365,14 +356,14 @@ SUM = r"""extern "C" __global__ void __launch_bounds__(@THREADS@) attention_sum(
   @BOUNDS@
   @SPLITS@
   if (splits == 1) return;  // it is written
-  const int at = blockIdx.x * LINE * 4 + thread % LINE * 4, head = at / D;
+  const int at = blockIdx.x * LINE * 4, head = at / D;
   const float2* known = of_splits + blockIdx.y * (unsigned long long)max_splits * NH + head;
-  const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at;
+  const float* line = parts + blockIdx.y * (unsigned long long)max_splits * (NH * D) + at + thread % LINE * 4;
   auto read_part = [&](int split) { return *(const float4*)(line + split * (unsigned long long)(NH * D)); };
-  float4 part[8];  // on their way while weights are computed
+  float4 part[AHEAD];  // on their way while weights are computed
   #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    if (set + i * 8 < splits) part[i] = read_part(set + i * 8);
+  for (int i = 0; i < AHEAD; ++i)
+    if (set + i * 32 < splits) part[i] = read_part(set + i * 32);
   float top = minus_infinity, sum = 0.0f;
   for (int split = thread; split < splits; split += THREADS) top = fmaxf(top, known[split * NH].x);
   #pragma unroll
@@ -395,33 +386,25 @@ SUM = r"""extern "C" __global__ void __launch_bounds__(@THREADS@) attention_sum(
   #pragma unroll
   for (int i = 1; i < WARPS; ++i) sum += sums[i];
   float4 group = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  for (int base = set; base < splits; base += 64)
+  for (int base = set; base < splits; base += AHEAD * 32)
     #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int split = base + i * 8;
+    for (int i = 0; i < AHEAD; ++i) {
+      const int split = base + i * 32;
       if (split >= splits) break;
       const float weight = weights[split];
-      group.x = fmaf(weight, part[i].x, group.x);
-      group.y = fmaf(weight, part[i].y, group.y);
-      group.z = fmaf(weight, part[i].z, group.z);
-      group.w = fmaf(weight, part[i].w, group.w);
-      if (split + 64 < splits) part[i] = read_part(split + 64);
+      group.x = __fadd_rn(group.x, __fmul_rn(weight, part[i].x));
+      group.y = __fadd_rn(group.y, __fmul_rn(weight, part[i].y));
+      group.z = __fadd_rn(group.z, __fmul_rn(weight, part[i].z));
+      group.w = __fadd_rn(group.w, __fmul_rn(weight, part[i].w));
+      if (split + AHEAD * 32 < splits) part[i] = read_part(split + AHEAD * 32);
     }
   groups[thread] = group;
   __syncthreads();
-  if (set != 0) return;
+  if (thread >= LINE * 4) return;
+  const float* const of_groups = (const float*)groups + thread;
+  float whole = of_groups[0];
   #pragma unroll
-  for (int g = 1; g < 8; ++g) {
-    const float4 one = groups[g * LINE + thread];
-    group.x += one.x;
-    group.y += one.y;
-    group.z += one.z;
-    group.w += one.w;
-  }
-  @T@* to = out + blockIdx.y * (unsigned long long)(NH * D) + at;
-  to[0] = stored(sum == 0.0f ? 0.0f : group.x / sum);
-  to[1] = stored(sum == 0.0f ? 0.0f : group.y / sum);
-  to[2] = stored(sum == 0.0f ? 0.0f : group.z / sum);
-  to[3] = stored(sum == 0.0f ? 0.0f : group.w / sum);
+  for (int g = 1; g < 32; ++g) whole += of_groups[g * LINE * 4];
+  out[blockIdx.y * (unsigned long long)(NH * D) + at + thread] = stored(sum == 0.0f ? 0.0f : whole / sum);
 }
 """

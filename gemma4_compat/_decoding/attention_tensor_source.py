@@ -18,7 +18,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   constexpr int SCORES = QUARTERS * COLUMNS * LINE, OTHERS = (SETS - 1) * NT * 16 * SLICES * 32;
   __shared__ __align__(16) float room[SCORES > OTHERS ? SCORES : OTHERS];
   __shared__ uint4 shares[COLUMNS * SHARES];
-  __shared__ float tops[NH], sums[NH];
+  __shared__ float tops[NH], sums[NH], factors[NH];
   const float minus_infinity = __uint_as_float(0xff800000u), log2_e = 1.4426950408889634f;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, row = lane >> 2, col = lane & 3;
   // c += a * b
@@ -33,14 +33,14 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   @BOUNDS@
   @SPLITS@
   if ((int)blockIdx.x >= splits) return;
-  const int quarter = warp % QUARTERS, slice = warp % SLICES, set = warp / SLICES;
+  const int quarter = warp % QUARTERS, key_begin = warp / QUARTERS * 16, slice = warp % SLICES, set = warp / SLICES;
   const @T@* const query_line = query_at + batch * query_batch + kv_head * query_kv + query * query_stride;
   const char* const keys_line = (const char*)(keys_at + batch * key_batch + kv_head * key_head);
   const char* const values_line = (const char*)(values_at + batch * value_batch + kv_head * value_head);
   const unsigned int keys_from = (quarter * STEPS * 32 + col * 8) * 2u, values_from = (slice * 64 + row * 8) * 2u;
   @MASK_LINE@
-  // With many heads, the query is read again where it is needed: registers are for keys and values.
-  constexpr bool KEPT = NT * STEPS <= 4;
+  // A long query is read again where it is needed: registers are for keys and values.
+  constexpr bool KEPT = NT * STEPS <= 2;
   auto read_query = [&](int t, int s) {
     const @T@* at = query_line + (min(t * 8 + row, NH - 1) * query_head + (quarter * STEPS + s) * 32 + col * 8);
 #ifdef ON_HOST
@@ -57,34 +57,39 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
     #pragma unroll
     for (int i = 0; i < NT * STEPS; ++i) asked[i / STEPS][i % STEPS] = read_query(i / STEPS, i % STEPS);
 
-  for (int split = blockIdx.x; split < splits; split += gridDim.x) {
-    const int begin = split * per, keys = min(per, count - begin), end = max(keys - 1, 0);
-    const unsigned int place = first + begin;
-    Word16 known[KT][STEPS][2], values[VT][4];
-    auto read_keys = [&](int base, Word16 (&words)[STEPS][2]) {
-      #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const unsigned int at = (place + min(base + half * 8 + row, end)) * (key_stride * 2u) + keys_from;
-        #pragma unroll
-        for (int s = 0; s < STEPS; ++s) words[s][half] = load_once(keys_line + at + s * 64);
-      }
-    };
-    auto read_values = [&](int base, Word16 (&words)[4]) {
-      #pragma unroll
-      for (int j = 0; j < 4; ++j)  // shares are zero where there is no key
-        words[j] = load_once(
-          values_line + ((place + min(base + col * 4 + j, end)) * (value_stride * 2u) + values_from));
-    };
-    // What is read first: all of a short split.
+  const int split = blockIdx.x, begin = split * per, all = min(per, count - begin), end = max(all - 1, 0);
+  const unsigned int place = first + begin;
+  Word16 known[KT][STEPS][2], values[VT][4];
+  auto read_keys = [&](int base, Word16 (&words)[STEPS][2]) {
     #pragma unroll
-    for (int j = 0; j < KT; ++j)
-      if (warp / QUARTERS * 16 + j * KEY_STEP < keys) read_keys(warp / QUARTERS * 16 + j * KEY_STEP, known[j]);
+    for (int half = 0; half < 2; ++half) {
+      const unsigned int at = (place + min(base + half * 8 + row, end)) * (key_stride * 2u) + keys_from;
+      #pragma unroll
+      for (int s = 0; s < STEPS; ++s) words[s][half] = load_once(keys_line + at + s * 64);
+    }
+  };
+  auto read_values = [&](int base, Word16 (&words)[4]) {
+    #pragma unroll
+    for (int j = 0; j < 4; ++j)  // shares are zero where there is no key
+      words[j] = load_once(
+        values_line + ((place + min(base + col * 4 + j, end)) * (value_stride * 2u) + values_from));
+  };
+  float value[NT][4][4];  // of heads col * 2 and the next, dimensions row * 8 + 2 m and the next
+  #pragma unroll
+  for (int i = 0; i < NT * 16; ++i) value[i / 16][i / 4 % 4][i % 4] = 0.0f;
+  #pragma unroll
+  for (int j = 0; j < KT; ++j)
+    if (key_begin + j * KEY_STEP < all) read_keys(key_begin + j * KEY_STEP, known[j]);
+
+  for (int done = 0; done == 0 || done < all; done += MAX_KEYS) {  // as many keys as the block has room for
+    const int keys = min(all - done, MAX_KEYS);
+    // Values are on their way while scores are computed, and the next keys while values are added.
     #pragma unroll
     for (int j = 0; j < VT; ++j)
-      if (set * 16 + j * VALUE_STEP < keys) read_values(set * 16 + j * VALUE_STEP, values[j]);
-    @MASK_EARLY@
+      if (set * 16 + j * VALUE_STEP < keys) read_values(done + set * 16 + j * VALUE_STEP, values[j]);
+    @MASK_LOADS@
 
-    for (int from = warp / QUARTERS * 16; from < keys; from += KT * KEY_STEP)
+    for (int from = key_begin; from < keys; from += KT * KEY_STEP)
       #pragma unroll
       for (int j = 0; j < KT; ++j) {
         const int base = from + j * KEY_STEP;
@@ -104,12 +109,15 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
             to[8] = one[2] + two[2];
             to[LINE + 8] = one[3] + two[3];
           }
-          if (base + KT * KEY_STEP < keys) read_keys(base + KT * KEY_STEP, known[j]);
+          if (base + KT * KEY_STEP < keys) read_keys(done + base + KT * KEY_STEP, known[j]);
         }
       }
+    #pragma unroll
+    for (int j = 0; j < KT; ++j)
+      if (done + MAX_KEYS + key_begin + j * KEY_STEP < all)
+        read_keys(done + MAX_KEYS + key_begin + j * KEY_STEP, known[j]);
     __syncthreads();
 
-    @MASK_LATE@
     // Shares: four keys of a head for each lane.
     for (int head = warp; head < NH; head += WARPS) {
       float4 score = *(const float4*)(room + head * LINE + lane * 4);
@@ -129,6 +137,8 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
       }
       #pragma unroll
       for (int by = 16; by > 0; by >>= 1) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, by));
+      const float before = done ? tops[head] : minus_infinity;
+      top = fmaxf(top, before);
       float less[4];
       #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -138,15 +148,21 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
       }
       #pragma unroll
       for (int by = 16; by > 0; by >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, by);
-      if (lane == 0) tops[head] = top, sums[head] = sum;
+      if (lane == 0) {
+        const float factor = before == minus_infinity ? 0.0f : exp2f((before - top) * log2_e);
+        sums[head] = done ? fmaf(sums[head], factor, sum) : sum;
+        tops[head] = top;
+        factors[head] = factor;
+      }
       shares[head * SHARES + lane] = make_uint4(@PAIR@(share[0], share[1]), @PAIR@(share[2], share[3]),
         @PAIR@(less[0], less[1]), @PAIR@(less[2], less[3]));
     }
     __syncthreads();
 
-    float value[NT][4][4];  // of heads col * 2 and the next, dimensions row * 8 + 2 m and the next
-    #pragma unroll
-    for (int i = 0; i < NT * 16; ++i) value[i / 16][i / 4 % 4][i % 4] = 0.0f;
+    if (done)
+      #pragma unroll
+      for (int i = 0; i < NT * 16; ++i)
+        value[i / 16][i / 4 % 4][i % 4] *= factors[min(i / 16 * 8 + col * 2 + i % 2, NH - 1)];
     for (int from = set * 16; from < keys; from += VT * VALUE_STEP)
       #pragma unroll
       for (int j = 0; j < VT; ++j) {
@@ -167,52 +183,52 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
               multiply(value[t][m], a0, a1, a2, a3, by[t].x, by[t].y);
             }
           }
-          if (base + VT * VALUE_STEP < keys) read_values(base + VT * VALUE_STEP, values[j]);
+          if (base + VT * VALUE_STEP < keys) read_values(done + base + VT * VALUE_STEP, values[j]);
         }
       }
-    if (SETS > 1) {  // keys were divided among warps
-      float4* const others = (float4*)room + slice * 32 + lane;
-      #pragma unroll
-      for (int i = 0; i < NT * 4; ++i) {
-        const float* one = value[i / 4][i % 4];
-        if (set > 0) others[((set - 1) * NT * 4 + i) * (SLICES * 32)] = make_float4(one[0], one[1], one[2], one[3]);
-      }
-      __syncthreads();
-      if (set == 0)
-        #pragma unroll
-        for (int i = 0; i < NT * 4; ++i)
-          #pragma unroll
-          for (int other = 0; other < SETS - 1; ++other) {
-            const float4 one = others[(other * NT * 4 + i) * (SLICES * 32)];
-            value[i / 4][i % 4][0] += one.x;
-            value[i / 4][i % 4][1] += one.y;
-            value[i / 4][i % 4][2] += one.z;
-            value[i / 4][i % 4][3] += one.w;
-          }
+  }
+  if (SETS > 1) {  // keys were divided among warps
+    float4* const others = (float4*)room + slice * 32 + lane;
+    #pragma unroll
+    for (int i = 0; i < NT * 4; ++i) {
+      const float* one = value[i / 4][i % 4];
+      if (set > 0) others[((set - 1) * NT * 4 + i) * (SLICES * 32)] = make_float4(one[0], one[1], one[2], one[3]);
     }
+    __syncthreads();
     if (set == 0)
       #pragma unroll
-      for (int i = 0; i < NT * 2; ++i) {
-        const int t = i / 2, h = i % 2, head = t * 8 + col * 2 + h, at = head * D + slice * 64 + row * 8;
-        if (head >= NH) continue;
-        if (splits == 1) {
-          const float sum = sums[head];
-          Word16 word;
-          #pragma unroll
-          for (int m = 0; m < 4; ++m)
-            word.part[m] = sum == 0.0f ? 0u : @PAIR@(value[t][m][h] / sum, value[t][m][2 + h] / sum);
-          *(Word16*)(out + (outer * (unsigned long long)kv_heads + kv_head) * (NH * D) + at) = word;
-        } else {
-          float4* to = (float4*)(parts + (blockIdx.y * (unsigned long long)max_splits + split) * (NH * D) + at);
-          to[0] = make_float4(value[t][0][h], value[t][0][2 + h], value[t][1][h], value[t][1][2 + h]);
-          to[1] = make_float4(value[t][2][h], value[t][2][2 + h], value[t][3][h], value[t][3][2 + h]);
+      for (int i = 0; i < NT * 4; ++i)
+        #pragma unroll
+        for (int other = 0; other < SETS - 1; ++other) {
+          const float4 one = others[(other * NT * 4 + i) * (SLICES * 32)];
+          value[i / 4][i % 4][0] += one.x;
+          value[i / 4][i % 4][1] += one.y;
+          value[i / 4][i % 4][2] += one.z;
+          value[i / 4][i % 4][3] += one.w;
         }
-      }
-    if (splits > 1 && thread < NH)
-      of_splits[(blockIdx.y * (unsigned long long)max_splits + split) * NH + thread] =
-        make_float2(tops[thread], sums[thread]);
-    __syncthreads();
   }
+  if (set == 0)
+    #pragma unroll
+    for (int i = 0; i < NT * 2; ++i) {
+      const int t = i / 2, h = i % 2, head = t * 8 + col * 2 + h, at = head * D + slice * 64 + row * 8;
+      if (head >= NH) continue;
+      if (splits == 1) {
+        const float sum = sums[head];
+        Word16 word;
+        #pragma unroll
+        for (int m = 0; m < 4; ++m)
+          word.part[m] = sum == 0.0f ? 0u : @PAIR@(value[t][m][h] / sum, value[t][m][2 + h] / sum);
+        *(Word16*)(out + (outer * (unsigned long long)kv_heads + kv_head) * (NH * D) + at) = word;
+      } else {
+        float4* to = (float4*)(parts + (blockIdx.y * (unsigned long long)max_splits + split) * (NH * D) + at);
+        to[0] = make_float4(value[t][0][h], value[t][0][2 + h], value[t][1][h], value[t][1][2 + h]);
+        to[1] = make_float4(value[t][2][h], value[t][2][2 + h], value[t][3][h], value[t][3][2 + h]);
+      }
+    }
+  if (splits > 1 && thread < NH)
+    of_splits[(blockIdx.y * (unsigned long long)max_splits + split) * NH + thread] =
+      make_float2(tops[thread], sums[thread]);
+  __syncthreads();
 @LAST@
 }
 """

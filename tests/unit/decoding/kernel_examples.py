@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -68,20 +69,9 @@ def _expert_rows() -> Iterator[Kernel]:
         yield Kernel(expert_rows._text(expert_rows._Layout("nf4", 64, nested, dtype)), (), 1, ())
 
 
-def _attention() -> Iterator[Kernel]:
-    """Widths, heads, dtypes and masks; caches whose splits the last block, another kernel or nobody adds up."""
-    half, brain, wide = torch.float16, torch.bfloat16, torch.float32
-    for width, heads, dtype, mask, length in (
-        (512, 8, brain, torch.bool, 5000),
-        (512, 8, half, torch.bool, 900),
-        (512, 16, brain, torch.bool, 5000),
-        (256, 8, brain, torch.bool, 900),
-        (256, 2, half, half, 5000),
-        (64, 3, brain, None, 900),
-        (512, 8, wide, torch.bool, 5000),
-        (256, 8, wide, wide, 900),
-        (16, 3, half, None, 40),
-    ):
+def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
+    """Attention of widths, heads, dtypes and masks, over caches of some lengths."""
+    for width, heads, dtype, mask, length in cases:
         query, keys = torch.empty(1, 1, heads, width, dtype=dtype), torch.empty(1, 1, length, width, dtype=dtype)
         given = None if mask is None else torch.empty(1, 1, 1, length, dtype=mask)
         call = attention.understood(query, keys, keys, attn_mask=given)
@@ -104,12 +94,35 @@ def _dense() -> Iterator[Kernel]:
         yield dense.kernel_of([one] * count, [one.empty()] * count)
 
 
-#: By the names of the modules in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
+def _plain_attention() -> Iterator[Kernel]:
+    yield from _attention(
+        (512, 8, torch.float32, torch.bool, 5000),
+        (512, 16, torch.float32, torch.bool, 900),
+        (256, 8, torch.float32, torch.float32, 900),
+        (32, 2, torch.bfloat16, None, 900),
+        (16, 3, torch.float16, torch.float16, 40),
+    )
+
+
+def _matrix_attention() -> Iterator[Kernel]:
+    yield from _attention(
+        (512, 8, torch.bfloat16, torch.bool, 5000),
+        (512, 8, torch.float16, torch.bool, 900),
+        (512, 16, torch.bfloat16, torch.bool, 5000),
+        (512, 4, torch.bfloat16, torch.bfloat16, 5000),
+        (256, 8, torch.bfloat16, torch.bool, 900),
+        (256, 2, torch.float16, torch.float16, 5000),
+        (64, 3, torch.bfloat16, None, 900),
+    )
+
+
+#: By the name of the module in ``gemma4_compat/_decoding``. Of a kernel the text and the threads of a block count.
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
     "row_source": _rows,
     "products": _products,
-    "attention_source, attention_tensor_source": _attention,
     "dense": _dense,
+    "attention_source": _plain_attention,
+    "attention_tensor_source": _matrix_attention,
     "expert_rows": _expert_rows,
 }

@@ -181,10 +181,32 @@ def test_bounds_are_found_once() -> None:
     assert torch.equal(results[0], attend(query, key, value, mask))
 
 
-def test_the_most_splits() -> None:
-    for length, kv_heads, width in itertools.product((1, 33, 140, 3000, 9000, 70_000), (1, 2, 8), (256, 512)):
-        counted = max(attention._splits(count, kv_heads, width) for count in range(length + 1))
-        assert attention._most_splits(length, kv_heads, width) == counted
+@pytest.mark.parametrize("by_matrix", [True, False])
+def test_there_is_room_for_every_number_of_keys(by_matrix: bool) -> None:
+    for length, kv_heads, width in itertools.product((1, 33, 140, 1024, 9000, 70_000), (1, 2, 8, 16), (256, 512)):
+        counted = max(attention._splits(count, kv_heads, width, by_matrix) for count in range(length + 1))
+        assert counted <= attention._most_splits(length, kv_heads, width, by_matrix) <= counted + 2
+
+
+def test_many_keys_of_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_ALONE", 1 << 18)  # one split of 700 keys, in rounds
+    monkeypatch.setattr(attention, "_alone", lambda width: 1000)
+    attention._attention_text.cache_clear()
+    try:
+        query, key, value = 2 * drawn(1, 1, 8, 256), drawn(1, 1, 700, 256), drawn(1, 1, 700, 256)
+        lets = torch.arange(700) % 3 > 0
+        lets[100:400] = False  # no key in a whole round
+        mask = lets[None, None, None]
+        made, result = attention.kernels(attention.understood(query, key, value, attn_mask=mask))  # type: ignore[arg-type]
+        launched(made)
+    finally:
+        attention._attention_text.cache_clear()
+    scores = (query.double() @ key.double().mT / 16).masked_fill(~mask, -torch.inf)
+    expected = scores.softmax(-1) @ value.double()
+    theirs = (sdpa(query, key, value, attn_mask=mask) - expected).abs()
+    assert len(made) == 2
+    assert (result - expected).abs().mean() <= theirs.mean()
+    assert (result - expected).abs().max() <= theirs.max()
 
 
 def test_what_is_left_to_pytorch() -> None:
