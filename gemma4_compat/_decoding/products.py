@@ -260,6 +260,7 @@ class _Writer:
         self._words = _THREAD * layout.dtype.itemsize // 16
         # Groups of inputs that lie in shared memory at once, for all rows.
         room = _SHARED // (_GROUP * layout.dtype.itemsize * layout.rows)
+        room = room if layout.rows == 1 else min(room, 4)  # registers: each row of the input has sums of its own
         every = self._groups + (1 if self._shared_rest else 0)
         self._steps = [list(range(every))[at : at + room] for at in range(0, every, room)]
 
