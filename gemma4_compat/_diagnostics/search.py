@@ -249,8 +249,8 @@ _AROUND = ("transformers/utils/generic.py", "transformers/utils/output_capturing
 def place_of(frames: Sequence[Frame]) -> str | None:
     """Where a traceback leaves the libraries that are patched, as in :data:`PLACES`.
 
-    That is the last file of theirs with its function, and what it calls. Of a traceback without them it is what the
-    program called.
+    That is the last file of theirs with its function, and what it calls. Without them it is what the program
+    called.
     """
     called = ""
     for file, function in reversed(frames):
