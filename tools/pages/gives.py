@@ -81,8 +81,8 @@ def section() -> str:
         f"real shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
         f"({measured_on}); VRAM is PyTorch's peak allocation, including loading. Without "
         "`decode_fast`, the CPU limits decoding speed. llama.cpp, on an H100, is faster; it does not train, and its "
-        "outputs are its own ([comparison](docs/benchmarks/peers.md)). Longer contexts, a comparison with upstream and "
-        "all figures: "
+        "outputs are its own ([comparison](docs/benchmarks/peers.md)). Longer contexts, a comparison with upstream "
+        "and all figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
     ]
     return "\n".join(rows)
