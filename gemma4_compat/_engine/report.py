@@ -88,24 +88,26 @@ class Statuses(dict[str, PatchStatus]):
             words.Verdict.REVERTED,
         }  # the user asked for it
         bad = [status for status in self.values() if verdicts[status.id] not in fine or status.overridden]
-        rows = [(status.id, verdicts[status.id].cell, _wrong(status)) for status in bad[:_MOST]]
-        more = [f"... and {len(bad) - _MOST} more"] if len(bad) > _MOST else []
+        shown = [wrapped(_wrong(status, verdicts[status.id]), _WIDTH) for status in bad[:_MOST]]
+        shown += [f"... and {len(bad) - _MOST} more"] if len(bad) > _MOST else []
         parts = [
             wrapped(f"In this process: {_counts(self)}", _WIDTH),
             by_area(verdicts, self._areas, _WIDTH),
-            *(["\n".join([table_text(rows, width=_WIDTH), *more])] if rows else []),
+            *(["\n".join(shown)] if shown else []),
             "One of them: status()[ID].reason. All, a line each: `gemma4-compat status`.",
         ]
         return "\n\n".join(parts)
 
 
-#: Characters of a line where a program prints, and how many patches that need attention are listed there.
-_WIDTH, _MOST = 80, 5
+#: Characters of a line where a program prints, and how many patches that need attention are listed, on two lines each.
+_WIDTH, _MOST = 80, 3
 
 
-def _wrong(status: PatchStatus) -> str:
+def _wrong(status: PatchStatus, verdict: words.Verdict) -> str:
     taken = f"another library replaced {', '.join(status.overridden)}" if status.overridden else status.reason
-    return taken if len(taken) <= 2 * _WIDTH else taken[: 2 * _WIDTH - 3] + "..."
+    text = f"{status.id}, {verdict.word}: {taken}"
+    longest = 2 * _WIDTH - 20  # a line may end early
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def by_area(verdicts: Mapping[str, words.Verdict], areas: Mapping[str, str], width: int | None = None) -> str:
