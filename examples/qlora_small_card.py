@@ -13,11 +13,12 @@ writes. TRL computes its loss in pieces itself, keeps adapters in bfloat16, and 
 from __future__ import annotations
 
 import gemma4_compat  # isort: skip  (before the libraries it fixes)
-
 import argparse
 import sys
 from pathlib import Path
 from typing import Any
+
+from gemma4_compat import testing
 
 TARGETS = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 SAMPLES = [f"Sample {number}: the quick brown fox jumps over the lazy dog {number} times." for number in range(16)]
@@ -33,12 +34,21 @@ class Bytes:
 
 def main() -> int:
     options = parsed()
+    try:
+        train(options)
+    except (OSError, gemma4_compat.Gemma4CompatError) as error:  # a file or a model that is not there, no room
+        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train(options: argparse.Namespace) -> None:
     out = Path(options.out)
-    checkpoint = options.model or str(tiny_checkpoint(out / "tiny"))
-    model = load(checkpoint, options)
-    tokenizer = Bytes() if options.model is None else tokenizer_of(checkpoint)
     lines = SAMPLES if options.data is None else Path(options.data).read_text(encoding="utf-8").splitlines()
+    checkpoint = options.model or tiny_checkpoint(out / "tiny")
+    tokenizer = Bytes() if options.model is None else tokenizer_of(checkpoint)
     samples = [sample(tokenizer, line, options.sequence) for line in lines if line.strip()]
+    model = load(checkpoint, options)
     trainer = (made_by_trl if options.trl else made)(model, samples, options, out)
     trainer.train(resume_from_checkpoint=True if options.resume else None)
     trainer.model.save_pretrained(out / "adapter")
@@ -46,7 +56,6 @@ def main() -> int:
     if options.merge:
         report = gemma4_compat.merge_adapter(checkpoint, out / "adapter", out / "merged", progress=False)
         print(f"merged: {out / 'merged'} (parity {'ok' if report.parity and report.parity.ok else 'not checked'})")
-    return 0
 
 
 def parsed() -> argparse.Namespace:
@@ -65,10 +74,8 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def tiny_checkpoint(folder: Path) -> Path:
-    from gemma4_compat._reproduction import tiny_models
-
-    return folder if folder.exists() else Path(tiny_models.build_checkpoint(folder))
+def tiny_checkpoint(folder: Path) -> str:
+    return str(folder) if folder.exists() else testing.tiny_checkpoint(folder)
 
 
 def tokenizer_of(checkpoint: str) -> Any:
@@ -84,9 +91,8 @@ def load(checkpoint: str, options: argparse.Namespace) -> Any:
     from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
     main_device = 0 if torch.cuda.is_available() else "cpu"
-    split = options.vram is not None
     placement: dict[str, Any] = {"device_map": {"": main_device}}
-    if split:
+    if options.vram is not None:
         placement = {"device_map": "auto", "max_memory": {main_device: options.vram, "cpu": "64GiB"}}
     with gemma4_compat.quantize_offloaded():
         model = AutoModelForImageTextToText.from_pretrained(
@@ -96,7 +102,6 @@ def load(checkpoint: str, options: argparse.Namespace) -> Any:
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_compute_dtype=torch.bfloat16,
-                llm_int8_enable_fp32_cpu_offload=split,
             ),
             **placement,
         )

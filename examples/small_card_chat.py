@@ -11,7 +11,6 @@ The placement and the expected peak are printed before anything is loaded. Image
 from __future__ import annotations
 
 import gemma4_compat  # isort: skip  (before the libraries it fixes)
-
 import argparse
 import contextlib
 import sys
@@ -20,9 +19,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat import testing
+
 MIB = 2**20
-#: Room for the tiny model's activations; its weights would fit in less than a MiB.
-TINY_VRAM = "64MiB"
 
 
 class UsageError(Exception):
@@ -86,7 +85,10 @@ class Processor:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or id of a checkpoint (default: a tiny random one)")
-    parser.add_argument("--vram", help="GPU memory that PyTorch may use, such as 4GiB (default: 4GiB)")
+    parser.add_argument(
+        "--vram",
+        help="GPU memory that PyTorch may use, such as 4GiB (default: 4GiB; too little for all of the tiny model)",
+    )
     parser.add_argument("--adapter", type=Path, help="folder of a PEFT adapter")
     parser.add_argument("--image", type=Path, help="an image to begin the conversation with")
     parser.add_argument("--prompt", help="answer this and exit; without it, start a conversation")
@@ -117,15 +119,21 @@ def opened(path: Path | None) -> Any:
 def planned(model: str, given: argparse.Namespace, *, on_gpu: bool) -> Any:
     """The plan, printed before anything is loaded."""
     tiny = given.model is None
-    vram = given.vram or (TINY_VRAM if tiny else "4GiB")
-    plan = gemma4_compat.plan_device_map(
-        model,
-        vram,
-        context=min(given.context, 256) if tiny else given.context,
-        quantize="4bit-double" if on_gpu else None,
-        adapter=given.adapter,
-        vision=given.image is not None,
-    )
+
+    def plan_for(vram: str | int) -> Any:
+        return gemma4_compat.plan_device_map(
+            model,
+            vram,
+            context=min(given.context, 256) if tiny else given.context,
+            quantize="4bit-double" if on_gpu else None,
+            adapter=given.adapter,
+            vision=given.image is not None,
+        )
+
+    vram: str | int = given.vram or "4GiB"
+    if tiny and given.vram is None:  # a little less than all of it needs, so that something is offloaded
+        vram = plan_for("64MiB").use[0].peak - MIB // 4
+    plan = plan_for(vram)
     for device, names in sorted(by_device(plan.device_map).items()):
         print(f"{device:>5}: {', '.join(names)}")
     for device, use in plan.use.items():
@@ -159,7 +167,6 @@ def loaded(model: str, plan: Any, given: argparse.Namespace, *, on_gpu: bool, fo
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
-            llm_int8_enable_fp32_cpu_offload=True,
             llm_int8_skip_modules=["lm_head"],
         )
     else:
@@ -200,10 +207,8 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
         raise UsageError(f"--adapter {given.adapter} is no folder with an adapter_config.json")
     on_gpu = torch.cuda.is_available()
     if given.model is None:
-        from gemma4_compat._reproduction import tiny_models
-
         print("No --model: a tiny one with random weights. Its answers are noise.")
-        model = str(tiny_models.build_checkpoint(folder / "tiny"))
+        model = testing.tiny_checkpoint(folder / "tiny")
     else:
         model = given.model
     if not on_gpu:

@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _shim
 from gemma4_compat._engine.patch import ActsOn, Kind, Patch, PatchState, PatchStatus, Reason, Severity
+from gemma4_compat._engine.report import Statuses
 from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import Gemma4CompatError, Gemma4CompatWarning
 from gemma4_compat._shim import (
     install,
+    needed,
     patches,
     quantize_experts,
     quantize_offloaded,
@@ -36,9 +38,15 @@ if TYPE_CHECKING:
     from gemma4_compat._accelerate.listing import Attached as Attached
     from gemma4_compat._accelerate.listing import Attachment as Attachment
     from gemma4_compat._accelerate.listing import attached as attached
+    from gemma4_compat._decoding.decoder import DecodingStatistics as DecodingStatistics
+    from gemma4_compat._decoding.decoder import decoding_statistics as decoding_statistics
     from gemma4_compat._decoding.fast import decode_fast as decode_fast
+    from gemma4_compat._decoding.recaptures import Recapture as Recapture
+    from gemma4_compat._diagnostics.diagnosis import Diagnosis as Diagnosis
+    from gemma4_compat._diagnostics.diagnosis import doctor as doctor
     from gemma4_compat._diagnostics.explanation import Explanation as Explanation
     from gemma4_compat._diagnostics.explanation import explain as explain
+    from gemma4_compat._diagnostics.findings import Finding as Finding
     from gemma4_compat._export.job import export_adapter as export_adapter
     from gemma4_compat._export.result import ExportReport as ExportReport
     from gemma4_compat._merge.check import Parity as Parity
@@ -48,6 +56,8 @@ if TYPE_CHECKING:
     from gemma4_compat._models.inspection import MetaTensor as MetaTensor
     from gemma4_compat._models.inspection import find_meta_tensors as find_meta_tensors
     from gemma4_compat._models.inspection import input_device as input_device
+    from gemma4_compat._needed.judge import Assessment as Assessment
+    from gemma4_compat._needed.judge import Need as Need
     from gemma4_compat._planner.plan import plan_device_map as plan_device_map
     from gemma4_compat._planner.result import Plan as Plan
     from gemma4_compat._planner.result import TrainingPlan as TrainingPlan
@@ -64,16 +74,21 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ActsOn",
+    "Assessment",
     "Attached",
     "Attachment",
+    "DecodingStatistics",
+    "Diagnosis",
     "Explanation",
     "ExportReport",
+    "Finding",
     "Gemma4CompatError",
     "Gemma4CompatWarning",
     "Kind",
     "MergeParityError",
     "MergeReport",
     "MetaTensor",
+    "Need",
     "Parity",
     "Patch",
     "PatchState",
@@ -81,22 +96,27 @@ __all__ = [
     "Plan",
     "Problem",
     "Reason",
+    "Recapture",
     "RepairReport",
     "Scan",
     "Severity",
     "SkipModule",
+    "Statuses",
     "TrainingPlan",
     "Verdict",
     "__version__",
     "attached",
     "chunked_loss",
     "decode_fast",
+    "decoding_statistics",
+    "doctor",
     "explain",
     "export_adapter",
     "find_meta_tensors",
     "input_device",
     "install",
     "merge_adapter",
+    "needed",
     "patches",
     "plan_device_map",
     "plan_training",
@@ -111,16 +131,22 @@ __all__ = [
 
 #: Names that are imported on first use, and where they are.
 _LAZY = {
+    "Assessment": "gemma4_compat._needed.judge",
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
+    "DecodingStatistics": "gemma4_compat._decoding.decoder",
+    "Diagnosis": "gemma4_compat._diagnostics.diagnosis",
     "Explanation": "gemma4_compat._diagnostics.explanation",
     "ExportReport": "gemma4_compat._export.result",
+    "Finding": "gemma4_compat._diagnostics.findings",
     "MergeParityError": "gemma4_compat._merge.result",
     "MergeReport": "gemma4_compat._merge.result",
     "MetaTensor": "gemma4_compat._models.inspection",
+    "Need": "gemma4_compat._needed.judge",
     "Parity": "gemma4_compat._merge.check",
     "Plan": "gemma4_compat._planner.result",
     "Problem": "gemma4_compat._scan.result",
+    "Recapture": "gemma4_compat._decoding.recaptures",
     "RepairReport": "gemma4_compat._repair.repair",
     "Scan": "gemma4_compat._scan.result",
     "SkipModule": "gemma4_compat._quantization.skip_modules",
@@ -128,6 +154,8 @@ _LAZY = {
     "attached": "gemma4_compat._accelerate.listing",
     "chunked_loss": "gemma4_compat._training.loss",
     "decode_fast": "gemma4_compat._decoding.fast",
+    "decoding_statistics": "gemma4_compat._decoding.decoder",
+    "doctor": "gemma4_compat._diagnostics.diagnosis",
     "explain": "gemma4_compat._diagnostics.explanation",
     "export_adapter": "gemma4_compat._export.job",
     "find_meta_tensors": "gemma4_compat._models.inspection",

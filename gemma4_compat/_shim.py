@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat import _startup
 from gemma4_compat._engine.engine import Engine
-from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
+from gemma4_compat._engine.patch import Patch, PatchState
+from gemma4_compat._engine.report import Statuses
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._quantization import opt_in
 from gemma4_compat.patches import registry
 
 if TYPE_CHECKING:
+    from gemma4_compat._needed.judge import Assessment
     from gemma4_compat._scan.result import Scan
 
 engine = Engine(registry.load())
@@ -43,19 +45,19 @@ def install() -> None:
     engine.install()
 
 
-def status(*, unreached: bool = False) -> dict[str, PatchStatus]:
+def status(*, unreached: bool = False) -> Statuses:
     """The state of every patch, by id, with the reason; of pending patches, what the installed releases decide.
 
-    Imports no library, applies nothing, warns of nothing and raises nothing.
+    ``print`` shows it on one screen. Imports no library, applies nothing, warns of nothing and raises nothing.
 
     Args:
         unreached: also count the objects that had taken a function before it was replaced, and call the original. That
             may take a search of the heap: tenths of a second in a large process.
     """
-    return engine.status(count=unreached)
+    return Statuses(engine.status(count=unreached), registry.AREA_OF)
 
 
-def revert(id: str | None = None) -> dict[str, PatchStatus]:
+def revert(id: str | None = None) -> Statuses:
     """Undo the patch ``id``, or all of them, exactly; they stay off until :func:`install`.
 
     Returns what :func:`status` returns.
@@ -66,7 +68,7 @@ def revert(id: str | None = None) -> dict[str, PatchStatus]:
     Raises:
         Gemma4CompatError: no patch has that id (the message names the nearest one).
     """
-    return engine.revert(id)
+    return Statuses(engine.revert(id), registry.AREA_OF)
 
 
 def patches() -> tuple[Patch, ...]:
@@ -77,6 +79,23 @@ def patches() -> tuple[Patch, ...]:
 def is_on(patch_id: str) -> bool:
     """Whether a patch is applied, or will be when its library is imported."""
     return engine.state(patch_id).state in (PatchState.APPLIED, PatchState.PENDING)
+
+
+def needed(file: str | os.PathLike[str] | None = None) -> Assessment:
+    """Which patches a stack still needs, and the releases that make each unnecessary. Imports no library.
+
+    >>> print(gemma4_compat.needed())
+    >>> gemma4_compat.needed("requirements.txt").droppable
+
+    Args:
+        file: a requirements.txt, pyproject.toml, a lock file or a file of conda; default: what is installed.
+
+    Raises:
+        Gemma4CompatError: the file cannot be understood. The message names file, line and remedy.
+    """
+    from gemma4_compat._needed import judge
+
+    return judge.assess(None if file is None else Path(file), engine.patches())
 
 
 def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize: str | None = None) -> Scan:
@@ -108,8 +127,7 @@ def scan_adapter(adapter: str | os.PathLike[str], base: Any = None, *, quantize:
     return job.scan_adapter(adapter, base, quantize=quantize, renames=is_on("peft-adapter-keys"))
 
 
-@contextlib.contextmanager
-def quantize_offloaded() -> Iterator[None]:
+def quantize_offloaded() -> AbstractContextManager[None]:
     """Models loaded inside are quantized everywhere, also where their device map offloads them.
 
     >>> with gemma4_compat.quantize_offloaded():
@@ -123,13 +141,10 @@ def quantize_offloaded() -> Iterator[None]:
     Raises:
         Gemma4CompatError: the patch ``transformers-quantize-offloaded`` is off, so nothing could be done.
     """
-    _check_is_on(opt_in.OFFLOADED.id, "quantize_offloaded()")
-    with opt_in.OFFLOADED.enabled():
-        yield
+    return _loading(opt_in.OFFLOADED, "quantize_offloaded()")
 
 
-@contextlib.contextmanager
-def quantize_experts() -> Iterator[None]:
+def quantize_experts() -> AbstractContextManager[None]:
     """Models loaded inside in 4 bits are loaded with their experts in 4 bits; 26B-A4B: see docs/QUANTIZATION.md.
 
     >>> with gemma4_compat.quantize_experts():
@@ -144,12 +159,13 @@ def quantize_experts() -> Iterator[None]:
     Raises:
         Gemma4CompatError: the patch ``transformers-quantized-experts`` is off, so nothing could be done.
     """
-    _check_is_on(opt_in.EXPERTS.id, "quantize_experts()")
-    with opt_in.EXPERTS.enabled():
-        yield
+    return _loading(opt_in.EXPERTS, "quantize_experts()")
 
 
-def _check_is_on(patch_id: str, needed_by: str) -> None:
-    if not is_on(patch_id):
-        found = engine.state(patch_id)
-        raise Gemma4CompatError(f"{needed_by} needs the patch {found.id}, which is {found.state}: {found.reason}.")
+def _loading(feature: opt_in.OptIn, call: str) -> opt_in.Loading:
+    def check() -> None:
+        if not is_on(feature.id):
+            found = engine.state(feature.id)
+            raise Gemma4CompatError(f"{call} needs the patch {found.id}, which is {found.state}: {found.reason}.")
+
+    return opt_in.Loading(feature, call, check)

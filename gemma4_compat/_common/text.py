@@ -7,7 +7,8 @@ import itertools
 import numbers
 import re
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gemma4_compat._errors import Gemma4CompatError, printable
@@ -153,6 +154,16 @@ def _wrapped_row(
         for parts in itertools.zip_longest(*cells, fillvalue="")
     ]
     return lines + [f"    {line}" for line in _wrapped(row[-1], max(width - 4, 20))] if below else lines
+
+
+def counts_text(name: str, found: Mapping[str, tuple[str, str]], columns: Sequence[str], width: int | None) -> str:
+    """How many of ``found``, each a row and a column by its id, fall into each; ``name`` is what the rows are."""
+    count = Counter(found.values())
+    rows = [
+        [row, *(str(count[row, column] or "-") for column in columns)]
+        for row in dict.fromkeys(row for row, _ in found.values())
+    ]
+    return table_text([[name, *columns], *rows], header=True, width=width)
 
 
 def _painted(parts: Sequence[str], widths: Sequence[int], tones: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`recording`: one captured step, on CUDA.
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it
   before every step (``hold``); if something differs, the graph is captured again.
-* :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``statistics`` counts them.
+* :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``decoding_statistics`` counts them.
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`kernels` (tries and launches them) and :mod:`bits` (equality).
@@ -24,5 +24,4 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 
 from __future__ import annotations
 
-from gemma4_compat._decoding.decoder import Statistics as Statistics
-from gemma4_compat._decoding.decoder import statistics as statistics
+from gemma4_compat._decoding.decoder import decoding_statistics as decoding_statistics

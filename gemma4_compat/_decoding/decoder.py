@@ -33,7 +33,7 @@ _log = logging.getLogger("gemma4_compat")
 
 
 @dataclass
-class Statistics:
+class DecodingStatistics:
     """How the one-token steps of a model were run.
 
     Attributes:
@@ -89,7 +89,7 @@ class Decoding:
     """
 
     def __init__(self) -> None:
-        self.statistics = Statistics()
+        self.statistics = DecodingStatistics()
         self.preferred = False  # to compiling, where transformers would compile
         self.own = False  # whether kernels may have an arithmetic of their own
         self.fuses = True
@@ -417,8 +417,15 @@ def is_preferred(model: Any) -> bool:
     return found is not None and found.preferred
 
 
-def statistics(model: Any) -> Statistics:
-    """How the one-token steps of ``model`` were run; PEFT may wrap the model."""
+def decoding_statistics(model: Any) -> DecodingStatistics:
+    """How the one-token steps of ``model`` were run; PEFT may wrap the model.
+
+    >>> counted = gemma4_compat.decoding_statistics(model)
+    >>> counted.replayed, counted.captured, counted.reasons
+    (199, 1, ())
+
+    It is the model's own object: later calls of ``generate`` go on counting in it.
+    """
     inner = getattr(model, "get_base_model", None)
     return of(model if inner is None else inner()).statistics
 

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from gemma4_compat._common.text import wrapped
 from gemma4_compat._engine import versions, words
 from gemma4_compat._engine.patch import PatchState, PatchStatus
 from gemma4_compat._engine.words import Verdict
@@ -67,8 +68,8 @@ def collect(package: str, statuses: Mapping[str, PatchStatus]) -> dict[str, Any]
     }
 
 
-def text(data: Mapping[str, Any]) -> str:
-    """The facts as a block for an issue, in Markdown that is readable as plain text."""
+def text(data: Mapping[str, Any], width: int | None = None) -> str:
+    """The facts as a block for an issue, in Markdown that is readable as plain text. ``width``: of a line, if any."""
     libraries = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     states = ", ".join(f"{count} {word}" for word, count in data["states"].items())
     devices = "unknown: asking would start them" if data["devices"] is None else ", ".join(data["devices"])
@@ -85,7 +86,8 @@ def text(data: Mapping[str, Any]) -> str:
         ("enabled", ", ".join(data["enabled"]) or "none"),
         *((f"off: {name}", reason) for name, reason in data["off"].items()),
     ]
-    return "\n".join(f"- {name}: {printable(str(value))}" for name, value in rows)
+    lines = (f"- {name}: {printable(str(value))}" for name, value in rows)
+    return "\n".join(wrapped(line, width).replace("\n", "\n  ") for line in lines)
 
 
 def _is_editable() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,15 +14,33 @@ LONGEST_MESSAGE = 4000
 #: How many errors of one text are compared, the last ones: a chain of causes, or the same error of every rank.
 _MOST = 8
 
+#: Widths of terminals, and how many full lines make a text a broken one.
+_NARROWEST, _WIDEST, _BROKEN = 60, 240, 2
+
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]{0,16}[ -/]?[@-~]")
-# "[rank0]: ", "[rank0]:[E123 ...] ", "E   " (pytest), "(worker pid=12) "; each at most a few times.
-_PREFIX = re.compile(r"(?:\[(?:rank|default)?\d{1,5}\]:? ?|E {2,6}|\(\w{1,40} pid=\d{1,9}\) ?|\| {1,9}){1,3}")
+# "[rank0]: ", "E   " (pytest), "(worker pid=12) ", "> " (a reply), a box of rich, "trainer-1  | " (Docker Compose),
+# the time of a log, with the stream (Kubernetes) or the level; each at most a few times.
+_PREFIX = re.compile(
+    r"(?:\[(?:rank|default)?\d{1,5}\]:? ?|E {2,6}|\(\w{1,40} pid=\d{1,9}\) ?|\| {1,9}|(?:> ?){1,4}|[│┃] ?"
+    r"|[\w.-]{1,60} {1,20}\| |\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,10}(?:Z|[+-]\d\d:?\d\d)?\]? "
+    r"|std(?:out|err) [FP] |(?:ERROR|CRITICAL|WARNING|INFO)(?::|\b) ){1,4}"
+)
+_BORDERS = ("╭", "╰", "┏", "┗")
+#: What a box of rich has at the end of a line.
+_SUFFIX = re.compile(r" *[│┃]$")
 _ERROR = re.compile(r"((?:[A-Za-z_]\w{0,80}\.){0,8}[A-Z]\w{0,120}(?:Error|Exception|Warning))(?:: ?(.{0,4000})|$)")
 #: An error in the middle of a line, as loggers and other programs write it.
 _INSIDE = re.compile(r"\b([A-Z]\w{0,120}(?:Error|Exception|Warning)): (.{1,4000})$")
 #: A Gemma 4 checkpoint: ``google/gemma-4-E2B-it``.
 _MODEL = re.compile(r"(?:[\w.-]{1,60}/)?gemma-4-[\w.-]{0,60}\w", re.IGNORECASE)
-_FRAME = re.compile(r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)(?:in (\w{1,120}))?')
+_FRAME = re.compile(
+    r'(?:File "?|^)([^"\n]{1,400}?\.py)"?(?:, line |:)\d{1,9}(?:, |\)?:? ?)(?:in (?:[\w<>]{1,80}\.){0,6}(\w{1,120}))?'
+)
+
+
+#: The end of a line that was broken at a space inside a frame.
+_OPEN = re.compile(r'\.py(?:",(?: line(?: \d{1,9},(?: in)?)?)?|:\d{1,9} in)$')
+_BARE = re.compile(r"\.py:\d{1,9}$")  # "in" comes on the next line
 
 
 class Frame(NamedTuple):
@@ -61,7 +80,7 @@ def read(text: str) -> Said:
 
     A text in which no line looks like an error is one message.
     """
-    lines = [_plain(line) for line in text[-LONGEST:].splitlines()]
+    lines = _unwrapped([_plain(line) for line in text[-LONGEST:].splitlines()])
     seen = (_FRAME.search(line[:1000]) for line in lines if ".py" in line)
     frames = tuple(Frame(match[1].replace("\\", "/"), match[2] or "") for match in seen if match)
     inside = (_INSIDE.search(line[-5000:]) for line in lines)
@@ -98,5 +117,31 @@ def _goes_on(line: str) -> bool:
 
 def _plain(line: str) -> str:
     line = _ESCAPE.sub("", line).rstrip()
+    if line.startswith(_BORDERS):
+        return ""
     found = _PREFIX.match(line)
-    return line[found.end() :] if found else line
+    return _SUFFIX.sub("", line[found.end() :] if found else line)
+
+
+def _unwrapped(lines: list[str]) -> list[str]:
+    """Lines that a terminal, or a box, broke at its width are one again.
+
+    A terminal did if several lines are as long as the longest, and what follows them is not indented, as the source
+    below a frame is.
+    """
+    width = max(map(len, lines), default=0)
+    after = [below for line, below in itertools.pairwise(lines) if len(line) == width]
+    indented = sum(line.startswith("  ") for line in after)
+    full = _NARROWEST <= width <= _WIDEST and len(after) >= _BROKEN and indented <= len(after) / 2
+    joined: list[str] = []
+    broken = False
+    for line in lines:
+        open_frame = joined and _OPEN.search(joined[-1][-200:]) is not None
+        if open_frame or (joined and line.startswith("in ") and _BARE.search(joined[-1][-200:])):
+            joined[-1] += f" {line.lstrip()}"
+        elif broken:
+            joined[-1] += line
+        else:
+            joined.append(line)
+        broken = full and len(line) == width
+    return joined

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gemma4_compat._diagnostics.messages import Frame, Message, Said
+from gemma4_compat._diagnostics.places import PLACES
 from gemma4_compat._engine.patch import Patch
 from gemma4_compat.patches.measured import RAISED
 
@@ -36,6 +37,23 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 _NAME = re.compile(r"[a-z]_[a-z]|[a-z][A-Z]|\d[a-z]")  # quant_state, PeftModel, Params4bit
 # Names of devices, and the remains of a number or a shape.
 _LEFT_OUT = frozenset({"cpu", "cuda", "xpu", "mps", "npu", "hpu", "x", "e", "a", "an", "the"})
+#: What people meet first, in the order of README's table: before others about the same text.
+MET_FIRST = (
+    "accelerate-hf-initialized",
+    "peft-clippable-linear",
+    "transformers-shared-kv",
+    "bitsandbytes-meta-quant-state",
+    "transformers-model-device",
+    "accelerate-train-offloaded",
+    "peft-keep-dispatch",
+    "transformers-auto-map",
+    "peft-adapter-keys",
+    "peft-quantized-merge",
+    "transformers-text-only-checkpoint",
+    "transformers-quantized-vision",
+    "transformers-reentrant-checkpointing",
+    "accelerate-paged-layers",
+)
 #: Names that occur in errors of any program.
 _ANYBODYS = frozenset(dir(builtins)) | {"NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half"}
 #: Error classes, beside Python's own, that other programs raise.
@@ -86,22 +104,25 @@ def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[s
     patterns = [pattern for patch in patches for pattern in _patterns(patch, raised.get(patch.id, ()))]
     weights = _weights(patterns)
     near = dict.fromkeys((patch.id for patch in patches), 0.0)
+    place = place_of(said.frames)
     for message in said.messages:
         found: dict[str, tuple[tuple[float, ...], Match]] = {}
         words = _words(message.text)
         for pattern in patterns:
             own = pattern.kind == message.kind and pattern.kind not in _COMMON | {""}
             shaped = pattern.shape is not None and pattern.shape.fullmatch(message.text) is not None
-            whole = shaped or (own and _is_cut_short(pattern, words))
+            whole = shaped or (own and _is_cut_short(pattern, words)) or _is_headline(pattern, words)
             covered = 1.0 if whole else _covered(pattern, words, weights)
             near[pattern.patch.id] = max(near[pattern.patch.id], covered * (0.5 + 0.5 * _same(pattern, message)))
             if covered < _ENOUGH or not _same(pattern, message) or not (shaped or _fits(pattern, words)):
                 continue
             seen = _seen(pattern.patch, said.frames)
-            certain = own or shaped or seen > 0 or not pattern.names.isdisjoint(words)
+            there = _is_there(pattern.patch, place)
+            certain = own or shaped or there or seen > 0 or not pattern.names.isdisjoint(words)
             match = Match(pattern.patch, message, pattern.text, certain, pattern.quoted)
             weight = len(pattern.text) if shaped else sum(weights[word] for word in pattern.words)
-            rank = (match.certain, _devices_agree(pattern.text, message.text), pattern.quoted, seen, weight)
+            agree, first = _devices_agree(pattern.text, message.text), pattern.patch.id in MET_FIRST
+            rank = (match.certain, there, agree, pattern.quoted, seen, weight, first)
             if pattern.patch.id not in found or rank > found[pattern.patch.id][0]:
                 found[pattern.patch.id] = (rank, match)
         if found:
@@ -183,6 +204,11 @@ def _is_cut_short(pattern: _Pattern, words: Sequence[str]) -> bool:
     return set(words) <= {*pattern.words, "<nothing>"}
 
 
+def _is_headline(pattern: _Pattern, words: Sequence[str]) -> bool:
+    """Whether a message stops early: it is how the pattern begins, with a name that only these libraries have."""
+    return tuple(words) == pattern.words[: len(words)] and not pattern.names.isdisjoint(words)
+
+
 def _fits(pattern: _Pattern, words: Sequence[str]) -> bool:
     """A pattern of a word or two occurs in any long message, so the message must be as short."""
     return len(pattern.words) > 3 or len(words) <= len(pattern.words) + 3
@@ -210,6 +236,37 @@ def _common(first: Sequence[str], second: Sequence[str], weights: dict[str, floa
             both = above[index] + weights[word] if word == other else 0.0
             row.append(max(both, above[index + 1], row[index]))
     return row[-1]
+
+
+_LIBRARY = re.compile(r"(?:.*/)?((?:transformers|accelerate|peft|bitsandbytes)/.*\.py)")
+_TORCH = re.compile(r"(?:.*/)?(torch/(?!distributed/(?:run|launcher|elastic)).*\.py)")
+#: How torch calls every module.
+_CALLS = "torch/nn/modules/module.py"
+#: Decorators around every forward.
+_AROUND = ("transformers/utils/generic.py", "transformers/utils/output_capturing.py")
+
+
+def place_of(frames: Sequence[Frame]) -> str | None:
+    """Where a traceback leaves the libraries that are patched, as in :data:`PLACES`.
+
+    That is the last file of theirs with its function, and what it calls. Without them it is what the program
+    called.
+    """
+    called = ""
+    for file, function in reversed(frames):
+        if (found := _LIBRARY.fullmatch(file)) is not None and found[1] not in _AROUND:
+            return f"{found[1]} {function}{called}"
+        if (other := _TORCH.fullmatch(file)) is not None and other[1] != _CALLS:
+            called = f" > {other[1]} {function}"
+    calls = [function for file, function in frames if file.endswith(_CALLS)]
+    return f"{_CALLS} {calls[0]}" if calls else None
+
+
+def _is_there(patch: Patch, place: str | None) -> bool:
+    """Whether a reproduction of the patch was raised in this place. A function that is not given is any."""
+    if place is None:
+        return False
+    return any(known == place or known.split(" ", 1)[0] + " " == place for known in PLACES.get(patch.id, ()))
 
 
 def _seen(patch: Patch, frames: Sequence[Frame]) -> int:

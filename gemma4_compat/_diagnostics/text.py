@@ -48,16 +48,6 @@ def table(found: Sequence[Finding], width: int | None = None, *, colour: bool = 
     return table_text(rows, header=True, width=width, colour=colour)
 
 
-def by_area(found: Sequence[Finding], areas: Mapping[str, str], width: int | None = None) -> str:
-    """How many findings of each area have which verdict. ``areas``: by patch, in the order of the table."""
-    verdicts = [one for one in _ORDER if any(item.verdict is one for item in found)]
-    count = Counter((areas[item.id], item.verdict) for item in found)
-    rows = [
-        [area, *(str(count[area, verdict] or "-") for verdict in verdicts)] for area in dict.fromkeys(areas.values())
-    ]
-    return table_text([["area", *(verdict.word for verdict in verdicts)], *rows], header=True, width=width)
-
-
 def times(found: Sequence[Finding], seconds: float) -> str:
     """How long the examination took, and which reproductions took longest."""
     each = {item.id: (item.without["seconds"] or 0) + (item.with_shim["seconds"] or 0) for item in found}

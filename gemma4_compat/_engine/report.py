@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from gemma4_compat._common import address
-from gemma4_compat._common.text import table_text
+from gemma4_compat._common.text import counts_text, table_text, wrapped
 from gemma4_compat._engine import words
 from gemma4_compat._engine.patch import Patch, PatchState, PatchStatus
 
@@ -58,14 +60,60 @@ def status_text(statuses: dict[str, PatchStatus], width: int | None = None, *, c
 
 def summary_text(statuses: dict[str, PatchStatus]) -> str:
     """A sentence below the table: how many patches are in which state, and in what process that is."""
-    found = [words.of(status) for status in statuses.values()]
-    counts = ", ".join(f"{found.count(verdict)} {verdict.word}" for verdict in dict.fromkeys(found))
-    pending = words.Verdict.PENDING
-    when = f" A {pending.word} patch is applied when the program imports its library." if pending in found else ""
     return (
-        f"What a program of this environment would get: {counts}.{when} Inside the program, gemma4_compat.status() "
-        "says what it got."
+        f"What a program of this environment would get: {_counts(statuses)} "
+        "Inside the program, gemma4_compat.status() says what it got."
     )
+
+
+def _counts(statuses: Mapping[str, PatchStatus]) -> str:
+    """How many patches are in which state, in a sentence or two."""
+    found = Counter(words.of(status) for status in statuses.values())
+    pending = words.Verdict.PENDING
+    when = f" A {pending.word} patch is applied when the program imports its library." if found[pending] else ""
+    return ", ".join(f"{count} {verdict.word}" for verdict, count in found.items()) + f".{when}"
+
+
+class Statuses(dict[str, PatchStatus]):
+    """The status of each patch, by id. ``print`` shows how many are in which state, and what is wrong."""
+
+    def __init__(self, found: Mapping[str, PatchStatus], areas: Mapping[str, str]) -> None:
+        super().__init__(found)
+        self._areas = areas
+
+    def __str__(self) -> str:
+        verdicts = {status.id: words.of(status) for status in self.values()}
+        fine = {
+            *(verdict for verdict in words.Verdict if verdict.good),
+            words.Verdict.REVERTED,
+        }  # the user asked for it
+        bad = [status for status in self.values() if verdicts[status.id] not in fine or status.overridden]
+        shown = [wrapped(_wrong(status, verdicts[status.id]), _WIDTH) for status in bad[:_MOST]]
+        shown += [f"... and {len(bad) - _MOST} more"] if len(bad) > _MOST else []
+        parts = [
+            wrapped(f"In this process: {_counts(self)}", _WIDTH),
+            by_area(verdicts, self._areas, _WIDTH),
+            *(["\n".join(shown)] if shown else []),
+            "One of them: status()[ID].reason. All, a line each: `gemma4-compat status`.",
+        ]
+        return "\n\n".join(parts)
+
+
+#: Characters of a line where a program prints, and how many patches that need attention are listed, on two lines each.
+_WIDTH, _MOST = 80, 3
+
+
+def _wrong(status: PatchStatus, verdict: words.Verdict) -> str:
+    taken = f"another library replaced {', '.join(status.overridden)}" if status.overridden else status.reason
+    text = f"{status.id}, {verdict.word}: {taken}"
+    longest = 2 * _WIDTH - 20  # a line may end early
+    return text if len(text) <= longest else text[: longest - 3] + "..."
+
+
+def by_area(verdicts: Mapping[str, words.Verdict], areas: Mapping[str, str], width: int | None = None) -> str:
+    """How many patches of each area have which verdict, as a table; good verdicts come first."""
+    order = [one.word for one in sorted(words.Verdict, key=lambda one: not one.good) if one in verdicts.values()]
+    return counts_text("area", {name: (areas[name], verdict.word) for name, verdict in verdicts.items()}, order, width)
 
 
 def patches_text(patches: tuple[Patch, ...], width: int | None = None) -> str:

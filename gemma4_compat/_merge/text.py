@@ -55,18 +55,26 @@ def report_text(report: MergeReport) -> str:
     return "\n".join(map(printable, lines))
 
 
+#: A comparison that can hardly tell a merged adapter from none.
+_LITTLE = (
+    "one rounding changes these logits about as much as the adapter does, so the bound is loose and texts part early; "
+    "random weights do that, and adapters with little effect"
+)
+
+
 def _parity(parity: Parity) -> list[str]:
     rows = [("merged against adapter-loaded", parity.difference, parity.difference_rms)]
     rows += [(parity.noise_of, parity.noise, parity.noise_rms)]
     rows += [("the adapter's whole effect", parity.effect, parity.effect_rms)]
     greedy = ", ".join(map(str, parity.greedy_equal))
+    notes = [*parity.notes, *([_LITTLE] if parity.bound_rms is not None and parity.bound >= parity.effect else [])]
     return [
         f"parity    against {parity.reference}, {len(parity.prompts)} prompts, {parity.positions} positions",
         f"          {'difference of logits':<42}{'largest':>10}{'rms':>10}",
         *(f"          {name:<42}{largest:>10.3g}{rms:>10.3g}" for name, largest, rms in rows),
         f"          KL divergence {parity.kl_mean:.2e} nats on average, {parity.kl_max:.2e} at most",
-        f"          greedy tokens that agree, of {parity.greedy_tokens}: {greedy}",
-        *(f"          note: {note}" for note in parity.notes),
+        f"          greedy decoding, of {parity.greedy_tokens} tokens: the first {greedy} are the same",
+        *(f"          note: {note}" for note in notes),
         f"verdict   {verdict(parity)}",
     ]
 

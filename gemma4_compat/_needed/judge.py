@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
 
+from gemma4_compat._common.text import counts_text, wrapped
 from gemma4_compat._engine import versions
 from gemma4_compat._engine.patch import Patch
+from gemma4_compat._errors import printable
 from gemma4_compat._needed import files, ranges, state
 from gemma4_compat._needed.state import DistributionState
 
@@ -30,6 +33,22 @@ class Verdict(str, enum.Enum):
 
     __str__ = str.__str__
 
+    @property
+    def word(self) -> str:
+        """What people read: "not needed"."""
+        return self.value.replace("_", " ")
+
+
+_MEANINGS = {
+    Verdict.NEEDED: "needed",
+    Verdict.SOME: "needed by some of these releases",
+    Verdict.DEPENDS: "depend on what is not stated",
+    Verdict.UNSUPPORTED: "cannot be judged for releases this old",
+    Verdict.NOT_NEEDED: "not needed",
+}
+#: Characters of a line where a program prints.
+_WIDTH = 80
+
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
@@ -37,7 +56,8 @@ class Need:
 
     Attributes:
         patch: the patch.
-        verdict: see :class:`Verdict`.
+        verdict: "needed", "needed_by_some" (of the releases that are possible), "depends" (on what is not stated),
+            "unsupported" (the releases are too old) or "not_needed".
         because: the conditions that decided, in a few words.
         unnecessary_with: requirement strings; each of them makes the patch unnecessary. Empty: no release so far.
         unmeasured: a release newer than ``patch.measured`` is possible, where only unchanged code is patched.
@@ -52,7 +72,14 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Assessment:
-    """The whole answer: about the libraries, and about each patch in the registry's order."""
+    """Which patches a stack needs; ``print`` shows it on one screen.
+
+    Attributes:
+        source: the file, or "this environment".
+        distributions: what is stated about each library.
+        notes: what is unclear about them, for a reader.
+        needs: the verdict on each patch.
+    """
 
     source: str
     distributions: tuple[DistributionState, ...]
@@ -68,6 +95,33 @@ class Assessment:
     def droppable(self) -> bool:
         """Whether nothing needs the package any more."""
         return self.judged and all(item.verdict is Verdict.NOT_NEEDED for item in self.needs)
+
+    @property
+    def head(self) -> str:
+        """What is judged, in a line."""
+        return printable(f"{self.source}: {', '.join(map(str, self.distributions))}")
+
+    @property
+    def summary(self) -> str:
+        """How many patches have which verdict, in a line."""
+        counts = Counter(need.verdict for need in self.needs)
+        total = ", ".join(f"{counts[verdict]} {text}" for verdict, text in _MEANINGS.items() if counts[verdict])
+        droppable = " gemma4_compat can be dropped." if self.droppable else ""
+        return f"{len(self.needs)} patches: {total}.{droppable}"
+
+    def __str__(self) -> str:
+        there = {need.verdict for need in self.needs}
+        columns = [verdict.word for verdict in reversed(Verdict) if verdict in there]
+        found = {need.patch.id: (need.patch.area, need.verdict.word) for need in self.needs}
+        notes = [wrapped(f"note: {printable(note)}", _WIDTH) for note in self.notes]
+        parts = [
+            wrapped(self.head, _WIDTH),
+            *notes,
+            wrapped(self.summary, _WIDTH),
+            counts_text("area", found, columns, _WIDTH),
+            "Each patch, and the releases that make it unnecessary: `gemma4-compat needed`.",
+        ]
+        return "\n\n".join(parts)
 
 
 def assess(path: Path | None, patches: tuple[Patch, ...]) -> Assessment:

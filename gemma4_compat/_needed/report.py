@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from gemma4_compat._common.text import table_text, wrapped
@@ -46,15 +45,14 @@ def assessment_text(assessment: Assessment, width: int | None = None) -> str:
     for verdict in reversed(Verdict):
         for need in assessment.needs:
             if need.verdict is verdict:
-                shown = verdict.replace("_", " ") + "*" * need.unmeasured
+                shown = verdict.word + "*" * need.unmeasured
                 ways = " or ".join(need.unnecessary_with) or "no release so far"
                 way = "" if verdict is Verdict.NOT_NEEDED else ways
                 rows.append((need.patch.id, shown, way, need.because))
-    head = printable(f"{assessment.source}: {', '.join(map(str, assessment.distributions))}")
     notes = [f"note: {printable(note)}" for note in assessment.notes]
-    foot = [*_unmeasured(assessment), *_undecided(assessment), _sum(assessment)]
+    foot = [*_unmeasured(assessment), *_undecided(assessment), assessment.summary]
     table = table_text(rows, header=True, width=width)
-    parts = [wrapped(head, width), *(wrapped(note, width) for note in notes), "", table, ""]
+    parts = [wrapped(assessment.head, width), *(wrapped(note, width) for note in notes), "", table, ""]
     return "\n".join([*parts, *(wrapped(line, width) for line in foot)])
 
 
@@ -74,17 +72,3 @@ def _undecided(assessment: Assessment) -> list[str]:
         "depends: what is not named may be any release, or absent; a lock file tells, or this command without a file "
         "where everything is installed."
     ]
-
-
-def _sum(assessment: Assessment) -> str:
-    counts = Counter(need.verdict for need in assessment.needs)
-    meanings = {
-        Verdict.NEEDED: "needed",
-        Verdict.SOME: "needed by some of these releases",
-        Verdict.DEPENDS: "depend on what is not stated",
-        Verdict.UNSUPPORTED: "cannot be judged for releases this old",
-        Verdict.NOT_NEEDED: "not needed",
-    }
-    total = ", ".join(f"{counts[verdict]} {text}" for verdict, text in meanings.items() if counts[verdict])
-    droppable = " gemma4_compat can be dropped." if assessment.droppable else ""
-    return f"{len(assessment.needs)} patches: {total}.{droppable}"

@@ -51,7 +51,7 @@ def loading_lines(
     lines += [f"from transformers import {', '.join(names)}", "", "device_map = {"]
     lines += [f"    {entry}," for entry in _entries(placed.device_map)]
     lines += ["}"]
-    lines += _quantization_config(quantization, source.skip, offloads=offloads) if quantization else []
+    lines += _quantization_config(quantization, source.skip) if quantization else []
     arguments = ["dtype=torch.bfloat16", "device_map=device_map"]
     arguments += ["quantization_config=quantization_config"] if quantization else []
     arguments += ['attn_implementation="eager"'] if attention == "eager" else []
@@ -66,7 +66,7 @@ def loading_lines(
     return lines + call
 
 
-def _quantization_config(quantization: str, skip: Sequence[str], *, offloads: bool) -> list[str]:
+def _quantization_config(quantization: str, skip: Sequence[str]) -> list[str]:
     lines = ["quantization_config = BitsAndBytesConfig("]
     if quantization == "8bit":
         lines += ["    load_in_8bit=True,"]
@@ -74,7 +74,6 @@ def _quantization_config(quantization: str, skip: Sequence[str], *, offloads: bo
         lines += ["    load_in_4bit=True,", '    bnb_4bit_quant_type="nf4",']
         lines += ["    bnb_4bit_use_double_quant=True,"] if quantization == "4bit-double" else []
         lines += ["    bnb_4bit_compute_dtype=torch.bfloat16,"]
-    lines += ["    llm_int8_enable_fp32_cpu_offload=True,"] if offloads else []
     return [*lines, f"    llm_int8_skip_modules=[{', '.join(map(_quoted, skip))}],", ")"]
 
 

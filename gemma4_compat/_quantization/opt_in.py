@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from gemma4_compat._common import notice
 from gemma4_compat._engine import settings
 
 
@@ -28,6 +30,43 @@ class OptIn:
     def is_enabled(self) -> bool:
         """Whether the feature is enabled here (:meth:`enabled`) or for the process (``GEMMA4_COMPAT_ENABLE``)."""
         return self._enabled.get() or settings.is_enabled(self.id)
+
+
+class Loading(contextlib.ContextDecorator):
+    """What a public function returns for a ``with`` around a load. It warns if nobody enters it.
+
+    Args:
+        feature: what is enabled inside.
+        call: what the user wrote, for messages.
+        check: called when it is entered; raises if the feature cannot work.
+    """
+
+    def __init__(self, feature: OptIn, call: str, check: Callable[[], None]) -> None:
+        self._feature, self._call, self._check = feature, call, check
+        self._used = False
+        self._inside = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._used = True
+        self._check()
+        self._inside.enter_context(self._feature.enabled())
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.close()
+
+    def __call__(self, function: Any) -> Any:
+        self._used = True
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> Loading:
+        return Loading(self._feature, self._call, self._check)
+
+    def __del__(self) -> None:
+        if not self._used:
+            notice.warn(
+                f"{self._call} without `with` does nothing; load the model inside `with gemma4_compat.{self._call}:`, "
+                f"or set GEMMA4_COMPAT_ENABLE={self._feature.id}",
+            )
 
 
 #: Experts are also quantized to 4 bits.

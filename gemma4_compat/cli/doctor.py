@@ -12,9 +12,9 @@ import typer
 
 import gemma4_compat
 from gemma4_compat._common import terminal
+from gemma4_compat._diagnostics import diagnosis
 from gemma4_compat._diagnostics import findings as _doctor
 from gemma4_compat._diagnostics import text as _text
-from gemma4_compat._engine import settings
 from gemma4_compat.cli.app import Json, app, command, fail, print_json, say, tell
 
 _FORMATS = ("text", "markdown", "github", "json")
@@ -55,7 +55,7 @@ def doctor(
     if form not in _FORMATS:
         fail(f"--format {form!r} is unknown; use one of {', '.join(_FORMATS)}")
     form = "json" if as_json else form
-    patches = _chosen(ids or [])
+    patches = diagnosis.chosen(ids or [])
     versions = _doctor.stack()
     head = _text.heading(gemma4_compat.__version__, versions)
     shows = _Shows.of(verbose=verbose or bool(ids), quiet=quiet, failed_only=failed_only)
@@ -68,9 +68,8 @@ def doctor(
             found.append(finding)
             progress.add(finding)
     progress.end()
-    order = {patch.id: index for index, patch in enumerate(patches)}
-    found.sort(key=lambda finding: order[finding.id])
-    good = all(finding.good for finding in found)
+    result = diagnosis.Diagnosis(versions, diagnosis.ordered(found, patches), progress.seconds)
+    found, good = list(result.findings), result.ok
     shown = [item for item in found if not quiet and not (failed_only and item.good)]
     if form == "json":
         print_json(
@@ -87,7 +86,8 @@ def doctor(
     elif form == "github":
         say(_text.workflow(head, found))
     elif shows is _Shows.SCREEN:
-        _say_screen(found, {patch.id: patch.area for patch in patches}, progress.seconds)
+        colour = terminal.has_colour()
+        say("\n" + result.text(terminal.width(), more="--verbose", colour=colour), coloured=colour)
     else:
         if shown:
             colour = terminal.has_colour()
@@ -108,19 +108,6 @@ class _Shows(enum.Enum):
     def of(cls, *, verbose: bool, quiet: bool, failed_only: bool) -> _Shows:
         """As the options ask; the one that asks for least counts."""
         return cls.NOTHING if quiet else cls.FAILED if failed_only else cls.EACH if verbose else cls.SCREEN
-
-
-def _say_screen(found: list[_doctor.Finding], areas: dict[str, str], seconds: float) -> None:
-    """The answer on one screen: the summary first and last, what needs attention, the rest by area."""
-    width, colour = terminal.width(), terminal.has_colour()
-    summary = terminal.fitted(_text.summary(found))
-    say(f"\n{summary}\n")
-    for item in found:
-        if not item.good or item.report:
-            say(_text.finding_text(item, "", width, colour=colour) + "\n", coloured=colour)
-    say(f"{_text.by_area(found, areas, width)}\n")
-    say(terminal.fitted(f"{_text.times(found, seconds)} What each defect did here: --verbose.") + "\n")
-    say(summary)
 
 
 class _Progress:
@@ -181,11 +168,3 @@ class _Progress:
             terminal.overwrite(f"{line} ...")
         elif self._shows in shows:
             say(line, True)
-
-
-def _chosen(ids: list[str]) -> list[gemma4_compat.Patch]:
-    known = {patch.id: patch for patch in gemma4_compat.patches()}
-    for patch_id in ids:
-        if patch_id not in known:
-            fail(settings.unknown_id(patch_id, known))
-    return [patch for patch in known.values() if patch.id in ids or not ids]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gemma4_compat
+from gemma4_compat._common import terminal
 from gemma4_compat._diagnostics import environment
 from gemma4_compat.cli.app import Json, app, command, print_json, say
 
@@ -18,4 +19,5 @@ def env(as_json: Json = False) -> None:
     if as_json:
         print_json(data)
     else:
-        say(environment.text(data))
+        width = terminal.width()
+        say(environment.text(data, width and width - 2))

@@ -177,7 +177,8 @@ ON_TOP: tuple[str, ...] = (
 #: ``area.file`` of every patch, in the order in which they are applied.
 PATCHES: tuple[str, ...] = (*(f"{area}.{file}" for area, files in AREAS.items() for file in files), *ON_TOP)
 
-_AREA_OF = {file.replace("_", "-"): folder for folder, file in (name.split(".") for name in PATCHES)}
+#: The area of each patch.
+AREA_OF = {file.replace("_", "-"): folder for folder, file in (name.split(".") for name in PATCHES)}
 
 
 def area(patch_id: str) -> str:
@@ -186,12 +187,12 @@ def area(patch_id: str) -> str:
     Raises:
         KeyError: no patch has that id.
     """
-    return _AREA_OF[patch_id]
+    return AREA_OF[patch_id]
 
 
 def load() -> tuple[LatePatch | Patch, ...]:
     """Every patch; its file is imported when it is needed, or at once if it was not measured yet."""
-    late = [LatePatch(id=patch_id, modules=MODULES.get(patch_id, ()), load=_loader(patch_id)) for patch_id in _AREA_OF]
+    late = [LatePatch(id=patch_id, modules=MODULES.get(patch_id, ()), load=_loader(patch_id)) for patch_id in AREA_OF]
     return tuple(patch if patch.modules else patch.load() for patch in late)
 
 
@@ -205,7 +206,7 @@ def _complete(patch_id: str) -> Patch:
     Raises:
         ValueError: the file holds another patch, or its docstring lacks a section.
     """
-    name = f"gemma4_compat.patches.{_AREA_OF[patch_id]}.{patch_id.replace('-', '_')}"
+    name = f"gemma4_compat.patches.{AREA_OF[patch_id]}.{patch_id.replace('-', '_')}"
     module = importlib.import_module(name)
     patch: Patch = module.PATCH
     if patch.id != patch_id:
@@ -216,7 +217,7 @@ def _complete(patch_id: str) -> Patch:
     said: dict[str, Any] = _sections(documentation) if documentation else {}  # none under ``python -OO``
     return dataclasses.replace(
         patch,
-        area=_AREA_OF[patch_id],
+        area=AREA_OF[patch_id],
         documentation=documentation,
         measured=inside[-1] if inside else "",
         targets=tuple(dataclasses.replace(target, known=_known(target, inside, ordered)) for target in patch.targets),

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import re
 
-import gemma4_compat
+from packaging.version import Version
 
-#: In the README: what people meet first, in this order, and what they see where a symptom begins with something else.
-COMMON = (
-    ("accelerate-hf-initialized", None),
-    ("peft-clippable-linear", None),
-    ("transformers-shared-kv", "`KeyError: 13` or `'sliding_attention'` in attention"),
-    ("bitsandbytes-meta-quant-state", None),
-    ("transformers-model-device", None),
-    ("accelerate-train-offloaded", None),
-    ("peft-keep-dispatch", "loading an adapter moves offloaded towers back to the GPU"),
-    ("transformers-auto-map", '`device_map="auto"` on a small card raises an error or puts everything on the CPU'),
-    ("peft-adapter-keys", "an adapter loads but changes nothing"),
-    ("peft-quantized-merge", "merging into a 4-bit model loses part of the adapter"),
-    ("transformers-text-only-checkpoint", "`Gemma4ForCausalLM` generates gibberish: no weights were loaded"),
-    ("transformers-quantized-vision", "a quantized model sees grey shapes in every image"),
-    ("transformers-reentrant-checkpointing", "a QLoRA loss looks right, but its gradients are wrong"),
-    ("accelerate-paged-layers", "offloaded layers decode slowly"),
-)
+import gemma4_compat
+from gemma4_compat._diagnostics import search
+from gemma4_compat._engine import versions
+
+#: In the README's table: what people see where a symptom begins with something else.
+SAID = {
+    "transformers-shared-kv": "`KeyError: 13` or `'sliding_attention'` in attention",
+    "peft-keep-dispatch": "loading an adapter moves offloaded towers back to the GPU",
+    "transformers-auto-map": '`device_map="auto"` on a small card raises an error or puts everything on the CPU',
+    "peft-adapter-keys": "an adapter loads but changes nothing",
+    "peft-quantized-merge": "merging into a 4-bit model loses part of the adapter",
+    "transformers-text-only-checkpoint": "`Gemma4ForCausalLM` generates gibberish: no weights were loaded",
+    "transformers-quantized-vision": "a quantized model sees grey shapes in every image",
+    "transformers-reentrant-checkpointing": "a QLoRA loss looks right, but its gradients are wrong",
+    "accelerate-paged-layers": "offloaded layers decode slowly",
+}
 
 #: Areas in the order of the page, and what their heading says.
 AREAS = {
@@ -46,6 +45,15 @@ def seen(patch: gemma4_compat.Patch) -> str:
     return markdown(code.group() if code else symptom)
 
 
+def releases(patch: gemma4_compat.Patch) -> str:
+    """The releases that have the error, among the supported ones: "accelerate before 1.14.0", "any peft"."""
+    low, _, high = patch.affected.removeprefix(">=").partition(",<")
+    from_ = f" from {low}" if Version(low) > Version(versions.OLDEST[patch.distribution]) else ""
+    before = f" before {high}" if high else ""
+    both = f"{from_},{before}" if from_ and before else from_ + before
+    return f"{patch.distribution}{both}" if both else f"any {patch.distribution}"
+
+
 def markdown(text: str) -> str:
     """``text`` of a docstring in a cell of a table."""
     return text.replace("|", "\\|")
@@ -54,7 +62,8 @@ def markdown(text: str) -> str:
 def common() -> str:
     """The README's table."""
     known = {patch.id: patch for patch in gemma4_compat.patches()}
-    rows = ["| you see | repaired by |", "|---|---|"]
-    for name, said in COMMON:
-        rows.append(f"| {said or seen(known[name])} | [`{name}`](docs/patches/{known[name].area}.md#{name}) |")
+    rows = ["| you see | with | repaired by |", "|---|---|---|"]
+    for patch in (known[name] for name in search.MET_FIRST):
+        said = SAID.get(patch.id) or seen(patch)
+        rows.append(f"| {said} | {releases(patch)} | [`{patch.id}`](docs/patches/{patch.area}.md#{patch.id}) |")
     return "\n".join(rows)

@@ -46,8 +46,8 @@ def newest(shape: str, case: str, benchmark: str = "graph_decoding", done: str =
 def section() -> str:
     """A row for each placement, and what was measured on."""
     rows = [
-        "| model, 4-bit | in host memory | peak VRAM | tokens a second | with `decode_fast` |",
-        "|---|---|---:|---:|---:|",
+        "| model, 4-bit | in host memory | peak VRAM | tokens a second | with `decode_fast` | llama.cpp, Q4_0 |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     dates: list[str] = []
     for shape, cases in ROWS.items():
@@ -58,7 +58,7 @@ def section() -> str:
             speed = found["tok_s"]
             rows.append(
                 f"| {shape} | {what} | {peak(run['cases'][case]):.2f} GiB | {speed['eager']['median']:.1f} "
-                f"| **{speed['replayed']['median']:.1f}** |"
+                f"| **{speed['replayed']['median']:.1f}** | {llama(shape, case)} |"
             )
     for shape, cases in EXPERTS.items():
         for case, what in cases.items():
@@ -69,7 +69,7 @@ def section() -> str:
             what = what.format(layers=layers, away=layers - measured["cases"][case].get(ON_CARD, 0))
             rows.append(
                 f"| {shape} | {what} | {found['replayed']['peak_gib']:.2f} GiB | {found['eager']['tok_s']:.1f} "
-                f"| **{found['replayed']['tok_s']:.1f}** |"
+                f"| **{found['replayed']['tok_s']:.1f}** | - |"
             )
     machine, settings = run["machine"], run["settings"]
     measured_on = " to ".join(sorted({min(dates), max(dates)}))
@@ -80,10 +80,25 @@ def section() -> str:
         f"One {machine['device']}{besides}, transformers {machine['versions']['transformers']}, random weights in the "
         f"real shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
         f"({measured_on}); VRAM is PyTorch's peak allocation, including loading. Without "
-        "`decode_fast`, the CPU limits decoding speed. Longer contexts, a comparison with upstream and all figures: "
+        "`decode_fast`, the CPU limits decoding speed. llama.cpp, on an H100, is faster; it does not train, and its "
+        "outputs are its own ([comparison](docs/benchmarks/peers.md)). Longer contexts, a comparison with upstream "
+        "and all figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
     ]
     return "\n".join(rows)
+
+
+#: Case -> the peer of peers.py that has the same things in host memory.
+LLAMA = {"gpu": "llama-q4_0", "host": "llama-q4_0-host"}
+
+
+def llama(shape: str, case: str) -> str:
+    """Tokens a second of llama.cpp in the last committed run; "-" where it was not measured."""
+    for file in sorted((ROOT / "benchmarks" / "results").glob(f"*/peers-{shape}.json"), reverse=True):
+        peer = json.loads(file.read_text(encoding="utf-8"))["peers"].get(LLAMA.get(case, ""), {})
+        if "summary" in peer.get("speed", {}):
+            return f"{peer['speed']['summary']['tok_s']['median']:.1f}"
+    return "-"
 
 
 def peak(case: dict[str, Any]) -> float:

@@ -1,7 +1,8 @@
 """Weights on disk are not mistaken for each other when the embedding and its tied head are among them.
 
 Symptom: silent: with a tied embedding and head on disk, modules compute with each other's weights. Where the shapes
-differ, the forward raises ``RuntimeError: mat1 and mat2 shapes cannot be multiplied``.
+differ, the forward raises ``RuntimeError: mat1 and mat2 shapes cannot be multiplied``, or from
+``get_per_layer_inputs`` ``RuntimeError: shape '[1, 24, 6, 64]' is invalid for input of size 1536``.
 
 Cause: accelerate recognizes tied weights by the address of their data (the ``tied_params_map`` that
 ``attach_align_device_hook_on_blocks`` passes on), even after that memory has been freed. This includes weights that

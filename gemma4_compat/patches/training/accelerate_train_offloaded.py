@@ -2,7 +2,8 @@
 
 Symptom: ``ValueError: You can't train a model that has been loaded in 8-bit or 4-bit precision with CPU or disk
 offload`` from ``Trainer.train`` (of any trainer, through ``Accelerator.prepare``) for a quantized model with an
-offloaded layer, and from the trainer's ``evaluate``.
+offloaded layer, and from the trainer's ``evaluate``. A backward pass of your own ends in ``RuntimeError: Function
+MmBackward0 returned an invalid gradient at index 1 - expected device meta but got cpu`` (or the GPU).
 
 Cause: ``Accelerator.prepare_model`` looks at ``hf_device_map`` and assumes that a model in training must fit on the
 device. A frozen base does not have to: each layer's weights are onloaded for its backward pass as for its forward, and

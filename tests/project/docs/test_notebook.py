@@ -46,7 +46,9 @@ def test_the_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     client.execute()
     text = said(notebook)
     assert "largest difference of logits: 0.0, same tokens: True" in text
-    assert "peft-keep-dispatch" in text
+    assert "ValueError: position_embedding_table is on the meta device" in text, "what upstream does"
+    assert "accelerate-nested-map (placement; F14 of docs/FAILURE_POINTS.md)" in text
+    assert " not needed, " in text
     assert "Gemma4ForConditionalGeneration.from_pretrained(" in text
 
 

@@ -31,7 +31,9 @@ def test_the_chat_says_what_goes_where_and_answers(chat: Callable[..., Finished]
     assert done.code == 0, done.stderr
     lines = done.stdout.strip().splitlines()
     assert "random weights" in lines[0]
-    assert any("language_model.layers (6 of them)" in line for line in lines)
+    (offloaded,) = [line for line in lines if line.startswith("  cpu: ")]
+    assert "language_model" in offloaded
+    assert "in host memory: 0.0" not in done.stdout
     assert any("expected peak on 0:" in line for line in lines)
     assert 1 <= len(lines[-1].split()) <= 5, "the answer, a character a token"
     assert "Loading weights" in done.stderr, "a progress bar"
@@ -81,6 +83,23 @@ def test_an_image_that_is_none_is_one_clear_error(tmp_path: Path, chat: Callable
     done = chat("--prompt", "Hi", "--image", str(tmp_path / "x.png"))
     assert done.code == 2
     assert "cannot be read as an image" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--data", "/no/such.txt"], "No such file or directory: '/no/such.txt'"),
+        (["--model", "/no/such"], "'/no/such'"),
+    ],
+)
+def test_a_missing_file_is_one_line(
+    tmp_path: Path, warm_child: Callable[..., Finished], options: list[str], message: str
+) -> None:
+    done = warm_child(QLORA, "--out", str(tmp_path), *options, timeout=200)
+    assert done.code == 2
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert message in error
     assert "Traceback" not in done.stderr
 
 

@@ -40,7 +40,7 @@ def test_the_data_has_every_patch_and_its_modules() -> None:
     patches = gemma4_compat.patches()
     modules = {patch.id: tuple(dict.fromkeys(target.module for target in patch.targets)) for patch in patches}
     assert modules == measured.MODULES
-    assert [patch.id for patch in patches] == list(registry._AREA_OF)
+    assert [patch.id for patch in patches] == list(registry.AREA_OF)
 
 
 def test_every_target_is_known_in_every_affected_release_that_has_it() -> None:

@@ -16,12 +16,14 @@ from gemma4_compat import (
     Attached,
     Attachment,
     ExportReport,
+    Finding,
     Gemma4CompatError,
     Gemma4CompatWarning,
     Kind,
     MergeParityError,
     MergeReport,
     MetaTensor,
+    Need,
     Parity,
     Patch,
     PatchState,
@@ -33,15 +35,18 @@ from gemma4_compat import (
     Scan,
     Severity,
     SkipModule,
+    Statuses,
     Verdict,
+    testing,
 )
 
 
 def engine() -> None:
     assert_type(gemma4_compat.__version__, str)
-    assert_type(gemma4_compat.status(), dict[str, PatchStatus])
+    assert_type(gemma4_compat.status(), Statuses)
+    failed(gemma4_compat.status())
     assert_type(gemma4_compat.status(unreached=True)["peft-keep-dispatch"].unreached, int | None)
-    assert_type(gemma4_compat.revert("peft-keep-dispatch"), dict[str, PatchStatus])
+    assert_type(gemma4_compat.revert("peft-keep-dispatch"), Statuses)
     assert_type(gemma4_compat.patches(), tuple[Patch, ...])
     gemma4_compat.revert(id=None)
     gemma4_compat.install()
@@ -51,6 +56,19 @@ def explained(error: Exception) -> None:
     assert_type(gemma4_compat.explain(error).patches, tuple[Patch, ...])
     assert_type(str(gemma4_compat.explain("KeyError: 13")), str)
     gemma4_compat.explain(13)  # type: ignore[arg-type]
+
+
+def judged() -> None:
+    assert_type(gemma4_compat.doctor("peft-keep-dispatch", progress=False).findings, tuple[Finding, ...])
+    assert_type(gemma4_compat.needed(Path("requirements.txt")).needs, tuple[Need, ...])
+    assert_type(gemma4_compat.needed().droppable, bool)
+    gemma4_compat.doctor(["peft-keep-dispatch"])  # type: ignore[arg-type]
+
+
+def tiny(folder: Path) -> None:
+    checkpoint = testing.tiny_checkpoint(folder / "model", "E2B")
+    assert_type(testing.tiny_adapter(checkpoint, str(folder)), str)
+    testing.tiny_inputs("cuda:0", text_only=True)
 
 
 def failed(statuses: dict[str, PatchStatus]) -> list[str]:

@@ -91,7 +91,7 @@ def layers(model: Any) -> Any:
 
 def steps(model: Any) -> Any:
     """The statistics as they are now."""
-    return dataclasses.replace(_decoding.statistics(model))
+    return dataclasses.replace(_decoding.decoding_statistics(model))
 
 
 def text(model: Any, length: int = 24, *, batch: int = 1, seed: int = 7) -> dict[str, Any]:

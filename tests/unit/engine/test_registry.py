@@ -37,7 +37,7 @@ def module(monkeypatch: pytest.MonkeyPatch, library: Library) -> ModuleType:
     module = ModuleType("gemma4_compat.patches.placement.fakelib_double", DOCUMENTATION)
     vars(module)["PATCH"] = library.patch(id="fakelib-double")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(registry._AREA_OF, "fakelib-double", "placement")
+    monkeypatch.setitem(registry.AREA_OF, "fakelib-double", "placement")
     monkeypatch.setitem(registry.RELEASES, library.name, ("0.9", "1.0", "1.1", "2.0"))
     return module
 
