@@ -43,7 +43,7 @@ def of_process(kind: str, message: str, output: str = "") -> dict[str, Any]:
 
 def impersonal(error: dict[str, Any]) -> dict[str, Any]:
     """The part of a described error that holds no path, name or text of the user's."""
-    return {name: error[name] for name in ("type", "frames", "patches", "advice")}
+    return {name: error[name] for name in ("type", "frames", "patches")}
 
 
 def sentence(error: dict[str, Any]) -> str:

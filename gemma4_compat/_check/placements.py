@@ -7,6 +7,7 @@ from typing import Any
 
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
+from gemma4_compat._planner.measured import away, title
 from gemma4_compat._planner.plan import plan_device_map
 from gemma4_compat._planner.result import Plan
 
@@ -75,37 +76,6 @@ def propose(
         if len(found) < min(count, 3) and away(device_map) not in [item["away"] for item in found]:
             found.append(_placement(proposed, device_map, planned=False))
     return found[:count]
-
-
-def away(device_map: Mapping[str, Any]) -> dict[str, int]:
-    """How many parts of a map are off the card: ``per_layer_embeddings``, ``embeddings``, ``towers``, ``layers``, and
-    ``experts`` of layers that stay.
-    """
-    found = dict.fromkeys(("per_layer_embeddings", "embeddings", "towers", "layers", "experts"), 0)
-    for name, device in device_map.items():
-        if device in ("cpu", "disk"):
-            found[_kind(name)] += 1
-    return found
-
-
-def title(parts: Mapping[str, int]) -> str:
-    """What is off the card, in words."""
-    words = {"per_layer_embeddings": "per-layer embeddings", "embeddings": "embeddings"}
-    said = [words[name] for name in words if parts[name]]
-    said += [f"{parts['towers']} tower" + "s" * (parts["towers"] > 1)] if parts["towers"] else []
-    said += [f"experts of {parts['experts']} layers"] if parts["experts"] else []
-    said += [f"{parts['layers']} layers"] if parts["layers"] else []
-    return f"in host memory: {', '.join(said)}" if said else "everything on the card"
-
-
-def _kind(name: str) -> str:
-    if name.endswith(".experts"):
-        return "experts"
-    if ".layers." in name:
-        return "layers"
-    if name.endswith("embed_tokens_per_layer"):
-        return "per_layer_embeddings"
-    return "embeddings" if name.endswith("embed_tokens") else "towers"
 
 
 def _fitting(model: str, nbytes: int, options: Mapping[str, Any]) -> Plan | None:

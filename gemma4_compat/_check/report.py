@@ -23,6 +23,8 @@ _WITH = " with the adapter"
 _SPEED, _FAST = "speed at ", "fast decoding"
 #: A peak that is so much above the plan is mentioned.
 _ABOVE = 1.02
+#: Patches that are off are named if they are no more.
+_NAMED = 6
 
 
 def data(found: Found) -> dict[str, Any]:
@@ -33,6 +35,7 @@ def data(found: Found) -> dict[str, Any]:
     adapter = survey["adapter"]
     report = {
         "form": FORM,
+        "source": "check",
         "date": datetime.date.today().isoformat(),
         "quick": found.settings.quick,
         "seconds": round(found.seconds, 1),
@@ -167,9 +170,9 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
             wrong = [answer for answer in item["answers"] if answer["way"] == way and answer["equal"] is False]
             if wrong:
                 yield f"{_differs(way, wrong)} ({name})"
-        broken = [_named(answer) for answer in item["answers"] if not answer["finite"]]
+        broken = [answer for answer in item["answers"] if not answer["finite"]]
         if broken:
-            yield f"logits of {_joined(broken)} are not finite ({name})"
+            yield f"logits of {_prompts(broken)} are not finite ({name})"
     for item in report["placements"]:
         for failure in item["failures"]:
             yield f"{failure['step']}: {failure['type']}{_repaired(failure)} ({item['title']})"
@@ -194,7 +197,7 @@ def _differs(way: str, wrong: list[dict[str, Any]]) -> str:
     largest = max(answer["difference"] for answer in wrong)
     tokens = [answer["tokens_equal"] + 1 for answer in wrong if answer["tokens_equal"] < answer["tokens"]]
     said = f"tokens from the {_ordinal(min(tokens))} on" if tokens else "no token"
-    what = _joined([_named(answer) for answer in wrong])
+    what = _prompts(wrong)
     told = {
         "eager": f"other bits for {what}",
         "fast": f"other bits in replayed steps for {what}",
@@ -206,7 +209,7 @@ def _differs(way: str, wrong: list[dict[str, Any]]) -> str:
 
 def _verdict(report: dict[str, Any], problems: list[str]) -> str:
     off = report["patches"]["off"] + report["patches"]["failed"]
-    hint = f" These patches are off: {_joined(off[:6])}{' and more' if len(off) > 6 else ''}." if off else ""
+    hint = f" {len(off)} patches are off." if len(off) > _NAMED else f" Off: {_joined(off)}." if off else ""
     if problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
         return f"NOT as it should be: {problems[0]}{more}.{hint}"
@@ -233,8 +236,14 @@ def _shares(item: dict[str, Any]) -> Iterator[float]:
         yield item["running_peak"] / max(planned["prefill"], planned["decode"])
 
 
-def _named(answer: dict[str, Any]) -> str:
-    return f"{answer['prompt']}{_WITH if answer['adapter'] else ''}"
+def _prompts(answers: list[dict[str, Any]]) -> str:
+    """The prompts of these answers, and which of them have the adapter."""
+    plain, adapted = ([item["prompt"] for item in answers if item["adapter"] is wanted] for wanted in (False, True))
+    if not adapted or not plain:
+        return _joined(plain or adapted) + _WITH * bool(adapted)
+    if set(plain) == set(adapted):
+        return f"{_joined(plain)}, with the adapter and without"
+    return f"{_joined(plain)}; with the adapter, {_joined(adapted)}"
 
 
 def _repaired(failure: dict[str, Any]) -> str:

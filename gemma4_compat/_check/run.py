@@ -28,6 +28,8 @@ _PREFIX = "gemma4-compat-check-"
 _FEWEST = 20.0
 #: Seconds of a survey: it reads configurations, and files from a cold network disk may take minutes.
 _SURVEY = 300.0
+#: Bytes that PyTorch may reserve in addition to a budget of what it may allocate, as docs/SMALL_CARD.md advises.
+_FRAGMENTED = 1 << 29
 #: Prompts whose speed is measured, in tokens; the last is as long as the context allows.
 _SHORT = 64
 
@@ -166,7 +168,7 @@ class Check:
                 "store": str(store),
                 "work": str(work),
                 "tape": self._settings.folder is None and survey["machine"]["gpu"] is None,
-                "limit": survey["budget"] if self._settings.vram is not None else None,
+                "limit": survey["budget"] + _FRAGMENTED if self._settings.vram and survey["budget"] else None,
             }
             share = self._remaining() / max(len(self._left), 1)
             self._left.pop(0)

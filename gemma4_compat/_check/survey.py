@@ -87,7 +87,7 @@ def _model(folder: str) -> tuple[Any, dict[str, Any]]:
     model = build.on_meta(folder)[0]
     text = model.config.get_text_config()
     facts = {
-        "class": type(model).__name__,
+        "model_class": type(model).__name__,
         "variant": _variant(text),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": text.num_hidden_layers,

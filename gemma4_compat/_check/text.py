@@ -27,7 +27,8 @@ def _heading(found: Found, report: dict[str, Any]) -> Iterator[str]:
     budget = "" if report["budget"] is None else f", {size_text(report['budget'])} to use"
     stands = "the CPU stands for the card" + (" and a tape for CUDA graphs" if model["tiny"] else "")
     where = f"no GPU: {stands}" if gpu is None else f"{gpu['name']}{budget}"
-    yield f"{name} ({model['class']}, {stored}), {where}, context {report['context']}. {report['seconds']:.0f} s."
+    took = f"context {report['context']}. {report['seconds']:.0f} s."
+    yield f"{name} ({model['model_class']}, {stored}), {where}, {took}"
     copies = report["machine"]["copies"]
     words = {"pinned": "pinned host memory to the card", "pageable": "pageable host memory to the card"}
     words |= {"device": "in the card's memory", "host": "in host memory"}
@@ -69,13 +70,15 @@ def _failures(found: Found) -> Iterator[str]:
     for outcome in outcomes:
         for step, error in outcome.failed.items():
             yield f"{outcome.title}, {step}: {errors.sentence(error)}"
-    reasons: dict[str, list[str]] = {}
-    for outcome in outcomes:
-        for name, item in outcome.done.items():
-            for reason in item.get("reasons", ()) if not item.get("replayed") else ():
-                reasons.setdefault(reason, []).append(f"{outcome.title}, {name}")
-    for reason, where in reasons.items():
-        yield f"No step was replayed, because {reason} ({'; '.join(where)})."
+    reasons = {
+        reason: outcome.title
+        for outcome in reversed(outcomes)
+        for item in outcome.done.values()
+        for reason in item.get("reasons", ())
+        if not item["replayed"]
+    }
+    for reason, title in reasons.items():
+        yield f"{title}: no step was replayed, because {reason}."
     adapter = found.survey["adapter"]
     for problem in adapter["problems"] if adapter else ():
         yield f"The adapter does not fit: {problem['message']}"
