@@ -11,11 +11,14 @@ from typing import Any
 from gemma4_compat import _shim
 from gemma4_compat._diagnostics import explanation
 from gemma4_compat._engine import words
+from gemma4_compat._engine.words import Verdict
 from gemma4_compat._errors import Gemma4CompatError, printable
 
 #: Libraries whose frames a report names; a frame of the user's code would name a path.
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "gemma4_compat")
 _FRAMES, _LONGEST = 6, 500
+_NOTHING: dict[str, Any] = {"patches": [], "advice": None}
+_OFF = (Verdict.OFF, Verdict.REVERTED, Verdict.FAILED)
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -23,13 +26,13 @@ def described(error: BaseException) -> dict[str, Any]:
 
     ``message`` may hold paths and names; :func:`impersonal` leaves it out.
     """
-    chain: BaseException = error
-    lines = str(chain).strip().splitlines() or [""]
-    told = _told("".join(traceback.format_exception(error)))
+    lines = str(error).strip().splitlines() or [""]
+    refusal = isinstance(error, Gemma4CompatError)  # its message says what to do
+    told = _NOTHING if refusal else _told("".join(traceback.format_exception(error)))
     return {
         "type": type(error).__name__,
         "message": printable(lines[0])[:_LONGEST],
-        "refusal": isinstance(error, Gemma4CompatError),
+        "refusal": refusal,
         "frames": list(_frames(error)),
         **told,
     }
@@ -37,7 +40,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 def of_process(kind: str, message: str, output: str = "") -> dict[str, Any]:
     """The same for a process that ended without saying why; ``output`` is what it wrote to standard error."""
-    told = _told(output) if output.strip() else {"patches": [], "advice": None}
+    told = _told(output) if output.strip() else _NOTHING
     return {"type": kind, "message": message, "refusal": False, "frames": [], **told}
 
 
@@ -55,13 +58,17 @@ def sentence(error: dict[str, Any]) -> str:
 
 
 def _told(text: str) -> dict[str, Any]:
-    """What ``explain`` answers: the patches that certainly concern it, or what else to do."""
+    """What ``explain`` answers: patches that certainly concern it, those that may and are off, or what else to do."""
     try:
         found, _ = explanation.look_up(text, _shim.patches(), _shim.status())
     except Gemma4CompatError:  # there is no error in the text
-        return {"patches": [], "advice": None}
+        return _NOTHING
     statuses = _shim.status()
-    known = [{"id": patch.id, "state": words.of(statuses[patch.id]).word} for patch in found.certain]
+    known = [
+        {"id": patch.id, "state": words.of(statuses[patch.id]).word}
+        for patch in found.patches
+        if patch in found.certain or words.of(statuses[patch.id]) in _OFF
+    ]
     return {"patches": known, "advice": found.advice}
 
 

@@ -173,6 +173,8 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
         broken = [answer for answer in item["answers"] if not answer["finite"]]
         if broken:
             yield f"logits of {_prompts(broken)} are not finite ({name})"
+    if report["adapter"] and report["adapter"]["problems"]:
+        yield f"the adapter does not fit this base ({_joined(report['adapter']['problems'])})"
     for item in report["placements"]:
         for failure in item["failures"]:
             yield f"{failure['step']}: {failure['type']}{_repaired(failure)} ({item['title']})"
@@ -181,8 +183,6 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
         yield "the merged model differs from the loaded adapter by more than rounding"
     if merge:
         yield from (f"{failure['step']}: {failure['type']}{_repaired(failure)}" for failure in merge["failures"])
-    if report["adapter"] and report["adapter"]["problems"]:
-        yield f"the adapter does not fit this base ({_joined(report['adapter']['problems'])})"
     changed = [answer["changed"] for item in report["placements"] for answer in item["answers"] if answer["adapter"]]
     if changed and not any(changed):
         yield "the adapter changes no answer"

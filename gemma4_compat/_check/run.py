@@ -24,6 +24,7 @@ from gemma4_compat._diagnostics import children
 from gemma4_compat._errors import Gemma4CompatError
 
 _PREFIX = "gemma4-compat-check-"
+_CHILD = ("-m", "gemma4_compat._check.child")
 #: Seconds that a child gets at least, once it is started: importing the libraries takes a part of them.
 _FEWEST = 20.0
 #: Seconds of a survey: it reads configurations, and files from a cold network disk may take minutes.
@@ -269,7 +270,7 @@ class _Process:
     def __init__(self, order: dict[str, Any], written: Any) -> None:
         self._written = written
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "gemma4_compat._check.child"],
+            [sys.executable, *_CHILD],
             env=_environment(tiny=bool(order.get("tape")) or order.get("folder") is None),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
