@@ -155,7 +155,7 @@ class Placement(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Parity(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a merged model and the loaded adapter."""
+    """How a merged model compares with the loaded adapter."""
 
     ok: bool
     difference: float | Literal["NaN", "Infinity"]
