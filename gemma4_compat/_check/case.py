@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._check import answers, errors, prompts, speeds
-from gemma4_compat._decoding import statistics
+from gemma4_compat._decoding import fused_steps, statistics
 from gemma4_compat._decoding.fast import decode_fast
 from gemma4_compat._errors import Gemma4CompatError
 
 Say = Callable[[dict[str, Any]], None]
 
 #: Tokens of an answer; of one that shows replayed steps on a GPU, enough to have them fused.
-_TOKENS, _QUICK_TOKENS, _FUSED_TOKENS = 16, 8, 128
+_TOKENS, _QUICK_TOKENS, _FUSED_TOKENS = 16, 8, fused_steps.AFTER + 8
 #: Tokens without fast decoding that are timed.
 _EAGER_TOKENS = 16
 LOAD, ADAPTER = "load", "load the adapter"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._check import errors
-from gemma4_compat._check.run import Found, Outcome
+from gemma4_compat._check.run import TIME_OVER, Found, Outcome
 from gemma4_compat._common import terminal
 from gemma4_compat._common.text import size_text
 from gemma4_compat._errors import Gemma4CompatError
@@ -176,7 +176,7 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
     if report["adapter"] and report["adapter"]["problems"]:
         yield f"the adapter does not fit this base ({_joined(report['adapter']['problems'])})"
     for item in report["placements"]:
-        for failure in item["failures"]:
+        for failure in item["failures"] if not _is_late(item) else ():
             yield f"{failure['step']}: {failure['type']}{_repaired(failure)} ({item['title']})"
     merge = report["merge"]
     if merge and merge["parity"] and not merge["parity"]["ok"]:
@@ -186,11 +186,19 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
     changed = [answer["changed"] for item in report["placements"] for answer in item["answers"] if answer["adapter"]]
     if changed and not any(changed):
         yield "the adapter changes no answer"
+    answers = [answer for item in report["placements"] for answer in item["answers"]]
+    if all(answer["equal"] is None for answer in answers if answer["way"] != "fast against eager"):
+        yield "no two placements could be compared"
     for item in report["placements"]:
         peaks = [peak for peak in (item["loading_peak"], item["running_peak"]) if peak]
         if report["budget"] and item["planned"] and peaks and max(peaks) > report["budget"]:
             sizes = f"{size_text(max(peaks))} where {size_text(report['budget'])} was the limit"
             yield f"a peak of {sizes} ({item['title']})"
+
+
+def _is_late(item: dict[str, Any]) -> bool:
+    """Whether nothing went wrong with a placement but the time."""
+    return [failure["type"] for failure in item["failures"]] == [TIME_OVER]
 
 
 def _differs(way: str, wrong: list[dict[str, Any]]) -> str:
@@ -216,7 +224,7 @@ def _verdict(report: dict[str, Any], problems: list[str]) -> str:
     answers = [answer for item in report["placements"] for answer in item["answers"]]
     prompts = _joined(list(dict.fromkeys(answer["prompt"] for answer in answers)))
     adapter = ", with the adapter and without" if report["adapter"] else ""
-    places = len([item for item in report["placements"] if not item["merged"]])
+    places = len([item for item in report["placements"] if not item["merged"] and not _is_late(item)])
     text = f"The same weights gave the same bits in {places} placements ({prompts}{adapter})"
     if any(answer["way"] == "fast against eager" and answer["equal"] for answer in answers):
         text += ", and replayed steps those of eager ones"
@@ -224,6 +232,8 @@ def _verdict(report: dict[str, Any], problems: list[str]) -> str:
     text += f"; a peak was {max(above) - 1:.0%} above the plan" if above else ""
     skipped = sum(len(item["skipped"]) for item in report["placements"])
     text += f"; {skipped} measurements were left out for lack of time" if skipped else ""
+    late = sum(_is_late(item) for item in report["placements"])
+    text += f"; {late} more could not be finished in the time there was (--minutes)" if late else ""
     return f"{text}.{hint}"
 
 

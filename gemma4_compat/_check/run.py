@@ -23,6 +23,8 @@ from gemma4_compat._common import temporary
 from gemma4_compat._diagnostics import children
 from gemma4_compat._errors import Gemma4CompatError
 
+#: The type of the error of a child for which the time was too short.
+TIME_OVER = "Timeout"
 _PREFIX = "gemma4-compat-check-"
 _CHILD = ("-m", "gemma4_compat._check.child")
 #: Seconds that a child gets at least, once it is started: importing the libraries takes a part of them.
@@ -31,8 +33,8 @@ _FEWEST = 20.0
 _SURVEY = 300.0
 #: Bytes that PyTorch may reserve in addition to a budget of what it may allocate, as docs/SMALL_CARD.md advises.
 _FRAGMENTED = 1 << 29
-#: Prompts whose speed is measured, in tokens; the last is as long as the context allows.
-_SHORT = 64
+#: Tokens of the shortest prompt whose speed is measured, and tokens that the longest one leaves for the answer.
+_SHORT, _ANSWER = 64, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,9 +193,9 @@ class Check:
             found.merged = self._cases(found, work, "merged", str(out), None)
 
     def _contexts(self, longest: int) -> list[int]:
-        """Prompts to time: a short one; unless quick, also a quarter of the context and half of it."""
-        lengths = [min(_SHORT, longest // 4)]
-        return sorted({*lengths, longest // 4, longest // 2}) if not self._settings.quick else lengths
+        """Prompts to time: a short one; unless quick, a quarter of the context, and what an answer leaves of it."""
+        shortest, longer = min(_SHORT, longest // 4), longest - min(_ANSWER, longest // 2)
+        return [shortest] if self._settings.quick else sorted({shortest, longest // 4, longer})
 
     def _remaining(self) -> float:
         return self._began + 60 * self._settings.minutes - time.monotonic()
@@ -205,7 +207,7 @@ class Check:
         if limit <= 0:
             minutes = f"{self._settings.minutes:g}"
             message = f"not started: the {minutes} minutes were over (--minutes gives more)"
-            outcome.failed["start"] = errors.of_process("Timeout", message)
+            outcome.failed["start"] = errors.of_process(TIME_OVER, message)
             return outcome
         limit = max(limit, _FEWEST)
         began = time.monotonic()
@@ -306,7 +308,7 @@ class _Process:
         """How it ended, as an error; it is ended if it has not."""
         if late and self._process.poll() is None:
             self.kill()
-            return errors.of_process("Timeout", "no result in the time there was (--minutes gives more)")
+            return errors.of_process(TIME_OVER, "no result in the time there was (--minutes gives more)")
         status = self._process.wait()
         self._written.seek(0)
         output = self._written.read()

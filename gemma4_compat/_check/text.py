@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemma4_compat._check import errors
-from gemma4_compat._check.run import Found
+from gemma4_compat._check.run import TIME_OVER, Found
 from gemma4_compat._common.text import Cell, Tone, size_text, table_text, wrapped
 
 _GIB = 1 << 30
@@ -57,7 +57,7 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def _verdict(item: dict[str, Any]) -> Cell:
     if item["failures"]:
         kinds = {failure["type"] for failure in item["failures"]}
-        return Cell("TIME OVER" if kinds == {"Timeout"} else "CRASHED", Tone.BAD)
+        return Cell("time over", Tone.WARNING) if kinds == {TIME_OVER} else Cell("CRASHED", Tone.BAD)
     compared = [answer["equal"] for answer in item["answers"] if answer["way"] != "fast against eager"]
     replays = [answer["equal"] for answer in item["answers"] if answer["way"] == "fast against eager"]
     if False in compared or False in replays:

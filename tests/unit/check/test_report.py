@@ -94,9 +94,11 @@ def without_effect(one: Outcome) -> None:
     ],
 )
 def test_what_is_wrong_with_a_placement(change: Any, said: str) -> None:
-    first = outcome()
+    first, second = outcome(), outcome(PLACE, SAME)
     change(first)
-    told = verdict(found(first))
+    if change is without_effect:
+        change(second)
+    told = verdict(found(first, second))
     assert told == {"ok": False, "text": f"NOT as it should be: {said}.", "problems": [said]}
 
 
@@ -132,6 +134,22 @@ def test_what_was_left_out_and_a_peak_above_the_plan_are_mentioned() -> None:
     told = verdict(found(first, outcome(PLACE, SAME)))
     assert told["ok"]
     assert "a peak was 10% above the plan; 1 measurements were left out for lack of time" in told["text"]
+
+
+def test_what_the_time_was_too_short_for_is_no_defect() -> None:
+    third = Outcome("in host memory: 35 layers", {"away": samples.AWAY, "planned": None})
+    third.failed["start"] = error("Timeout", "not started")
+    of = found(outcome(), outcome(PLACE, SAME), third)
+    told = verdict(of)
+    assert told["ok"]
+    assert "the same bits in 2 placements" in told["text"]
+    assert told["text"].endswith("; 1 more could not be finished in the time there was (--minutes).")
+    assert "time over" in text.report_text(of, report.data(of))
+
+
+def test_nothing_to_compare_with() -> None:
+    late = Outcome(PLACE, {"away": samples.AWAY, "planned": None}, failed={"load": error("Timeout", "")})
+    assert verdict(found(outcome(), late))["problems"] == ["no two placements could be compared"]
 
 
 def test_the_table() -> None:

@@ -116,6 +116,6 @@ def test_how_long_prompts_are_that_are_timed() -> None:
     def contexts(context: int, *, quick: bool) -> list[int]:
         return Check(Settings(folder=None, quick=quick), lambda _line, _begins: None)._contexts(context)
 
-    assert contexts(4096, quick=False) == [64, 1024, 2048]
+    assert contexts(4096, quick=False) == [64, 1024, 3968]
     assert contexts(4096, quick=True) == [64]
     assert contexts(128, quick=False) == [32, 64]
