@@ -21,7 +21,7 @@ def on(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     from gemma4_compat._models.inspection import input_device
 
     device = input_device(model)
-    return {name: value.to(device) for name, value in batch.items()}
+    return {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
 
 
 def of(model: Any, prompt: Prompt, new: int, suppress: list[int]) -> dict[str, Any]:

@@ -175,9 +175,7 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
             yield f"logits of {_prompts(broken)} are not finite ({name})"
     if report["adapter"] and report["adapter"]["problems"]:
         yield f"the adapter does not fit this base ({_joined(report['adapter']['problems'])})"
-    for item in report["placements"]:
-        for failure in item["failures"] if not _is_late(item) else ():
-            yield f"{failure['step']}: {failure['type']}{_repaired(failure)} ({item['title']})"
+    yield from _crashes(report)
     merge = report["merge"]
     if merge and merge["parity"] and not merge["parity"]["ok"]:
         yield "the merged model differs from the loaded adapter by more than rounding"
@@ -194,6 +192,19 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
         if report["budget"] and item["planned"] and peaks and max(peaks) > report["budget"]:
             sizes = f"{size_text(max(peaks))} where {size_text(report['budget'])} was the limit"
             yield f"a peak of {sizes} ({item['title']})"
+
+
+def _crashes(report: dict[str, Any]) -> Iterator[str]:
+    """What crashed in placements; steps that ended in the same error together."""
+    places: dict[str, list[str]] = {}
+    steps: dict[str, list[str]] = {}
+    for item in report["placements"]:
+        for failure in item["failures"] if not _is_late(item) else ():
+            error = f"{failure['type']}{_repaired(failure)}"
+            places.setdefault(error, []).append(item["title"])
+            steps.setdefault(error, []).append(failure["step"])
+    for error, titles in places.items():
+        yield f"{_joined(steps[error])}: {error} ({'; '.join(dict.fromkeys(titles))})"
 
 
 def _is_late(item: dict[str, Any]) -> bool:

@@ -67,9 +67,12 @@ def _verdict(item: dict[str, Any]) -> Cell:
 
 def _failures(found: Found) -> Iterator[str]:
     outcomes = [*found.placements, *([found.merge] if found.merge else []), *found.merged]
+    told: dict[str, dict[str, list[str]]] = {}  # an error -> where -> the steps that ended in it
     for outcome in outcomes:
         for step, error in outcome.failed.items():
-            yield f"{outcome.title}, {step}: {errors.sentence(error)}"
+            told.setdefault(errors.sentence(error), {}).setdefault(outcome.title, []).append(step)
+    for sentence, where in told.items():
+        yield f"{'; '.join(f'{title}, {_listed(steps)}' for title, steps in where.items())}: {sentence}"
     reasons = {
         reason: outcome.title
         for outcome in reversed(outcomes)
@@ -95,6 +98,10 @@ def _notes(report: dict[str, Any]) -> Iterator[str]:
             f"Merged: logits differ from the loaded adapter's by {parity['difference']:.3g}, {word} the bound of "
             f"{parity['bound']:.3g}."
         )
+
+
+def _listed(steps: list[str]) -> str:
+    return f"{', '.join(steps[:-1])} and {steps[-1]}" if len(steps) > 1 else steps[0]
 
 
 def _size(nbytes: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import gemma4_compat
 from gemma4_compat._check import answers, case, placements
 from tests.helpers import without
 
@@ -130,3 +131,23 @@ def test_what_has_no_time_left_is_left_out(run: Run) -> None:
     events = run(0, kinds=["text"], contexts=[32, 64], seconds=0)
     assert [event["skipped"] for event in events if "skipped" in event] == ["speed at 32 tokens", "speed at 64 tokens"]
     assert "fast decoding" in done(events)
+
+
+@pytest.mark.usefixtures("tapes")
+def test_own_kernels_are_compared_with_themselves_and_eager_steps_with_exact_ones(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ``decode_fast`` has both."""
+    asked = []
+
+    def decode_fast(model: Any, *, enabled: bool = True, exact: bool = False) -> Any:
+        asked.append((enabled, exact))
+        return gemma4_compat.decode_fast(model, enabled=enabled)
+
+    monkeypatch.setattr(case, "decode_fast", decode_fast)
+    monkeypatch.setattr(answers, "has_two_arithmetics", lambda: True)
+    first, second = (done(run(number, kinds=["text"]))["fast decoding"] for number in (0, 1))
+    assert asked == [(True, True), (True, False)] * 2
+    assert first["own"]["against"] is None
+    assert second["own"]["against"]["equal"]
+    assert second["against_eager"]["equal"]

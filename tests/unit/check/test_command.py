@@ -87,7 +87,7 @@ def test_a_tiny_model_with_a_fault_and_nothing_personal_in_the_report(workspace:
     assert report.adapter.problems == ["shape"]
     assert report.verdict.problems[:2] == [
         "the adapter does not fit this base (shape)",
-        "load the adapter: Gemma4CompatError (everything on the card)",
+        "load the adapter: Gemma4CompatError (everything on the card; in host memory: per-layer embeddings, 2 towers)",
     ]
     answers = [answer for placement in report.placements for answer in placement.answers]
     assert {answer.prompt for answer in answers} == {"text", "long text", "image", "sound"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,3 +55,28 @@ def test_media_go_into_the_model(variant: str | None, tmp_path: Path) -> None:
 def test_a_picture_needs_a_processor(tmp_path: Path) -> None:
     with pytest.raises(Gemma4CompatError, match=r"--image '.*cat\.png' needs the checkpoint's processor"):
         prompts.build("image", tiny_configs.config(), tmp_path, longest=100, image=tmp_path / "cat.png")
+
+
+def test_a_picture_is_asked_about_with_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL")
+    import transformers
+    from PIL import Image
+
+    asked = []
+
+    class Processor:
+        chat_template = "..."
+
+        def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, Any]:
+            asked.append((messages[0]["content"], options["return_dict"]))
+            return {"input_ids": torch.tensor([[1, 2]]), "pixel_values": torch.zeros(1, 4, 4)}
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *_, **__: Processor())
+    (tmp_path / "processor_config.json").write_text("{}")
+    Image.new("L", (3, 2)).save(tmp_path / "cat.png")
+    image = tmp_path / "cat.png"
+    prompt = prompts.build("image", tiny_configs.config(), tmp_path, longest=100, image=image)
+    (((picture, text), as_dict),) = asked
+    assert (picture["image"].mode, picture["image"].size, as_dict) == ("RGB", (3, 2), True)
+    assert text["text"] == "What is in this picture?"
+    assert set(prompt.batch) == {"input_ids", "pixel_values"}

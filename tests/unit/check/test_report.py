@@ -102,6 +102,18 @@ def test_what_is_wrong_with_a_placement(change: Any, said: str) -> None:
     assert told == {"ok": False, "text": f"NOT as it should be: {said}.", "problems": [said]}
 
 
+def test_the_same_error_of_several_steps_is_told_once() -> None:
+    first, second = outcome(), outcome(PLACE, SAME)
+    for one in (first, second):
+        for step in ("text", "image"):
+            del one.done[step]
+            one.failed[step] = error("OSError", "No space left on device")
+    of = found(first, second)
+    assert verdict(of)["problems"][0] == f"text, image: OSError (everything on the card; {PLACE})"
+    told = text.report_text(of, report.data(of))
+    assert f"everything on the card, text and image; {PLACE}, text and image: OSError: No space left" in told
+
+
 def test_an_adapter_that_does_not_fit() -> None:
     problems = [{"id": "shape", "message": "secret.module has another shape"}]
     of = found(adapter={"type": "LORA", "ranks": [4], "keys": 2, "problems": problems})

@@ -32,6 +32,10 @@ def test_files_have_the_form_of_a_report() -> None:
 def test_files_of_benchmarks_say_what_the_results_say() -> None:
     if not (ROOT / "benchmarks" / "results").is_dir():
         pytest.skip("an sdist has no results")
+    import transformers
+
+    if not hasattr(transformers, "Gemma4UnifiedConfig"):
+        pytest.skip("this transformers has no 12B, whose shape is in a file")
     from tools import measured_cards
 
     for file, text in measured_cards.texts().items():
