@@ -26,6 +26,8 @@ from gemma4_compat._errors import Gemma4CompatError
 #: The type of the error of a child for which the time was too short.
 TIME_OVER = "Timeout"
 _PREFIX = "gemma4-compat-check-"
+#: What a process does before its first step: it imports the libraries.
+_START = "start"
 _CHILD = ("-m", "gemma4_compat._check.child")
 #: Seconds that a child gets at least, once it is started: importing the libraries takes a part of them.
 _FEWEST = 20.0
@@ -216,8 +218,8 @@ class Check:
             ended = self._listen(process, outcome, began + limit)
         outcome.seconds = time.monotonic() - began
         if not outcome.said.get("end"):
-            step = outcome.said.get("step", "start")
-            outcome.failed[step] = ended
+            step = outcome.said.get("step", _START)
+            outcome.failed[f"after {step}" if step in outcome.done else step] = ended
         return outcome
 
     def _listen(self, process: _Process, outcome: Outcome, deadline: float) -> dict[str, Any]:
@@ -233,7 +235,8 @@ class Check:
                 self._took.setdefault(name, []).append(now - step_began)
             _take(outcome, event)
             if "steps" in event:
-                self._planned = event["steps"]
+                self._planned = [_START, *event["steps"]]
+                self._took.setdefault(_START, []).append(now - step_began)
             if "step" in event:
                 step_began = now
                 self._progress(f"{outcome.title}: {event['step']}{self._estimate(outcome)}", False)
@@ -246,7 +249,7 @@ class Check:
             return ""
         usual = statistics.mean(known)
         expected = {step: statistics.mean(self._took.get(step, [usual])) for step in self._planned}
-        over = {*outcome.done, *outcome.failed, *outcome.skipped}
+        over = {*outcome.done, *outcome.failed, *outcome.skipped, *([_START] if outcome.steps else [])}
         left = sum(seconds for step, seconds in expected.items() if step not in over)
         left += len(self._left) * sum(expected.values())
         left = min(left, max(self._remaining(), 0))
@@ -326,12 +329,11 @@ class _Process:
     def __enter__(self) -> _Process:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            try:
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                self.kill()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._process.wait(0 if kind else 5)  # this process was interrupted, or the child has said its last word
+        except subprocess.TimeoutExpired:
+            self.kill()
         self._reader.join()
         if self._process.stdout is not None:
             self._process.stdout.close()

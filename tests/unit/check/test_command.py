@@ -5,7 +5,9 @@ from __future__ import annotations
 import getpass
 import json
 import shutil
+import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from gemma4_compat._check import prompts, run
 from gemma4_compat._planner import measured
 from tests.helpers import child
 from tests.unit.check import samples
+from tests.unit.commands import helpers
 
 
 def said(*arguments: str, code: int) -> Any:
@@ -60,6 +63,25 @@ def test_what_is_printed_and_written(good: bool, tmp_path: Path, monkeypatch: py
     assert data["verdict"]["ok"] is good
     printed = json.loads(said("--json", "-", code=0 if good else 1).stdout)
     assert printed == data
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no such signals")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_check_that_is_interrupted_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """It is in its first child, which has said something."""
+    started = helpers.started("-m", "gemma4_compat", "check", environment={"TMPDIR": str(tmp_path)}, folder=tmp_path)
+    assert started.stderr is not None
+    for line in started.stderr:
+        if "survey" in line:
+            break
+    deadline = time.monotonic() + 30
+    while not (folders := list(tmp_path.glob("gemma4-compat-check-*/tiny"))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert folders
+    started.send_signal(getattr(signal, name))
+    started.communicate(timeout=30)
+    assert started.returncode not in (0, None)
+    assert list(tmp_path.glob("gemma4-compat-*")) == []
 
 
 @pytest.mark.full

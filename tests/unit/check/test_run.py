@@ -104,12 +104,12 @@ def test_an_estimate_comes_from_steps_that_have_run() -> None:
     check = Check(Settings(folder=None, minutes=5), lambda _line, _begins: None)
     outcome = Outcome("a placement", {})
     assert check._estimate(outcome) == ""
-    check._planned = ["load", "text", "speed"]
+    check._planned = ["start", "load", "text", "speed"]
     check._left = ["another"]
-    check._took = {"load": [4.0], "text": [2.0]}
-    outcome.done = {"load": {}}
-    # text 2 and speed 3 (the mean) here, and all three in the other.
-    assert check._estimate(outcome) == "; about 14 s left"
+    check._took = {"start": [6.0], "load": [4.0], "text": [2.0]}
+    outcome.steps, outcome.done = ["load", "text", "speed"], {"load": {}}
+    # text 2 and speed 4 (the mean) here, and all of them in the other.
+    assert check._estimate(outcome) == "; about 22 s left"
 
 
 def test_how_long_prompts_are_that_are_timed() -> None:
