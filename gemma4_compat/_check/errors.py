@@ -22,16 +22,17 @@ _OFF = (Verdict.OFF, Verdict.REVERTED, Verdict.FAILED)
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """An error with the patches that repair it: ``type``, ``message``, ``frames``, ``patches``, ``advice``.
+    """An error with the patches that repair it: ``type``, ``message``, ``frames``, ``patches``, ``advice``, and
+    ``refusal`` (this package raised it).
 
     ``message`` may hold paths and names; :func:`impersonal` leaves it out.
     """
-    lines = str(error).strip().splitlines() or [""]
+    first, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
     refusal = isinstance(error, Gemma4CompatError)  # its message says what to do
     told = _NOTHING if refusal else _told("".join(traceback.format_exception(error)))
     return {
         "type": type(error).__name__,
-        "message": printable(lines[0])[:_LONGEST],
+        "message": printable(f"{first} {others[-1]}" if others else first)[:_LONGEST],
         "refusal": refusal,
         "frames": list(_frames(error)),
         **told,

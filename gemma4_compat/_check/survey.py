@@ -99,13 +99,14 @@ def _model(folder: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _variant(text: Any) -> str | None:
-    """The released variant whose text model has this shape; None for another."""
+    """The released variant whose text model has this size; None for another."""
     from gemma4_compat._models import variants
 
     for name in variants.NAMES:
         shape = variants.shape(name)
-        same = all(getattr(text, key, None) == value for key, value in shape["text"].items())
-        if same and text.num_hidden_layers == len(shape["layer_types"]):
+        sizes = {key: shape["text"][key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
+        sizes["num_hidden_layers"] = len(shape["layer_types"])
+        if all(getattr(text, key, None) == value for key, value in sizes.items()):
             return name
     return None
 

@@ -63,4 +63,12 @@ def found(*placements: Outcome, **changes: Any) -> Found:
 
 
 def error(kind: str = "ValueError", message: str = "broken", **changes: Any) -> dict[str, Any]:
-    return {"type": kind, "message": message, "refusal": False, "frames": [], "patches": [], "advice": None} | changes
+    return {
+        "type": kind,
+        "message": message,
+        "refusal": False,
+        "module": None,
+        "frames": [],
+        "patches": [],
+        "advice": None,
+    } | changes
