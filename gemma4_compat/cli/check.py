@@ -12,6 +12,7 @@ from gemma4_compat._check import report as _report
 from gemma4_compat._check import run, text
 from gemma4_compat._checkpoint import folders
 from gemma4_compat._common import files, terminal
+from gemma4_compat._diagnostics import findings
 from gemma4_compat._models import variants
 from gemma4_compat._quantization import config
 from gemma4_compat.cli.app import app, command, fail, say, tell
@@ -97,6 +98,7 @@ def check(
 
 
 def _refuse(settings: run.Settings) -> None:
+    findings.stack("a check needs")
     if not settings.minutes > 0:
         fail(f"--minutes is {settings.minutes:g}; it must be more than 0")
     if settings.context < 64:

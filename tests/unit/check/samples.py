@@ -67,7 +67,6 @@ def error(kind: str = "ValueError", message: str = "broken", **changes: Any) -> 
         "type": kind,
         "message": message,
         "refusal": False,
-        "module": None,
         "frames": [],
         "patches": [],
         "advice": None,
