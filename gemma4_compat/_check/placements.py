@@ -110,5 +110,4 @@ def _placement(plan: Plan, device_map: Mapping[str, Any], *, planned: bool) -> d
         "quantization": plan.quantization,
         "skip": list(plan.source.skip),
         "quantize_experts": plan.experts is not None and not plan.source.stored_experts,
-        "modelled": dict(plan.modelled),
     }

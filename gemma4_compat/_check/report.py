@@ -49,7 +49,7 @@ def data(found: Found) -> dict[str, Any]:
         "placements": placements,
         "merge": merge and _merge(merge),
     }
-    problems = list(_problems(report))
+    problems = [*_problems(report), *_without_replays(found)]
     return report | {
         "verdict": {"ok": not problems, "text": _verdict(report, problems), "problems": problems},
     }
@@ -205,6 +205,14 @@ def _crashes(report: dict[str, Any]) -> Iterator[str]:
             steps.setdefault(error, []).append(failure["step"])
     for error, titles in places.items():
         yield f"{_joined(steps[error])}: {error} ({'; '.join(dict.fromkeys(titles))})"
+
+
+def _without_replays(found: Found) -> Iterator[str]:
+    """Placements on a GPU of which the plan expects that steps are replayed, and none was."""
+    for outcome in found.placements if found.survey["machine"]["gpu"] else ():
+        tried = [item["replayed"] for name, item in outcome.done.items() if name.startswith(_FAST)]
+        if outcome.order["expects_replay"] and tried and not any(tried):
+            yield f"no step was replayed, and the plan expects it ({outcome.title})"
 
 
 def _is_late(item: dict[str, Any]) -> bool:

@@ -45,7 +45,7 @@ def speed(context: int, fast: float | None = 200.0) -> dict[str, Any]:
 
 def outcome(title: str = "everything on the card", against: dict[str, Any] | None = None, **away: int) -> Outcome:
     """A placement in which all went well; ``against``: the comparison with the reference."""
-    order = {"away": AWAY | away, "planned": PLANNED}
+    order = {"away": AWAY | away, "planned": PLANNED, "expects_replay": True}
     fast = answer(against, against_eager=SAME, replayed=6, fused=1, reasons=[])
     done: dict[str, dict[str, Any]] = {"load": {"seconds": 3.0, "peak": 2 * GIB}}
     for with_adapter in ("", " with the adapter"):

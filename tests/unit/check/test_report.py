@@ -78,6 +78,11 @@ def too_much(one: Outcome) -> None:
     one.done["peak"]["peak"] = 11 * GIB
 
 
+def without_replays(one: Outcome) -> None:
+    for name in ("fast decoding", "fast decoding with the adapter"):
+        one.done[name] = one.done[name] | {"replayed": 0, "reasons": ["of a hook"]}
+
+
 def without_effect(one: Outcome) -> None:
     for name in ("text with the adapter", "image with the adapter"):
         one.done[name]["changed"] = False
@@ -90,6 +95,7 @@ def without_effect(one: Outcome) -> None:
         (gone, "load: SIGKILL (everything on the card)"),
         (not_finite, "logits of text are not finite (everything on the card)"),
         (too_much, "a peak of 11.00 GiB where 10.00 GiB was the limit (everything on the card)"),
+        (without_replays, "no step was replayed, and the plan expects it (everything on the card)"),
         (without_effect, "the adapter changes no answer"),
     ],
 )
@@ -149,7 +155,7 @@ def test_what_was_left_out_and_a_peak_above_the_plan_are_mentioned() -> None:
 
 
 def test_what_the_time_was_too_short_for_is_no_defect() -> None:
-    third = Outcome("in host memory: 35 layers", {"away": samples.AWAY, "planned": None})
+    third = Outcome("in host memory: 35 layers", {"away": samples.AWAY, "planned": None, "expects_replay": True})
     third.failed["start"] = error("Timeout", "not started")
     of = found(outcome(), outcome(PLACE, SAME), third)
     told = verdict(of)
@@ -160,7 +166,9 @@ def test_what_the_time_was_too_short_for_is_no_defect() -> None:
 
 
 def test_nothing_to_compare_with() -> None:
-    late = Outcome(PLACE, {"away": samples.AWAY, "planned": None}, failed={"load": error("Timeout", "")})
+    late = Outcome(
+        PLACE, {"away": samples.AWAY, "planned": None, "expects_replay": True}, failed={"load": error("Timeout", "")}
+    )
     assert verdict(found(outcome(), late))["problems"] == ["no two placements could be compared"]
 
 
