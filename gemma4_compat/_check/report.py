@@ -189,7 +189,8 @@ def _problems(report: dict[str, Any]) -> Iterator[str]:
         yield "no two placements could be compared"
     for item in report["placements"]:
         peaks = [peak for peak in (item["loading_peak"], item["running_peak"]) if peak]
-        if report["budget"] and item["planned"] and peaks and max(peaks) > report["budget"]:
+        fits = report["budget"] and item["planned"] and max(item["planned"].values()) <= report["budget"]
+        if fits and peaks and max(peaks) > report["budget"]:
             sizes = f"{size_text(max(peaks))} where {size_text(report['budget'])} was the limit"
             yield f"a peak of {sizes} ({item['title']})"
 

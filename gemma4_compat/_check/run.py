@@ -173,7 +173,7 @@ class Check:
                 "store": str(store),
                 "work": str(work),
                 "tape": self._settings.folder is None and survey["machine"]["gpu"] is None,
-                "limit": survey["budget"] + _FRAGMENTED if self._settings.vram and survey["budget"] else None,
+                "limit": self._limit(placement["planned"], survey["budget"]),
             }
             share = self._remaining() / max(len(self._left), 1)
             self._left.pop(0)
@@ -193,6 +193,12 @@ class Check:
         found.merge = self._child("merging the adapter", order, self._remaining())
         if found.merge.said.get("written"):
             found.merged = self._cases(found, work, "merged", str(out), None)
+
+    def _limit(self, planned: dict[str, int] | None, budget: int | None) -> int | None:
+        """Bytes that PyTorch may reserve for a placement that was planned for ``--vram``; None for others."""
+        if self._settings.vram is None or budget is None or planned is None or max(planned.values()) > budget:
+            return None
+        return budget + _FRAGMENTED
 
     def _contexts(self, longest: int) -> list[int]:
         """Prompts to time: a short one; unless quick, a quarter of the context, and what an answer leaves of it."""

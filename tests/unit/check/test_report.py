@@ -172,6 +172,13 @@ def test_nothing_to_compare_with() -> None:
     assert verdict(found(outcome(), late))["problems"] == ["no two placements could be compared"]
 
 
+def test_everything_on_the_card_may_take_more_than_the_budget_of_a_plan() -> None:
+    first = outcome()
+    too_much(first)
+    first.order["planned"] = {name: 11 * GIB for name in samples.PLANNED}
+    assert verdict(found(first, outcome(PLACE, SAME)))["ok"]
+
+
 def test_the_table() -> None:
     second = outcome(PLACE, SAME)
     second.done["speed at 64 tokens"] = samples.speed(64, None)

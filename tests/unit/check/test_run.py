@@ -125,3 +125,11 @@ def test_how_long_prompts_are_that_are_timed() -> None:
     assert contexts(4096, quick=False) == [64, 1024, 3968]
     assert contexts(4096, quick=True) == [64]
     assert contexts(128, quick=False) == [32, 64]
+
+
+def test_only_what_was_planned_for_a_budget_is_held_to_it() -> None:
+    check = Check(Settings(folder=None, vram="2GiB"), lambda _line, _begins: None)
+    assert check._limit({"prefill": 100, "decode": 90}, 100) == 100 + (1 << 29)
+    assert check._limit({"prefill": 101, "decode": 90}, 100) is None
+    assert check._limit(None, 100) is check._limit({"prefill": 1}, None) is None
+    assert Check(Settings(folder=None), lambda _line, _begins: None)._limit({"prefill": 1}, 100) is None
