@@ -40,22 +40,35 @@ def of(model: Any, prompt: Prompt, new: int, suppress: list[int]) -> dict[str, A
 
 
 def generated(model: Any, prompt: Prompt, new: int, suppress: list[int], **options: Any) -> dict[str, Any]:
-    """``new`` greedy ``tokens``, shape (``new``,), and the ``logits`` they come from, shape (``new``, vocabulary)."""
+    """``new`` greedy ``tokens``, shape (``new``,), and the ``logits`` they are chosen from, shape (``new``,
+    vocabulary): what may not be chosen is minus infinity.
+    """
     import torch
+    from transformers import LogitsProcessorList
 
+    kept = _Kept()
     with torch.no_grad():
-        out = model.generate(
+        tokens = model.generate(
             **on(model, prompt.batch),
             max_new_tokens=new,
             min_new_tokens=new,
             do_sample=False,
             suppress_tokens=suppress or None,
-            return_dict_in_generate=True,
-            output_logits=True,
+            logits_processor=LogitsProcessorList([kept]),
             **options,
         )
-    tokens = out.sequences[0, prompt.batch["input_ids"].shape[1] :]
-    return {"logits": torch.cat(out.logits).cpu(), "tokens": tokens.cpu()}
+    return {"logits": torch.stack(kept.logits), "tokens": tokens[0, prompt.batch["input_ids"].shape[1] :].cpu()}
+
+
+class _Kept:
+    """A logits processor that only copies. ``generate`` keeps logits on the GPU, which no plan counts."""
+
+    def __init__(self) -> None:
+        self.logits: list[Any] = []
+
+    def __call__(self, _ids: Any, scores: Any) -> Any:
+        self.logits.append(scores[0].cpu())
+        return scores
 
 
 def compared(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,8 +87,8 @@ def compared(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
             continue
         first = first or name
         if name != "tokens":
-            apart = (one.float() - two.float()).abs().max().item() if one.shape == two.shape else math.inf
-            largest = max(largest, math.inf if math.isnan(apart) else apart)
+            apart = _apart(one.float(), two.float()) if one.shape == two.shape else math.inf
+            largest = max(largest, apart)
     tokens, others = reference["tokens"], other["tokens"]
     same = tokens[: len(others)] == others[: len(tokens)]
     return {
@@ -87,9 +100,18 @@ def compared(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
     }
 
 
+def _apart(one: Any, two: Any) -> float:
+    """The largest difference, infinite for a NaN; where both are the same infinity there is none."""
+    differences = (one - two).abs().masked_fill(one == two, 0.0)
+    largest = float(differences.max())
+    return math.inf if math.isnan(largest) else largest
+
+
 def finite(answer: Mapping[str, Any]) -> bool:
-    """Whether no logit is NaN or infinite."""
-    return all(bool(value.isfinite().all()) for name, value in answer.items() if name != "tokens")
+    """Whether no logit is NaN or infinite; minus infinity among those of ``generate`` is what it may not choose."""
+    bad = (value.isnan() | value.isposinf() for name, value in answer.items() if name == "logits")
+    infinite = (~value.isfinite() for name, value in answer.items() if name.startswith("forward"))
+    return not any(bool(found.any()) for found in (*bad, *infinite))
 
 
 def digest(answer: Mapping[str, Any]) -> str:

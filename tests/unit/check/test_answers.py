@@ -42,6 +42,14 @@ def test_another_bit(name: str, value: Any, difference: float) -> None:
     assert (found["equal"], found["first"], found["difference"]) == (False, name, difference)
 
 
+def test_what_may_not_be_chosen_is_no_difference() -> None:
+    one, two = (torch.tensor([[1.0, -math.inf], [-math.inf, value]]) for value in (2.0, 2.5))
+    assert answers.compared(answer(logits=one), answer(logits=two))["difference"] == 0.5
+    assert answers.finite(answer(logits=one))
+    assert not answers.finite(answer(logits=-one))
+    assert not answers.finite(answer(**{"forward 1": one}))
+
+
 def test_how_many_tokens_agree() -> None:
     found = answers.compared(answer(), answer(tokens=torch.tensor([3, 0, 2])))
     assert (found["equal"], found["tokens_equal"], found["first"]) == (False, 1, "tokens")
