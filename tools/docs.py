@@ -20,6 +20,7 @@ from benchmarks.reporting import compare_report, questions  # noqa: E402
 from benchmarks.small_card import report as small_card_report  # noqa: E402
 from tools import fingerprints, variants  # noqa: E402
 from tools.pages import (  # noqa: E402
+    cards,
     clients,
     errors,
     failure_points,
@@ -44,6 +45,7 @@ PARTS: dict[str, list[tuple[str, Callable[[], str]]]] = {
     "docs/RELEASES.md": [("upstream", measurements.upstream_section)],
     "docs/HOW_IT_WORKS.md": [("import time", measurements.import_section)],
     "docs/PLACEMENT.md": [("search", measurements.search_section)],
+    "docs/CARDS.md": [("cards", cards.section)],
     "docs/DECODING.md": [("replays", measurements.replays_section)],
     "docs/EVIDENCE.md": [
         ("gpu", gpu.summary),

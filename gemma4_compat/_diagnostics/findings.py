@@ -104,8 +104,8 @@ class Finding:
         }
 
 
-def stack() -> dict[str, str]:
-    """Installed releases of the libraries a reproduction needs.
+def stack(what: str = "the reproductions need") -> dict[str, str]:
+    """Installed releases of the libraries a reproduction needs; ``what`` needs them, for the message.
 
     Raises:
         Gemma4CompatError: one is missing, or older than the oldest supported release.
@@ -114,7 +114,7 @@ def stack() -> dict[str, str]:
     missing = [name for name, version in versions.items() if version is None]
     if missing:
         raise Gemma4CompatError(
-            f"{', '.join(missing)} not installed; the reproductions need {', '.join(STACK)}. "
+            f"{', '.join(missing)} not installed; {what} {', '.join(STACK)}. "
             "Install them: pip install 'gemma4-compat[stack]'"
         )
     found = {name: str(version) for name, version in versions.items()}

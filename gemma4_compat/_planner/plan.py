@@ -14,7 +14,7 @@ from gemma4_compat._common import shadowed
 from gemma4_compat._common.text import parse_size, size_text
 from gemma4_compat._errors import Gemma4CompatError
 from gemma4_compat._models import build
-from gemma4_compat._planner import blueprint, budgets, code, layout, speed
+from gemma4_compat._planner import blueprint, budgets, code, layout, measured, speed
 from gemma4_compat._planner.blueprint import Blueprint
 from gemma4_compat._planner.layout import Layout
 from gemma4_compat._planner.memory import Load
@@ -158,12 +158,13 @@ def _plan(
         assumed=assumed,
     )
     limit = int(built.config.get_text_config().max_position_embeddings)
-    modelled, why_not = _modelled(cut, placed, load, bus, cards)
+    timed = _measured(cut, placed, load, cards)
+    modelled, why_not = _modelled(cut, placed, load, bus, {name: cards[name] for name in cards if name not in timed})
     return Plan(
         source=source,
         layout=placed,
         load=load,
-        rate=Rate(slow_because=slow_because, bus=bus, modelled=modelled, not_modelled=why_not),
+        rate=Rate(slow_because=slow_because, bus=bus, modelled=modelled, not_modelled=why_not, measured=timed),
         longest_context=layout.longest_context(cut, given, load, limit=limit, placed=placed),
         chunked_prefill=_chunked_prefill(cut, placed, load),
         code=code.loading_code(source, placed, load),
@@ -205,6 +206,26 @@ def _placed(
     return layout.layout(cut, given, load, **options), load, slow_because
 
 
+def _measured(
+    cut: Blueprint, placed: Layout[Use], load: Load, cards: Mapping[str, speed.Card]
+) -> dict[str, tuple[float, int]]:
+    """Tokens per second by card, and the prompt they were measured after, where somebody measured this placement."""
+    if not load.fast or load.batch != 1:
+        return {}
+    experts = [layer for layer in cut.layers if layer.experts_stored is not None]
+    key = measured.Key(
+        layers=len(cut.layers),
+        hidden=cut.hidden,
+        vocabulary=cut.vocabulary,
+        quantization=cut.quantization,
+        quantized_experts=any(layer.experts_stored != layer.experts_plain for layer in experts),
+        away=measured.away(placed.device_map),
+        adapter=any(layer.adapter for layer in cut.layers),
+    )
+    found = {name: measured.rate(name, key, load.context) for name in cards}
+    return {name: rate for name, rate in found.items() if rate is not None}
+
+
 def _modelled(
     cut: Blueprint, placed: Layout[Use], load: Load, given_bus: int, cards: Mapping[str, speed.Card]
 ) -> tuple[dict[str, float], str]:
@@ -214,7 +235,7 @@ def _modelled(
     done = speed.work(cut, placed.device_map, context=load.context)
     found = {}
     for name, card in cards.items():
-        bus = given_bus or card.bus
+        bus = given_bus or measured.bus(name) or card.bus
         if placed.brought and not bus:
             return {}, f"each token brings {size_text(placed.brought)}, and nothing says over which bus"
         streamed = placed.brought - placed.awaited

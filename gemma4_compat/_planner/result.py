@@ -47,12 +47,15 @@ class Rate:
         bus: bandwidth of the bus in bytes per second, if it was given; else 0.
         modelled: tokens per second by card, from a model (``gemma4_compat/_planner/speed.py``); empty without one.
         not_modelled: why there is no model; else empty.
+        measured: by card that is not modelled, because this placement was measured on it: tokens per second, and the
+            tokens of the prompt before them (``gemma4_compat/_planner/measured.py``).
     """
 
     slow_because: str = ""
     bus: int = 0
     modelled: Mapping[str, float] = field(default_factory=dict)
     not_modelled: str = ""
+    measured: Mapping[str, tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +191,11 @@ class Plan:
         return self.rate.not_modelled
 
     @property
+    def measured(self) -> dict[str, float]:
+        """Tokens per second by card on which this placement was measured; such a card is not in ``modelled``."""
+        return {name: rate for name, (rate, _) in self.rate.measured.items()}
+
+    @property
     def assumed(self) -> str:
         """What the plan assumes about the model; empty for a checkpoint."""
         return self.source.assumed
@@ -204,7 +212,16 @@ class Plan:
 _DATA = (
     *("model", "model_class", "device_map", "quantization", "quantize_offloaded", "experts", "cpu", "disk", "paged"),
     *("looked_up", "brought", "bus", "fast", "slow_because", "context", "batch", "vision", "audio"),
-    *("longest_context", "prefill_chunk", "chunked_prefill", "modelled", "not_modelled", "assumed", "code"),
+    *(
+        "longest_context",
+        "prefill_chunk",
+        "chunked_prefill",
+        "modelled",
+        "not_modelled",
+        "measured",
+        "assumed",
+        "code",
+    ),
 )
 _USE = ("weights", "pages", "adapter", "kv", "graph", "loading", "prefill", "decode", "peak", "budget")
 

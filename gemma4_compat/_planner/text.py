@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from gemma4_compat._common.text import runs_text, size_text
-from gemma4_compat._planner import speed
+from gemma4_compat._planner import measured, speed
 from gemma4_compat._planner.code import FAST, grouped
 from gemma4_compat._planner.layout import PREFILL_CHUNK
 from gemma4_compat._planner.use import Use
@@ -153,9 +153,16 @@ def _decoding(plan: Plan, width: int) -> Iterator[str]:
         text += f" Tokens a second that the bus allows, computed: {allowed}."
     else:
         text += " The card limits its speed."
+    if plan.rate.measured:
+        found = (f"{rate:.0f} on {name} after {tokens} tokens" for name, (rate, tokens) in plan.rate.measured.items())
+        text += f" Tokens a second, measured: {', '.join(found)} (docs/CARDS.md)."
     if plan.modelled:
-        rates = ", ".join(f"{rate:.0f} on {name}" for name, rate in plan.modelled.items())
+        over = {name for name in plan.modelled if plan.brought and not plan.bus and measured.bus(name)}
+        rates = ", ".join(
+            f"{rate:.0f} on {name}{' (its bus is measured)' if name in over else ''}"
+            for name, rate in plan.modelled.items()
+        )
         text += f" Tokens a second, modelled and not measured: {rates}."
-    elif plan.not_modelled:
+    elif plan.not_modelled and not plan.rate.measured:
         text += f" Its tokens a second cannot be modelled: {plan.not_modelled}."
     yield from textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)

@@ -4,8 +4,8 @@ A command is a function of the module of its kind; importing the module adds it 
 
 * :mod:`doctor`, :mod:`reproduction`: whether a defect is here. :mod:`patches`: ``status``, ``list``, ``explain``.
 * :mod:`launch`: ``run``, ``enable``, ``disable``. :mod:`environment`: ``env``. :mod:`needed`: ``needed``.
-* :mod:`planning`: ``plan``, ``plan-training``. :mod:`adapters`: ``scan``, ``export``, ``merge``. :mod:`checkpoints`:
-  ``repair``.
+* :mod:`check`: ``check``. :mod:`planning`: ``plan``, ``plan-training``.
+* :mod:`adapters`: ``scan``, ``export``, ``merge``. :mod:`checkpoints`: ``repair``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gemma4_compat.cli.app import app, tell
 # The order of --help.
 _KINDS = (
     "doctor",
+    "check",
     "patches",
     "launch",
     "environment",

@@ -240,6 +240,13 @@ def test_scan_without_the_libraries_reads_an_adapter_and_says_what_a_base_needs(
     assert "Traceback" not in done.stderr
 
 
+def test_check_without_the_libraries_exits_2_and_says_how_to_get_them(bare: Path) -> None:
+    done = in_bare(bare, "check")
+    assert (done.code, done.stdout) == (2, "")
+    assert "not installed; a check needs torch, transformers, accelerate, peft, bitsandbytes." in done.stderr
+    assert "pip install 'gemma4-compat[stack]'" in done.stderr
+
+
 def test_plan_without_the_libraries_exits_2_and_says_how_to_get_them(bare: Path) -> None:
     done = in_bare(bare, "plan", "E2B", "--vram", "8GiB")
     assert (done.code, done.stdout) == (2, "")

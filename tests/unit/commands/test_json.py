@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import gemma4_compat
 from gemma4_compat import cli
+from gemma4_compat._check.run import Check, Outcome
 from gemma4_compat._common import terminal
 from gemma4_compat._diagnostics import children, findings
 from gemma4_compat._diagnostics import environment as facts
@@ -24,6 +25,7 @@ from gemma4_compat._merge.result import MergeParityError, MergeReport
 from gemma4_compat._repair.repair import RepairReport
 from gemma4_compat._reproduction import tiny_models
 from tests.unit.adapters.adapter_files import lora, write_adapter
+from tests.unit.check import samples as check_samples
 from tests.unit.commands.helpers import ROOT
 from tests.unit.planner.test_arithmetic import a_plan
 
@@ -180,6 +182,26 @@ def test_merge(monkeypatch: pytest.MonkeyPatch, value: float, shown: Any) -> Non
     assert {data["parity"][name] for name in NUMBERS} == {shown}
     without = terminal.json_text(replace(report, parity=None).as_data())
     assert json.loads(without)["parity"] is None
+
+
+@pytest.mark.parametrize("all_there", [True, False])
+def test_check(monkeypatch: pytest.MonkeyPatch, all_there: bool) -> None:
+    found = check_samples.found()
+    if all_there:
+        crash = check_samples.error(frames=["torch/a.py:1 f"], patches=[{"id": PATCH, "state": "off"}])
+        found.placements[0].failed["sound"] = crash
+        found.placements[0].skipped.append("speed at 1024 tokens")
+        parity = {"ok": True, "difference": math.nan, "bound": 0.5, "kl_max": 0.1, "greedy_tokens": 1}
+        found.merge = Outcome("merge", {}, failed={"merge": crash}, said={"merged": parity | {"greedy_equal": [1]}})
+    else:
+        found.survey["machine"]["gpu"] = found.survey["adapter"] = None
+        found.placements[1].order["planned"] = None
+    monkeypatch.setattr(Check, "run", lambda self: found)
+    done = CliRunner().invoke(cli.app, ["check", "--json", "-"])
+    assert done.exit_code == (1 if all_there else 0), done.output
+    may_be_null = ("machine.gpu", "adapter", "placements[].planned", "merge", "merge.parity")
+    below = [path for path in PAGE["check"] if path.startswith(("machine.gpu.", "adapter.", "merge.", "placements"))]
+    assert_as_documented("check", done.stdout, absent=may_be_null if all_there else (*may_be_null, *below))
 
 
 def test_repair(monkeypatch: pytest.MonkeyPatch) -> None:
