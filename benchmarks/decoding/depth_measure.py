@@ -180,6 +180,7 @@ def adapt(order: Order) -> Data:
 class _UntilFused(Clock):
     """Notes when the first token came after the step was fused."""
 
+    __module__ = Clock.__module__
     fused: float | None = None
 
     def __init__(self, decoding: Any) -> None:

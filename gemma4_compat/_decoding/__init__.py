@@ -13,7 +13,8 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``statistics`` counts them.
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
-  :mod:`kernels` (compiles, tries and launches them) and :mod:`bits` (equality).
+  :mod:`kernels` (tries and launches them) and :mod:`bits` (equality).
+* :mod:`compiling`: NVRTC. :mod:`kernel_files`: what it compiled, on disk. :mod:`launching`: CUDA's driver.
 * :mod:`expert_rows`: one kernel for the 4-bit weights of the experts that a token is routed to.
 * :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold.
 * :mod:`deferral`: when the host waits for a token.

@@ -8,6 +8,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +107,12 @@ class Decoding:
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())
 
-    def _forget(self, dependencies: Dependencies, module: str) -> None:
+    def _forget(
+        self, dependencies: Dependencies, module: str, *, ending: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
         """Drop the graphs that depend on a deleted module."""
+        if ending():  # the interpreter is: the names of this module may be gone
+            return
         self._lost = self._lost or Recapture(Cause.MODULE, f"{module} was deleted")
         self._variants = [variant for variant in self._variants if variant.dependencies is not dependencies]
 
@@ -167,13 +172,14 @@ class Decoding:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories = [], []
 
-    def variant(self, model: Any, *, in_full: bool, settling: bool = False) -> _Variant:
+    def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> _Variant:
         """The variant of the model as it is now.
 
-        ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run.
+        ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run; ``quiet``, that
+        no code but libraries' has run since the last check.
         """
         for index, variant in enumerate(self._variants):
-            if variant.dependencies.hold() and not (in_full and not variant.dependencies.hold_in_full()):
+            if variant.dependencies.hold(quiet=quiet) and not (in_full and not variant.dependencies.hold_in_full()):
                 if index:
                     self._variants = [variant, *(other for other in self._variants if other is not variant)]
                 return variant
@@ -209,7 +215,9 @@ class Decoding:
         Returns:
             the model's output, or None for a step that cannot be captured; nothing has run then.
         """
-        variant, kind = self.variant(model, in_full=first), step.kind
+        running = deferral.current()
+        quiet = not first and running is not None and running.quiet and type(model).__module__.startswith("transformers.")
+        variant, kind = self.variant(model, in_full=first, quiet=quiet), step.kind
         if kind in variant.refused:
             return None
         graph = variant.graphs.get((step.addresses, kind))

@@ -34,14 +34,17 @@ class Sampling:
         functions: its logits processors and stopping criteria.
         samples: whether tokens are sampled.
         alone: no other process has to run the same number of steps.
+        streamer: what gets the tokens.
 
     Attributes:
+        quiet: no code but transformers' runs in this thread between two steps.
         replays: steps are replayed, as far as is known before the first.
         ours: its stop check is deferred because we asked for it.
         deferred: from now on, stops are read one step late.
     """
 
-    def __init__(self, functions: list[Any], *, samples: bool, alone: bool = True) -> None:
+    def __init__(self, functions: list[Any], *, samples: bool, alone: bool = True, streamer: Any = None) -> None:
+        self.quiet = all(map(_is_pure, functions)) and (streamer is None or _is_transformers(streamer))
         self.replays = self.ours = self.deferred = False
         self._functions, self._samples, self._alone = functions, samples, alone
         self._launched: collections.deque[float] = collections.deque(maxlen=_TIMED + 1)
@@ -82,10 +85,10 @@ class Sampling:
 
 
 @contextlib.contextmanager
-def sampling(functions: list[Any], *, samples: bool, alone: bool) -> Iterator[None]:
+def sampling(functions: list[Any], *, samples: bool, alone: bool, streamer: Any = None) -> Iterator[None]:
     """Inside, :func:`current` returns this ``_sample``."""
     outer = current()
-    _running.sampling = Sampling(functions, samples=samples, alone=alone)
+    _running.sampling = Sampling(functions, samples=samples, alone=alone, streamer=streamer)
     try:
         yield
     finally:
@@ -97,9 +100,12 @@ def current() -> Sampling | None:
     return getattr(_running, "sampling", None)
 
 
+def _is_transformers(one: Any) -> bool:
+    return type(one).__module__.partition(".")[0] == "transformers"
+
+
 def _is_pure(function: Any) -> bool:
-    own = type(function).__module__.partition(".")[0] == "transformers"
-    return own and not any(map(callable, vars(function).values()))
+    return _is_transformers(function) and not any(map(callable, vars(function).values()))
 
 
 def _generator(device: Any) -> Any:

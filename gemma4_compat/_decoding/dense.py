@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from gemma4_compat._decoding.kernel_source import Kernel, kinds, unpacked
 
+#: The name in an operation's signature.
+OPERATION = "dense product"
 #: Inputs of a short product.
 SHORT = 64
 #: Rows of the input.
@@ -64,6 +66,11 @@ class Product:
     input: Any
     weight: tuple[Any, ...]
     outputs: int
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """As for other operations; nothing of PyTorch's to compare it with."""
+        return OPERATION, tuple(self.format), self.format.weight
 
     def empty(self) -> Any:
         """Memory for the result, (..., outputs)."""

@@ -37,6 +37,8 @@ _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
 _CONFIG = (Cause.CONFIGURATION, "config")
+#: Tokens in which each weight is looked at once, while nobody else's code runs.
+_TURNS = 16
 
 
 class Dependencies:
@@ -58,6 +60,7 @@ class Dependencies:
     ) -> None:
         self._gone = False
         self._often, self._seldom = Entries(), Entries()
+        self._turn = 0
         self._adapters = Values()
         self._addresses: list[int] = []
         self._tensors: list[weakref.ref[Any]] = []  # on the device
@@ -189,42 +192,60 @@ class Dependencies:
 
     def _add_tensor(self, tensor: Any, whose: Whose) -> None:
         state = vars(tensor).get("quant_state")
+        watched = [tensor]
         if state is not None:
             self._often.add(vars(tensor), "quant_state", whose)
             for holder in (state, vars(state).get("state2")):
                 if holder is not None:
-                    for key in ("absmax", "code", "offset", "state2"):
-                        self._often.add(vars(holder), key, whose)
-                    for key in vars(holder).keys() - {"absmax", "code", "offset", "state2"}:
+                    # Whatever moves a state replaces its scales; the rest is checked once per call.
+                    self._often.add(vars(holder), "absmax", whose)
+                    watched.append(holder.absmax)
+                    for key in vars(holder).keys() - {"absmax"}:
                         self._seldom.add(vars(holder), key, whose)
         for part in (tensor, *(() if state is None else quant_states.tensors(state))):
             if part.device.type == "meta":
                 self._metas.append(weakref.ref(part))
                 self._whose_metas.append(whose)
             else:
-                self._tensors.append(weakref.ref(part))
-                self._addresses.append(part.data_ptr())
-                self._whose_tensors.append(whose)
+                if any(part is one for one in watched):
+                    self._tensors.append(weakref.ref(part))
+                    self._addresses.append(part.data_ptr())
+                    self._whose_tensors.append(whose)
                 self._layouts.add(part, whose)
 
-    def hold(self) -> bool:
-        """Whether a replay would compute what the model computes now. Checked for every token."""
-        return self.weights_hold() and self._adapters.hold() and self._configs.hold()
+    def hold(self, *, quiet: bool = False) -> bool:
+        """Whether a replay would compute what the model computes now. Checked for every token.
+
+        To look at every weight takes as long as a step of a small model. ``quiet`` says that no code but libraries' has
+        run in this thread since the last look: then each token looks at a sixteenth of the weights, in turns.
+        """
+        weights = self._some_weights_hold() if quiet else self.weights_hold()
+        return weights and self._adapters.hold() and self._configs.hold()
+
+    def _hooks_hold(self) -> bool:
+        return not self._gone and not any(self._no_hooks) and list(map(len, self._hooks)) == self._hook_numbers
+
+    def _some_weights_hold(self) -> bool:
+        self._turn = (self._turn + 1) % _TURNS
+        if not self._hooks_hold() or not self._often.some_hold(self._turn, _TURNS):
+            return False
+        return self._are_there(self._tensors[self._turn :: _TURNS], self._addresses[self._turn :: _TURNS])
 
     def weights_hold(self) -> bool:
         """The same, regardless of which adapters are active."""
+        return self._hooks_hold() and self._often.hold() and self._are_there(self._tensors, self._addresses)
+
+    @staticmethod
+    def _are_there(tensors: list[weakref.ref[Any]], addresses: list[int]) -> bool:
+        """Whether these tensors have these addresses."""
         import torch
 
-        if self._gone or any(self._no_hooks) or list(map(len, self._hooks)) != self._hook_numbers:
-            return False
-        if not self._often.hold():
-            return False
         with torch._C.DisableTorchFunctionSubclass():  # bitsandbytes' parameters take a detour through Python
             try:
-                found = list(map(torch.Tensor.data_ptr, [reference() for reference in self._tensors]))
+                found = list(map(torch.Tensor.data_ptr, [reference() for reference in tensors]))
             except TypeError:  # one of them is gone
                 return False
-        return found == self._addresses
+        return found == addresses
 
     def hold_in_full(self) -> bool:
         """Whether everything else about the modules is unchanged as well. Checked for every ``generate``."""

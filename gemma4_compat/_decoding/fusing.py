@@ -94,12 +94,16 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
 
     def _settle_products(self) -> None:
         """Compute the deferred products: those of one kind with one launch."""
-        if self._products:
-            wanted, results = zip(*self._products, strict=True)
-            self._sink.kernel(products.kernel_of(wanted, results), [wanted[0].format.signature])
-        if self._dense:
-            wanted, results = zip(*self._dense, strict=True)
-            self._sink.kernel(dense.kernel_of(wanted, results), [])
+        launched = []
+        for deferred, kind in ((self._products, products), (self._dense, dense)):
+            if deferred:
+                wanted, results = zip(*deferred, strict=True)
+                launched.append((kind.kernel_of(wanted, results), [wanted[0].signature]))
+        if len(launched) == 2 and self._dense[0][0].format.small:  # LoRA's A beside the weights that it adapts
+            (one, signatures), (other, _) = launched
+            launched = [(kernel_source.side_by_side(one, other), signatures)]
+        for kernel, signatures in launched:
+            self._sink.kernel(kernel, signatures)
         self._products.clear()
         self._dense.clear()
         self._results.clear()

@@ -197,6 +197,40 @@ def program(texts: Sequence[str]) -> tuple[str, list[str]]:
     return PRELUDE + "".join(pieces), names
 
 
+def side_by_side(one: Kernel, other: Kernel) -> Kernel:
+    """One kernel that does what two do, neither of which reads what the other writes: each has blocks of its own.
+
+    Both need as many threads a block and a grid of one dimension.
+    """
+    begin, given, body = _parts(one.text)
+    _, also_given, also = _parts(other.text)
+    renamed = {parameter.rpartition(" ")[2]: f"also_{parameter.rpartition(' ')[2]}" for parameter in also_given}
+
+    def renaming(text: str) -> str:
+        return re.sub(r"\b\w+\b", lambda found: renamed.get(found[0], found[0]), text)
+
+    also = renaming(also).replace("blockIdx.x", "(blockIdx.x - also_first)")
+    reads, also_reads = len(one.tensors) - one.written, len(other.tensors) - other.written
+    also_given = [renaming(parameter) for parameter in also_given]
+    parameters = [*given[:reads], *also_given[:also_reads], *given[reads : len(one.tensors)]]
+    parameters += also_given[also_reads : len(other.tensors)]
+    parameters += [*given[len(one.tensors) :], *also_given[len(other.tensors) :], "unsigned int also_first"]
+    text = f"{begin}({', '.join(parameters)}) {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
+    tensors = (*one.tensors[:reads], *other.tensors[:also_reads], *one.tensors[reads:], *other.tensors[also_reads:])
+    blocks, also_blocks = one.blocks[0], other.blocks[0]
+    sizes = (*one.sizes, *other.sizes, blocks)
+    return Kernel(text, tensors, one.written + other.written, sizes, one.block, (blocks + also_blocks, 1))
+
+
+def _parts(text: str) -> tuple[str, list[str], str]:
+    """A kernel's declaration up to its name, its parameters, and its body."""
+    bounds = _BOUNDS.search(text)
+    begin = text.index("(", bounds.end() if bounds else 0)
+    end = text.index(")", begin)
+    body = text[text.index("{", end) + 1 : text.rindex("}")]
+    return text[:begin], text[begin + 1 : end].split(", "), body
+
+
 def _named(text: str) -> str:
     """The name of the kernel with this text, as a profile shows it, without its number."""
     return _BOUNDS.sub("", text, count=1).partition("(")[0].rpartition(" ")[2]

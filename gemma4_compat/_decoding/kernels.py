@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from gemma4_compat._decoding import expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import dense, expert_rows, kernel_source, pointwise, products, reductions, row_source
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.compiling import CudaCompiler
 from gemma4_compat._decoding.kernel_source import Kernel
@@ -145,7 +145,7 @@ class Kernels:
 
 def _is_computed(signature: _Signature) -> bool:
     """Whether an operation computes what PyTorch does: some only move data, one has an arithmetic of its own."""
-    return signature[0] not in ("concatenate", "constant", pointwise.DOT)
+    return signature[0] not in ("concatenate", "constant", pointwise.DOT, dense.OPERATION)
 
 
 def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:

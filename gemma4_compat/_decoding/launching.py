@@ -2,7 +2,8 @@
 
 From compute capability 9.0 on, a kernel that calls ``wait_for_kernel_before()`` may start while the kernel before it
 in the stream still runs (programmatic dependent launch). A kernel that never waits would read what the one before has
-not written yet, so it starts when that one has ended.
+not written yet, so it starts when that one has ended. So does every kernel outside a captured step: there, what it
+reads before it waits may have been written just now.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Driver:
                     0,
                     torch.cuda.current_stream(device).cuda_stream,
                     _start_early,
-                    int(early and EARLY),
+                    int(early and EARLY and torch.cuda.is_current_stream_capturing()),
                 )
                 self._check(launch_kernel(ctypes.byref(config), function, addresses, None), name)
             del arguments  # not before

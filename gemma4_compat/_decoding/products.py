@@ -93,6 +93,11 @@ class Product:
     weight: tuple[Any, ...]
     outputs: int
 
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Of its format."""
+        return self.format.signature
+
     def empty(self) -> Any:
         """Memory for the result, ``[..., outputs]``."""
         return self.input.new_empty((*self.input.shape[:-1], self.outputs))
@@ -264,7 +269,7 @@ class _Writer:
         for number, groups in enumerate(self._steps):
             lines.append(self._step(groups, first=number == 0))
         lines.append(self._tail())
-        return "\n".join(lines) + f"\n}}  // {layout.operation}\n"
+        return "\n".join(lines) + "\n}\n"
 
     # Parameters
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gemma4_compat._decoding import reductions
 from gemma4_compat._decoding.kernel_source import Kernel, Scope, Writer, kernel_of
-from gemma4_compat._decoding.pointwise import Part, Value, everything
+from gemma4_compat._decoding.pointwise import DOT, Part, Value, everything
 
 NAME = "rows"
 #: Rows of a kernel: beyond, a block a row is no small kernel.
@@ -49,7 +49,9 @@ def _join(segments: list[Segment], new: Segment) -> None:
 def kernels_of(values: Sequence[Value]) -> list[Kernel]:
     """The kernels that compute these values into their memory, in order."""
     found: list[Kernel] = []
-    done: list[Value] = []
+    done: list[Value] = _spread(values)
+    if done:
+        found.append(kernel_of(done))
     plain: list[Value] = []
     segments: list[Segment] = []
     for value in values:
@@ -57,6 +59,8 @@ def kernels_of(values: Sequence[Value]) -> list[Kernel]:
         shapes = {(mean.elements, mean.columns) for mean in means}
         if len(shapes) == 1 and _is_by_rows(value, *next(iter(shapes)), done):
             _join(segments, Segment(*next(iter(shapes)), [value], set(map(id, means))))
+            continue
+        if any(value is other for other in done):
             continue
         for mean in means:  # it needs means of several rows: they are computed before
             found.append(_RowWriter(done).kernel_of_rows([Segment(mean.elements, mean.columns, [mean])]))
@@ -67,6 +71,38 @@ def kernels_of(values: Sequence[Value]) -> list[Kernel]:
     if plain:
         found.append(Writer(done).kernel(plain) if done else kernel_of(plain))
     return found
+
+
+def _spread(values: Sequence[Value]) -> list[Value]:
+    """What rows need of an adapter's B, to be computed before by many blocks: a row has one, which would read all of B.
+
+    These are the sums that have such a product in them, before a norm casts and squares them.
+    """
+    has_dot: dict[int, bool] = {}
+    has_mean: dict[int, bool] = {}
+
+    def visit(value: Value) -> None:
+        if id(value) in has_dot:
+            return
+        parts = [operand.value for operand in value.operands if isinstance(operand, Part)]
+        for part in parts:
+            visit(part)
+        has_dot[id(value)] = value.name == DOT or any(has_dot[id(part)] for part in parts)
+        has_mean[id(value)] = value.is_mean or any(has_mean[id(part)] for part in parts)
+
+    found: dict[int, Value] = {}
+    for value in values:
+        visit(value)
+    for value in everything(values):
+        if not has_mean[id(value)]:
+            continue
+        for operand in value.operands:
+            if isinstance(operand, Part) and has_dot[id(operand.value)] and not has_mean[id(operand.value)]:
+                source = operand.value
+                while source.name in ("cast", "square", "move") and isinstance(source.operands[0], Part):
+                    source = source.operands[0].value
+                found[id(source)] = source
+    return list(found.values())
 
 
 def _means(values: Sequence[Value], done: Sequence[Value]) -> list[Value]:

@@ -43,6 +43,7 @@ class Entries:
         self._sized: list[dict[Any, Any]] = []
         self._sizes: list[int] = []
         self._whose_sizes: list[Whose] = []
+        self._shares: dict[int, tuple[list[Any], list[Any], list[int]]] = {}  # of some_hold: all is noted by then
 
     def add(self, where: dict[Any, Any], key: Any, whose: Whose) -> None:
         """Note what is under ``key`` now."""
@@ -79,6 +80,15 @@ class Entries:
         if list(map(id, map(dict.get, self._dicts, self._keys, itertools.repeat(_NOTHING)))) != self._ids:
             return False
         return [list(map(id, container)) for container in self._containers] == self._contents
+
+    def some_hold(self, turn: int, turns: int) -> bool:
+        """Whether a share of the dictionaries' keys still has the same objects: each has its turn."""
+        if self._gone:
+            return False
+        if turn not in self._shares:
+            self._shares[turn] = (self._dicts[turn::turns], self._keys[turn::turns], self._ids[turn::turns])
+        dicts, keys, ids = self._shares[turn]
+        return list(map(id, map(dict.get, dicts, keys, itertools.repeat(_NOTHING)))) == ids
 
     def differences(self) -> Iterator[Whose]:
         """What is another object now. If one was deleted and another has its place, only the holder is named."""

@@ -35,7 +35,7 @@ def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
     functions = [*(kwargs.get("logits_processor") or ()), *(kwargs.get("stopping_criteria") or ())]
     samples = bool(kwargs["generation_config"].do_sample)
     alone = not kwargs.get("synced_gpus")  # otherwise processes have to agree on the number of steps
-    with deferral.sampling(functions, samples=samples, alone=alone):
+    with deferral.sampling(functions, samples=samples, alone=alone, streamer=kwargs.get("streamer")):
         return original(self, *args, **kwargs)
 
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from gemma4_compat._decoding import attention, expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import (
+    attention,
+    dense,
+    expert_rows,
+    kernel_source,
+    pointwise,
+    products,
+    reductions,
+    row_source,
+)
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
 
@@ -70,6 +79,21 @@ def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
         yield from attention.kernels(call)[0]
 
 
+def _dense() -> Iterator[Kernel]:
+    """LoRA's A of three adapters of one input, and a head."""
+    for dtype, rows, shape, count in (
+        (torch.bfloat16, 1, (16, 1536), 3),
+        (torch.bfloat16, 8, (64, 2048), 1),
+        (torch.float32, 1, (16, 1536), 1),
+        (torch.bfloat16, 1, (700, 1536), 1),
+        (torch.float16, 8, (700, 2560), 1),
+        (torch.float32, 3, (700, 5376), 1),
+    ):
+        weight, bias = torch.zeros(shape, dtype=dtype), torch.zeros(shape[0], dtype=dtype) if rows == 3 else None
+        one = dense.product(torch.zeros(rows, shape[1], dtype=dtype), weight, bias)
+        yield dense.kernel_of([one] * count, [one.empty()] * count)
+
+
 def _plain_attention() -> Iterator[Kernel]:
     yield from _attention(
         (512, 8, torch.float32, torch.bool, 5000),
@@ -97,6 +121,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
     "row_source": _rows,
     "products": _products,
+    "dense": _dense,
     "attention_source": _plain_attention,
     "attention_tensor_source": _matrix_attention,
     "expert_rows": _expert_rows,

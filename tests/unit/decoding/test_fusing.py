@@ -192,7 +192,7 @@ def test_the_docs_say_when_and_how_often() -> None:
 )
 def test_every_value_of_16_bits_is_tried(kinds: tuple[Any, ...], elements: int) -> None:
     name = "multiply" if len(kinds) == 2 else "negate"
-    kernel, _, expected = kernels.of(CPU)._trial((name, kinds, kinds[0]))
+    (kernel,), _, expected = kernels.of(CPU)._trial((name, kinds, kinds[0]))
     (given,) = kernel.tensors[: len(kernel.tensors) - kernel.written]
     assert expected.numel() == elements
     if elements == 1 << 16:
