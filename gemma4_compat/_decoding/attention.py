@@ -273,7 +273,7 @@ class _Layout:
 
 
 def _by_matrix(dtype: Any, width: int) -> bool:
-    return dtype.itemsize == 2 and width >= 64  # type: ignore[no-any-return]
+    return bool(dtype.itemsize == 2 and width >= 64)
 
 
 def _filled(text: str, known: dict[str, str]) -> str:
