@@ -27,11 +27,11 @@ MAX_HEADS = 16
 WIDTHS = (16, 32, 64, 128, 256, 512)
 _WORD = 16  # bytes of a load
 _FAR = 1 << 31
-#: Blocks of a launch for one sequence, and about as many splits over all key-value heads; each block takes splits in
-#: turns.
+#: Splits of one sequence, over all key-value heads, if there are many keys: two blocks for each SM of an H100.
 _BLOCKS = 264
-#: Keys of a split: at least; if there are many; without matrix units, also at most.
-_FEWEST, _MANY, _MOST = 32, 64, 128
+#: Keys of a split: at least; at least if that gives each SM a block; at most without matrix units, which
+#: take so many at once.
+_FEWEST, _FEWER, _MOST = 32, 64, 128
 #: So few keys that they have up to so many numbers are one split: adding up splits takes as long as reading those.
 _ALONE = 1 << 15
 
@@ -226,7 +226,7 @@ def _splits(count: int, kv_heads: int, width: int, by_matrix: bool) -> int:
     if count <= _alone(width):
         return 1
     per = -(-count * kv_heads // (_BLOCKS * 4)) * 4
-    per = max(per, _FEWEST if count * kv_heads <= _BLOCKS // 2 * _FEWEST else _MANY)
+    per = max(per, _FEWEST if count * kv_heads <= _BLOCKS // 2 * _FEWEST else _FEWER)
     return -(-count // (per if by_matrix else min(per, _MOST)))
 
 
@@ -239,10 +239,10 @@ def _most_splits(length: int, kv_heads: int, width: int, by_matrix: bool) -> int
     """So many splits suffice for every number of keys up to ``length``."""
     if length <= _alone(width):
         return 1
-    short, long = _BLOCKS // 2 * _FEWEST // kv_heads, _BLOCKS * _MANY // kv_heads
+    short, long = _BLOCKS // 2 * _FEWEST // kv_heads, _BLOCKS * _FEWER // kv_heads
     found = [-(-min(length, short) // _FEWEST)]
     if length > short:
-        found.append(-(-min(length, long) // _MANY))
+        found.append(-(-min(length, long) // _FEWER))
     if length > long:
         found.append(-(-_BLOCKS // kv_heads))
     if not by_matrix:
@@ -251,7 +251,7 @@ def _most_splits(length: int, kv_heads: int, width: int, by_matrix: bool) -> int
 
 
 _SPLITS = """const int wanted = (int)((count * kv_heads + {span}u) / {spanned}u) * 4;
-  const int fewest = count * kv_heads <= {few}u ? {fewest} : {many};
+  const int fewest = count * kv_heads <= {few}u ? {fewest} : {fewer};
   const int per = count <= {alone}u ? {alone} : min(max(wanted, fewest), {most});
   const int splits = max((int)((count + per - 1u) / per), 1);"""
 
@@ -273,7 +273,7 @@ class _Layout:
 
 
 def _by_matrix(dtype: Any, width: int) -> bool:
-    return dtype.itemsize == 2 and width >= 64  # type: ignore[no-any-return]
+    return bool(dtype.itemsize == 2 and width >= 64)
 
 
 def _filled(text: str, known: dict[str, str]) -> str:
@@ -325,7 +325,7 @@ def _shared(layout: _Layout) -> dict[str, str]:
             spanned=_BLOCKS * 4,
             few=_BLOCKS // 2 * _FEWEST,
             fewest=_FEWEST,
-            many=_MANY,
+            fewer=_FEWER,
             alone=_alone(layout.width),
             most=1 << 30 if layout.by_matrix else _MOST,
         ),
