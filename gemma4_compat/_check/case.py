@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gemma4_compat._check import answers, errors, prompts, speeds
-from gemma4_compat._decoding import fused_steps, statistics
+from gemma4_compat._decoding import decoding_statistics, fused_steps
 from gemma4_compat._decoding.fast import decode_fast
 from gemma4_compat._errors import Gemma4CompatError
 
@@ -156,10 +156,10 @@ class Case:
         two = answers.has_two_arithmetics()
         decode_fast(self._model, **({"exact": True} if two else {}))
         new = self._fast_tokens
-        prompt, before = self._prompt("text"), statistics(self._base).replayed
+        prompt, before = self._prompt("text"), decoding_statistics(self._base).replayed
         eager = answers.generated(self._model, prompt, new, self._suppressed, disable_compile=True)
         replayed = answers.generated(self._model, prompt, new, self._suppressed)
-        done = statistics(self._base)
+        done = decoding_statistics(self._base)
         found = {
             "against_eager": answers.compared(eager, replayed),
             "replayed": done.replayed - before,
@@ -202,7 +202,7 @@ class Case:
 
     @property
     def _replays(self) -> bool:
-        return statistics(self._base).replayed > 0
+        return decoding_statistics(self._base).replayed > 0
 
     @property
     def _fast_tokens(self) -> int:

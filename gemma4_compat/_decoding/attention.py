@@ -20,7 +20,7 @@ from gemma4_compat._decoding import attention_source as source
 from gemma4_compat._decoding import attention_tensor_source as matrices
 from gemma4_compat._decoding.kernel_source import Kernel, kinds
 
-#: Query positions of a call; each is computed as if alone.
+#: Query positions of a call; each has the bits that it would have in a call of its own.
 MAX_QUERIES = 8
 #: Query heads that share a key-value head.
 MAX_HEADS = 16

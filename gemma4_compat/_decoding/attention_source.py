@@ -16,7 +16,7 @@ FEW = 32
 #: The most splits.
 MANY = 4096
 
-#: One block for each row of the mask. A word of 16 bytes that holds a byte of a row lies in memory of the mask.
+#: One block for each row of the mask. A word of 16 bytes that holds a byte of a row is in the mask's memory.
 BOUNDS = r"""extern "C" __global__ void __launch_bounds__(1024) attention_bounds(const @MASK@* __restrict__ mask,
   unsigned int* __restrict__ bounds, unsigned int queries, unsigned int length, unsigned int batch_stride,
   unsigned int query_stride, unsigned int key_stride) {

@@ -175,8 +175,8 @@ class Decoding:
     def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> _Variant:
         """The variant of the model as it is now.
 
-        ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run; ``quiet``, that
-        no code but libraries' has run since the last check.
+        ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run; ``quiet`` says
+        that no code but libraries' has run since the last check.
         """
         for index, variant in enumerate(self._variants):
             if variant.dependencies.hold(quiet=quiet) and not (in_full and not variant.dependencies.hold_in_full()):
@@ -216,7 +216,9 @@ class Decoding:
             the model's output, or None for a step that cannot be captured; nothing has run then.
         """
         running = deferral.current()
-        quiet = not first and running is not None and running.quiet and type(model).__module__.startswith("transformers.")
+        quiet = (
+            not first and running is not None and running.quiet and type(model).__module__.startswith("transformers.")
+        )
         variant, kind = self.variant(model, in_full=first, quiet=quiet), step.kind
         if kind in variant.refused:
             return None

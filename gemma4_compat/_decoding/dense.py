@@ -2,9 +2,10 @@
 
 Each row of the input is multiplied as if it were the only one, so a sequence has the same bits whatever else is in its
 batch; cuBLAS chooses another kernel for each number of rows. Products are exact and sums are in ``float``; only the
-result is rounded. There are three kernels, and the weight decides which: a *short* product has at most ``SHORT`` inputs,
-like LoRA's B, and is a pointwise operation (``"dot"`` in :mod:`pointwise`), computed where its result is used; of the
-others, a block takes a row of a *small* weight, like LoRA's A, and a warp takes four rows of a large one, like the head.
+result is rounded. There are three kernels, and the weight decides which: a *short* product has at most ``SHORT``
+inputs, like LoRA's B, and is a pointwise operation (``"dot"`` in :mod:`pointwise`), computed where its result is used;
+of the others, a block takes a row of a *small* weight, like LoRA's A, and a warp takes four rows of a large one, like
+the head.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def suits(given: Any, weight: Any, bias: Any = None) -> bool:
         and given.dtype == weight.dtype
         and given.numel() // inputs <= MAX_ROWS
         and weight.numel() < 1 << 31
-        and not inputs * weight.dtype.itemsize % 16
+        and (inputs <= SHORT or not inputs * weight.dtype.itemsize % 16)
         and all(tensor.is_contiguous() and tensor.device == given.device for tensor in (given, weight))
         and (bias is None or (bias.dtype == weight.dtype and bias.device == given.device and bias.is_contiguous()))
     )
@@ -249,8 +250,7 @@ def _large(layout: Format) -> list[str]:
         f"for (int m = 0; m < {layout.rows}; ++m) sums[r][m] = 0.0f;",
         f"Word16 w[{_WARP_ROWS}];",
         "#pragma unroll",
-        f"for (int r = 0; r < {_WARP_ROWS}; ++r) if (r < rows && lane < {words}u) w[r] = word("
-        f"r * {words}u + lane);",
+        f"for (int r = 0; r < {_WARP_ROWS}; ++r) if (r < rows && lane < {words}u) w[r] = word(r * {words}u + lane);",
         "let_next_kernel_begin();",
         "wait_for_kernel_before();",
         f"#pragma unroll {min(rounds, 8)}",

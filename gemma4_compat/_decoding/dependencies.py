@@ -216,8 +216,8 @@ class Dependencies:
     def hold(self, *, quiet: bool = False) -> bool:
         """Whether a replay would compute what the model computes now. Checked for every token.
 
-        To look at every weight takes as long as a step of a small model. ``quiet`` says that no code but libraries' has
-        run in this thread since the last look: then each token looks at a sixteenth of the weights, in turns.
+        To look at every weight takes as long as a step of a small model. ``quiet`` says that no code but libraries'
+        has run in this thread since the last look: then each token looks at a sixteenth of the weights, in turns.
         """
         weights = self._some_weights_hold() if quiet else self.weights_hold()
         return weights and self._adapters.hold() and self._configs.hold()

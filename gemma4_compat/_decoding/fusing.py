@@ -4,8 +4,8 @@ A decoding step launches thousands of kernels that compute a few thousand number
 products of the norms, rotary embeddings, residuals, an adapter's sums. :class:`Fusing` sees every operation of the
 forward. If :mod:`pointwise` understands one, its result gets memory at once and numbers later: before the first other
 operation that reads the result or overwrites its operands. If nobody holds the result by then, it is never written.
-Products with 4-bit weights (:mod:`products`) are deferred, too, until one has another input or a result is needed: those
-of one input share a launch. Everything else runs unchanged and in order.
+Products with 4-bit weights (:mod:`products`) are also deferred, until one has another input or a result is needed:
+those of one input share a launch. Everything else runs unchanged and in order.
 """
 
 from __future__ import annotations
@@ -138,10 +138,10 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         if value is None or value.name != "cast" or value.elements != tensor.numel() or not tensor.is_contiguous():
             return tensor
         (operand,) = value.operands
-        exact = isinstance(operand, Load) and operand.dtype.itemsize < value.dtype.itemsize
-        if not exact or not operand.tensor.is_contiguous() or operand.tensor.numel() != value.elements:
+        if not isinstance(operand, Load) or operand.dtype.itemsize >= value.dtype.itemsize:
             return tensor
-        return operand.tensor.view(tensor.shape)
+        source = operand.tensor
+        return source.view(tensor.shape) if source.is_contiguous() and source.numel() == value.elements else tensor
 
     def _is_deferred(self, tensor: Any) -> bool:
         """Whether its numbers, or some of them, are not in memory yet."""

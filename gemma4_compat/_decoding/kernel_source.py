@@ -215,7 +215,9 @@ def side_by_side(one: Kernel, other: Kernel) -> Kernel:
     parameters = [*given[:reads], *also_given[:also_reads], *given[reads : len(one.tensors)]]
     parameters += also_given[also_reads : len(other.tensors)]
     parameters += [*given[len(one.tensors) :], *also_given[len(other.tensors) :], "unsigned int also_first"]
-    text = f"{begin}({', '.join(parameters)}) {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
+    text = (
+        f"{begin}({', '.join(parameters)}) {{\nif (blockIdx.x < also_first) {{\n{body}\n}} else {{\n{also}\n}}\n}}\n"
+    )
     tensors = (*one.tensors[:reads], *other.tensors[:also_reads], *one.tensors[reads:], *other.tensors[also_reads:])
     blocks, also_blocks = one.blocks[0], other.blocks[0]
     sizes = (*one.sizes, *other.sizes, blocks)
@@ -312,7 +314,7 @@ class Writer:
 
     def _dot(self, value: Value, at: str, scope: Scope) -> str:
         """A sum of products over the inputs, in order; the operands are in memory."""
-        given, weight, *bias = value.operands
+        given, weight, *bias = (operand for operand in value.operands if isinstance(operand, Load))
         outputs = value.shape[-1]
         names = [self._read(operand) for operand in (given, weight)]
         row = self._index(f"{at} % {outputs}u", scope)

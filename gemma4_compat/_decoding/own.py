@@ -1,7 +1,7 @@
-"""Kernels with an arithmetic of their own, in place of PyTorch's: attention (:mod:`attention`), products (:mod:`dense`).
+"""Kernels in place of PyTorch's, with other bits: attention (:mod:`attention`) and products (:mod:`dense`).
 
-:class:`Own` sees the functions of ``torch`` that a forward calls, and calls operators of this package for those that the
-kernels can compute. As operators they are visible to whoever defers operations (:mod:`fusing`). They compute the same
+:class:`Own` sees the functions of ``torch`` that a forward calls, and calls operators of this package for those that
+the kernels can compute. As operators they are visible to what defers operations (:mod:`fusing`). They compute the same
 bits whether they run one by one, in a captured graph, or fused.
 """
 
@@ -22,7 +22,8 @@ KINDS = frozenset({"attention", "dense"})
 _NAMESPACE = "gemma4_compat"
 _SCHEMAS = {
     "valid_keys": "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, bool gqa) -> Tensor",
-    "attend": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa) -> Tensor",
+    "attend": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa)"
+    " -> Tensor",
     "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
 }
 _log = logging.getLogger("gemma4_compat")

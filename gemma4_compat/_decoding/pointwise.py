@@ -1,4 +1,4 @@
-"""Operations that compute each element of their result on its own, or the mean of a row, and what PyTorch's CUDA kernels compute for them.
+"""Operations that compute each element of their result on its own, or the mean of a row, with the bits of CUDA.
 
 Each operation is one C expression of ``float`` operands. PyTorch also computes 16-bit dtypes in ``float`` and rounds
 once, at the end of each operation (``opmath_t`` in ATen/OpMathType.h); so do the fused kernels. ``__fmul_rn`` and its
@@ -145,7 +145,7 @@ class Value:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What decides its bits, apart from the operands' values: the name, and the dtypes or numbers, or the sizes."""
+        """What decides its bits, apart from the operands' values: the name, and the dtypes, numbers or sizes."""
         if self.is_mean:
             return self.name, (self.elements, self.columns), self.dtype
         kinds = tuple(operand.value if isinstance(operand, Number) else operand.dtype for operand in self.operands)

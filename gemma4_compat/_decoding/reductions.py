@@ -1,9 +1,9 @@
 """Means over the last dimension, in the order in which PyTorch's CUDA kernel adds.
 
 The norms of a step each need the mean of a row. PyTorch computes it with one kernel, between two pointwise ones; in a
-row kernel (:mod:`kernel_source`), one block does all three. The sum has PyTorch's bits if it is added in the same order:
-``ATen/native/cuda/Reduce.cuh`` (here: torch 2.13's) says how many threads share a row, which of them adds which elements
-to which of its four sums, and how the sums are added. Each shape is tried on the GPU before its first use.
+row kernel (:mod:`kernel_source`), one block does all three. The sum has PyTorch's bits if it is added in the same
+order: ``ATen/native/cuda/Reduce.cuh`` (here: torch 2.13's) says how many threads share a row, which of them adds which
+elements to which of its four sums, and how the sums are added. Each shape is tried on the GPU before its first use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SUMS = 4  # of a thread: vt0, and input_vec_size
 
 
 class Order(NamedTuple):
-    """Who adds what.
+    """Which thread adds what.
 
     Attributes:
         threads: that share a row.
@@ -33,7 +33,7 @@ class Order(NamedTuple):
 
 @functools.cache
 def order(rows: int, columns: int) -> Order | None:
-    """The order for ``rows`` contiguous rows of float32 numbers; None where PyTorch divides a row among warps or blocks.
+    """The order for ``rows`` contiguous rows of float32 numbers; None if PyTorch divides a row among warps or blocks.
 
     Follows ``setReduceConfig`` and ``ReduceConfig::set_block_dimension``.
     """

@@ -1,8 +1,8 @@
-"""The CUDA C of kernels in which a block computes a row: what a mean is of, the mean, and what needs it.
+"""The CUDA C of kernels in which a block computes a row: the numbers, their mean, and what needs it.
 
-A norm is a cast, a square, a mean and some more pointwise operations; the next norm's mean often needs the result. A row
-kernel computes the whole chain, with as few barriers as there are means. Each thread has the elements that PyTorch's
-reduction gives it (:mod:`reductions`), in all phases, so that the compiler may keep them in registers.
+A norm is a cast, a square, a mean and some more pointwise operations; the next norm's mean often needs the result. A
+row kernel computes the whole chain, with as few barriers as there are means. Each thread has the elements that
+PyTorch's reduction gives it (:mod:`reductions`), in all phases, so that the compiler may keep them in registers.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def kernels_of(values: Sequence[Value]) -> list[Kernel]:
 
 
 def _spread(values: Sequence[Value]) -> list[Value]:
-    """What rows need of an adapter's B, to be computed before by many blocks: a row has one, which would read all of B.
+    """What rows need of an adapter's B, to be computed before, by many blocks: a row's one block would read all of B.
 
     These are the sums that have such a product in them, before a norm casts and squares them.
     """

@@ -12,7 +12,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
-from gemma4_compat._decoding import kernels, products
+from gemma4_compat._decoding import kernels, product_source, products
 from gemma4_compat._decoding.products import Product
 from tests.unit.decoding.host_kernels import HostCompiler
 
@@ -79,7 +79,7 @@ def expected(product: Product) -> Any:
     packed = product.weight[0].reshape(shape[0], -1).int()
     nibbles = torch.stack((packed >> 4, packed & 15), -1).reshape(shape).long()
     newer = layout.operation == "gemm_4bit"
-    values = torch.tensor([float(text[:-1]) for text in products._VALUES[layout.quant_type]]) if newer else None
+    values = torch.tensor([float(text[:-1]) for text in product_source.VALUES[layout.quant_type]]) if newer else None
     values = product.weight[2] if values is None else values
     scales = product.weight[1]
     if layout.nested:

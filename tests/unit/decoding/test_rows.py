@@ -1,0 +1,174 @@
+"""Kernels with a block for each row: means in the order of CUDA's reduction, and norms around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from gemma4_compat._decoding import dense, fusing, kernels, own, reductions, row_source
+from gemma4_compat._decoding.kernel_source import Kernel, side_by_side
+from gemma4_compat._decoding.pointwise import Load, Value
+from tests.unit.decoding.host_kernels import HostCompiler
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.Kernels]:
+    reason = HostCompiler.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
+    yield kernels.Kernels(CPU)
+    kernels._kernels.pop(CPU, None)
+
+
+def mean(given: Any) -> Any:
+    """Row by row as ``Reduce.cuh`` adds: four sums a thread, then halves of the threads, then a warp."""
+    rows, columns = given.reshape(-1, given.shape[-1]).shape
+    found = reductions.order(rows, columns)
+    assert found is not None
+    flat = given.reshape(rows, columns)
+    turns = reductions.turns(columns, found)
+    room = found.threads * (4 if found.vector else 1) * turns
+    padded = torch.nn.functional.pad(flat, (0, room - columns))
+    sums = torch.zeros(rows, 4, found.threads)
+    if found.vector:
+        for turn in padded.reshape(rows, turns, found.threads, 4).unbind(1):
+            sums = sums + turn.transpose(1, 2)
+    else:
+        for number, turn in enumerate(padded.reshape(rows, turns, found.threads).unbind(1)):
+            sums[:, number % 4] = sums[:, number % 4] + turn
+    whole = ((sums[:, 0] + sums[:, 1]) + sums[:, 2]) + sums[:, 3]
+    while whole.shape[1] > 1:
+        half = whole.shape[1] // 2
+        whole = whole[:, :half] + whole[:, half:]
+    return (whole * (torch.tensor(1.0) / columns)).reshape(*given.shape[:-1], 1)
+
+
+#: Rows and columns: fewer threads than a warp's worth of columns, vectors, several warps, 12 rows of heads.
+SHAPES = [(1, 32), (3, 96), (1, 128), (12, 256), (8, 512), (1, 1536), (2, 2560), (1, 5376)]
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_a_mean_is_added_in_cudas_order(on_host: kernels.Kernels, rows: int, columns: int) -> None:
+    given = torch.randn(rows, columns, generator=torch.Generator().manual_seed(columns))
+    value = Value(reductions.MEAN, (Load(given, (columns, 1)),), (rows, 1), torch.float32, columns=columns)
+    value.memory = torch.empty(rows, 1)
+    (kernel,) = row_source.kernels_of([value])
+    on_host.prepare([kernel.text], [])
+    on_host.launch(kernel)
+    assert torch.equal(value.memory, mean(given))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 16), (1, 130), (64, 20000)])
+def test_other_shapes_are_left_to_pytorch(rows: int, columns: int) -> None:
+    assert reductions.order(rows, columns) is None
+
+
+class Launching:
+    """A sink that launches at once, and keeps what it launched."""
+
+    def __init__(self, known: kernels.Kernels) -> None:
+        self.known, self.kernels = known, []  # type: ignore[var-annotated]
+
+    def accepts(self, _signature: Any) -> bool:
+        return True
+
+    def kernel(self, kernel: Kernel, _signatures: Any) -> None:
+        self.known.prepare([kernel.text], [])
+        self.known.launch(kernel)
+        self.kernels.append(kernel)
+
+
+def drawn(*shape: int, seed: int = 0) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def norm(given: Any, weight: Any, mean: Callable[[Any], Any]) -> Any:
+    """``Gemma4RMSNorm``."""
+    wide = given.float()
+    return (wide * torch.pow(mean(wide.pow(2)) + 1e-6, -0.5) * weight.float()).to(given.dtype)
+
+
+def turned(given: Any) -> Any:
+    """Rotary embeddings, as far as they take numbers from elsewhere in the row."""
+    half = given.shape[-1] // 2
+    return torch.cat((-given[..., half:], given[..., :half]), -1) * 0.5 + given
+
+
+def layer(mean: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """A norm, a residual and the next norm; and heads."""
+    residual = drawn(1, 1, 256, seed=1) + norm(drawn(1, 1, 256), drawn(256, seed=2), mean)
+    heads = norm(drawn(1, 1, 4, 64, seed=3), drawn(64, seed=4), mean)
+    return residual, norm(residual, drawn(256, seed=5), mean), turned(heads).transpose(1, 2)
+
+
+def pytorchs(given: Any) -> Any:
+    return given.mean(-1, keepdim=True)
+
+
+def fused(known: kernels.Kernels, run: Callable[[], Any]) -> tuple[Any, list[Kernel]]:
+    sink = Launching(known)
+    with torch.no_grad(), fusing.Fusing(CPU, sink, {}) as mode:
+        found = run()
+        mode.settle()
+    return found, sink.kernels
+
+
+def test_norms_of_a_layer_are_one_kernel(on_host: kernels.Kernels) -> None:
+    found, launched = fused(on_host, lambda: layer(pytorchs))
+    for one, other in zip(found, layer(mean), strict=True):
+        assert torch.equal(one, other)
+    (kernel,) = launched
+    assert (kernel.written, kernel.blocks) == (3, (1 + 4, 1))  # a row of 256, and four heads of 64
+
+
+def test_a_mean_of_other_rows_is_computed_before(on_host: kernels.Kernels) -> None:
+    def run(mean: Callable[[Any], Any]) -> Any:
+        heads = norm(drawn(1, 1, 4, 64, seed=3), drawn(64, seed=4), mean)
+        return heads.transpose(1, 2).flip(1) + heads.transpose(1, 2).clone()
+
+    found, launched = fused(on_host, lambda: run(pytorchs))
+    assert torch.equal(found, run(mean))
+    assert launched
+
+
+def test_an_adapters_product_is_computed_by_blocks_of_its_own(on_host: kernels.Kernels) -> None:
+    """Not by the one block of a row. A and B are products of ours, B where its result is used."""
+    weights = drawn(4, 256, seed=6), drawn(256, 4, seed=7)
+
+    def run(mean: Callable[[Any], Any]) -> Any:
+        given = drawn(1, 1, 256)
+        low, high = weights
+        adapted = given + torch.nn.functional.linear(torch.nn.functional.linear(given, low), high) * 2.0
+        return norm(adapted, drawn(256, seed=5), mean)
+
+    with torch.no_grad(), own.Own(CPU):
+        expected = run(mean)
+        found, launched = fused(on_host, lambda: run(pytorchs))
+    assert torch.equal(found, expected)
+    assert [kernel.text.count("__shared__") > 0 for kernel in launched] == [True, False, True]  # A, the sum, the norm
+
+
+def test_two_kernels_side_by_side_do_what_each_does(on_host: kernels.Kernels) -> None:
+    given, other = drawn(1, 320), drawn(1, 512, seed=1)
+    weights = drawn(40, 320, seed=2), drawn(9, 512, seed=3)
+    wanted = [dense.product(given, weights[0]), dense.product(other, weights[1])]
+    apart, together = ([product.empty() for product in wanted] for _ in range(2))
+    pairs = [
+        [dense.kernel_of([product], [result]) for product, result in zip(wanted, results, strict=True)]
+        for results in (apart, together)
+    ]
+    joint = side_by_side(*pairs[1])
+    on_host.prepare([*(kernel.text for kernel in pairs[0]), joint.text], [])
+    for kernel in (*pairs[0], joint):
+        on_host.launch(kernel)
+    assert joint.blocks == (49, 1)
+    assert all(torch.equal(one, other) for one, other in zip(apart, together, strict=True))
