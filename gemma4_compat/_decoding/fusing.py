@@ -102,11 +102,11 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         if len(launched) == 2 and self._dense[0][0].format.small:  # LoRA's A beside the weights that it adapts
             (one, signatures), (other, _) = launched
             launched = [(kernel_source.side_by_side(one, other), signatures)]
-        for kernel, signatures in launched:
-            self._sink.kernel(kernel, signatures)
         self._products.clear()
         self._dense.clear()
         self._results.clear()
+        for kernel, signatures in launched:
+            self._sink.kernel(kernel, signatures)
 
     def _put_off_product(self, product: Any, deferred: list[tuple[Any, Any]], kind: Any) -> Any:
         """The result of a product that is computed later, together with others of the same input."""

@@ -142,13 +142,12 @@ def test_a_mean_of_other_rows_is_computed_before(on_host: kernels.Kernels) -> No
 
 def test_an_adapters_product_is_computed_by_blocks_of_its_own(on_host: kernels.Kernels) -> None:
     """Not by the one block of a row. A and B are products of ours, B where its result is used."""
-    weights = drawn(4, 256, seed=6), drawn(256, 4, seed=7)
+    given, weight = drawn(1, 1, 256), drawn(256, seed=5)
+    low, high = drawn(4, 256, seed=6), drawn(256, 4, seed=7)
 
     def run(mean: Callable[[Any], Any]) -> Any:
-        given = drawn(1, 1, 256)
-        low, high = weights
         adapted = given + torch.nn.functional.linear(torch.nn.functional.linear(given, low), high) * 2.0
-        return norm(adapted, drawn(256, seed=5), mean)
+        return norm(adapted, weight, mean)
 
     with torch.no_grad(), own.Own(CPU):
         expected = run(mean)
