@@ -20,8 +20,8 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False) -> 
 
     Applies to ``generate`` calls that set no cache and use no assistant model. They keep keys and values in a static
     cache of fixed size from then on, and the patch ``transformers-graph-decoding`` replays the step that reads one
-    token. ``disable_compile=True`` turns the replay off for one call, and PyTorch's kernels compute its tokens. The step
-    is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay needs no
+    token. ``disable_compile=True`` turns the replay off for one call, and PyTorch's kernels compute its tokens. The
+    step is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay needs no
     minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without replays.
 
     A model that cannot be replayed is left as it is, and a warning in the log says why: 8-bit weights, weights on
