@@ -11,11 +11,16 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it
   before every step (``hold``); if something differs, the graph is captured again.
 * :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``decoding_statistics`` counts them.
+* :mod:`own`: kernels with an arithmetic of their own, in place of PyTorch's, unless ``decode_fast(exact=True)`` or no
+  ``decode_fast`` asked for PyTorch's bits. :mod:`attention` (its CUDA C: :mod:`attention_source`, with matrix units
+  :mod:`attention_tensor_source`); :mod:`dense`: products with weights that are not quantized.
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`kernels` (tries and launches them) and :mod:`bits` (equality).
+* With the bits of the original: :mod:`products` (4-bit weights; CUDA C: :mod:`product_source`), :mod:`reductions` (the
+  means of norms; CUDA C of a whole row: :mod:`row_source`), :mod:`expert_rows` (4-bit weights of the experts that a
+  token is routed to).
 * :mod:`compiling`: NVRTC. :mod:`kernel_files`: what it compiled, on disk. :mod:`launching`: CUDA's driver.
-* :mod:`expert_rows`: one kernel for the 4-bit weights of the experts that a token is routed to.
 * :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold.
 * :mod:`deferral`: when the host waits for a token.
 * :mod:`obstacles`: why a model cannot be captured.

@@ -20,10 +20,9 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False) -> 
 
     Applies to ``generate`` calls that set no cache and use no assistant model. They keep keys and values in a static
     cache of fixed size from then on, and the patch ``transformers-graph-decoding`` replays the step that reads one
-    token. The tokens are bit by bit those of the same call with ``disable_compile=True``, which turns the replay off.
-    The step is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay
-    needs no minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without
-    replays.
+    token. ``disable_compile=True`` turns the replay off for one call, and PyTorch's kernels compute its tokens. The
+    step is also replayed where transformers would compile it (nothing quantized, nothing offloaded): a replay needs no
+    minute of compiling. ``model.generation_config`` stays as it is, and a copy of the model decodes without replays.
 
     A model that cannot be replayed is left as it is, and a warning in the log says why: 8-bit weights, weights on
     disk, several GPUs, no GPU.
@@ -31,6 +30,13 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False) -> 
     Args:
         model: a transformers model for text generation, quantized, dispatched or not, or a PEFT model around one.
         enabled: False undoes it, and releases the graphs and the memory that the model keeps for them.
+        exact: True for the bits of PyTorch and bitsandbytes: tokens and logits are those of the same call with
+            ``disable_compile=True``. By default, kernels of this package compute attention, LoRA, the head and other
+            unquantized linear layers of decoded tokens, which is faster, above all in long texts. Compared with
+            float64, the errors of their attention are not larger than those of PyTorch's. Bits do not depend on where
+            weights are, on the length of the cache, on earlier calls or on the rest of the batch (up to eight rows;
+            three with 4-bit weights). A near-tie between two tokens may fall the other way than in PyTorch.
+            docs/DECODING.md says what these kernels leave to PyTorch. A change of ``exact`` releases the graphs.
 
     Returns:
         ``model`` itself.

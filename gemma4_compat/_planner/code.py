@@ -11,7 +11,7 @@ from gemma4_compat._planner.memory import Load
 from gemma4_compat._planner.result import Source
 
 #: What fast decoding does.
-FAST = "Static cache; the decoding step is replayed as one CUDA graph: same tokens as with disable_compile=True"
+FAST = "Static cache; the decoding step is replayed as one CUDA graph. For PyTorch's bits: exact=True"
 
 
 def loading_code(source: Source, placed: Layout[Any], load: Load) -> str:

@@ -315,7 +315,7 @@ def test_the_report_says_what_it_is_and_what_bounds_it() -> None:
     plan = gemma4_compat.plan_device_map("E2B", "1.3GiB", context=1024)
     assert plan.paged
     assert "Fast decoding (gemma4_compat.decode_fast): static cache; the decoding step is replayed as one CUDA" in text
-    assert "same tokens as with disable_compile=True." in text
+    assert "For PyTorch's bits: exact=True." in text
     assert f"Its graphs keep {layout.size_text(plan.use[0].graph)}." in text
     assert f"each token brings {layout.size_text(plan.brought)} over it" in text
     least, most = (round(100 * share) for share in speed.BUS_SHARE)
