@@ -62,9 +62,12 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self._products: list[tuple[products.Product, Any]] = []
         self._dense: list[tuple[dense.Product, Any]] = []
         self._results: set[int] = set()  # storages of those results
+        self._launching = False
 
     def __torch_dispatch__(self, op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._launching:
+            return op(*args, **kwargs)
         if op is torch.ops.aten.index.Tensor and self.rows.is_order(args[1]) and len(args[0]) == len(args[1][0]):
             return torch.ops.aten.alias.default(args[0])  # the experts are in that order already
         product = products.understood(op, args, kwargs) if "products" in KINDS else None
@@ -89,7 +92,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         if values:
             signatures = [value.signature for value in pointwise.everything(values)]
             for kernel in row_source.kernels_of(values):
-                self._sink.kernel(kernel, signatures)
+                self._launch(kernel, signatures)
         self._read = {}
 
     def _settle_products(self) -> None:
@@ -106,7 +109,15 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self._dense.clear()
         self._results.clear()
         for kernel, signatures in launched:
+            self._launch(kernel, signatures)
+
+    def _launch(self, kernel: kernel_source.Kernel, signatures: list[tuple[Any, ...]]) -> None:
+        """Hand a kernel to the sink: what that does with tensors is not part of the step."""
+        self._launching = True
+        try:
             self._sink.kernel(kernel, signatures)
+        finally:
+            self._launching = False
 
     def _put_off_product(self, product: Any, deferred: list[tuple[Any, Any]], kind: Any) -> Any:
         """The result of a product that is computed later, together with others of the same input."""
