@@ -80,12 +80,32 @@ def section() -> str:
         f"One {machine['device']}{besides}, transformers {machine['versions']['transformers']}, random weights in the "
         f"real shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
         f"({measured_on}); VRAM is PyTorch's peak allocation, including loading. Without "
-        "`decode_fast`, the CPU limits decoding speed. llama.cpp, on an H100, is faster; it does not train, and its "
-        "outputs are its own ([comparison](docs/benchmarks/peers.md)). Longer contexts, a comparison with upstream "
-        "and all figures: "
+        "`decode_fast`, the CPU limits decoding speed. llama.cpp ran on an H100; it does not train, and its "
+        f"outputs are its own ([comparison](docs/benchmarks/peers.md)). {deep()} Longer contexts, a comparison with "
+        "upstream and all figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
     ]
     return "\n".join(rows)
+
+
+def deep() -> str:
+    """What decode_fast and llama.cpp reach in the same run, at the least and the greatest depth of the last runs."""
+    found: list[str] = []
+    for shape in ("E2B", "E4B", "12B"):
+        file = max((ROOT / "benchmarks" / "results").glob(f"*/depth-{shape}.json"))
+        run = json.loads(file.read_text(encoding="utf-8"))
+        contexts = run["cases"]["gpu"]["contexts"]
+        least, most = min(contexts, key=int), max(contexts, key=int)
+        own, peer = (
+            " and ".join(f"{contexts[depth]['summary'][way]['median']:.0f}" for depth in (least, most))
+            for way in ("own", "llama.cpp")
+        )
+        found.append(f"{shape} {own} (llama.cpp {peer})")
+    return (
+        f"`decode_fast` on {run['date']}, one {run['machine']['device']}, nothing in host memory, tokens a second "
+        f"after {int(least):,} and {int(most):,} tokens of context: {', '.join(found)} "
+        "([all depths](docs/benchmarks/depth.md))."
+    )
 
 
 #: Case -> the peer of peers.py that has the same things in host memory.
