@@ -27,6 +27,7 @@ _SCHEMAS = {
     "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
 }
 _log = logging.getLogger("gemma4_compat")
+_broken: dict[Any, str] = {}  # by device: why these kernels do not run there
 
 
 class Own(TorchFunctionMode):  # type: ignore[misc]
@@ -85,7 +86,7 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
     def _linear(self, given: Any, weight: Any, bias: Any = None) -> Any:
         if given.device != self._device or torch.is_grad_enabled() or not dense.suits(given, weight, bias):
             return None
-        return torch.ops.gemma4_compat.dense(given, weight, bias)
+        return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
 
     def _attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if id(key) in self._repeated and id(value) in self._repeated:
@@ -99,18 +100,36 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
         operands = query, key, value, kwargs.get("attn_mask", args[0] if args else None)
         options = call.scale, bool(kwargs.get("enable_gqa", False))
         valid = None if call.mask is None else self._valid_keys(*operands, *options)
-        return torch.ops.gemma4_compat.attend(*operands, valid, *options)
+        if call.mask is not None and valid is None:
+            return None
+        return self._computed(torch.ops.gemma4_compat.attend, *operands, valid, *options)
 
     def _valid_keys(self, query: Any, key: Any, value: Any, mask: Any, scale: float, gqa: bool) -> Any:
         """Where the keys of each query begin and end: found once for all layers with this mask."""
         what = (mask.data_ptr(), mask._version, mask.shape, mask.stride(), query.shape[:3], key.shape[1])
         if what not in self._valid:
-            self._valid[what] = mask, torch.ops.gemma4_compat.valid_keys(query, key, value, mask, scale, gqa)
+            found = self._computed(torch.ops.gemma4_compat.valid_keys, query, key, value, mask, scale, gqa)
+            self._valid[what] = mask, found
         return self._valid[what][1]
+
+    def _computed(self, operator: Any, *args: Any) -> Any:
+        """What an operator of ours returns; None, for good on this device, if its kernels cannot be compiled here."""
+        if self._device in _broken:
+            return None
+        try:
+            return operator(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _broken[self._device] = f"kernels cannot be compiled: {' '.join(str(error).split()):.200}"
+            _log.warning("gemma4_compat: decoding with PyTorch's kernels: %s", _broken[self._device])
+            return None
 
 
 def obstacle(device: Any) -> str | None:
     """Why these kernels cannot run on this device; None if they can."""
+    if device in _broken:
+        return _broken[device]
     compiler = kernels.COMPILERS.get(device.type)
     return f"there are no kernels for {device.type}" if compiler is None else compiler.obstacle()
 

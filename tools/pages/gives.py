@@ -103,7 +103,7 @@ def deep() -> str:
         found.append(f"{shape} {own} (llama.cpp {peer})")
     return (
         f"`decode_fast` on {run['date']}, one {run['machine']['device']}, nothing in host memory, tokens a second "
-        f"after {int(least):,} and {int(most):,} tokens of context: {', '.join(found)} "
+        f"after {int(least):,} and {int(most):,} tokens of context: {', '.join(found)}"
         "; with a slower CPU less ([all depths](docs/benchmarks/depth.md))."
     )
 

@@ -116,6 +116,23 @@ def test_without_kernels_pytorch_computes_and_one_line_says_so(tapes: Any, model
     assert calls.steps(model).not_fused == ("there are no kernels for cpu",)
 
 
+def test_kernels_that_cannot_be_compiled_are_left_to_pytorch(
+    kernels_on_host: None, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("NVRTC_ERROR_COMPILATION\nno such architecture")
+
+    monkeypatch.setattr(HostCompiler, "compiled", fails)
+    monkeypatch.setattr(own, "_broken", {})
+    model = own_model(models, "4bit-double", None, "device")
+    calls.compared(model, calls.ask(model))
+    said = [record.message for record in caplog.records if "with PyTorch's kernels" in record.message]
+    assert said == [
+        "gemma4_compat: decoding with PyTorch's kernels: kernels cannot be compiled: NVRTC_ERROR_COMPILATION no such "
+        "architecture"
+    ]
+
+
 def test_operators_are_what_they_stand_for(kernels_on_host: None) -> None:
     """Repeated heads, packed heads and a plain call; weights of every kind; whatever does not suit is PyTorch's."""
     generator = torch.Generator().manual_seed(0)
