@@ -120,7 +120,7 @@ def _matrix_attention() -> Iterator[Kernel]:
 EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
     "row_source": _rows,
-    "products": _products,
+    "product_source": _products,
     "dense": _dense,
     "attention_source": _plain_attention,
     "attention_tensor_source": _matrix_attention,

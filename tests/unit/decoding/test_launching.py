@@ -68,9 +68,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
         current.pop()
 
+    capturing = [True]
     cuda = SimpleNamespace(
+        capturing=capturing,
         device=inside,
         current_device=lambda: current[-1],
+        is_current_stream_capturing=lambda: capturing[-1],
         current_stream=lambda device: SimpleNamespace(cuda_stream=1000 + device.index),
     )
     monkeypatch.setattr(torch, "cuda", cuda)
@@ -118,6 +121,9 @@ def test_a_grid_and_a_block_of_its_own() -> None:
 def test_an_early_launch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel("", (), 0, (1,))
     assert launched(Library(), kernel, early=True)["attributes"] == [(6, 1)]
+    vars(torch.cuda)["capturing"].append(False)  # outside a capture nothing starts early
+    assert launched(Library(), kernel, early=True)["attributes"] == []
+    vars(torch.cuda)["capturing"].pop()
     monkeypatch.setattr(launching, "EARLY", False)
     assert launched(Library(), kernel, early=True)["attributes"] == []
 

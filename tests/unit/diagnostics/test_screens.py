@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,11 +55,12 @@ def test_status_names_what_needs_attention() -> None:
     assert "another library replaced x.y.z" in str(Statuses({IDS[8]: changed[IDS[8]]}, {IDS[8]: "offload"}))
 
 
-def test_needed_prints_the_verdicts_by_area(tmp_path: Any) -> None:
+def test_needed_prints_the_verdicts_by_area(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a path may be wider than a screen
     here = gemma4_compat.needed()
     assert any(here.summary in " ".join(part.split()) for part in str(here).split("\n\n"))
     assert len(lines_of(here)) > len(AREAS)
-    file = tmp_path / "requirements.txt"
+    file = Path("requirements.txt")
     file.write_text("transformers==5.6.2\naccelerate==1.13.0\npeft==0.19.1\nbitsandbytes==0.49.2\n")
     for given in (file, str(file)):
         found = gemma4_compat.needed(given)
