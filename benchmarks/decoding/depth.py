@@ -54,7 +54,7 @@ from benchmarks.small_card.models import PROMPT
 
 PARTS = ("first", "speed", "profile", "check")
 CASES = tuple(f"{where}{adapter}" for where in ("gpu", "host", "half", "streamed") for adapter in ("", ADAPTED))
-WAYS = tuple(depth_measure.WAYS)
+WAYS = depth_measure.WAYS
 LLAMA = depth_report.LLAMA
 #: Tokens of a turn, and after how many they are counted: by then the host has stopped waiting for each token, unless a
 #: step takes more than 32 ms.
@@ -70,16 +70,16 @@ class Measured:
 
     def __init__(self, run: Run, llama: Run | None, arguments: Any) -> None:
         self.run, self.llama, self.arguments = run, llama, arguments
-        self.had: list[str] = list(arguments.ways)  # by this version
+        self.asked: list[str] = list(arguments.ways)
         self.ways: list[str] = []  # of the case
 
     def case(self, name: str) -> None:
         """Every part of it; only an adapter is to come where the model is loaded already."""
         where, _, adapter = name.partition("+")
         entry: Data = {"what": WHERE[where] + (", LoRA" if adapter else "")}
-        self.ways = self.had if where == "gpu" else [way for way in self.had if way != "before"] or self.had
+        self.ways = self.asked if where == "gpu" else [way for way in self.asked if way != "before"] or self.asked
         if where in ("half", "streamed"):
-            self.ways = self.had[-1:]
+            self.ways = self.asked[-1:]
         run = self.run
         run.result["cases"][name] = entry
         run.order["where"] = where
@@ -214,8 +214,6 @@ def measured(arguments: Any, options: list[str], deadline: float) -> Data:
         run.keep(f"built in {built['build_s']:.0f} s")
         llama = peer_of(run, arguments, work, start_peer) if arguments.llama_cpp else None
         asked = Measured(run, llama, arguments)
-        asked.had = [way for way in arguments.ways if way not in built["missing"]]
-        result["not_run"] += [f"{way} (not in this version)" for way in arguments.ways if way in built["missing"]]
         for name in sorted(arguments.cases, key=CASES.index):
             try:
                 asked.case(name)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,22 +36,8 @@ _skipping: set[Any] = set()
 # Ways
 
 
-def _own() -> bool:
-    """Whether ``decode_fast`` has kernels of its own."""
-    import gemma4_compat
-
-    return "exact" in inspect.signature(gemma4_compat.decode_fast).parameters
-
-
-def _kinds() -> bool:
-    """Whether more than pointwise operations are fused."""
-    from gemma4_compat._decoding import fusing
-
-    return hasattr(fusing, "KINDS")
-
-
-#: By name: whether this version has it.
-WAYS: dict[str, Callable[[], bool]] = {"before": lambda: True, "exact": _kinds, "own": _own}
+#: The release before fused pointwise operations only.
+WAYS = ("before", "exact", "own")
 
 
 @contextlib.contextmanager
@@ -68,8 +53,7 @@ def using(way: str) -> Iterator[Any]:
             gemma4_compat.decode_fast(base)
         _decodings[way] = decoder.of(base)
     vars(base)[decoder._ATTRIBUTE] = _decodings[way]
-    before = way == "before" and _kinds()
-    with mock.patch.object(fusing, "KINDS", frozenset()) if before else contextlib.nullcontext():
+    with mock.patch.object(fusing, "KINDS", frozenset()) if way == "before" else contextlib.nullcontext():
         yield _decodings[way]
 
 
@@ -146,7 +130,6 @@ def build(order: Order) -> Data:
     found = models.build(order["shape"], folder, _weights)
     return found | {
         "cut_down": models.cut_down(order["shape"], folder),
-        "missing": [way for way, has in WAYS.items() if not has()],
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -101,7 +100,7 @@ def compared(reference: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
 
 
 def _apart(one: Any, two: Any) -> float:
-    """The largest difference, infinite for a NaN; where both are the same infinity there is none."""
+    """The largest difference: infinite for a NaN, zero between equal infinities."""
     differences = (one - two).abs().masked_fill(one == two, 0.0)
     largest = float(differences.max())
     return math.inf if math.isnan(largest) else largest
@@ -140,13 +139,6 @@ class Store:
         save_file({name: value.contiguous() for name, value in answer.items()}, unfinished)
         unfinished.replace(file)
         return None
-
-
-def has_two_arithmetics() -> bool:
-    """Whether ``decode_fast`` has kernels with bits of their own, and ``exact=True`` for PyTorch's."""
-    from gemma4_compat._decoding.fast import decode_fast
-
-    return "exact" in inspect.signature(decode_fast).parameters
 
 
 def _bits(value: Any) -> Any:

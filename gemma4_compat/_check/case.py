@@ -150,27 +150,23 @@ class Case:
         return {"against": against, "finite": answers.finite(answer), "digest": answers.digest(answer)}
 
     def _fast(self, adapter: bool) -> dict[str, Any]:
-        """Replayed steps against the same call without replays, in PyTorch's bits; and own kernels, if there are any,
-        across placements.
-        """
-        two = answers.has_two_arithmetics()
-        decode_fast(self._model, **({"exact": True} if two else {}))
+        """Replayed steps against the same call without replays, in PyTorch's bits; own kernels across placements."""
+        decode_fast(self._model, exact=True)
         new = self._fast_tokens
         prompt, before = self._prompt("text"), decoding_statistics(self._base).replayed
         eager = answers.generated(self._model, prompt, new, self._suppressed, disable_compile=True)
         replayed = answers.generated(self._model, prompt, new, self._suppressed)
         done = decoding_statistics(self._base)
-        found = {
+        found: dict[str, Any] = {
             "against_eager": answers.compared(eager, replayed),
             "replayed": done.replayed - before,
             "fused": done.fused,
             "reasons": list(done.reasons),
             **self._compared("fast", "text", adapter, replayed),
         }
-        if two:
-            decode_fast(self._model)
-            own = answers.generated(self._model, prompt, new, self._suppressed)
-            found["own"] = self._compared("own", "text", adapter, own)
+        decode_fast(self._model)
+        own = answers.generated(self._model, prompt, new, self._suppressed)
+        found["own"] = self._compared("own", "text", adapter, own)
         return found
 
     def _timing(self, context: int) -> Callable[[], dict[str, Any]]:

@@ -77,8 +77,18 @@ BOUNDS = r"""extern "C" __global__ void __launch_bounds__(1024) attention_bounds
 }
 """
 
-#: Grid: blocks that take splits in turns, then (batch, query, key-value head).
-ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@) attention(@PARAMETERS@) {
+#: Of both kernels: which head, sequence, query and keys a block has.
+START = """  let_next_kernel_begin();
+  wait_for_kernel_before();
+  const unsigned int kv_head = blockIdx.y % kv_heads, outer = blockIdx.y / kv_heads;
+  const unsigned int batch = outer / queries, query = outer % queries;
+  @BOUNDS@
+  @SPLITS@
+  if ((int)blockIdx.x >= splits) return;
+"""
+
+ATTENTION = (
+    r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@) attention(@PARAMETERS@) {
 @CONSTANTS@
   constexpr int WARPS = THREADS / 32, CHUNKS = D / VE, LANES = CHUNKS < 32 ? CHUNKS : 32, CH = CHUNKS / LANES;
   constexpr int SUB = 32 / LANES, HG = NP / HW, KW = WARPS / HG, STEP = KT * SUB;  // keys a warp takes at once
@@ -94,14 +104,9 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
   float* const score = room;  // then what groups of threads exchange
   float* const other = room;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
-  let_next_kernel_begin();
-  wait_for_kernel_before();
-  const unsigned int kv_head = blockIdx.y % kv_heads, outer = blockIdx.y / kv_heads;
-  const unsigned int batch = outer / queries, query = outer % queries;
-  @BOUNDS@
-  @SPLITS@
-  if ((int)blockIdx.x >= splits) return;
-  const unsigned int keys_from = batch * key_batch + kv_head * key_head + first * key_stride;
+"""
+    + START
+    + r"""  const unsigned int keys_from = batch * key_batch + kv_head * key_head + first * key_stride;
   const unsigned int values_from = batch * value_batch + kv_head * value_head + first * value_stride;
   @MASK_LINE@
 
@@ -280,6 +285,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
 @LAST@
 }
 """
+)
 
 #: The last block of a head adds up few splits; the same additions as in ``SUM``.
 LAST = r"""  if (splits == 1) return;

@@ -10,7 +10,10 @@ factors. Scores: a quarter of a key's dimensions for each warp. Values: 64 dimen
 
 from __future__ import annotations
 
-ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@) attention(@PARAMETERS@) {
+from gemma4_compat._decoding.attention_source import START
+
+ATTENTION = (
+    r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@) attention(@PARAMETERS@) {
 @CONSTANTS@
   constexpr int WARPS = THREADS / 32, QUARTERS = D / 32 < 4 ? D / 32 : 4, STEPS = D / 32 / QUARTERS;
   constexpr int KEY_STEP = WARPS / QUARTERS * 16, SLICES = D / 64, SETS = WARPS / SLICES, VALUE_STEP = SETS * 16;
@@ -26,14 +29,10 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
       unsigned int b0, unsigned int b1) {
 @MULTIPLY@
   };
-  let_next_kernel_begin();
-  wait_for_kernel_before();
-  const unsigned int kv_head = blockIdx.y % kv_heads, outer = blockIdx.y / kv_heads;
-  const unsigned int batch = outer / queries, query = outer % queries;
-  @BOUNDS@
-  @SPLITS@
-  if ((int)blockIdx.x >= splits) return;
-  const int quarter = warp % QUARTERS, key_begin = warp / QUARTERS * 16, slice = warp % SLICES, set = warp / SLICES;
+"""
+    + START
+    + r"""  const int quarter = warp % QUARTERS, key_begin = warp / QUARTERS * 16;
+  const int slice = warp % SLICES, set = warp / SLICES;
   const @T@* const query_line = query_at + batch * query_batch + kv_head * query_kv + query * query_stride;
   const char* const keys_line = (const char*)(keys_at + batch * key_batch + kv_head * key_head);
   const char* const values_line = (const char*)(values_at + batch * value_batch + kv_head * value_head);
@@ -232,6 +231,7 @@ ATTENTION = r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@
 @LAST@
 }
 """
+)
 
 #: By the matrix units, or where there are none for the dtype, by each lane: it computes four numbers of the result.
 MULTIPLY = r"""#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -43,7 +43,7 @@ class DecodingStatistics:
         fused: graphs that were captured again with fused kernels.
         capture_seconds: time spent on all captures, including fused ones and compiling their kernels.
         reasons: why steps ran without a graph, other than the first of each kind.
-        not_fused: why graphs stayed as they were captured.
+        not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
         recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
         last_recaptures: the last eight of them, the newest at the end, with what has changed.
     """
@@ -130,11 +130,11 @@ class Decoding:
             self.statistics.reasons += (text,)
             _log.warning("gemma4_compat: decoding without a CUDA graph: %s", text)
 
-    def reason_not_fused(self, text: str) -> None:
-        """Record why a graph is replayed as it was captured, and log it once."""
+    def reason_not_fused(self, text: str, how: str = "without fused kernels, with the same bits") -> None:
+        """Record why PyTorch's kernels compute what those of this package would, and log it once."""
         if text not in self.statistics.not_fused:
             self.statistics.not_fused += (text,)
-            _log.warning("gemma4_compat: decoding without fused kernels, with the same bits: %s", text)
+            _log.warning("gemma4_compat: decoding %s: %s", how, text)
 
     def arithmetic(self, device: Any) -> contextlib.AbstractContextManager[Any]:
         """To be entered around each forward of a step: kernels of our own compute what they can, or PyTorch's do."""
@@ -145,7 +145,7 @@ class Decoding:
         obstacle = own.obstacle(device)
         if obstacle is None:
             return own.Own(device)
-        self.reason_not_fused(obstacle)
+        self.reason_not_fused(obstacle, "with PyTorch's bits")
         return contextlib.nullcontext()
 
     def tidy(self, cache: Any) -> None:
@@ -179,7 +179,9 @@ class Decoding:
         that no code but libraries' has run since the last check.
         """
         for index, variant in enumerate(self._variants):
-            if variant.dependencies.hold(quiet=quiet) and not (in_full and not variant.dependencies.hold_in_full()):
+            known = variant.dependencies
+            # Only the variant of the last step was looked at then.
+            if known.hold(quiet=quiet and not index) and not (in_full and not known.hold_in_full()):
                 if index:
                     self._variants = [variant, *(other for other in self._variants if other is not variant)]
                 return variant

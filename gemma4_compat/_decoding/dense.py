@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gemma4_compat._decoding import several
 from gemma4_compat._decoding.kernel_source import Kernel, kinds, unpacked
 
 #: The name in an operation's signature.
@@ -134,26 +135,14 @@ def _head(layout: Format, weights: int) -> list[str]:
     known = kinds()
     kind, given = known[layout.weight], known[layout.given]
     names = [(f"const {kind.c}*", "weight")] + ([(f"const {kind.c}*", "bias")] if layout.bias else [])
-    parameters = [f"const {given.c}* __restrict__ input"]
-    for number in range(weights):
-        parameters += [f"{c} __restrict__ {name}{number}" for c, name in names]
-    parameters += [f"{kind.c}* __restrict__ output{number}" for number in range(weights)]
-    for number in range(weights):
-        parameters += [f"unsigned int outputs{number}", f"unsigned int blocks{number}"]
-    lines = [
+    parameters = several.parameters(f"const {given.c}* __restrict__ input", names, kind.c, weights)
+    return [
         f'extern "C" __global__ void __launch_bounds__({_THREADS}) dense({", ".join(parameters)}) {{',
         "unsigned int block = blockIdx.x, outputs = outputs0;",
         f"{kind.c}* output = output0;",
         *(f"{c} {name} = {name}0;" for c, name in names),
+        *several.choice(names, weights),
     ]
-    for number in range(1, weights):
-        before = " + ".join(f"blocks{other}" for other in range(number))
-        chosen = "".join(f"{name} = {name}{number}; " for _, name in names)
-        lines.append(
-            f"if (blockIdx.x >= {before}) {{ block = blockIdx.x - ({before}); outputs = outputs{number}; "
-            f"output = output{number}; {chosen}}}"
-        )
-    return lines
 
 
 def _each(layout: Format) -> int:

@@ -38,7 +38,7 @@ _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 _OF_CALLS = ("generation_config", "training", "forward")
 _CONFIG = (Cause.CONFIGURATION, "config")
 #: Tokens in which each weight is looked at once, while nobody else's code runs.
-_TURNS = 16
+_TURNS = 32
 
 
 class Dependencies:
@@ -192,32 +192,29 @@ class Dependencies:
 
     def _add_tensor(self, tensor: Any, whose: Whose) -> None:
         state = vars(tensor).get("quant_state")
-        watched = [tensor]
         if state is not None:
             self._often.add(vars(tensor), "quant_state", whose)
             for holder in (state, vars(state).get("state2")):
                 if holder is not None:
-                    # Whatever moves a state replaces its scales; the rest is checked once per call.
-                    self._often.add(vars(holder), "absmax", whose)
-                    watched.append(holder.absmax)
-                    for key in vars(holder).keys() - {"absmax"}:
+                    for key in ("absmax", "code", "offset", "state2"):
+                        self._often.add(vars(holder), key, whose)
+                    for key in vars(holder).keys() - {"absmax", "code", "offset", "state2"}:
                         self._seldom.add(vars(holder), key, whose)
         for part in (tensor, *(() if state is None else quant_states.tensors(state))):
             if part.device.type == "meta":
                 self._metas.append(weakref.ref(part))
                 self._whose_metas.append(whose)
             else:
-                if any(part is one for one in watched):
-                    self._tensors.append(weakref.ref(part))
-                    self._addresses.append(part.data_ptr())
-                    self._whose_tensors.append(whose)
+                self._tensors.append(weakref.ref(part))
+                self._addresses.append(part.data_ptr())
+                self._whose_tensors.append(whose)
                 self._layouts.add(part, whose)
 
     def hold(self, *, quiet: bool = False) -> bool:
         """Whether a replay would compute what the model computes now. Checked for every token.
 
         To look at every weight takes as long as a step of a small model. ``quiet`` says that no code but libraries'
-        has run in this thread since the last look: then each token looks at a sixteenth of the weights, in turns.
+        has run in this thread since the last look: then each token looks at one of 32 shares of the weights, in turns.
         """
         weights = self._some_weights_hold() if quiet else self.weights_hold()
         return weights and self._adapters.hold() and self._configs.hold()

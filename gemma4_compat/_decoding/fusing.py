@@ -73,7 +73,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         product = products.understood(op, args, kwargs) if "products" in KINDS else None
         if product is not None and self._sink.accepts(product.format.signature):
             return self._put_off_product(product, self._products, products)
-        if op is own.DENSE():
+        if op is own.dense_operator():
             return self._put_off_dense(*args)
         call = pointwise.understood(op, args, kwargs)
         if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):

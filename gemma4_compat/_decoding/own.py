@@ -8,17 +8,18 @@ bits whether they run one by one, in a captured graph, or fused.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
 from gemma4_compat._decoding import attention, dense, kernel_source, kernels
 from gemma4_compat._decoding.pointwise import DOT, Load, Value
 
-KINDS = frozenset({"attention", "dense"})
+#: Properties of a tensor that its shape, dtype and device decide.
+_PROPERTIES = frozenset({"device", "dtype", "is_cuda", "itemsize", "layout", "ndim", "requires_grad", "shape"})
 _NAMESPACE = "gemma4_compat"
 _SCHEMAS = {
     "valid_keys": "(Tensor query, Tensor key, Tensor value, Tensor mask, float scale, bool gqa) -> Tensor",
@@ -26,8 +27,7 @@ _SCHEMAS = {
     " -> Tensor",
     "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
 }
-_log = logging.getLogger("gemma4_compat")
-_broken: dict[Any, str] = {}  # by device: why these kernels do not run there
+_broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
 
 class Own(TorchFunctionMode):  # type: ignore[misc]
@@ -49,9 +49,9 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
     ) -> Any:
         kwargs = kwargs or {}
         found = None
-        if func is torch.nn.functional.linear and "dense" in KINDS:
+        if func is torch.nn.functional.linear:
             found = self._linear(*args, **kwargs)
-        elif func is torch.nn.functional.scaled_dot_product_attention and "attention" in KINDS:
+        elif func is torch.nn.functional.scaled_dot_product_attention:
             found = self._attention(*args, **kwargs)
         elif func is torch.Tensor.reshape and args[0].ndim == 5 and not args[0].stride(2) and args[0].shape[2] > 1:
             found = self._stands_for_repeated(*args, **kwargs)
@@ -59,9 +59,8 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             return args[0]
         if found is not None:
             return found
-        if self._repeated and getattr(func, "__name__", "") != "__get__":
-            args = tuple(self._as_it_is(value) for value in args)
-            kwargs = {name: self._as_it_is(value) for name, value in kwargs.items()}
+        if self._repeated and getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES:
+            args, kwargs = _pytree.tree_map(self._as_it_is, (args, kwargs))
         return func(*args, **kwargs)
 
     def _stands_for_repeated(self, heads: Any, *shape: Any) -> Any:
@@ -113,7 +112,7 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
         return self._valid[what][1]
 
     def _computed(self, operator: Any, *args: Any) -> Any:
-        """What an operator of ours returns; None, for good on this device, if its kernels cannot be compiled here."""
+        """What an operator of ours returns; None, for good on this device, if its kernels fail here."""
         if self._device in _broken:
             return None
         try:
@@ -121,8 +120,7 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            _broken[self._device] = f"kernels cannot be compiled: {' '.join(str(error).split()):.200}"
-            _log.warning("gemma4_compat: decoding with PyTorch's kernels: %s", _broken[self._device])
+            _broken[self._device] = f"this package's kernels failed: {' '.join(str(error).split()):.200}"
             return None
 
 
@@ -145,7 +143,7 @@ def operators() -> Any:
     return library
 
 
-def DENSE() -> Any:  # noqa: N802 (it stands for a constant that exists once the operators do)
+def dense_operator() -> Any:
     """The operator of dense products; None before the first :class:`Own`."""
     return torch.ops.gemma4_compat.dense.default if operators.cache_info().currsize else None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+from gemma4_compat._decoding import several
+
 #: The name in an operation's signature.
 OPERATION = "4-bit product"
 WARPS = 8  # of a block: as many threads as a code of nested scales has values
@@ -119,27 +121,23 @@ class _Writer:
 
     # Parameters
 
-    def _names(self, number: int) -> list[tuple[str, str]]:
+    def _names(self) -> list[tuple[str, str]]:
+        """What belongs to a weight."""
         kind = "float" if self._wide else "u16"
-        found = [("const unsigned char*", f"packed{number}"), ("const float*", f"absmax{number}")]
+        found = [("const unsigned char*", "packed"), ("const float*", "absmax")]
         if self._layout.nested:
-            found += [("const unsigned char*", f"quantized{number}"), ("const float*", f"codes{number}")]
-            found.append(("const float*", f"offset{number}"))
+            found += [("const unsigned char*", "quantized"), ("const float*", "codes")]
+            found.append(("const float*", "offset"))
         if self._layout.operation == "gemv_4bit":
-            found.append(("const float*", f"values{number}"))
+            found.append(("const float*", "values"))
         if self._layout.bias:
-            found.append((f"const {kind}*", f"bias{number}"))
+            found.append((f"const {kind}*", "bias"))
         return found
 
     def _head(self) -> str:
         layout, kind = self._layout, "float" if self._wide else "u16"
-        names = self._names(0)
-        parameters = ["const Word16* __restrict__ input"]
-        for number in range(self._weights):
-            parameters += [f"{c} __restrict__ {name}" for c, name in self._names(number)]
-        parameters += [f"{kind}* __restrict__ output{number}" for number in range(self._weights)]
-        for number in range(self._weights):
-            parameters += [f"unsigned int outputs{number}", f"unsigned int blocks{number}"]
+        names = self._names()
+        parameters = several.parameters("const Word16* __restrict__ input", names, kind, self._weights)
         longest = max(len(groups) for groups in self._steps)
         lines = [
             f'extern "C" __global__ void __launch_bounds__({WARPS * 32}) product({", ".join(parameters)}) {{',
@@ -148,16 +146,9 @@ class _Writer:
             f"int first = (threadIdx.x >> 5) * {self._warp_rows}, outputs = outputs0;",
             "unsigned int block = blockIdx.x;",
         ]
-        bare = [(c, name[:-1]) for c, name in names]
-        lines += [f"{c} {name} = {name}0;" for c, name in bare]
+        lines += [f"{c} {name} = {name}0;" for c, name in names]
         lines.append(f"{kind}* output = output0;")
-        for number in range(1, self._weights):
-            chosen = "".join(f"{name} = {name}{number}; " for _, name in bare)
-            before = " + ".join(f"blocks{other}" for other in range(number))
-            lines.append(
-                f"if (blockIdx.x >= {before}) {{ block = blockIdx.x - ({before}); outputs = outputs{number}; "
-                f"output = output{number}; {chosen}}}"
-            )
+        lines += several.choice(names, self._weights)
         lines.append(f"first += block * {WARPS * self._warp_rows};")
         rows = self._warp_rows * layout.rows
         lines.append(f"float sums[{rows}];")

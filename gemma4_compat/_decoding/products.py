@@ -3,8 +3,8 @@
 bitsandbytes launches one kernel for each linear layer, and each starts to load its weights when the one before it has
 ended. The kernels here compute the same sums in the same order, but q, k and v share one launch, and so do gate and
 up; all weights of a thread are on their way before it uses the first; and on Hopper and newer they are requested while
-the kernel before is still running. Two orders are known (:class:`Order`). The bits are compared before the first use
-(:func:`trial`) and in each step that is fused (:mod:`fused_steps`).
+the kernel before is still running. Two orders are known (:mod:`product_source`). The bits are compared before the
+first use (:func:`trial`) and in each step that is fused (:mod:`fused_steps`).
 
 A warp of 32 threads computes a row of the weight. Thread ``l`` owns the inputs ``1024 g + 32 l`` to ``+ 31`` for each
 ``g``; the sums of the threads are added up at the end. If the number of inputs leaves half or a quarter of a last

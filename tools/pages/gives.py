@@ -104,7 +104,7 @@ def deep() -> str:
     return (
         f"`decode_fast` on {run['date']}, one {run['machine']['device']}, nothing in host memory, tokens a second "
         f"after {int(least):,} and {int(most):,} tokens of context: {', '.join(found)}"
-        "; with a slower CPU less ([all depths](docs/benchmarks/depth.md))."
+        ". On a machine with a slower CPU, E2B was slower ([all depths](docs/benchmarks/depth.md))."
     )
 
 

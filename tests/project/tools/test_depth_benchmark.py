@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import inspect
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,20 +74,10 @@ def test_a_text_that_was_not_read_has_positions_masks_and_lengths_of_one_that_wa
 
 
 def test_each_way_keeps_its_graphs(measure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import gemma4_compat
     from gemma4_compat._decoding import fusing
 
-    decode_fast: Callable[..., Any] = gemma4_compat.decode_fast
-    if not measure.WAYS["own"]():
-
-        def with_exact(model: Any, *, exact: bool = False) -> Any:
-            return decode_fast(model)
-
-        monkeypatch.setattr(gemma4_compat, "decode_fast", with_exact)
     kinds = frozenset({"products"})
-    monkeypatch.setattr(fusing, "KINDS", kinds, raising=False)
-    assert all(has() for has in measure.WAYS.values())
-    assert "exact" in inspect.signature(gemma4_compat.decode_fast).parameters
+    monkeypatch.setattr(fusing, "KINDS", kinds)
     order = ORDER | {"tokens": TOKENS, "prompt": CONTEXT}
     for way in measure.WAYS:
         with measure.using(way):

@@ -137,15 +137,13 @@ def test_what_has_no_time_left_is_left_out(run: Run) -> None:
 def test_own_kernels_are_compared_with_themselves_and_eager_steps_with_exact_ones(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where ``decode_fast`` has both."""
     asked = []
 
     def decode_fast(model: Any, *, enabled: bool = True, exact: bool = False) -> Any:
         asked.append((enabled, exact))
-        return gemma4_compat.decode_fast(model, enabled=enabled)
+        return gemma4_compat.decode_fast(model, enabled=enabled, exact=exact)
 
     monkeypatch.setattr(case, "decode_fast", decode_fast)
-    monkeypatch.setattr(answers, "has_two_arithmetics", lambda: True)
     first, second = (done(run(number, kinds=["text"]))["fast decoding"] for number in (0, 1))
     assert asked == [(True, True), (True, False)] * 2
     assert first["own"]["against"] is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -18,9 +17,6 @@ PATCH = "transformers-graph-decoding"
 NEW = 4  # tokens: of a prompt, of an eager step, and two of replays
 WINDOW = 8  # of tiny models
 TABLE = "model.language_model.embed_tokens_per_layer"
-#: Whether ``decode_fast`` has kernels of its own, and what keeps it to PyTorch's bits.
-OWN = "exact" in inspect.signature(gemma4_compat.decode_fast).parameters
-EXACT: dict[str, Any] = {"exact": True} if OWN else {}
 Outputs = list[Any]
 #: Runs a ``generate`` or several, given further arguments for each.
 Run = Callable[[dict[str, Any]], Outputs]
@@ -63,7 +59,7 @@ class Models:
         if where != "device":
             model = self._dispatched(model, streamed=where == "streamed")
         if own or (where == "device" and quantization is None):  # which transformers would compile
-            gemma4_compat.decode_fast(model, **({} if own else EXACT))
+            gemma4_compat.decode_fast(model, exact=not own)
             model.generation_config.cache_implementation = None  # each call says
         return threads.adapted(self.workspace, model, adapter).eval()
 

@@ -13,7 +13,8 @@ from transformers.generation import utils
 
 import gemma4_compat
 from gemma4_compat._decoding import deferral
-from tests.unit.decoding.calls import Models, steps, text
+from gemma4_compat._decoding.recaptures import Cause
+from tests.unit.decoding.calls import Models, layers, steps, text
 
 pytestmark = pytest.mark.skipif(
     not hasattr(utils, "DeferredStopCheck"), reason="transformers before 5.17 has no deferred stop check"
@@ -131,6 +132,35 @@ def test_a_streamer_gets_the_same_tokens_one_step_later(models: Models, waits: W
         assert late.tokens == plain.tokens
         assert late.ended
         assert late.steps[-4] - late.steps[-5] == 1
+
+
+class Replaces(Streamer):
+    """Has the tokens, and gives a weight another address after some of them."""
+
+    after, noticed = 8, 0
+
+    def put(self, value: Any) -> None:
+        super().put(value)
+        if len(self.tokens) == self.after:
+            weight = layers(self._model)[0].mlp.down_proj.weight
+            self.before = weight.data  # replays read it until it is noticed
+            weight.data = weight.data.clone()
+        self.noticed += len(self.tokens) > self.after and not steps(self._model).recaptures
+
+
+@pytest.mark.parametrize(("module", "within"), [("a_program", 1), ("transformers.generation.streamers", 32)])
+def test_a_weight_replaced_between_two_tokens_is_noticed(
+    models: Models, waits: Waits, monkeypatch: pytest.MonkeyPatch, module: str, within: int
+) -> None:
+    """At once if code of the user's ran; otherwise, as if another thread had replaced it, when its turn comes."""
+    monkeypatch.setattr(Replaces, "__module__", module)
+    model = models.fresh()
+    streamer = Replaces(model)
+    answer(model, new=60, min_new_tokens=60, streamer=streamer)
+    assert steps(model).recaptures == {Cause.WEIGHT: 1}
+    assert "down_proj" in steps(model).last_recaptures[0].detail
+    assert streamer.noticed <= within + 1  # the streamer gets tokens one step late
+    assert within == 1 or streamer.noticed > 2, "else the test shows nothing"
 
 
 def test_an_error_of_a_streamer_leaves_nothing_behind(models: Models, waits: Waits) -> None:

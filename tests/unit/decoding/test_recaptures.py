@@ -245,6 +245,22 @@ def test_more_sets_of_adapters_than_are_kept(models: Models, monkeypatch: pytest
     assert steps(model).last_recaptures[-1].detail == "at most 1 sets of adapters keep theirs"
 
 
+def test_a_graph_of_other_adapters_is_checked_in_full(models: Models) -> None:
+    """Only the variant of the last step was looked at then, so no share of it is enough."""
+    import torch
+
+    model = ready(models, adapter="language")
+    for name in ("second", "default"):
+        model.set_adapter(name)
+        generate(model, text(model))
+    decoding = decoder.of(base(model))
+    other = decoding._variants[1]
+    norm = layers(model)[1].post_attention_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
+    model.set_adapter("second")
+    assert decoding.variant(base(model), in_full=False, quiet=True) is not other
+
+
 def test_a_deleted_module_is_named(models: Models) -> None:
     import torch
 

@@ -15,7 +15,6 @@ from tests.conftest import is_affected, patch
 from tests.unit.decoding.calls import (
     CHANGES,
     NEW,
-    OWN,
     PATCH,
     SCENARIOS,
     Models,
@@ -43,10 +42,7 @@ CELLS = [
 
 
 #: Whether ``decode_fast`` may use kernels of its own; what they compute is in test_own_kernels.py.
-ARITHMETIC = [
-    pytest.param(False, id="exact"),
-    pytest.param(True, id="own", marks=pytest.mark.skipif(not OWN, reason="decode_fast has no kernels of its own")),
-]
+ARITHMETIC = [pytest.param(False, id="exact"), pytest.param(True, id="own")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
-"""Decoding by kernels of our own (``decode_fast``) on a GPU: an answer is the same bits wherever weights lie, whatever
-the length of the cache and the calls before, and whatever else is in the batch.
+"""Decoding by kernels of our own (``decode_fast``) on a GPU: an answer has the same bits wherever weights are,
+whatever the length of the cache and the calls before, and whatever else is in the batch.
 
-How far they are from float32 is measured elsewhere. A prompt of several tokens is read by PyTorch's kernels, whose
-bits depend on batch and cache; where that would show, :func:`read_alike` gives the first row what it would have alone.
+PyTorch's kernels read the prompt, and their bits depend on the batch and the cache. Tests that would see this give the
+first row the keys and values that it has without the others (:func:`read_alike`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import gemma4_compat
 from tests.conftest import is_affected, patch
 from tests.unit.decoding.calls import (
     CHANGES,
-    OWN,
     SCENARIOS,
     Models,
     Run,
@@ -33,8 +32,6 @@ from tests.unit.decoding.calls import (
 )
 from tests.unit.decoding.test_deferral import answer, end_at, same
 from tests.world.gpu.test_graph_decoding import CELLS, PLACEMENTS
-
-pytestmark = pytest.mark.skipif(not OWN, reason="decode_fast has no kernels of its own")
 
 #: Tokens that are compared: of the prompt, of a step that runs as it is, of a captured one, of fused ones.
 NEW = 8
