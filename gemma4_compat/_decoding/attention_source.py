@@ -77,7 +77,7 @@ BOUNDS = r"""extern "C" __global__ void __launch_bounds__(1024) attention_bounds
 }
 """
 
-#: Of both kernels: which head, sequence, query and keys a block has.
+#: How both kernels begin: which head, sequence, query and keys a block has.
 START = """  let_next_kernel_begin();
   wait_for_kernel_before();
   const unsigned int kv_head = blockIdx.y % kv_heads, outer = blockIdx.y / kv_heads;
