@@ -11,6 +11,7 @@ import torch
 from gemma4_compat._decoding import (
     attention,
     dense,
+    dequantizing_source,
     expert_rows,
     kernel_source,
     pointwise,
@@ -69,6 +70,11 @@ def _expert_rows() -> Iterator[Kernel]:
         yield Kernel(expert_rows._text(expert_rows._Layout("nf4", 64, nested, dtype)), (), 1, ())
 
 
+def _dequantizing() -> Iterator[Kernel]:
+    for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
+        yield Kernel(dequantizing_source.text_of(dtype, nested=nested), (), 1, (), dequantizing_source._THREADS)
+
+
 def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
     """Attention of widths, heads, dtypes and masks, over caches of some lengths."""
     for width, heads, dtype, mask, length in cases:
@@ -125,4 +131,5 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention_source": _plain_attention,
     "attention_tensor_source": _matrix_attention,
     "expert_rows": _expert_rows,
+    "dequantizing_source": _dequantizing,
 }
