@@ -1,4 +1,4 @@
-"""The kernel that dequantizes 4-bit weights, on machines without a GPU: PyTorch computes what it would."""
+"""The kernel that dequantizes 4-bit weights, on machines without a GPU: bitsandbytes' operations for the CPU."""
 
 from __future__ import annotations
 
@@ -43,18 +43,13 @@ class Compiler:
 
     def _launch(self, kernel: Any) -> None:
         type(self).launches += 1
-        packed, *scales, code, result = kernel.tensors
-        _, shift, *nested_shift = kernel.sizes
-        absmax = scales[0]
-        if nested_shift:
-            quantized, nested, codes, offset = scales
-            absmax = codes[quantized.int()] * _each(nested, nested_shift[0] - shift, quantized.numel()) + offset
-        given = packed.reshape(-1).view(torch.uint8)
-        numbers = torch.stack([given >> 4, given & 15], dim=1).reshape(-1)
-        values = code[numbers.int()] * _each(absmax, shift + 3, numbers.numel())  # words of 8 values
-        result.copy_(values.to(result.dtype).view_as(result))
-
-
-def _each(scales: torch.Tensor, shift: int, number: int) -> torch.Tensor:
-    """The scale of each of so many values."""
-    return scales.repeat_interleave(1 << shift)[:number]
+        packed, absmax, *nested, code, result = kernel.tensors
+        _, shift, *nested_shift = kernel.sizes  # the sizes of blocks, in words of 8 values
+        operations = torch.ops.bitsandbytes
+        if nested:
+            scales, codes, offset = nested
+            size = 1 << (nested_shift[0] - shift)
+            absmax = operations.dequantize_blockwise.default(absmax, scales, codes, size, torch.float32) + offset
+        quant_type = "nf4" if code[0] == -1 else "fp4"
+        shape, dtype = result.shape, result.dtype
+        result.copy_(operations.dequantize_4bit.default(packed, absmax, 8 << shift, quant_type, shape, dtype))
