@@ -20,6 +20,8 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * With the bits of the original: :mod:`products` (4-bit weights; CUDA C: :mod:`product_source`), :mod:`reductions` (the
   means of norms; CUDA C of a whole row: :mod:`row_source`), :mod:`expert_rows` (4-bit weights of the experts that a
   token is routed to). :mod:`several`: what kernels of several weights share.
+* :mod:`dequantizing`: whole 4-bit weights, for prompts and training (CUDA C: :mod:`dequantizing_source`); the patch
+  ``bitsandbytes_fused_dequantization`` calls it.
 * :mod:`compiling`: NVRTC. :mod:`kernel_files`: what it compiled, on disk. :mod:`launching`: CUDA's driver.
 * :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold.
 * :mod:`deferral`: when the host waits for a token.
