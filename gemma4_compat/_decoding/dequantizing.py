@@ -27,7 +27,7 @@ _exact: dict[tuple[Format, Any], bool] = {}
 
 
 def of_state(packed: Any, state: Any) -> Any:
-    """The weight that ``bitsandbytes.functional.dequantize_4bit(packed, state)`` gives; None if it has to compute it."""
+    """What ``bitsandbytes.functional.dequantize_4bit(packed, state)`` returns; None if it has to compute it."""
     import torch
 
     if packed.device.type not in kernels.COMPILERS or getattr(state, "packing_format_for_cpu", False):
@@ -76,14 +76,13 @@ def _suits(packed: Any, size: int, layout: Format, scales: Sequence[Any]) -> boo
     import torch
 
     blocks = -(-size // layout.blocksize) if layout.blocksize in BLOCKSIZES else 0
+    expected: tuple[tuple[Any, int], ...] = ((torch.float32, blocks),)
     if layout.nested in BLOCKSIZES:
-        lengths = (blocks, -(-blocks // layout.nested), 256, 1)
-        dtypes = (torch.uint8, torch.float32, torch.float32, torch.float32)
-    else:
-        lengths, dtypes = (blocks,), (torch.float32,)
+        f32 = torch.float32
+        expected = (torch.uint8, blocks), (f32, -(-blocks // layout.nested)), (f32, 256), (f32, 1)
     return bool(
         blocks
-        and len(scales) == len(lengths)
+        and len(scales) == len(expected)
         and not size % VALUES
         and layout.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and type(packed).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -97,7 +96,7 @@ def _suits(packed: Any, size: int, layout: Format, scales: Sequence[Any]) -> boo
             and tensor.numel() >= length
             and tensor.device == packed.device
             and tensor.is_contiguous()
-            for tensor, dtype, length in zip(scales, dtypes, lengths)
+            for tensor, (dtype, length) in zip(scales, expected)
         )
     )
 

@@ -124,10 +124,10 @@ def text_of(dtype: Any, *, nested: bool) -> str:
     counts = {"threads": _THREADS, "words": _WORDS}
     wide = dtype.itemsize == 4
     if wide:
-        unpack = _UNPACK.format(shift="(k * 16 + (l / 2) * 8)", stored="__float_as_uint(l % 2 ? second_value : first_value)")
+        shift, stored = "(k * 16 + (l / 2) * 8)", "__float_as_uint(l % 2 ? second_value : first_value)"
     else:
         kind = kinds()[dtype].load.partition("(")[0].removeprefix("from_")
-        unpack = _UNPACK.format(shift="(l * 8)", stored=f"pair_{kind}(first_value, second_value)")
+        shift, stored = "(l * 8)", f"pair_{kind}(first_value, second_value)"
     return _TEXT.format(
         parameters=", ".join(parameters),
         shared=_NESTED_SHARED.format(**counts) if nested else "",
@@ -135,7 +135,7 @@ def text_of(dtype: Any, *, nested: bool) -> str:
         load=_NESTED_LOAD if nested else _LOAD,
         scale=_NESTED_SCALE if nested else "",
         pieces=2 if wide else 1,
-        unpack=unpack,
+        unpack=_UNPACK.format(shift=shift, stored=stored),
         **counts,
     )
 
@@ -146,7 +146,8 @@ def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
     """
     import torch
 
-    layout = Format(*signature[1], signature[2])
+    _, (quant_type, blocksize, nested), dtype = signature
+    layout = Format(quant_type, blocksize, nested, dtype)
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> Any:

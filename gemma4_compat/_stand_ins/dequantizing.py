@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import torch
-
 
 @contextlib.contextmanager
 def standing_in(compilers: dict[str, Any]) -> Iterator[None]:
@@ -42,6 +40,8 @@ class Compiler:
         return [self._launch for _ in texts]
 
     def _launch(self, kernel: Any) -> None:
+        import torch
+
         type(self).launches += 1
         packed, absmax, *nested, code, result = kernel.tensors
         _, shift, *nested_shift = kernel.sizes  # the sizes of blocks, in words of 8 values

@@ -8,10 +8,10 @@ Cause: ``dequantize_4bit``, and in 0.50 also ``_dequant_linear_fallback``, dequa
 then dequantize the weight.
 
 Fix: On NVIDIA GPUs one kernel of this package reads packed weights and both levels of scales, and writes the weight:
-NF4 and FP4, nested and plain, every block size, bfloat16, float16 and float32. The product after it is the same call of
-cuBLAS. Before its first use on a GPU each format is computed both ways; unless all bits are equal, bitsandbytes goes on
-dequantizing it. So it does under ``torch.compile``, where something watches single operations, and with torch before
-2.9, which cannot compile the kernel.
+NF4 and FP4, nested and plain, every block size, bfloat16, float16 and float32. The product after it is the same call
+of cuBLAS. Before its first use on a GPU each format is computed both ways; unless all bits are equal, bitsandbytes
+goes on dequantizing it. So it does under ``torch.compile``, where something watches single operations, and with torch
+before 2.9, which cannot compile the kernel.
 
 Remove when: bitsandbytes dequantizes weights with nested scales in one kernel.
 """
