@@ -32,18 +32,19 @@ def of_state(packed: Any, state: Any) -> Any:
 
     if packed.device.type not in kernels.COMPILERS or getattr(state, "packing_format_for_cpu", False):
         return None
-    scales: tuple[Any, ...] = (state.absmax,)
-    nested = 0
     if state.nested:
         inner = state.state2
-        if inner.nested or inner.dtype != torch.float32:
+        if inner.nested or inner.dtype is not torch.float32:
             return None
-        scales, nested = (state.absmax, inner.absmax, inner.code, state.offset), inner.blocksize
+        scales: tuple[Any, ...] = (state.absmax, inner.absmax, inner.code, state.offset)
+        nested = inner.blocksize
+    else:
+        scales, nested = (state.absmax,), 0
     found = weight(packed, state.shape, Format(state.quant_type, state.blocksize, nested, state.dtype), scales)
     return found.t() if found is not None and packed.shape[0] == 1 else found
 
 
-def weight(packed: Any, shape: Sequence[int], layout: Format, scales: Sequence[Any]) -> Any:
+def weight(packed: Any, shape: Sequence[int], layout: Format, scales: tuple[Any, ...]) -> Any:
     """A new weight of this shape, written on its device's current stream.
 
     Args:
@@ -57,48 +58,57 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: Sequence[A
     """
     import torch
 
+    device = packed.device
     if (
-        packed.device.type not in kernels.COMPILERS
+        device.type not in kernels.COMPILERS
         or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
         or torch._C._len_torch_dispatch_stack()  # something watches operations
     ):
         return None
     with torch._C.DisableTorchFunctionSubclass():  # that of Params4bit would be asked about each attribute
-        if not _suits(packed, math.prod(shape), layout, scales) or not _is_exact(layout, packed.device):
+        if not _suits(packed, math.prod(shape), layout, scales) or not _is_exact(layout, device):
             return None
-        result = torch.empty(shape, dtype=layout.dtype, device=packed.device)
-        kernels.of(packed.device).launch(dequantizing_source.kernel_of(packed, layout, scales, result))
+        result = torch.empty(shape, dtype=layout.dtype, device=device)
+        kernels.of(device).launch(dequantizing_source.kernel_of(packed, layout, scales, result))
     return result
 
 
-def _suits(packed: Any, size: int, layout: Format, scales: Sequence[Any]) -> bool:
+def _suits(packed: Any, size: int, layout: Format, scales: tuple[Any, ...]) -> bool:
     """Whether the kernel reads no other memory than bitsandbytes, and reads it as it is meant."""
     import torch
 
-    blocks = -(-size // layout.blocksize) if layout.blocksize in BLOCKSIZES else 0
-    expected: tuple[tuple[Any, int], ...] = ((torch.float32, blocks),)
-    if layout.nested in BLOCKSIZES:
-        f32 = torch.float32
-        expected = (torch.uint8, blocks), (f32, -(-blocks // layout.nested)), (f32, 256), (f32, 1)
-    return bool(
-        blocks
-        and len(scales) == len(expected)
-        and not size % VALUES
-        and layout.dtype in (torch.bfloat16, torch.float16, torch.float32)
-        and type(packed).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and packed.numel() * packed.element_size() * 2 == size
-        and packed.is_contiguous()
-        and not packed.data_ptr() % 4
-        and not packed.requires_grad
-        and all(
-            type(tensor) is torch.Tensor
-            and tensor.dtype == dtype
-            and tensor.numel() >= length
-            and tensor.device == packed.device
-            and tensor.is_contiguous()
-            for tensor, (dtype, length) in zip(scales, expected)
+    dtype, device = layout.dtype, packed.device
+    if (
+        size <= 0
+        or size % VALUES
+        or layout.blocksize not in BLOCKSIZES
+        or not dtype.is_floating_point
+        or dtype.itemsize not in (2, 4)
+        or packed.numel() * packed.element_size() * 2 != size
+        or type(packed).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        or not packed.is_contiguous()
+        or packed.data_ptr() % 4
+        or packed.requires_grad
+        or not {*map(type, scales)} <= {torch.Tensor}
+    ):
+        return False
+    blocks = -(-size // layout.blocksize)
+    if layout.nested:
+        if layout.nested not in BLOCKSIZES:
+            return False
+        quantized, nested, codes, offset = scales
+        fits = (
+            quantized.dtype is torch.uint8
+            and nested.dtype is codes.dtype is offset.dtype is torch.float32
+            and quantized.numel() >= blocks
+            and nested.numel() * layout.nested >= blocks
+            and codes.numel() == 256
+            and offset.numel() == 1
         )
-    )
+    else:
+        fits = scales[0].dtype is torch.float32 and scales[0].numel() >= blocks
+    return fits and all([tensor.is_contiguous() and tensor.device == device for tensor in scales])
 
 
 def _is_exact(layout: Format, device: Any) -> bool:

@@ -38,6 +38,7 @@ for (int j = 0; j < {words}; ++j) {{
   }}
 }}
 if (threadIdx.x < 16) values[threadIdx.x] = code[threadIdx.x];
+{known}
 __syncthreads();
 #pragma unroll
 for (int j = 0; j < {words}; ++j) {{
@@ -59,9 +60,8 @@ for (int j = 0; j < {words}; ++j) {{
 """
 _LOAD = "scales[j] = absmax[at >> n1];"
 _NESTED_SHARED = """__shared__ float known[{threads}];
-unsigned char quantized[{words}];
-known[threadIdx.x] = codes[threadIdx.x];
-const float shift = *offset;"""
+unsigned char quantized[{words}];"""
+_NESTED_KNOWN = "known[threadIdx.x] = codes[threadIdx.x]; const float shift = *offset;"
 _NESTED_LOAD = "quantized[j] = absmax[at >> n1]; scales[j] = nested[at >> n2];"
 _NESTED_SCALE = "scales[j] = __fadd_rn(multiply_flushed(known[quantized[j]], scales[j]), shift);"
 #: bitsandbytes packs the first of two values in the high half of a byte.
@@ -133,6 +133,7 @@ def text_of(dtype: Any, *, nested: bool) -> str:
         shared=_NESTED_SHARED.format(**counts) if nested else "",
         span=_THREADS * _WORDS,
         load=_NESTED_LOAD if nested else _LOAD,
+        known=_NESTED_KNOWN if nested else "",
         scale=_NESTED_SCALE if nested else "",
         pieces=2 if wide else 1,
         unpack=_UNPACK.format(shift=shift, stored=stored),

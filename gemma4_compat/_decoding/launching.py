@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -96,21 +97,18 @@ class Driver:
         """
         import torch
 
-        launch_kernel = self._library.cuLaunchKernelEx
+        launch_kernel, prepared = self._library.cuLaunchKernelEx, threading.local()
 
         def launch(kernel: Kernel) -> None:
-            arguments, addresses = packed(kernel)  # the driver copies them
+            memory = getattr(prepared, "memory", None)
+            if memory is None:
+                memory = prepared.memory = _Memory(kernel)
+            memory.write(kernel)
             with torch.cuda.device(device):
-                config = LaunchConfig(
-                    (*kernel.blocks, 1),
-                    (kernel.block, 1, 1),
-                    0,
-                    torch.cuda.current_stream(device).cuda_stream,
-                    _start_early,
-                    int(early and EARLY and torch.cuda.is_current_stream_capturing()),
-                )
-                self._check(launch_kernel(ctypes.byref(config), function, addresses, None), name)
-            del arguments  # not before
+                config = memory.config
+                config.stream = torch._C._cuda_getCurrentRawStream(device.index)
+                config.attribute_count = early and EARLY and torch.cuda.is_current_stream_capturing()
+                self._check(launch_kernel(memory.reference, function, memory.addresses, None), name)
 
         return launch
 
@@ -127,12 +125,31 @@ def may_start_early(text: str, capability: tuple[int, int], driver: Driver) -> b
     return _WAITS in text and capability >= _EARLY_CAPABILITY and driver.version() >= _EARLY_DRIVER
 
 
-def packed(kernel: Kernel) -> tuple[Any, Any]:
-    """A kernel's arguments, each in 8 bytes of one buffer, and the array of their addresses. Keep both alive."""
-    sizes = "".join("f4x" if isinstance(size, float) else "I4x" for size in kernel.sizes)
-    layout = f"<{len(kernel.tensors)}Q{sizes}"
-    values = struct.pack(layout, *(tensor.data_ptr() for tensor in kernel.tensors), *kernel.sizes)
-    arguments = ctypes.create_string_buffer(values, len(values))
-    begin = ctypes.addressof(arguments)
-    addresses = range(begin, begin + len(values), _SLOT)
-    return arguments, (ctypes.c_void_p * len(addresses))(*addresses)
+class _Memory:
+    """What the driver reads, and copies, when a thread launches a kernel: the arguments, each in 8 bytes, their
+    addresses, and the configuration.
+
+    Args:
+        kernel: any launch of it.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        sizes = "".join("f4x" if isinstance(size, float) else "I4x" for size in kernel.sizes)
+        self._layout = struct.Struct(f"<{len(kernel.tensors)}Q{sizes}")
+        self._arguments = ctypes.create_string_buffer(self._layout.size)
+        begin = ctypes.addressof(self._arguments)
+        addresses = range(begin, begin + self._layout.size, _SLOT)
+        self.addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.config = LaunchConfig(attributes=_start_early)
+        self.reference = ctypes.byref(self.config)
+
+    def write(self, kernel: Kernel) -> None:
+        """Write a launch's arguments, grid and block.
+
+        Raises:
+            struct.error: a size is not in 32 bits.
+        """
+        self._layout.pack_into(self._arguments, 0, *[tensor.data_ptr() for tensor in kernel.tensors], *kernel.sizes)
+        config = self.config
+        config.grid[:] = (*kernel.blocks, 1)
+        config.block[:] = (kernel.block, 1, 1)

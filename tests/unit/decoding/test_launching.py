@@ -74,9 +74,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         device=inside,
         current_device=lambda: current[-1],
         is_current_stream_capturing=lambda: capturing[-1],
-        current_stream=lambda device: SimpleNamespace(cuda_stream=1000 + device.index),
     )
     monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
 
 
 def test_structures_are_as_in_cuda_h() -> None:
