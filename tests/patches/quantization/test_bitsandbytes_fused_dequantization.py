@@ -31,7 +31,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often the kernel was launched since the last call."""
     monkeypatch.setitem(kernels.COMPILERS, "cpu", Compiler)
     monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(dequantizing, "_exact", {})
+    monkeypatch.setattr(dequantizing, "_launches", {})
 
     def since() -> int:
         found, Compiler.launches = Compiler.launches, 0
