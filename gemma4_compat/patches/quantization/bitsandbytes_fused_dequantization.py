@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import dequantizing, kernels
-from gemma4_compat._decoding.dequantizing_source import Format, computed
+from gemma4_compat._decoding import dequantizing
+from gemma4_compat._decoding.dequantizing_source import Format
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -68,20 +68,15 @@ def dequantized_linear(
 
 def reproduce(workspace: Workspace) -> Outcome:
     """Whether scales are dequantized into a tensor of their own. Without a GPU, a stand-in is the kernel."""
-    import torch
     from bitsandbytes import functional
 
-    from gemma4_compat._stand_ins import dequantizing as stand_in
+    from gemma4_compat._stand_ins import packed_weights
 
-    device = torch.device(workspace.main)
-    with stand_in.standing_in(kernels.COMPILERS):
-        if (obstacle := kernels.COMPILERS[device.type].obstacle()) is not None:
+    with packed_weights.kernel(workspace.main) as obstacle:
+        if obstacle is not None:
             return Outcome(False, obstacle, applicable=False)
         weight = workspace.load("4bit-double").get_decoder().layers[0].mlp.down_proj.weight
-        state = weight.quant_state
-        layout = Format(state.quant_type, state.blocksize, state.state2.blocksize, state.dtype)
-        scales = (state.absmax, state.state2.absmax, state.state2.code, state.offset)
-        expected = computed(weight.data, state.shape, layout, scales)
+        expected = packed_weights.computed(weight.data, weight.quant_state)
         original, calls = functional.dequantize_blockwise, 0
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +86,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
         functional.dequantize_blockwise = counted
         try:
-            found = functional.dequantize_4bit(weight.data, state)
+            found = functional.dequantize_4bit(weight.data, weight.quant_state)
         finally:
             functional.dequantize_blockwise = original
     kernels_of_scales = "two kernels and two tensors more for its scales" if calls else "no kernel for its scales"

@@ -21,7 +21,7 @@ from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.dequantizing_source import Format
 from gemma4_compat._decoding.product_source import VALUES
 from gemma4_compat._engine.changes import upstream
-from gemma4_compat._stand_ins import dequantizing as stand_in
+from gemma4_compat._stand_ins import packed_weights
 from tests.unit.decoding.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.fixture(params=["emulated", "stand-in"])
 def compiler(request: Any, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     """The kernel itself, and what a reproduction takes for it on a machine without a GPU."""
-    found = HostCompiler if request.param == "emulated" else stand_in.Compiler
+    found = HostCompiler if request.param == "emulated" else packed_weights.Compiler
     if (obstacle := found.obstacle()) is not None:
         pytest.skip(obstacle)
     if found is HostCompiler and not hasattr(functional, "has_avx512bf16"):
