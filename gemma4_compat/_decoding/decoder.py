@@ -261,7 +261,7 @@ class Decoding:
             self.reason(obstacle)
             variant.refused.add(step.kind)
             return None
-        with self.arithmetic(step.device):
+        with self.arithmetic(step.device), static_caches.shifted(step.cache):
             outputs = model(**step.inputs)
         self.statistics.eager += 1
         self.variant(model, in_full=False, settling=True).seen.add(step.kind)

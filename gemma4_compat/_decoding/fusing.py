@@ -19,7 +19,17 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemma4_compat._decoding import dense, expert_rows, kernel_source, own, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import (
+    dense,
+    expert_rows,
+    kernel_source,
+    own,
+    pointwise,
+    products,
+    reductions,
+    row_source,
+    shifting,
+)
 from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part, Value
 
 #: What is computed by kernels of ours, beside pointwise operations. A benchmark takes some away.
@@ -75,6 +85,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return self._put_off_product(product, self._products, products)
         if op is own.dense_operator():
             return self._put_off_dense(*args)
+        if op is shifting.operator() and args[0].device == self._device:
+            return self._shift(op, args)
         call = pointwise.understood(op, args, kwargs)
         if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):
             found = self._put_off(call, op, args, kwargs)
@@ -142,6 +154,16 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         result = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         self._add(value, result)
         return result
+
+    def _shift(self, op: Any, args: Any) -> None:
+        """Move the rows of a full sliding cache now: the attention that follows reads them, in this order."""
+        if self._touches(op, args, {}):
+            self.settle()
+        found = shifting.kernel_of(*args[:4])
+        if found is None or not self._sink.accepts(found[1]):
+            op(*args)
+        else:
+            self._launch(found[0], [found[1]])
 
     def _before_cast(self, tensor: Any) -> Any:
         """What a tensor was cast from, if the cast is deferred: a kernel casts what it reads, with the same bits."""

@@ -6,7 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from gemma4_compat._decoding import dense, expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import (
+    dense,
+    expert_rows,
+    kernel_source,
+    pointwise,
+    products,
+    reductions,
+    row_source,
+    shifting,
+)
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.compiling import CudaCompiler
 from gemma4_compat._decoding.kernel_source import Kernel
@@ -100,12 +109,10 @@ class Kernels:
         """
         import torch
 
-        if signature[0] == expert_rows.OPERATION:
-            kernel, found, expected = expert_rows.trial(signature, self._device)
-            return [kernel], found, expected
-        if signature[0] == products.OPERATION:
-            kernel, found, expected = products.trial(signature, self._device)
-            return [kernel], found, expected
+        for module in (expert_rows, products, shifting):
+            if signature[0] == module.OPERATION:
+                kernel, found, expected = module.trial(signature, self._device)
+                return [kernel], found, expected
         name, kinds, dtype = signature
         if name == reductions.MEAN:
             return self._trial_of_mean(*kinds)

@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from gemma4_compat._decoding import attention, dense, kernel_source, kernels
+from gemma4_compat._decoding import attention, dense, kernel_source, kernels, shifting
 from gemma4_compat._decoding.pointwise import DOT, Load, Value
 
 #: Properties of a tensor that its shape, dtype and device decide.
@@ -57,6 +57,8 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             found = self._stands_for_repeated(*args, **kwargs)
         elif func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
             return args[0]
+        elif func is shifting.operator() and args[0].device == self._device:
+            found = self._computed(shifting.by_kernel, *args)
         if found is not None:
             return found
         if self._repeated and getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES:
