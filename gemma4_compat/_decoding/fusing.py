@@ -85,7 +85,7 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return self._put_off_product(product, self._products, products)
         if op is own.dense_operator():
             return self._put_off_dense(*args)
-        if op is shifting.operator() and args[0].device == self._device:
+        if op is own.shift_operator() and args[0].device == self._device:
             return self._shift(op, args)
         call = pointwise.understood(op, args, kwargs)
         if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):

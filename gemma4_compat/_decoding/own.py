@@ -26,6 +26,7 @@ _SCHEMAS = {
     "attend": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa)"
     " -> Tensor",
     "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
+    "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
 }
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
@@ -57,8 +58,8 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             found = self._stands_for_repeated(*args, **kwargs)
         elif func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
             return args[0]
-        elif func is shifting.operator() and args[0].device == self._device:
-            found = self._computed(shifting.by_kernel, *args)
+        elif func is shift_operator() and args[0].device == self._device:
+            found = self._computed(_shifted_by_kernel, *args[:4])
         if found is not None:
             return found
         if self._repeated and getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES:
@@ -140,7 +141,8 @@ def operators() -> Any:
     library = torch.library.Library(_NAMESPACE, "DEF")
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
-    for name, function in (("valid_keys", _valid_keys), ("attend", _attend), ("dense", _dense)):
+    functions = {"valid_keys": _valid_keys, "attend": _attend, "dense": _dense, "shift": _shift}
+    for name, function in functions.items():
         library.impl(name, function, "CompositeExplicitAutograd")
     return library
 
@@ -148,6 +150,12 @@ def operators() -> Any:
 def dense_operator() -> Any:
     """The operator of dense products; None before the first :class:`Own`."""
     return torch.ops.gemma4_compat.dense.default if operators.cache_info().currsize else None
+
+
+def shift_operator() -> Any:
+    """The operator that moves the rows of a full sliding cache: PyTorch's copies do, or, with their bits, a kernel."""
+    operators()
+    return torch.ops.gemma4_compat.shift.default
 
 
 def _launch(device: Any, *launched: Any) -> None:
@@ -187,6 +195,22 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
     result = product.empty()
     _launch(given.device, dense.kernel_of([product], [result]))
     return result
+
+
+def _shift(keys: Any, values: Any, new_keys: Any, new_values: Any, by_kernel: bool) -> None:
+    found = shifting.kernel_of(keys, values, new_keys, new_values) if by_kernel else None
+    if found is not None:
+        kernel, signature = found
+        known = kernels.of(keys.device)
+        if known.prepare([kernel.text], [signature]):
+            known.launch(kernel)
+            return
+    shifting.copied(keys, values, new_keys, new_values)
+
+
+def _shifted_by_kernel(*args: Any) -> bool:
+    shift_operator()(*args, True)
+    return True
 
 
 def dot(given: Any, weight: Any, bias: Any = None) -> Value:

@@ -15,14 +15,13 @@ from gemma4_compat._decoding.kernel_source import Kernel
 
 #: The name in an operation's signature.
 OPERATION = "shift of a sliding cache"
-_SCHEMA = "shift(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()"
 _STRIP = 32  # bytes of a row that a block moves
 _THREADS = 1024
 _TIMES = 4  # words of a thread between two barriers, at most
 _WORDS = {16: "Word16", 8: "uint2", 4: "unsigned int", 2: "u16"}  # by bytes
 _log = logging.getLogger("gemma4_compat")
 
-#: What is read before the wait was written by the step before: no kernel of this step writes a row before this one does.
+#: What is read before the wait is from the step before: no kernel of this step has written it.
 _TEXT = """extern "C" __global__ void __launch_bounds__({threads}) shift(const {word}* __restrict__ new_keys,
   const {word}* __restrict__ new_values, {word}* keys, {word}* values, unsigned int rows, unsigned int words,
   unsigned int heads, unsigned int key_batch, unsigned int key_head, unsigned int value_batch,
@@ -128,55 +127,15 @@ def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
 
     found, fresh = drawn(2, *shape), drawn(2, *shape[:2], 1, shape[3])
     expected = found.clone()
-    _copied(*expected, *fresh)
+    copied(*expected, *fresh)
     made = kernel_of(*found, *fresh)
     if made is None or made[1] != signature:
         raise ValueError(f"there is no kernel for {signature}")
     return made[0], found, expected
 
 
-@functools.cache
-def operator() -> Any:
-    """``torch.ops.gemma4_compat.shift``: what defers operations sees it, and by kernel it has the same bits."""
-    import torch
-
-    library = torch.library.Library("gemma4_compat", "FRAGMENT")
-    library.define(_SCHEMA)
-    library.impl("shift", _shift, "CompositeExplicitAutograd")
-    _kept.append(library)
-    return torch.ops.gemma4_compat.shift.default
-
-
-_kept: list[Any] = []  # an operator lives as long as its library
-
-
-def by_kernel(keys: Any, values: Any, new_keys: Any, new_values: Any, _by_kernel: bool) -> bool:
-    """Move the rows by a kernel of ours, if the layout suits.
-
-    Returns:
-        True.
-
-    Raises:
-        RuntimeError: a kernel cannot be compiled or launched. The cache is as it was.
-    """
-    operator()(keys, values, new_keys, new_values, True)
-    return True
-
-
-def _shift(keys: Any, values: Any, new_keys: Any, new_values: Any, by_kernel: bool) -> None:
-    from gemma4_compat._decoding import kernels
-
-    found = kernel_of(keys, values, new_keys, new_values) if by_kernel else None
-    if found is not None:
-        kernel, signature = found
-        known = kernels.of(keys.device)
-        if known.prepare([kernel.text], [signature]):
-            known.launch(kernel)
-            return
-    _copied(keys, values, new_keys, new_values)
-
-
-def _copied(keys: Any, values: Any, new_keys: Any, new_values: Any) -> None:
+def copied(keys: Any, values: Any, new_keys: Any, new_values: Any) -> None:
+    """The same by PyTorch's copies."""
     import torch
 
     for held, new in ((keys, new_keys), (values, new_values)):

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._decoding import shifting
 from gemma4_compat._decoding.bits import same_bits
 
 
@@ -92,8 +91,10 @@ def _overridden(layers: list[Any], method: str, function: Callable[..., Any]) ->
 
 def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
     """``StaticSlidingWindowLayer.update`` of a full layer, without the index that it copies from the host."""
+    from gemma4_compat._decoding import own
+
     new_keys, new_values = keys.to(layer.keys.dtype), values.to(layer.values.dtype)
-    shifting.operator()(layer.keys, layer.values, new_keys, new_values, False)
+    own.shift_operator()(layer.keys, layer.values, new_keys, new_values, False)
     layer.cumulative_length_int += 1
     return layer.keys, layer.values
 

@@ -11,7 +11,10 @@ pytest.importorskip("torch")
 
 import torch
 
-from gemma4_compat._decoding import kernels, shifting
+import gemma4_compat
+from gemma4_compat._decoding import fused_steps, kernels, own, shifting
+from tests.unit.decoding import calls
+from tests.unit.decoding.calls import Models
 from tests.unit.decoding.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
@@ -31,7 +34,7 @@ def rows_moved(keys: Any, values: Any, new_keys: Any, new_values: Any) -> bool:
     """Whether a kernel moved the rows; they have the right bits in any case."""
     expected = [torch.cat((held[:, :, 1:], new), -2) for held, new in ((keys, new_keys), (values, new_values))]
     found = shifting.kernel_of(keys, values, new_keys, new_values)
-    shifting.by_kernel(keys, values, new_keys, new_values, True)
+    own.shift_operator()(keys, values, new_keys, new_values, True)
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
     return found is not None
@@ -93,3 +96,67 @@ def test_the_trial_sees_a_missing_barrier(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(shifting, "_TEXT", shifting._TEXT.replace("__syncthreads();", ""))
     assert not kernels.of(CPU).prepare([], [(shifting.OPERATION, (16, 2), torch.bfloat16)])
     shifting._text.cache_clear()
+
+
+#: Calls whose sliding layers are full, or become so between two tokens: eager, captured and fused steps of each.
+FULL: dict[str, Any] = {
+    "greedy": lambda model, way: calls.generate(model, calls.text(model), way, new=8),
+    "padded": lambda model, way: calls.generate(model, calls.text(model, batch=3), way, new=8),
+    "beams": lambda model, way: calls.generate(model, calls.text(model), way, new=8, num_beams=3),
+    "across the window": lambda model, way: calls.generate(model, calls.text(model, 3), way, new=calls.WINDOW + 8),
+}
+
+
+@pytest.fixture
+def launched(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the layers whose rows a kernel has moved, apart from trials."""
+    shapes = []
+    launch = kernels.Kernels.launch
+
+    def noted(self: kernels.Kernels, kernel: Any) -> None:
+        if " shift(" in kernel.text and kernel.tensors[-1].shape[2] == calls.WINDOW:
+            shapes.append(tuple(kernel.tensors[-1].shape))
+        launch(self, kernel)
+
+    monkeypatch.setattr(kernels.Kernels, "launch", noted)
+    monkeypatch.setattr(fused_steps, "AFTER", 2)
+    return shapes
+
+
+@pytest.mark.parametrize("way", FULL)
+def test_fused_steps_have_pytorchs_bits(launched: list[tuple[int, ...]], models: Models, way: str) -> None:
+    model = models.fresh()
+    calls.compared(model, lambda options: [FULL[way](model, options)])
+    assert (calls.steps(model).fused > 0, calls.steps(model).not_fused) == (True, ())
+    assert {shape[0] for shape in launched} == {3 if way in ("padded", "beams") else 1}
+
+
+@pytest.mark.parametrize("way", FULL)
+def test_own_arithmetic_has_the_bits_of_the_copies(
+    launched: list[tuple[int, ...]], models: Models, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    found = FULL[way](gemma4_compat.decode_fast(models.fresh()), None)
+    assert launched
+    launched.clear()
+    monkeypatch.setattr(shifting, "kernel_of", lambda *_: None)
+    calls.assert_equal(found, FULL[way](gemma4_compat.decode_fast(models.fresh()), None))
+    assert not launched
+
+
+def test_kernels_that_fail_leave_it_to_the_copies(
+    launched: list[tuple[int, ...]], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In own arithmetic, where no comparison of steps would show it."""
+    compiled = HostCompiler.compiled
+
+    def fails(self: Any, texts: Any) -> Any:
+        if any(" shift(" in text for text in texts):
+            raise RuntimeError("no such architecture")
+        return compiled(self, texts)
+
+    monkeypatch.setattr(HostCompiler, "compiled", fails)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(own, "_broken", {})
+    model = gemma4_compat.decode_fast(models.fresh())
+    calls.compared(model, lambda options: [FULL["greedy"](model, options)], replays=True)
+    assert calls.steps(model).not_fused[0] == "this package's kernels failed: no such architecture"
