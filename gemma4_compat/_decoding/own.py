@@ -8,6 +8,7 @@ bits whether they run one by one, in a captured graph, or fused.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ _SCHEMAS = {
     "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
     "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
 }
+_defining = threading.Lock()
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
 
@@ -135,9 +137,14 @@ def obstacle(device: Any) -> str | None:
     return f"there are no kernels for {device.type}" if compiler is None else compiler.obstacle()
 
 
-@functools.cache
 def operators() -> Any:
     """Define the operators ``torch.ops.gemma4_compat`` once; the library that keeps them alive."""
+    with _defining:
+        return _library()
+
+
+@functools.cache
+def _library() -> Any:
     library = torch.library.Library(_NAMESPACE, "DEF")
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
@@ -149,9 +156,10 @@ def operators() -> Any:
 
 def dense_operator() -> Any:
     """The operator of dense products; None before the first :class:`Own`."""
-    return torch.ops.gemma4_compat.dense.default if operators.cache_info().currsize else None
+    return torch.ops.gemma4_compat.dense.default if _library.cache_info().currsize else None
 
 
+@functools.cache
 def shift_operator() -> Any:
     """The operator that moves the rows of a full sliding cache: PyTorch's copies do, or, with their bits, a kernel."""
     operators()
