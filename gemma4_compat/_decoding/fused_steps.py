@@ -54,7 +54,7 @@ class Progress:
         self._awaited: list[Future[Any]] | None = []  # before the next attempt; None after the last one
 
     def is_due(self) -> bool:
-        """Count a replay. Whether the graph is to be fused in this one: not again, unless that is put off."""
+        """Count a replay. Whether the graph is to be fused in this one; asked again only after :meth:`postpone`."""
         self._replays += 1
         if self._awaited is None or self._replays < (min(EARLY, AFTER) if self._early else AFTER):
             return False
@@ -68,7 +68,7 @@ class Progress:
         """Whether this replay waits for the compiler."""
         return self._replays >= AFTER
 
-    def put_off(self, futures: list[Future[Any]]) -> None:
+    def postpone(self, futures: list[Future[Any]]) -> None:
         """Until these are done."""
         self._awaited = futures
 
@@ -105,7 +105,7 @@ def obstacle(device: Any) -> str | None:
 def fused(
     plain: Recording, outputs: Any, cache: Any, device: Any, progress: Progress, capture: Capture
 ) -> tuple[Recording, Any] | None:
-    """Replay the step once, and return how to replay it from now on; None, without a replay, if that is put off.
+    """Replay the step once, and return how to replay it from now on; None, without a replay, if that has to wait.
 
     Args:
         plain: the step as it was first captured.
@@ -132,7 +132,7 @@ def fused(
         try:
             exact = kernels.prepare(list(launches.texts), list(launches.signatures), wait=progress.waits)
         except StillCompiling as error:
-            progress.put_off(error.futures)
+            progress.postpone(error.futures)
             return None
         if not exact:
             _log.info("gemma4_compat: not fused, since bits would differ: %s", ", ".join(kernels.inexact()))
