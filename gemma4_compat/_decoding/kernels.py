@@ -6,7 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from gemma4_compat._decoding import dense, expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import (
+    dense,
+    expert_rows,
+    kernel_source,
+    matrix_products,
+    pointwise,
+    products,
+    reductions,
+    row_source,
+)
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.compiling import CudaCompiler
 from gemma4_compat._decoding.kernel_source import Kernel
@@ -144,8 +153,9 @@ class Kernels:
 
 
 def _is_computed(signature: _Signature) -> bool:
-    """Whether an operation computes what PyTorch does: some only move data, one has an arithmetic of its own."""
-    return signature[0] not in ("concatenate", "constant", pointwise.DOT, dense.OPERATION)
+    """Whether an operation computes what PyTorch does: some only move data, others have an arithmetic of their own."""
+    others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, matrix_products.OPERATION
+    return signature[0] not in others
 
 
 def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:

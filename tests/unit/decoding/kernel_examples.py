@@ -13,6 +13,7 @@ from gemma4_compat._decoding import (
     dense,
     expert_rows,
     kernel_source,
+    matrix_products,
     pointwise,
     products,
     reductions,
@@ -62,6 +63,24 @@ def _products() -> Iterator[Kernel]:
     for operation, dtype, inputs, more in CASES:
         one = asked(operation, dtype, inputs, 37, **more)
         yield products.kernel_of([one], [one.empty()])
+
+
+def _matrix_products() -> Iterator[Kernel]:
+    from tests.unit.decoding.test_matrix_products import asked
+
+    for dtype, inputs, outputs, rows, count in (
+        (torch.bfloat16, 1536, 37, 1, 3),
+        (torch.bfloat16, 1536, 37, 8, 2),
+        (torch.float16, 3840, 4000, 1, 2),
+        (torch.bfloat16, 3840, 4000, 4, 2),
+        (torch.bfloat16, 12288, 1536, 1, 1),
+        (torch.bfloat16, 15360, 4000, 1, 1),
+        (torch.bfloat16, 21504, 4000, 8, 1),
+    ):
+        given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
+        one = matrix_products.understood(**given)
+        assert one is not None
+        yield matrix_products.kernel_of([one] * count, [one.empty()] * count)
 
 
 def _expert_rows() -> Iterator[Kernel]:
@@ -121,6 +140,7 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
     "row_source": _rows,
     "product_source": _products,
+    "matrix_source": _matrix_products,
     "dense": _dense,
     "attention_source": _plain_attention,
     "attention_tensor_source": _matrix_attention,
