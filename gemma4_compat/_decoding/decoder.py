@@ -41,7 +41,7 @@ class DecodingStatistics:
         captured: graphs that were captured.
         eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
         fused: graphs that were captured again with fused kernels.
-        capture_seconds: time spent on all captures, including fused ones and compiling their kernels.
+        capture_seconds: time that captures took, including fused ones and waiting for their kernels.
         reasons: why steps ran without a graph, other than the first of each kind.
         not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
         recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
@@ -67,7 +67,7 @@ class _Graph:
     static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
     inputs: list[Any]  # the tensors in them
     outputs: Any  # from steps.kept
-    replays: int = 0  # until it is fused, or known not to be fusible
+    progress: fused_steps.Progress
 
 
 @dataclass
@@ -208,8 +208,7 @@ class Decoding:
     def _dependencies(self, model: Any) -> Dependencies:
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
         configs = [vars(config) for config in (model.config, model.config.get_text_config())]
-        modules = obstacles.modules_of_a_step(model)
-        return Dependencies(modules, configs, groups, self._forget)
+        return Dependencies(obstacles.modules_of_a_step(model), configs, groups, self._forget)
 
     def run(self, model: Any, step: steps.Step, *, first: bool) -> Any:
         """Run one step, as a replay if possible. ``first`` marks the first step of a ``generate``.
@@ -261,7 +260,7 @@ class Decoding:
             self.reason(obstacle)
             variant.refused.add(step.kind)
             return None
-        with self.arithmetic(step.device):
+        with self.arithmetic(step.device), static_caches.shifted(step.cache):
             outputs = model(**step.inputs)
         self.statistics.eager += 1
         self.variant(model, in_full=False, settling=True).seen.add(step.kind)
@@ -285,7 +284,8 @@ class Decoding:
         self.statistics.capture_seconds += time.perf_counter() - begun
         if step.addresses not in {memory.addresses for memory in self.memories}:
             self.memories.append(static_caches.Memory(step.cache))
-        graph = _Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
+        progress = fused_steps.Progress(self.statistics.captured, self.statistics.replayed)
+        graph = _Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs, progress)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
@@ -330,8 +330,7 @@ class Decoding:
         running = deferral.current()
         if running is not None:
             running.launched()
-        graph.replays += 1
-        if not (graph.replays == fused_steps.AFTER and self.fuses and self._replay_fused(model, graph, step)):
+        if not (self.fuses and graph.progress.is_due() and self._replay_fused(model, graph, step)):
             graph.recording.replay()
         static_caches.advance(step.cache)
         self.statistics.replayed += 1
@@ -345,8 +344,8 @@ class Decoding:
             return False
         begun = time.perf_counter()
         try:
-            graph.recording, graph.outputs = fused_steps.fused(
-                *(graph.recording, graph.outputs, step.cache, step.device),
+            found = fused_steps.fused(
+                *(graph.recording, graph.outputs, step.cache, step.device, graph.progress),
                 lambda within: self._recorded(model, step, steps.given_back(graph.static, step.cache), within),
             )
         except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
@@ -354,8 +353,10 @@ class Decoding:
             return False
         finally:
             self.statistics.capture_seconds += time.perf_counter() - begun
-        self.statistics.fused += 1
-        return True
+        if found is not None:
+            graph.recording, graph.outputs = found
+            self.statistics.fused += 1
+        return found is not None
 
 
 def _shown(error: BaseException) -> str:
@@ -402,8 +403,7 @@ class Decoder:
                 first, self._first = self._first, False
                 return self._decoding.run(self.model, step, first=first)
         finally:
-            if held:
-                assert lock is not None
+            if lock is not None and held:
                 lock.release()
 
 

@@ -29,6 +29,7 @@ from gemma4_compat._decoding import (
     products,
     reductions,
     row_source,
+    shifting,
 )
 from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part, Value
 
@@ -89,6 +90,8 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
             return self._put_off_dense(*args)
         if op is own.operator("product"):
             return self._put_off_product(matrix_products.understood(*args, **kwargs), self._matrix, matrix_products)
+        if op is own.operator("shift") and args[0].device == self._device:
+            return self._shift(op, args)
         call = pointwise.understood(op, args, kwargs)
         if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):
             found = self._put_off(call, op, args, kwargs)
@@ -159,6 +162,16 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         result = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         self._add(value, result)
         return result
+
+    def _shift(self, op: Any, args: Any) -> None:
+        """Move the rows of a full sliding cache now: the attention that follows reads them, in this order."""
+        if self._touches(op, args, {}):
+            self.settle()
+        found = shifting.kernel_of(*args[:4])
+        if found is None or not self._sink.accepts(found[1]):
+            op(*args)
+        else:
+            self._launch(found[0], [found[1]])
 
     def _before_cast(self, tensor: Any) -> Any:
         """What a tensor was cast from, if the cast is deferred: a kernel casts what it reads, with the same bits."""

@@ -9,6 +9,7 @@ bits whether they run one by one, in a captured graph, or fused.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from gemma4_compat._decoding import attention, dense, kernel_source, kernels, matrix_products
+from gemma4_compat._decoding import attention, dense, kernel_source, kernels, matrix_products, shifting
 from gemma4_compat._decoding.pointwise import DOT, Load, Value
 
 #: Properties of a tensor that its shape, dtype and device decide.
@@ -30,7 +31,9 @@ _SCHEMAS = {
     # As bitsandbytes::gemm_4bit.
     "product": "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
     " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
+    "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
 }
+_defining = threading.Lock()
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
 
@@ -64,6 +67,8 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             found = self._stands_for_repeated(*args, **kwargs)
         elif func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
             return args[0]
+        elif func is operator("shift") and args[0].device == self._device:
+            found = self._computed(_shifted_by_kernel, *args[:4])
         if found is not None:
             return found
         if self._repeated and getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES:
@@ -146,9 +151,14 @@ def obstacle(device: Any) -> str | None:
     return f"there are no kernels for {device.type}" if compiler is None else compiler.obstacle()
 
 
-@functools.cache
 def operators() -> Any:
     """Define the operators ``torch.ops.gemma4_compat`` once; the library that keeps them alive."""
+    with _defining:
+        return _library()
+
+
+@functools.cache
+def _library() -> Any:
     library = torch.library.Library(_NAMESPACE, "DEF")
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
@@ -157,9 +167,11 @@ def operators() -> Any:
     return library
 
 
+@functools.cache
 def operator(name: str) -> Any:
-    """One of these operators; None before the first :class:`Own`."""
-    return getattr(torch.ops.gemma4_compat, name).default if operators.cache_info().currsize else None
+    """One of these operators: ``product``, ``shift``, ..."""
+    operators()
+    return getattr(torch.ops.gemma4_compat, name).default
 
 
 def _gemm_4bit() -> Any:
@@ -215,11 +227,28 @@ def _product(*args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _shift(keys: Any, values: Any, new_keys: Any, new_values: Any, by_kernel: bool) -> None:
+    found = shifting.kernel_of(keys, values, new_keys, new_values) if by_kernel else None
+    if found is not None:
+        kernel, signature = found
+        known = kernels.of(keys.device)
+        if known.prepare([kernel.text], [signature]):
+            known.launch(kernel)
+            return
+    shifting.copied(keys, values, new_keys, new_values)
+
+
+def _shifted_by_kernel(*args: Any) -> bool:
+    operator("shift")(*args, True)
+    return True
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "valid_keys": _valid_keys,
     "attend": _attend,
     "dense": _dense,
     "product": _product,
+    "shift": _shift,
 }
 
 

@@ -18,6 +18,7 @@ from gemma4_compat._decoding import (
     products,
     reductions,
     row_source,
+    shifting,
 )
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
@@ -88,6 +89,12 @@ def _expert_rows() -> Iterator[Kernel]:
         yield Kernel(expert_rows._text(expert_rows._Layout("nf4", 64, nested, dtype)), (), 1, ())
 
 
+def _shifting() -> Iterator[Kernel]:
+    """Words of each size, and one to several of them in a thread."""
+    for word, times in itertools.product(shifting._WORDS, (1, 2, 3, 4)):
+        yield Kernel(shifting._text(word, times), (), 1, (), shifting._THREADS)
+
+
 def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
     """Attention of widths, heads, dtypes and masks, over caches of some lengths."""
     for width, heads, dtype, mask, length in cases:
@@ -145,4 +152,5 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention_source": _plain_attention,
     "attention_tensor_source": _matrix_attention,
     "expert_rows": _expert_rows,
+    "shifting": _shifting,
 }

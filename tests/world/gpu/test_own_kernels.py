@@ -152,6 +152,58 @@ def test_the_same_bits_whatever_was_asked_before(models: Models, where: str) -> 
     agree(model, ask(model, new=NEW, past_key_values=past[0]), other, ask(other, new=NEW, past_key_values=past[1]))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(1, 1, 512, 256), (2, 8, 1024, 256), (3, 2, 5000, 72), (1, 3, 33, 7)])
+def test_rows_of_full_sliding_caches_are_moved(shape: tuple[int, ...], dtype: str) -> None:
+    """By one kernel, in place: as it is, and in a graph, where kernels may start early."""
+    import torch
+
+    from gemma4_compat._decoding import kernels, own, shifting
+
+    device, kind = torch.device("cuda", 0), getattr(torch, dtype)
+    if kernels.COMPILERS["cuda"].obstacle() is not None:
+        pytest.skip("no compiler")
+    batch, heads, _, width = shape
+    held = [torch.randn(shape, device=device, dtype=kind) for _ in range(2)]
+    fresh = [torch.randn((batch, 1, heads, width), device=device, dtype=kind).transpose(1, 2) for _ in range(2)]
+    assert shifting.kernel_of(*held, *fresh) is not None
+    expected, others = [one.clone() for one in held], [one.clone() for one in fresh]
+
+    def shift() -> None:
+        for new in fresh:  # a kernel before
+            new.add_(1)
+        own.operator("shift")(*held, *fresh, True)
+
+    graph, run = torch.cuda.CUDAGraph(), shift
+    for _ in range(9):
+        run()
+        for new in others:
+            new.add_(1)
+        shifting.copied(*expected, *others)
+        assert all(torch.equal(*pair) for pair in zip(held, expected, strict=True))
+        if run is shift:
+            with torch.cuda.graph(graph):
+                shift()
+            run = graph.replay
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_a_window_that_becomes_full(models: Models, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Between two tokens, in beams and in batches: the bits are those of PyTorch's copies."""
+    from gemma4_compat._decoding import shifting
+
+    def runs(model: Any) -> list[Any]:
+        return [
+            generate(model, text(model, 3, batch=batch), new=20, **options)
+            for batch, options in ((1, {}), (3, {}), (1, {"num_beams": 3}))
+        ]
+
+    found = runs(models.fresh(where=where, own=True))
+    monkeypatch.setattr(shifting, "kernel_of", lambda *_: None)
+    for one, other in zip(found, runs(models.fresh(where=where, own=True)), strict=True):
+        assert_equal(one, other)
+
+
 @pytest.mark.parametrize("quantization", [None, "4bit-double"])
 def test_adapters_that_are_switched(models: Models, quantization: str | None) -> None:
     model = models.fresh(quantization, "language", own=True)
