@@ -8,14 +8,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
+from gemma4_compat._decoding import advancing, deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
-from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
+from gemma4_compat._decoding.recaptures import LAST, Cause, DecodingStatistics, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
 from gemma4_compat._offload import model_lock, streaming
@@ -30,33 +30,6 @@ _MAX_KINDS = 64
 _REMEMBERED = 64
 _ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
-
-
-@dataclass
-class DecodingStatistics:
-    """How the one-token steps of a model were run.
-
-    Attributes:
-        replayed: replayed steps, including the captured ones.
-        captured: graphs that were captured.
-        eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
-        fused: graphs that were captured again with fused kernels.
-        capture_seconds: time spent on all captures, including fused ones and compiling their kernels.
-        reasons: why steps ran without a graph, other than the first of each kind.
-        not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
-        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
-        last_recaptures: the last eight of them, the newest at the end, with what has changed.
-    """
-
-    replayed: int = 0
-    captured: int = 0
-    eager: int = 0
-    fused: int = 0
-    capture_seconds: float = 0.0
-    reasons: tuple[str, ...] = ()
-    not_fused: tuple[str, ...] = ()
-    recaptures: dict[Cause, int] = field(default_factory=dict)
-    last_recaptures: tuple[Recapture, ...] = ()
 
 
 @dataclass
@@ -211,8 +184,16 @@ class Decoding:
         modules = obstacles.modules_of_a_step(model)
         return Dependencies(modules, configs, groups, self._forget)
 
-    def run(self, model: Any, step: steps.Step, *, first: bool) -> Any:
-        """Run one step, as a replay if possible. ``first`` marks the first step of a ``generate``.
+    def run(
+        self, model: Any, step: steps.Step, *, first: bool, following: advancing.Following | None = None
+    ) -> Any:
+        """Run one step, as a replay if possible.
+
+        Args:
+            model: the model.
+            step: whose inputs ``generate`` has built.
+            first: whether it is the first step of a ``generate``.
+            following: gets to know the step.
 
         Returns:
             the model's output, or None for a step that cannot be captured; nothing has run then.
@@ -235,7 +216,23 @@ class Decoding:
             if graph is None:
                 return None
         variant.graphs.move_to_end((step.addresses, kind))
-        return self._replay(model, graph, step)
+        if following is None:
+            return self._replay(model, graph, step)
+        following.compare(graph, step)
+        outputs = self._replay(model, graph, step)
+        following.replayed(variant, graph, step)
+        return outputs
+
+    def follow(self, model: Any, following: advancing.Following) -> Any:
+        """Replay the step after the last one, whose inputs are there; None if that graph does not serve it."""
+        step, graph = following.step, following.graph
+        variant = self.variant(model, in_full=False, quiet=True)
+        if variant is not following.variant or variant.graphs.get((step.addresses, step.kind)) is not graph:
+            return None
+        if not step.has_settings():
+            return None
+        self._replay(model, graph, step, given=False)
+        return following.outputs()
 
     def _missing(self, step: steps.Step, variant: _Variant) -> Recapture | None:
         """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
@@ -317,7 +314,8 @@ class Decoding:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
             oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
-    def _replay(self, model: Any, graph: _Graph, step: steps.Step) -> Any:
+    def _replay(self, model: Any, graph: _Graph, step: steps.Step, *, given: bool = True) -> Any:
+        """The output of a replay. Unless ``given``, the graph's inputs are there, and its output stays where it is."""
         import torch
 
         if step.device.type == "cuda":
@@ -325,17 +323,18 @@ class Decoding:
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
-        for static, given in zip(graph.inputs, step.tensors):
-            static.copy_(given)
+        if given:
+            for static, tensor in zip(graph.inputs, step.tensors):
+                static.copy_(tensor)
         running = deferral.current()
         if running is not None:
             running.launched()
         graph.replays += 1
         if not (graph.replays == fused_steps.AFTER and self.fuses and self._replay_fused(model, graph, step)):
             graph.recording.replay()
-        static_caches.advance(step.cache)
+        static_caches.advance(step.sliding)
         self.statistics.replayed += 1
-        return steps.copied(graph.outputs, step.cache)
+        return steps.copied(graph.outputs, step.cache) if given else None
 
     def _replay_fused(self, model: Any, graph: _Graph, step: steps.Step) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
@@ -375,6 +374,7 @@ class Decoder:
 
     def __init__(self, model: Any, decoding: Decoding) -> None:
         self.model, self._decoding = model, decoding
+        self.following: advancing.Following | None = None
         self._first, self._given_up = True, False
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
@@ -395,12 +395,26 @@ class Decoder:
         if step.obstacle is not None:
             self._decoding.reason(step.obstacle)
             return None
+        with self._held(sys._getframe()):
+            first, self._first = self._first, False
+            return self._decoding.run(self.model, step, first=first, following=self.following)
+
+    def follow(self, ids: Any) -> Any:
+        """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
+        assert self.following is not None
+        with self._held(sys._getframe()):
+            self.following.advance(ids)
+            outputs = self._decoding.follow(self.model, self.following)
+        return self(**self.following.stop()) if outputs is None else outputs
+
+    @contextlib.contextmanager
+    def _held(self, frame: Any) -> Iterator[None]:
+        """Inside, other threads run no step of this model."""
         lock = model_lock.of(self.model)
-        held = lock is not None and lock.hold(sys._getframe())
+        held = lock is not None and lock.hold(frame)
         try:
             with self._decoding.lock:
-                first, self._first = self._first, False
-                return self._decoding.run(self.model, step, first=first)
+                yield
         finally:
             if held:
                 assert lock is not None

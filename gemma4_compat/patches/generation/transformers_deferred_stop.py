@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import deferral
+from gemma4_compat._decoding import advancing, choosing, decoder, deferral
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
@@ -36,6 +36,11 @@ def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
     samples = bool(kwargs["generation_config"].do_sample)
     alone = not kwargs.get("synced_gpus")  # otherwise processes have to agree on the number of steps
     with deferral.sampling(functions, samples=samples, alone=alone, streamer=kwargs.get("streamer")):
+        running = deferral.current()
+        quiet = running is not None and running.quiet and alone
+        if quiet and not kwargs["generation_config"].is_assistant and advancing.serves(self):
+            kwargs |= choosing.quickened(kwargs)
+            self = advancing.Loop(self, decoder.Decoder)  # noqa: PLW0642
         return original(self, *args, **kwargs)
 
 
