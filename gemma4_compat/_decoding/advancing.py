@@ -1,19 +1,20 @@
 """The inputs of the next step, made from those of the last one, where no user's code runs between two tokens.
 
-``generate`` builds all inputs anew for each token: positions, and a mask for each kind of layer. That is most of what the
-host does between two tokens, some forty operations and their Python. But the graph's own inputs become those of the next
-token with four: the token, positions plus one, and one more valid key in each mask. :class:`Loop` has ``generate`` skip
-the rest while nobody could tell.
+``generate`` builds all inputs anew for each token: positions, and a mask for each kind of layer. These forty
+operations are most of what the host does between two tokens. But a graph's own inputs become those of the next token
+with four: the token, positions plus one, and one more valid key in each mask. :class:`Loop` has ``generate`` leave out
+the rest.
 
-The first time in each ``generate``, and again once the sliding windows are full, the inputs made here are compared with
-those that ``generate`` built. If one bit differs, this ``generate`` goes on building them.
+The first time in each ``generate``, and again when the sliding windows have become full, the inputs made here are
+compared with those that ``generate`` built. If one bit differs, this ``generate`` goes on building them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemma4_compat._decoding import deferral, static_caches, steps
+from gemma4_compat._decoding.graphs import Graph, Variant
 from gemma4_compat._models import cache_names, family
 
 #: What :class:`Loop` leaves out.
@@ -80,34 +81,44 @@ class Inputs:
         self._shifting = [mask for mask in self._shifting if not bool(mask.all())]
 
 
-class Following:
-    """What one ``generate`` knows of its last replayed step.
+class Replayed(NamedTuple):
+    """A step that was replayed.
 
     Attributes:
-        variant: of the model, that was replayed.
-        graph: of it.
-        step: the last one whose inputs ``generate`` built.
+        variant: of the model.
+        graph: of the variant.
+        step: whose inputs ``generate`` built, or the last one of which this is true.
+    """
+
+    variant: Variant
+    graph: Graph
+    step: steps.Step
+
+
+class Following:
+    """What one ``generate`` knows of its last step.
+
+    Attributes:
+        last: the step, once one was replayed.
     """
 
     def __init__(self) -> None:
-        self.variant: Any = None
-        self.graph: Any = None
-        self.step: Any = None
+        self.last: Replayed | None = None
         self._inputs: Inputs | None = None
         self._compared = self._refused = False
-        self._outputs: Any = None
+        self._outputs: tuple[Any, Any] = (None, None)
 
     @property
     def ready(self) -> bool:
         """Whether the next step may follow from the last one."""
         return self._compared and self._inputs is not None and self._inputs.left > 0
 
-    def compare(self, graph: Any, step: steps.Step) -> None:
+    def compare(self, graph: Graph, step: steps.Step) -> None:
         """Before a replay of a step that ``generate`` built: whether its inputs are those that would be made here."""
         import torch
 
         known, self._inputs, self._compared = self._inputs, None, False
-        if known is None or graph is not self.graph or known.left <= 0:
+        if known is None or self.last is None or graph is not self.last.graph or known.left <= 0:
             return
         known.advance(step.inputs["input_ids"])
         if all(map(torch.equal, graph.inputs, step.tensors)):
@@ -116,13 +127,11 @@ class Following:
         else:
             self._refused = True
 
-    def replayed(self, variant: Any, graph: Any, step: steps.Step) -> None:
+    def replayed(self, variant: Variant, graph: Graph, step: steps.Step) -> None:
         """After that replay."""
-        if not self._compared or self.variant is not variant:
-            self._compared = False
+        self.last = Replayed(variant, graph, step)
+        if not self._compared:
             self._inputs = None if self._refused else Inputs.of(graph.static, step.cache)
-            self._outputs = None
-        self.variant, self.graph, self.step = variant, graph, step
 
     def advance(self, ids: Any) -> None:
         """Make the graph's inputs those of the token that ends ``ids``, [batch, length]."""
@@ -131,8 +140,9 @@ class Following:
 
     def stop(self) -> dict[str, Any]:
         """All inputs of this step, if it cannot be replayed: nothing follows from it."""
+        assert self.last is not None
         self._inputs, self._compared = None, False
-        found: dict[str, Any] = steps.given_back(self.graph.static, self.step.cache)
+        found: dict[str, Any] = steps.given_back(self.last.graph.static, self.last.step.cache)
         return found
 
     def outputs(self) -> Any:
@@ -141,13 +151,13 @@ class Following:
         Nobody keeps its logits: ``generate`` copies the last ones at once. If there is more in it than logits, it is a
         copy.
         """
-        if self._outputs is None or self._outputs[0] is not self.graph.outputs:
-            kept = self.graph.outputs
-            others = [name for name, value in kept.items() if name not in cache_names.NAMES and value is not None]
-            shared = steps.given_back(kept, self.step.cache) if others == ["logits"] else None
-            self._outputs = kept, shared
-        kept, shared = self._outputs
-        return steps.copied(kept, self.step.cache) if shared is None else shared
+        assert self.last is not None
+        cache, found = self.last.step.cache, self.last.graph.outputs
+        if self._outputs[0] is not found:
+            others = [name for name, value in found.items() if name not in cache_names.NAMES and value is not None]
+            self._outputs = found, steps.given_back(found, cache) if others == ["logits"] else None
+        shared = self._outputs[1]
+        return steps.copied(found, cache) if shared is None else shared
 
 
 class Loop:
@@ -189,7 +199,8 @@ class Loop:
         if self._behind:
             counted, self._behind = self._behind, 0
             options = {"is_encoder_decoder": False, "num_new_tokens": counted}
-            given |= self._model._update_model_kwargs_for_generation(self._followed, self._kwargs, **options)
+            self._kwargs |= self._model._update_model_kwargs_for_generation(self._followed, self._kwargs, **options)
+            given |= self._kwargs
         found: dict[str, Any] = self._model.prepare_inputs_for_generation(input_ids, **given)
         return found
 

@@ -18,7 +18,8 @@ _PROCESSORS, _CRITERIA = "logits_processor", "stopping_criteria"
 def quickened(given: dict[str, Any]) -> dict[str, Any]:
     """Those of these arguments of ``_sample`` that can be called faster, all of them transformers' own."""
     found: dict[str, Any] = {}
-    processors, criteria = given.get(_PROCESSORS), given.get(_CRITERIA)
+    processors: Any = given.get(_PROCESSORS)
+    criteria: Any = given.get(_CRITERIA)
     if _is(processors, "LogitsProcessorList") and all(map(_takes_two, processors)):
         found[_PROCESSORS] = _Processors(processors)
     if _is(criteria, "StoppingCriteriaList") and all(any(_is(one, name) for name in _QUICK) for one in criteria):

@@ -9,12 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._decoding import advancing, deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
+from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recaptures import LAST, Cause, DecodingStatistics, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
@@ -26,33 +26,8 @@ MAX_GRAPHS = 8
 _MAX_VARIANTS = 4
 #: Kinds of steps in one variant. If there are more, every step differs from the one before.
 _MAX_KINDS = 64
-#: Graphs, and sets of adapters, that are remembered as evicted.
-_REMEMBERED = 64
 _ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
-
-
-@dataclass
-class _Graph:
-    """One captured step."""
-
-    recording: Recording
-    static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
-    inputs: list[Any]  # the tensors in them
-    outputs: Any  # from steps.kept
-    replays: int = 0  # until it is fused, or known not to be fusible
-
-
-@dataclass
-class _Variant:
-    """The model with one set of active adapters."""
-
-    dependencies: Dependencies
-    graphs: collections.OrderedDict[Any, _Graph] = field(default_factory=collections.OrderedDict)
-    seen: set[Any] = field(default_factory=set)  # kinds of steps that have run once
-    refused: set[Any] = field(default_factory=set)  # kinds of steps that could not be captured
-    captured: dict[Any, int] = field(default_factory=dict)  # kinds that were, and the positions of their caches
-    evicted: collections.deque[Any] = field(default_factory=lambda: collections.deque(maxlen=_REMEMBERED))
 
 
 class Decoding:
@@ -68,11 +43,11 @@ class Decoding:
         self.fuses = True
         self.lock = threading.RLock()
         self.memories: list[static_caches.Memory] = []
-        self._variants: list[_Variant] = []
+        self._variants: list[Variant] = []
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
         self._lost: Recapture | None = None  # why there is no variant to compare with
-        self._evicted: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)  # variants, by their adapters
+        self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # variants, by their adapters
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -145,7 +120,7 @@ class Decoding:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories = [], []
 
-    def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> _Variant:
+    def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> Variant:
         """The variant of the model as it is now.
 
         ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run; ``quiet`` says
@@ -167,7 +142,7 @@ class Decoding:
             for variant in self._variants
             if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
         ]
-        variant = _Variant(self._dependencies(model))
+        variant = Variant(self._dependencies(model))
         adapters = variant.dependencies.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)
@@ -184,9 +159,7 @@ class Decoding:
         modules = obstacles.modules_of_a_step(model)
         return Dependencies(modules, configs, groups, self._forget)
 
-    def run(
-        self, model: Any, step: steps.Step, *, first: bool, following: advancing.Following | None = None
-    ) -> Any:
+    def run(self, model: Any, step: steps.Step, *, first: bool, following: advancing.Following | None = None) -> Any:
         """Run one step, as a replay if possible.
 
         Args:
@@ -225,16 +198,17 @@ class Decoding:
 
     def follow(self, model: Any, following: advancing.Following) -> Any:
         """Replay the step after the last one, whose inputs are there; None if that graph does not serve it."""
-        step, graph = following.step, following.graph
+        assert following.last is not None
+        known, graph, step = following.last
+        key = step.addresses, step.kind
         variant = self.variant(model, in_full=False, quiet=True)
-        if variant is not following.variant or variant.graphs.get((step.addresses, step.kind)) is not graph:
+        if variant is not known or variant.graphs.get(key) is not graph or not step.has_settings():
             return None
-        if not step.has_settings():
-            return None
+        variant.graphs.move_to_end(key)
         self._replay(model, graph, step, given=False)
         return following.outputs()
 
-    def _missing(self, step: steps.Step, variant: _Variant) -> Recapture | None:
+    def _missing(self, step: steps.Step, variant: Variant) -> Recapture | None:
         """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
         key = step.addresses, step.kind
         if key in variant.evicted:
@@ -248,7 +222,7 @@ class Decoding:
         kind = next(reversed(variant.graphs))[1] if variant.graphs else next(reversed(variant.captured))
         return Recapture.of(step.differences(kind, variant.captured[kind]))
 
-    def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
+    def _run_first(self, model: Any, step: steps.Step, variant: Variant) -> Any:
         """Run the first step of a kind without a graph: libraries set themselves up, hooks settle."""
         obstacle = RECORDERS[step.device.type].obstacle()
         obstacle = obstacle or obstacles.find(model, obstacles.modules_of_a_step(model))
@@ -264,7 +238,7 @@ class Decoding:
         self.variant(model, in_full=False, settling=True).seen.add(step.kind)
         return outputs
 
-    def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
+    def _capture(self, model: Any, step: steps.Step, variant: Variant) -> Graph | None:
         """Capture the step without running it. None, with model and cache unchanged, if it cannot be captured."""
         recorder = RECORDERS[step.device.type]
         self._make_room()
@@ -282,7 +256,7 @@ class Decoding:
         self.statistics.capture_seconds += time.perf_counter() - begun
         if step.addresses not in {memory.addresses for memory in self.memories}:
             self.memories.append(static_caches.Memory(step.cache))
-        graph = _Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
+        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
@@ -314,7 +288,7 @@ class Decoding:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
             oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
-    def _replay(self, model: Any, graph: _Graph, step: steps.Step, *, given: bool = True) -> Any:
+    def _replay(self, model: Any, graph: Graph, step: steps.Step, *, given: bool = True) -> Any:
         """The output of a replay. Unless ``given``, the graph's inputs are there, and its output stays where it is."""
         import torch
 
@@ -336,7 +310,7 @@ class Decoding:
         self.statistics.replayed += 1
         return steps.copied(graph.outputs, step.cache) if given else None
 
-    def _replay_fused(self, model: Any, graph: _Graph, step: steps.Step) -> bool:
+    def _replay_fused(self, model: Any, graph: Graph, step: steps.Step) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
         obstacle = fused_steps.obstacle(step.device)
         if obstacle is not None:

@@ -40,7 +40,7 @@ def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
         quiet = running is not None and running.quiet and alone
         if quiet and not kwargs["generation_config"].is_assistant and advancing.serves(self):
             kwargs |= choosing.quickened(kwargs)
-            self = advancing.Loop(self, decoder.Decoder)  # noqa: PLW0642
+            self = advancing.Loop(self, decoder.Decoder)
         return original(self, *args, **kwargs)
 
 

@@ -10,11 +10,12 @@ import pytest
 pytest.importorskip("bitsandbytes")
 from transformers.generation import utils
 
-from gemma4_compat._decoding import advancing, decoder, static_caches
+from gemma4_compat._decoding import advancing, decoder, fused_steps, kernels, static_caches
 from gemma4_compat._models import cache_names
 from tests.unit.decoding.calls import (
     WINDOW,
     Models,
+    assert_equal,
     compared,
     generate,
     layers,
@@ -23,6 +24,7 @@ from tests.unit.decoding.calls import (
     text,
     whole,
 )
+from tests.unit.decoding.host_kernels import HostCompiler
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(
@@ -50,7 +52,7 @@ def follows(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follows]:
         return follow(self, ids)
 
     def was_compared(self: Any, graph: Any, step: Any) -> None:
-        known = self.graph is graph
+        known = self.last is not None and self.last.graph is graph
         compare(self, graph, step)
         if known:
             found.equal.append(self._compared)
@@ -134,6 +136,39 @@ def test_embeddings_instead_of_tokens(models: Models, follows: Follows) -> None:
     batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
     asked(model, batch)
     assert follows.steps > NEW // 2
+
+
+def test_inference_mode_and_adapters(models: Models, follows: Follows) -> None:
+    model = models.fresh("4bit", "language")
+    with torch.inference_mode():
+        asked(model, padded(model, left=True))
+    vars(model).pop("_cache", None)
+    for _ in range(2):
+        (first,) = asked(model, padded(model, left=True))
+        with model.disable_adapter():
+            (second,) = asked(model, padded(model, left=True))
+        assert not torch.equal(first.logits[-1], second.logits[-1])
+    assert follows.steps > 5 * NEW // 2
+    assert all(follows.equal)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_step_that_is_fused_meanwhile(
+    models: Models, follows: Follows, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    if (reason := HostCompiler.obstacle()) is not None:
+        pytest.skip(reason)
+    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
+    monkeypatch.setattr(fused_steps, "AFTER", 8)
+    model = models.fresh(own=own)
+    batch = padded(model, left=True, length=3 * WINDOW)
+    found = generate(model, batch, new=NEW)
+    assert steps(model).fused == 1
+    assert follows.steps > NEW // 2
+    monkeypatch.setattr(advancing, "serves", lambda _model: False)
+    counted = follows.steps
+    assert_equal(found, generate(models.fresh(own=own), batch, new=NEW))
+    assert follows.steps == counted
 
 
 def test_turns_on_one_cache(models: Models, follows: Follows) -> None:
@@ -247,9 +282,11 @@ def test_users_functions_are_asked_for_every_token(
 
     kind = type(model)
     monkeypatch.setattr(
-        kind, "_update_model_kwargs_for_generation", functools.wraps(kind._update_model_kwargs_for_generation)(
+        kind,
+        "_update_model_kwargs_for_generation",
+        functools.wraps(kind._update_model_kwargs_for_generation)(
             lambda self, *args, **kwargs: super(kind, self)._update_model_kwargs_for_generation(*args, **kwargs)
-        )
+        ),
     )
     assert not advancing.serves(model)
 
