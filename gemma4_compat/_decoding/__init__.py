@@ -3,9 +3,9 @@
 Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` (:mod:`fast`) only marks a model. The
 patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`decoder.Decoder`
 from ``get_compiled_call``. Each token calls that decoder; it captures, replays, or runs the model itself.
-``transformers_deferred_stop`` calls :mod:`deferral`.
+``transformers_deferred_stop`` calls :mod:`deferral`, and :mod:`advancing` where no user's code runs between two tokens.
 
-* :mod:`decoder`: the call that ``generate`` takes for its steps.
+* :mod:`decoder`: the call that ``generate`` takes for its steps. :mod:`graphs`: what it keeps of them.
 * :mod:`steps`: one step and its inputs, and which other steps the same graph serves.
 * :mod:`recording`: one captured step, on CUDA.
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it
@@ -22,7 +22,8 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
   token is routed to). :mod:`several`: what kernels of several weights share.
 * :mod:`compiling`: NVRTC. :mod:`kernel_files`: what it compiled, on disk. :mod:`launching`: CUDA's driver.
 * :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold.
-* :mod:`deferral`: when the host waits for a token.
+* :mod:`deferral`: when the host waits for a token. :mod:`advancing`: the inputs of a step, made from the last one's.
+  :mod:`choosing`: transformers' processors and criteria, called faster.
 * :mod:`obstacles`: why a model cannot be captured.
 * :mod:`fast`: :func:`gemma4_compat.decode_fast`.
 """

@@ -1,6 +1,6 @@
 """The inputs of the next step, made from those of the last one, where no user's code runs between two tokens.
 
-``generate`` builds all inputs anew for each token: positions, and a mask for each kind of layer. These forty
+``generate`` builds all inputs anew for each token: positions, and a mask for each kind of layer. These thirty
 operations are most of what the host does between two tokens. But a graph's own inputs become those of the next token
 with four: the token, positions plus one, and one more valid key in each mask. :class:`Loop` has ``generate`` leave out
 the rest.
