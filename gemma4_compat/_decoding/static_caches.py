@@ -99,9 +99,9 @@ def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, *
     return layer.keys, layer.values
 
 
-def advance(cache: Any) -> None:
-    """Count the token that a replay added."""
-    for layer in sliding(cache):
+def advance(layers: list[Any]) -> None:
+    """Count the token that a replay added to these sliding layers."""
+    for layer in layers:
         layer.cumulative_length_int += 1
 
 
