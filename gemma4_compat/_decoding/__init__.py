@@ -3,7 +3,8 @@
 Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` (:mod:`fast`) only marks a model. The
 patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`decoder.Decoder`
 from ``get_compiled_call``. Each token calls that decoder; it captures, replays, or runs the model itself.
-``transformers_deferred_stop`` calls :mod:`deferral`, and where no user's code runs between two tokens :mod:`advancing`.
+``transformers_deferred_stop`` calls :mod:`deferral`, and :mod:`advancing` where no code of the user's runs between two
+tokens.
 
 * :mod:`decoder`: the call that ``generate`` takes for its steps. :mod:`graphs`: what it keeps of them.
 * :mod:`steps`: one step and its inputs, and which other steps the same graph serves.
@@ -21,8 +22,11 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * With the bits of the original: :mod:`products` (4-bit weights; CUDA C: :mod:`product_source`), :mod:`reductions` (the
   means of norms; CUDA C of a whole row: :mod:`row_source`), :mod:`expert_rows` (4-bit weights of the experts that a
   token is routed to). :mod:`several`: what kernels of several weights share.
+* :mod:`dequantizing`: whole 4-bit weights, for prompts and training (CUDA C: :mod:`dequantizing_source`); the patch
+  ``bitsandbytes_fused_dequantization`` calls it.
 * :mod:`compiling`: NVRTC. :mod:`kernel_files`: what it compiled, on disk. :mod:`launching`: CUDA's driver.
-* :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold. :mod:`shifting`: rows of a full one.
+* :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold. :mod:`shifting` moves the rows of a
+  full one.
 * :mod:`deferral`: when the host waits for a token. :mod:`advancing`: the inputs of a step, made from the last one's.
   :mod:`choosing`: transformers' processors and criteria, called faster.
 * :mod:`obstacles`: why a model cannot be captured.

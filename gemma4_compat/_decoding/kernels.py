@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from gemma4_compat._decoding import (
     dense,
+    dequantizing_source,
     expert_rows,
     kernel_source,
     matrix_products,
@@ -133,7 +134,7 @@ class Kernels:
         """
         import torch
 
-        for module in (expert_rows, products, shifting):
+        for module in (dequantizing_source, expert_rows, products, shifting):
             if signature[0] == module.OPERATION:
                 kernel, found, expected = module.trial(signature, self._device)
                 return [kernel], found, expected

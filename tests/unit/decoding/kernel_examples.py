@@ -11,6 +11,7 @@ import torch
 from gemma4_compat._decoding import (
     attention,
     dense,
+    dequantizing_source,
     expert_rows,
     kernel_source,
     matrix_products,
@@ -95,6 +96,11 @@ def _shifting() -> Iterator[Kernel]:
         yield Kernel(shifting._text(word, times), (), 1, (), shifting._THREADS)
 
 
+def _dequantizing() -> Iterator[Kernel]:
+    for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
+        yield Kernel(dequantizing_source.text_of(dtype, nested=nested), (), 1, (), dequantizing_source._THREADS)
+
+
 def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
     """Attention of widths, heads, dtypes and masks, over caches of some lengths."""
     for width, heads, dtype, mask, length in cases:
@@ -153,4 +159,5 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "attention_tensor_source": _matrix_attention,
     "expert_rows": _expert_rows,
     "shifting": _shifting,
+    "dequantizing_source": _dequantizing,
 }
