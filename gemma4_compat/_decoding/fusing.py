@@ -23,6 +23,7 @@ from gemma4_compat._decoding import (
     dense,
     expert_rows,
     kernel_source,
+    matrix_products,
     own,
     pointwise,
     products,
@@ -68,8 +69,10 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self.rows = expert_rows.Rows(sink, device)
         self._pending: dict[int, Value] = {}  # by storage, the oldest first; for each its last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
-        # Deferred products with their results, with 4-bit weights and with others; computed before values.
+        # Deferred products with their results: with 4-bit weights, in both arithmetics, and with others; computed
+        # before values.
         self._products: list[tuple[products.Product, Any]] = []
+        self._matrix: list[tuple[matrix_products.Product, Any]] = []
         self._dense: list[tuple[dense.Product, Any]] = []
         self._results: set[int] = set()  # storages of those results
         self._launching = False
@@ -83,9 +86,11 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         product = products.understood(op, args, kwargs) if "products" in KINDS else None
         if product is not None and self._sink.accepts(product.format.signature):
             return self._put_off_product(product, self._products, products)
-        if op is own.dense_operator():
+        if op is own.operator("dense"):
             return self._put_off_dense(*args)
-        if op is own.shift_operator() and args[0].device == self._device:
+        if op is own.operator("product"):
+            return self._put_off_product(matrix_products.understood(*args, **kwargs), self._matrix, matrix_products)
+        if op is own.operator("shift") and args[0].device == self._device:
             return self._shift(op, args)
         call = pointwise.understood(op, args, kwargs)
         if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):
@@ -110,14 +115,17 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     def _settle_products(self) -> None:
         """Compute the deferred products: those of one kind with one launch."""
         launched = []
-        for deferred, kind in ((self._products, products), (self._dense, dense)):
+        kinds = (self._products, products), (self._matrix, matrix_products), (self._dense, dense)
+        for deferred, kind in kinds:
             if deferred:
                 wanted, results = zip(*deferred, strict=True)
                 launched.append((kind.kernel_of(wanted, results), [wanted[0].signature]))
-        if len(launched) == 2 and self._dense[0][0].format.small:  # LoRA's A beside the weights that it adapts
+        if len(launched) == 2 and self._dense and self._dense[0][0].format.small:
+            # LoRA's A beside the weights that it adapts.
             (one, signatures), (other, _) = launched
             launched = [(kernel_source.side_by_side(one, other), signatures)]
         self._products.clear()
+        self._matrix.clear()
         self._dense.clear()
         self._results.clear()
         for kernel, signatures in launched:

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 
 from gemma4_compat._decoding import (
     dense,
+    dequantizing_source,
     expert_rows,
     kernel_source,
+    matrix_products,
     pointwise,
     products,
     reductions,
@@ -132,7 +134,7 @@ class Kernels:
         """
         import torch
 
-        for module in (expert_rows, products, shifting):
+        for module in (dequantizing_source, expert_rows, products, shifting):
             if signature[0] == module.OPERATION:
                 kernel, found, expected = module.trial(signature, self._device)
                 return [kernel], found, expected
@@ -174,8 +176,9 @@ class Kernels:
 
 
 def _is_computed(signature: _Signature) -> bool:
-    """Whether an operation computes what PyTorch does: some only move data, one has an arithmetic of its own."""
-    return signature[0] not in ("concatenate", "constant", pointwise.DOT, dense.OPERATION)
+    """Whether an operation computes what PyTorch does: some only move data, others have an arithmetic of their own."""
+    others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, matrix_products.OPERATION
+    return signature[0] not in others
 
 
 def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:

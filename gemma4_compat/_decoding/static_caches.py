@@ -94,14 +94,14 @@ def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, *
     from gemma4_compat._decoding import own
 
     new_keys, new_values = keys.to(layer.keys.dtype), values.to(layer.values.dtype)
-    own.shift_operator()(layer.keys, layer.values, new_keys, new_values, False)
+    own.operator("shift")(layer.keys, layer.values, new_keys, new_values, False)
     layer.cumulative_length_int += 1
     return layer.keys, layer.values
 
 
-def advance(cache: Any) -> None:
-    """Count the token that a replay added."""
-    for layer in sliding(cache):
+def advance(layers: list[Any]) -> None:
+    """Count the token that a replay added to these sliding layers."""
+    for layer in layers:
         layer.cumulative_length_int += 1
 
 

@@ -34,7 +34,7 @@ def rows_moved(keys: Any, values: Any, new_keys: Any, new_values: Any) -> bool:
     """Whether a kernel moved the rows; they have the right bits in any case."""
     expected = [torch.cat((held[:, :, 1:], new), -2) for held, new in ((keys, new_keys), (values, new_values))]
     found = shifting.kernel_of(keys, values, new_keys, new_values)
-    own.shift_operator()(keys, values, new_keys, new_values, True)
+    own.operator("shift")(keys, values, new_keys, new_values, True)
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
     return found is not None

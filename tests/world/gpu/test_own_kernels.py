@@ -172,7 +172,7 @@ def test_rows_of_full_sliding_caches_are_moved(shape: tuple[int, ...], dtype: st
     def shift() -> None:
         for new in fresh:  # a kernel before
             new.add_(1)
-        own.shift_operator()(*held, *fresh, True)
+        own.operator("shift")(*held, *fresh, True)
 
     graph, run = torch.cuda.CUDAGraph(), shift
     for _ in range(9):
@@ -271,3 +271,30 @@ def test_stops_that_are_read_late(
                 monkeypatch.setattr(deferral, "WAITING", cost)
                 found.append(answer(model, **options))
             assert same(*found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(256, 1536), (1536, 256), (1536, 12288), (10240, 2560), (15360, 3840), (3840, 15360)]
+)
+def test_a_product_errs_less_than_bitsandbytes(outputs: int, inputs: int, dtype: str) -> None:
+    import torch
+
+    from gemma4_compat._decoding import own
+    from tests.unit.decoding import test_matrix_products as products
+
+    wanted = products.asked(getattr(torch, dtype), inputs, outputs, rows=8)
+    wanted = {name: value.cuda() if hasattr(value, "cuda") else value for name, value in wanted.items()}
+    own.operators()
+    found = torch.ops.gemma4_compat.product(**wanted)
+    given, packed, *rest = wanted.values()
+    right = products.exact(wanted)
+    for row in range(8):
+        one = given[row : row + 1].clone()
+        assert_same(torch.ops.gemma4_compat.product(**(wanted | {"given": one})), found[row : row + 1])
+    names = [name for name in ("bias", "absmax_8bit", "absmax_code", "absmax_offset") if name in wanted]
+    more = {name: wanted[name] for name in names}
+    theirs = torch.ops.bitsandbytes.gemm_4bit(given[:3], packed, *rest[: len(rest) - len(names)], **more)
+    errors, other_errors = ((one.double() - right[:3]).abs() for one in (found[:3], theirs))
+    assert errors.mean() <= other_errors.mean()
+    assert errors.max() <= other_errors.max()
