@@ -45,7 +45,7 @@ class Inputs:
 
     @classmethod
     def of(cls, static: dict[str, Any], cache: Any) -> Inputs | None:
-        """None if there are inputs whose next values are not known: masks that are not for ``sdpa``, for example."""
+        """None if masks are not those for ``sdpa``. Other inputs, as of images in 5.17, are the same for every token."""
         import torch
 
         masks = static.get("attention_mask")
@@ -54,7 +54,7 @@ class Inputs:
         expected = [static.get("input_ids"), static.get("position_ids"), *masks.values()]
         if any(not isinstance(tensor, torch.Tensor) for tensor in expected):
             return None
-        if len(steps.tensors(static)) != len(expected) or any(mask.dtype != torch.bool for mask in masks.values()):
+        if any(mask.dtype != torch.bool for mask in masks.values()):
             return None
         layers = static_caches.sliding(cache)
         if len({(layer.cumulative_length_int, layer.max_cache_len) for layer in layers}) != 1:
