@@ -3,9 +3,10 @@
 Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` (:mod:`fast`) only marks a model. The
 patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`decoder.Decoder`
 from ``get_compiled_call``. Each token calls that decoder; it captures, replays, or runs the model itself.
-``transformers_deferred_stop`` calls :mod:`deferral`.
+``transformers_deferred_stop`` calls :mod:`deferral`; where no user's code runs between two tokens, also
+:mod:`advancing` and :mod:`choosing`.
 
-* :mod:`decoder`: the call that ``generate`` takes for its steps.
+* :mod:`decoder`: the call that ``generate`` takes for its steps. :mod:`graphs`: what it keeps of them.
 * :mod:`steps`: one step and its inputs, and which other steps the same graph serves.
 * :mod:`recording`: one captured step, on CUDA.
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it
@@ -13,7 +14,8 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``decoding_statistics`` counts them.
 * :mod:`own`: kernels with an arithmetic of their own, in place of PyTorch's, unless ``decode_fast(exact=True)`` or no
   ``decode_fast`` asked for PyTorch's bits. :mod:`attention` (its CUDA C: :mod:`attention_source`, with matrix units
-  :mod:`attention_tensor_source`); :mod:`dense`: products with weights that are not quantized.
+  :mod:`attention_tensor_source`); :mod:`matrix_products`: 4-bit weights (CUDA C: :mod:`matrix_source`); :mod:`dense`:
+  weights that are not quantized.
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`kernels` (tries and launches them) and :mod:`bits` (equality).
@@ -23,8 +25,10 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`dequantizing`: whole 4-bit weights, for prompts and training (CUDA C: :mod:`dequantizing_source`); the patch
   ``bitsandbytes_fused_dequantization`` calls it.
 * :mod:`compiling`: NVRTC. :mod:`kernel_files`: what it compiled, on disk. :mod:`launching`: CUDA's driver.
-* :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold.
-* :mod:`deferral`: when the host waits for a token.
+* :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold. :mod:`shifting` moves the rows of a
+  full one.
+* :mod:`deferral`: when the host waits for a token. :mod:`advancing`: the inputs of a step, made from the last one's.
+  :mod:`choosing`: transformers' processors and criteria, called faster.
 * :mod:`obstacles`: why a model cannot be captured.
 * :mod:`fast`: :func:`gemma4_compat.decode_fast`.
 """

@@ -8,14 +8,14 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
+from gemma4_compat._decoding import advancing, deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
-from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
+from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
+from gemma4_compat._decoding.recaptures import LAST, Cause, DecodingStatistics, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._models import family
 from gemma4_compat._offload import model_lock, streaming
@@ -26,60 +26,8 @@ MAX_GRAPHS = 8
 _MAX_VARIANTS = 4
 #: Kinds of steps in one variant. If there are more, every step differs from the one before.
 _MAX_KINDS = 64
-#: Graphs, and sets of adapters, that are remembered as evicted.
-_REMEMBERED = 64
 _ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
-
-
-@dataclass
-class DecodingStatistics:
-    """How the one-token steps of a model were run.
-
-    Attributes:
-        replayed: replayed steps, including the captured ones.
-        captured: graphs that were captured.
-        eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
-        fused: graphs that were captured again with fused kernels.
-        capture_seconds: time spent on all captures, including fused ones and compiling their kernels.
-        reasons: why steps ran without a graph, other than the first of each kind.
-        not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
-        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
-        last_recaptures: the last eight of them, the newest at the end, with what has changed.
-    """
-
-    replayed: int = 0
-    captured: int = 0
-    eager: int = 0
-    fused: int = 0
-    capture_seconds: float = 0.0
-    reasons: tuple[str, ...] = ()
-    not_fused: tuple[str, ...] = ()
-    recaptures: dict[Cause, int] = field(default_factory=dict)
-    last_recaptures: tuple[Recapture, ...] = ()
-
-
-@dataclass
-class _Graph:
-    """One captured step."""
-
-    recording: Recording
-    static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
-    inputs: list[Any]  # the tensors in them
-    outputs: Any  # from steps.kept
-    replays: int = 0  # until it is fused, or known not to be fusible
-
-
-@dataclass
-class _Variant:
-    """The model with one set of active adapters."""
-
-    dependencies: Dependencies
-    graphs: collections.OrderedDict[Any, _Graph] = field(default_factory=collections.OrderedDict)
-    seen: set[Any] = field(default_factory=set)  # kinds of steps that have run once
-    refused: set[Any] = field(default_factory=set)  # kinds of steps that could not be captured
-    captured: dict[Any, int] = field(default_factory=dict)  # kinds that were, and the positions of their caches
-    evicted: collections.deque[Any] = field(default_factory=lambda: collections.deque(maxlen=_REMEMBERED))
 
 
 class Decoding:
@@ -95,11 +43,11 @@ class Decoding:
         self.fuses = True
         self.lock = threading.RLock()
         self.memories: list[static_caches.Memory] = []
-        self._variants: list[_Variant] = []
+        self._variants: list[Variant] = []
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
         self._lost: Recapture | None = None  # why there is no variant to compare with
-        self._evicted: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)  # variants, by their adapters
+        self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # variants, by their adapters
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -172,7 +120,7 @@ class Decoding:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories = [], []
 
-    def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> _Variant:
+    def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> Variant:
         """The variant of the model as it is now.
 
         ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run; ``quiet`` says
@@ -194,7 +142,7 @@ class Decoding:
             for variant in self._variants
             if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
         ]
-        variant = _Variant(self._dependencies(model))
+        variant = Variant(self._dependencies(model))
         adapters = variant.dependencies.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)
@@ -208,11 +156,16 @@ class Decoding:
     def _dependencies(self, model: Any) -> Dependencies:
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
         configs = [vars(config) for config in (model.config, model.config.get_text_config())]
-        modules = obstacles.modules_of_a_step(model)
-        return Dependencies(modules, configs, groups, self._forget)
+        return Dependencies(obstacles.modules_of_a_step(model), configs, groups, self._forget)
 
-    def run(self, model: Any, step: steps.Step, *, first: bool) -> Any:
-        """Run one step, as a replay if possible. ``first`` marks the first step of a ``generate``.
+    def run(self, model: Any, step: steps.Step, *, first: bool, following: advancing.Following | None = None) -> Any:
+        """Run one step, as a replay if possible.
+
+        Args:
+            model: the model.
+            step: whose inputs ``generate`` has built.
+            first: whether it is the first step of a ``generate``.
+            following: gets to know the step.
 
         Returns:
             the model's output, or None for a step that cannot be captured; nothing has run then.
@@ -235,9 +188,26 @@ class Decoding:
             if graph is None:
                 return None
         variant.graphs.move_to_end((step.addresses, kind))
-        return self._replay(model, graph, step)
+        if following is None:
+            return self._replay(model, graph, step)
+        following.compare(graph, step)
+        outputs = self._replay(model, graph, step)
+        following.replayed(variant, graph, step)
+        return outputs
 
-    def _missing(self, step: steps.Step, variant: _Variant) -> Recapture | None:
+    def follow(self, model: Any, following: advancing.Following) -> Any:
+        """Replay the step after the last one, whose inputs are there; None if that graph does not serve it."""
+        assert following.last is not None
+        known, graph, step = following.last
+        key = step.addresses, step.kind
+        variant = self.variant(model, in_full=False, quiet=True)
+        if variant is not known or variant.graphs.get(key) is not graph or not step.has_settings():
+            return None
+        variant.graphs.move_to_end(key)
+        self._replay(model, graph, step, given=False)
+        return following.outputs()
+
+    def _missing(self, step: steps.Step, variant: Variant) -> Recapture | None:
         """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
         key = step.addresses, step.kind
         if key in variant.evicted:
@@ -251,7 +221,7 @@ class Decoding:
         kind = next(reversed(variant.graphs))[1] if variant.graphs else next(reversed(variant.captured))
         return Recapture.of(step.differences(kind, variant.captured[kind]))
 
-    def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
+    def _run_first(self, model: Any, step: steps.Step, variant: Variant) -> Any:
         """Run the first step of a kind without a graph: libraries set themselves up, hooks settle."""
         obstacle = RECORDERS[step.device.type].obstacle()
         obstacle = obstacle or obstacles.find(model, obstacles.modules_of_a_step(model))
@@ -261,13 +231,13 @@ class Decoding:
             self.reason(obstacle)
             variant.refused.add(step.kind)
             return None
-        with self.arithmetic(step.device):
+        with self.arithmetic(step.device), static_caches.shifted(step.cache):
             outputs = model(**step.inputs)
         self.statistics.eager += 1
         self.variant(model, in_full=False, settling=True).seen.add(step.kind)
         return outputs
 
-    def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
+    def _capture(self, model: Any, step: steps.Step, variant: Variant) -> Graph | None:
         """Capture the step without running it. None, with model and cache unchanged, if it cannot be captured."""
         recorder = RECORDERS[step.device.type]
         self._make_room()
@@ -285,7 +255,8 @@ class Decoding:
         self.statistics.capture_seconds += time.perf_counter() - begun
         if step.addresses not in {memory.addresses for memory in self.memories}:
             self.memories.append(static_caches.Memory(step.cache))
-        graph = _Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
+        progress = fused_steps.Progress(self.statistics.captured, self.statistics.replayed)
+        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs, progress)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
@@ -317,7 +288,8 @@ class Decoding:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
             oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
-    def _replay(self, model: Any, graph: _Graph, step: steps.Step) -> Any:
+    def _replay(self, model: Any, graph: Graph, step: steps.Step, *, given: bool = True) -> Any:
+        """The output of a replay. Unless ``given``, the graph's inputs are there, and its output stays where it is."""
         import torch
 
         if step.device.type == "cuda":
@@ -325,19 +297,19 @@ class Decoding:
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
-        for static, given in zip(graph.inputs, step.tensors):
-            static.copy_(given)
+        if given:
+            for static, tensor in zip(graph.inputs, step.tensors):
+                static.copy_(tensor)
         running = deferral.current()
         if running is not None:
             running.launched()
-        graph.replays += 1
-        if not (graph.replays == fused_steps.AFTER and self.fuses and self._replay_fused(model, graph, step)):
+        if not (self.fuses and graph.progress.is_due() and self._replay_fused(model, graph, step)):
             graph.recording.replay()
-        static_caches.advance(step.cache)
+        static_caches.advance(step.sliding)
         self.statistics.replayed += 1
-        return steps.copied(graph.outputs, step.cache)
+        return steps.copied(graph.outputs, step.cache) if given else None
 
-    def _replay_fused(self, model: Any, graph: _Graph, step: steps.Step) -> bool:
+    def _replay_fused(self, model: Any, graph: Graph, step: steps.Step) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
         obstacle = fused_steps.obstacle(step.device)
         if obstacle is not None:
@@ -345,8 +317,8 @@ class Decoding:
             return False
         begun = time.perf_counter()
         try:
-            graph.recording, graph.outputs = fused_steps.fused(
-                *(graph.recording, graph.outputs, step.cache, step.device),
+            found = fused_steps.fused(
+                *(graph.recording, graph.outputs, step.cache, step.device, graph.progress),
                 lambda within: self._recorded(model, step, steps.given_back(graph.static, step.cache), within),
             )
         except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
@@ -354,8 +326,10 @@ class Decoding:
             return False
         finally:
             self.statistics.capture_seconds += time.perf_counter() - begun
-        self.statistics.fused += 1
-        return True
+        if found is not None:
+            graph.recording, graph.outputs = found
+            self.statistics.fused += 1
+        return found is not None
 
 
 def _shown(error: BaseException) -> str:
@@ -375,6 +349,7 @@ class Decoder:
 
     def __init__(self, model: Any, decoding: Decoding) -> None:
         self.model, self._decoding = model, decoding
+        self.following: advancing.Following | None = None
         self._first, self._given_up = True, False
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
@@ -395,15 +370,28 @@ class Decoder:
         if step.obstacle is not None:
             self._decoding.reason(step.obstacle)
             return None
+        with self._held(sys._getframe()):
+            first, self._first = self._first, False
+            return self._decoding.run(self.model, step, first=first, following=self.following)
+
+    def follow(self, ids: Any) -> Any:
+        """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
+        assert self.following is not None
+        with self._held(sys._getframe()):
+            self.following.advance(ids)
+            outputs = self._decoding.follow(self.model, self.following)
+        return self(**self.following.stop()) if outputs is None else outputs
+
+    @contextlib.contextmanager
+    def _held(self, frame: Any) -> Iterator[None]:
+        """Inside, other threads run no step of this model."""
         lock = model_lock.of(self.model)
-        held = lock is not None and lock.hold(sys._getframe())
+        held = lock is not None and lock.hold(frame)
         try:
             with self._decoding.lock:
-                first, self._first = self._first, False
-                return self._decoding.run(self.model, step, first=first)
+                yield
         finally:
-            if held:
-                assert lock is not None
+            if lock is not None and held:
                 lock.release()
 
 

@@ -23,7 +23,7 @@ from gemma4_compat._decoding.dequantizing_source import BLOCKSIZES, VALUES, Form
 _log = logging.getLogger("gemma4_compat")
 _lock = threading.Lock()
 _here = threading.local()
-# Of a device's kernels, by format: whether the kernel has bitsandbytes' bits.
+# By the kernels of a device, by format: whether the kernel has bitsandbytes' bits.
 _exact: weakref.WeakKeyDictionary[kernels.Kernels, dict[Format, bool]] = weakref.WeakKeyDictionary()
 # What a launch depends on (addresses, shape, format): how to launch again. Checks would take longer than the launch.
 _launches: dict[tuple[Any, ...], Callable[[], Any]] = {}

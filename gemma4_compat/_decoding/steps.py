@@ -35,6 +35,7 @@ class Step:
         cache: the cache among them.
         device: of the input ids, a ``torch.device``.
         tensors: the tensors in the inputs, in order.
+        sliding: the sliding layers of the cache.
         addresses: of the cache's tensors.
         kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
     """
@@ -43,6 +44,7 @@ class Step:
         self.inputs, self.cache = inputs, cache
         self.device = inputs["input_ids"].device
         self.tensors = tensors(inputs)
+        self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
         self.kind = self._kind()
 
@@ -73,23 +75,16 @@ class Step:
         return None
 
     def _kind(self) -> tuple[Any, ...]:
-        import torch
-
         return (
-            tuple(map(static_caches.is_full, static_caches.sliding(self.cache))),
+            tuple(map(static_caches.is_full, self.sliding)),
             tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]),
             tuple(_names(self.inputs)),
-            torch.is_inference_mode_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_default_dtype(),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-            torch.backends.cuda.flash_sdp_enabled(),
-            torch.backends.cuda.mem_efficient_sdp_enabled(),
-            torch.backends.cuda.math_sdp_enabled(),
-            torch.backends.cuda.cudnn_sdp_enabled(),
+            *_settings(),
         )
+
+    def has_settings(self) -> bool:
+        """Whether the settings of torch are still those of its kind."""
+        return bool(self.kind[-len(_SETTINGS) :] == _settings())
 
     def differences(self, kind: tuple[Any, ...], length: int) -> Iterator[tuple[Cause, str]]:
         """Why a graph does not serve this step: cause and detail.
@@ -120,6 +115,24 @@ class Step:
 
         with torch.inference_mode(False), torch.no_grad():
             return {name: value if value is self.cache else _own(value) for name, value in self.inputs.items()}
+
+
+def _settings() -> tuple[Any, ...]:
+    """The values of :data:`_SETTINGS`."""
+    import torch
+
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
 
 
 def tensors(value: Any) -> list[Any]:
