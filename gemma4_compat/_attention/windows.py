@@ -106,10 +106,10 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: 
         return False
     if mask.requires_grad or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
         return False
-    return not _is_traced(query)
+    return not _is_traced()
 
 
-def _is_traced(tensor: Any) -> bool:
+def _is_traced() -> bool:
     """Whether something follows what is computed that a look at the mask would disturb."""
     import torch
 
@@ -117,7 +117,7 @@ def _is_traced(tensor: Any) -> bool:
         torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+        or torch.cuda.is_current_stream_capturing()
     )
 
 

@@ -1,4 +1,4 @@
-"""The call that ``generate`` makes for each step: it replays a one-token step where a replay is known to be exact."""
+"""What a model keeps for fast decoding: a one-token step is replayed where a replay is known to be exact."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from gemma4_compat._accelerate import attached
 from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
+from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
+from gemma4_compat._decoding.graphs import DecodingStatistics as DecodingStatistics
 from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
-from gemma4_compat._models import family
-from gemma4_compat._offload import model_lock, streaming
+from gemma4_compat._offload import streaming
 
 #: Graphs kept for one model, over all its caches and adapters. The least recently used one goes first.
 MAX_GRAPHS = 8
@@ -26,60 +27,8 @@ MAX_GRAPHS = 8
 _MAX_VARIANTS = 4
 #: Kinds of steps in one variant. If there are more, every step differs from the one before.
 _MAX_KINDS = 64
-#: Graphs, and sets of adapters, that are remembered as evicted.
-_REMEMBERED = 64
 _ATTRIBUTE = attached.DECODING
 _log = logging.getLogger("gemma4_compat")
-
-
-@dataclass
-class DecodingStatistics:
-    """How the one-token steps of a model were run.
-
-    Attributes:
-        replayed: replayed steps, including the captured ones.
-        captured: graphs that were captured.
-        eager: steps that ran without a graph: the first of each kind, and those that could not be captured.
-        fused: graphs that were captured again with fused kernels.
-        capture_seconds: time spent on all captures, including fused ones and compiling their kernels.
-        reasons: why steps ran without a graph, other than the first of each kind.
-        not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
-        recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
-        last_recaptures: the last eight of them, the newest at the end, with what has changed.
-    """
-
-    replayed: int = 0
-    captured: int = 0
-    eager: int = 0
-    fused: int = 0
-    capture_seconds: float = 0.0
-    reasons: tuple[str, ...] = ()
-    not_fused: tuple[str, ...] = ()
-    recaptures: dict[Cause, int] = field(default_factory=dict)
-    last_recaptures: tuple[Recapture, ...] = ()
-
-
-@dataclass
-class _Graph:
-    """One captured step."""
-
-    recording: Recording
-    static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
-    inputs: list[Any]  # the tensors in them
-    outputs: Any  # from steps.kept
-    replays: int = 0  # until it is fused, or known not to be fusible
-
-
-@dataclass
-class _Variant:
-    """The model with one set of active adapters."""
-
-    dependencies: Dependencies
-    graphs: collections.OrderedDict[Any, _Graph] = field(default_factory=collections.OrderedDict)
-    seen: set[Any] = field(default_factory=set)  # kinds of steps that have run once
-    refused: set[Any] = field(default_factory=set)  # kinds of steps that could not be captured
-    captured: dict[Any, int] = field(default_factory=dict)  # kinds that were, and the positions of their caches
-    evicted: collections.deque[Any] = field(default_factory=lambda: collections.deque(maxlen=_REMEMBERED))
 
 
 class Decoding:
@@ -95,11 +44,28 @@ class Decoding:
         self.fuses = True
         self.lock = threading.RLock()
         self.memories: list[static_caches.Memory] = []
-        self._variants: list[_Variant] = []
+        self._variants: list[Variant] = []
+        self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
+        self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
+        self.prompt_bytes = 0
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
         self._lost: Recapture | None = None  # why there is no variant to compare with
-        self._evicted: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)  # variants, by their adapters
+        self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # variants, by their adapters
+
+    @property
+    def variants(self) -> list[Variant]:
+        """By the sets of adapters that were active, the last one first."""
+        return self._variants
+
+    def memory_of(self, cache: Any) -> static_caches.Memory | None:
+        """The memory that a cache has or was lent."""
+        return next((memory for memory in self.memories if memory.is_of(cache)), None)
+
+    def keep_memory(self, step: steps.Step) -> None:
+        """Keep the memory of a step's cache, which a graph uses."""
+        if step.addresses not in {memory.addresses for memory in self.memories}:
+            self.memories.append(static_caches.Memory(step.cache))
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -129,6 +95,10 @@ class Decoding:
         if text not in self.statistics.reasons:
             self.statistics.reasons += (text,)
             _log.warning("gemma4_compat: decoding without a CUDA graph: %s", text)
+
+    def reason_of(self, error: BaseException, what: str) -> None:
+        """Record why a step, or a prompt, could not be captured."""
+        self.reason(f"a capture of {what} failed with {_shown(error)}")
 
     def reason_not_fused(self, text: str, how: str = "without fused kernels, with the same bits") -> None:
         """Record why PyTorch's kernels compute what those of this package would, and log it once."""
@@ -162,8 +132,9 @@ class Decoding:
         with self.lock:
             self.memories = [other for other in self.memories if other is not memory]
             for variant in self._variants:
-                for key in [key for key in variant.graphs if key[0] == memory.addresses]:
-                    del variant.graphs[key]
+                for graphs in (variant.graphs, variant.prompts):
+                    for key in [key for key in graphs if key[0] == memory.addresses]:
+                        del graphs[key]
 
     def clear(self) -> None:
         """Release all graphs and caches; the next call captures anew."""
@@ -172,7 +143,7 @@ class Decoding:
                 self._lost = Recapture(Cause.TURNED_OFF, "")
             self._variants, self.memories = [], []
 
-    def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> _Variant:
+    def variant(self, model: Any, *, in_full: bool, settling: bool = False, quiet: bool = False) -> Variant:
         """The variant of the model as it is now.
 
         ``in_full`` also checks what rarely changes; ``settling`` says that its first step has just run; ``quiet`` says
@@ -194,7 +165,7 @@ class Decoding:
             for variant in self._variants
             if variant.dependencies.weights_hold() and variant.dependencies.hold_in_full()
         ]
-        variant = _Variant(self._dependencies(model))
+        variant = Variant(self._dependencies(model))
         adapters = variant.dependencies.adapters()
         if adapters in self._evicted:
             self._evicted.remove(adapters)
@@ -237,7 +208,7 @@ class Decoding:
         variant.graphs.move_to_end((step.addresses, kind))
         return self._replay(model, graph, step)
 
-    def _missing(self, step: steps.Step, variant: _Variant) -> Recapture | None:
+    def _missing(self, step: steps.Step, variant: Variant) -> Recapture | None:
         """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
         key = step.addresses, step.kind
         if key in variant.evicted:
@@ -251,7 +222,7 @@ class Decoding:
         kind = next(reversed(variant.graphs))[1] if variant.graphs else next(reversed(variant.captured))
         return Recapture.of(step.differences(kind, variant.captured[kind]))
 
-    def _run_first(self, model: Any, step: steps.Step, variant: _Variant) -> Any:
+    def _run_first(self, model: Any, step: steps.Step, variant: Variant) -> Any:
         """Run the first step of a kind without a graph: libraries set themselves up, hooks settle."""
         obstacle = RECORDERS[step.device.type].obstacle()
         obstacle = obstacle or obstacles.find(model, obstacles.modules_of_a_step(model))
@@ -267,7 +238,7 @@ class Decoding:
         self.variant(model, in_full=False, settling=True).seen.add(step.kind)
         return outputs
 
-    def _capture(self, model: Any, step: steps.Step, variant: _Variant) -> _Graph | None:
+    def _capture(self, model: Any, step: steps.Step, variant: Variant) -> Graph | None:
         """Capture the step without running it. None, with model and cache unchanged, if it cannot be captured."""
         recorder = RECORDERS[step.device.type]
         self._make_room()
@@ -276,30 +247,35 @@ class Decoding:
             if not any(variant.graphs for variant in self._variants):  # a pool without a graph cannot be used again
                 self._pool = recorder.new_pool()
             static = step.static_inputs()
-            recording, outputs = self._recorded(model, step, static)
+            recording, outputs = self.recorded(model, step, static, self._pool)
         except Exception as error:  # noqa: BLE001  # whatever it is, the step can run without a graph
-            self.reason(f"a capture failed with {_shown(error)}")
+            self.reason_of(error, "a step")
             variant.refused.add(step.kind)
             return None
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - begun
-        if step.addresses not in {memory.addresses for memory in self.memories}:
-            self.memories.append(static_caches.Memory(step.cache))
-        graph = _Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
+        self.keep_memory(step)
+        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
 
-    def _recorded(
-        self, model: Any, step: steps.Step, static: dict[str, Any], within: fused_steps.Within = contextlib.nullcontext
+    def recorded(
+        self,
+        model: Any,
+        step: steps.Step,
+        static: dict[str, Any],
+        pool: Any,
+        within: fused_steps.Within = contextlib.nullcontext,
     ) -> tuple[Recording, Any]:
         """Record the step that reads ``static``, with its output; ``within`` is entered around the forward."""
         streamers = streaming.streamers(model)
-        recording = RECORDERS[step.device.type](step.device, self._pool)
+        recording = RECORDERS[step.device.type](step.device, pool)
 
         def forward() -> Any:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self.arithmetic(step.device))
+                if step.tokens == 1:  # PyTorch reads prompts
+                    stack.enter_context(self.arithmetic(step.device))
                 for streamer in streamers:
                     stack.enter_context(streamer.forked())
                 settle = stack.enter_context(within())
@@ -308,7 +284,7 @@ class Decoding:
                         stack.enter_context(streamer.settled(settle))
                 return model(**static)
 
-        with capturing, static_caches.capturable(step.cache), streaming.captured(streamers):
+        with capturing, static_caches.capturable(step.cache, step.tokens), streaming.captured(streamers):
             outputs = recording.capture(forward)
         return recording, steps.kept(outputs, step.cache)
 
@@ -317,7 +293,8 @@ class Decoding:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
             oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
-    def _replay(self, model: Any, graph: _Graph, step: steps.Step) -> Any:
+    def launch(self, graph: Graph, step: steps.Step) -> None:
+        """Before a replay: wait for the stream of the last one, and give the graph the step's inputs."""
         import torch
 
         if step.device.type == "cuda":
@@ -327,17 +304,20 @@ class Decoding:
             self._stream = stream
         for static, given in zip(graph.inputs, step.tensors):
             static.copy_(given)
+
+    def _replay(self, model: Any, graph: Graph, step: steps.Step) -> Any:
+        self.launch(graph, step)
         running = deferral.current()
         if running is not None:
             running.launched()
         graph.replays += 1
         if not (graph.replays == fused_steps.AFTER and self.fuses and self._replay_fused(model, graph, step)):
             graph.recording.replay()
-        static_caches.advance(step.cache)
+        static_caches.advance(step.cache, step.tokens)
         self.statistics.replayed += 1
         return steps.copied(graph.outputs, step.cache)
 
-    def _replay_fused(self, model: Any, graph: _Graph, step: steps.Step) -> bool:
+    def _replay_fused(self, model: Any, graph: Graph, step: steps.Step) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
         obstacle = fused_steps.obstacle(step.device)
         if obstacle is not None:
@@ -347,7 +327,9 @@ class Decoding:
         try:
             graph.recording, graph.outputs = fused_steps.fused(
                 *(graph.recording, graph.outputs, step.cache, step.device),
-                lambda within: self._recorded(model, step, steps.given_back(graph.static, step.cache), within),
+                lambda within: self.recorded(
+                    model, step, steps.given_back(graph.static, step.cache), self._pool, within
+                ),
             )
         except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
             self.reason_not_fused(_shown(error))
@@ -363,48 +345,6 @@ def _shown(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-
-
-class Decoder:
-    """Stands in for ``model.__call__`` during one ``generate``.
-
-    Args:
-        model: a transformers model.
-        decoding: from :func:`of`.
-    """
-
-    def __init__(self, model: Any, decoding: Decoding) -> None:
-        self.model, self._decoding = model, decoding
-        self._first, self._given_up = True, False
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Return what ``model(*args, **inputs)`` returns; for one token, without running its Python."""
-        step = None if args else steps.Step.of(inputs)
-        if step is None:
-            return self.model(*args, **inputs)
-        if not self._given_up:
-            outputs = self._run(step)
-            if outputs is not None:
-                return outputs
-            self._given_up = True
-        self._decoding.statistics.eager += 1
-        with self._decoding.arithmetic(self.model.device):
-            return self.model(**inputs)
-
-    def _run(self, step: steps.Step) -> Any:
-        if step.obstacle is not None:
-            self._decoding.reason(step.obstacle)
-            return None
-        lock = model_lock.of(self.model)
-        held = lock is not None and lock.hold(sys._getframe())
-        try:
-            with self._decoding.lock:
-                first, self._first = self._first, False
-                return self._decoding.run(self.model, step, first=first)
-        finally:
-            if held:
-                assert lock is not None
-                lock.release()
 
 
 def of(model: Any) -> Decoding:
@@ -432,19 +372,3 @@ def decoding_statistics(model: Any) -> DecodingStatistics:
     """
     inner = getattr(model, "get_base_model", None)
     return of(model if inner is None else inner()).statistics
-
-
-def decoder_for(model: Any, cache: Any) -> Decoder | None:
-    """A decoder for a ``generate`` with this cache; None if its steps would run without a graph anyway.
-
-    Args:
-        model: a transformers model.
-        cache: what ``generate`` passes to the model.
-    """
-    if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
-        return None
-    if model.device.type not in RECORDERS:
-        return None
-    decoding = of(model)
-    decoding.tidy(cache)
-    return Decoder(model, decoding)

@@ -61,11 +61,24 @@ def is_full(layer: Any) -> bool:
     return bool(layer.cumulative_length_int >= layer.max_cache_len)
 
 
+def way(layer: Any, tokens: int) -> tuple[str, int]:
+    """How the update of a sliding layer by several tokens goes, and the number in Python that it reads then."""
+    if is_full(layer):
+        return "full", 0
+    held = int(layer.cumulative_length_int)
+    return ("fills", held) if held + tokens > layer.max_cache_len else ("fits", 0)
+
+
 @contextlib.contextmanager
-def capturable(cache: Any) -> Iterator[None]:
-    """Inside, an update of one token does nothing that a capture refuses, and counters do not advance."""
+def capturable(cache: Any, tokens: int = 1) -> Iterator[None]:
+    """Inside, an update does nothing that a capture refuses, and counters do not advance.
+
+    Args:
+        cache: its layers have their tensors.
+        tokens: of each update.
+    """
     counted = [(layer, layer.cumulative_length_int) for layer in sliding(cache)]
-    full = [layer for layer, _ in counted if is_full(layer)]
+    full = [layer for layer, _ in counted if tokens == 1 and is_full(layer)]
     try:
         with _overridden(full, "update", _update_full):
             yield
@@ -93,10 +106,10 @@ def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, *
     return layer.keys, layer.values
 
 
-def advance(cache: Any) -> None:
-    """Count the token that a replay added."""
+def advance(cache: Any, tokens: int = 1) -> None:
+    """Count the tokens that a replay added."""
     for layer in sliding(cache):
-        layer.cumulative_length_int += 1
+        layer.cumulative_length_int += tokens
 
 
 @contextlib.contextmanager
@@ -173,6 +186,25 @@ class Memory:
         """Whether its cache is alive, or anything else holds one of its tensors."""
         return self._cache() is not None or _any_held(self.tensors)
 
+    def is_of(self, cache: Any) -> bool:
+        """Whether this is, or will be, the memory of that cache."""
+        return self._cache() is cache
+
+    def layout(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the tensors."""
+        return layout(self.tensors)
+
+    def fill(self, cache: Any) -> tuple[Any, ...] | None:
+        """Have the layers of a cache take the memory that was lent to it, before its first forward does.
+
+        Returns:
+            the tensors that the cache has now; None if that is not this memory.
+        """
+        for layer, keys, values in zip(_holding(cache), self.tensors[::3], self.tensors[1::3]):
+            layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
+        found = tensors(cache)
+        return found if found is not None and addresses(found) == self.addresses else None
+
     def lend(self, cache: Any, on_refused: Callable[[Memory], None]) -> None:
         """Have the layers of a new cache use these tensors, zeroed, instead of new ones.
 
@@ -190,6 +222,11 @@ class Memory:
             own = self.tensors[3 * index : 3 * index + 3]
             given = functools.partial(_initialize, layer, own, lambda: on_refused(self))
             in_place.replace(layer, "lazy_initialization", given)
+
+
+def layout(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Shapes and dtypes of a cache's tensors."""
+    return tuple([(tensor.shape, tensor.dtype) for tensor in found])
 
 
 def addresses(found: tuple[Any, ...]) -> tuple[int, ...]:

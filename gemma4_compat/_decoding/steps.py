@@ -36,14 +36,16 @@ class Step:
         device: of the input ids, a ``torch.device``.
         tensors: the tensors in the inputs, in order.
         addresses: of the cache's tensors.
+        tokens: how many each row has.
         kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
     """
 
     def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
-        self.inputs, self.cache = inputs, cache
+        self.inputs, self.cache = _with_own_positions(inputs), cache
         self.device = inputs["input_ids"].device
-        self.tensors = tensors(inputs)
+        self.tensors = tensors(self.inputs)
         self.addresses = static_caches.addresses(found)
+        self.tokens = int(inputs["input_ids"].shape[1])
         self.kind = self._kind()
 
     @classmethod
@@ -55,9 +57,7 @@ class Step:
         found = static_caches.tensors(cache)
         if found is None:
             return None
-        if isinstance(inputs.get("attention_mask"), dict):  # the forward reads only this of them
-            inputs = {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
-        return cls(inputs, cache, found)
+        return cls(without_token_types(inputs), cache, found)
 
     @property
     def obstacle(self) -> str | None:
@@ -76,7 +76,7 @@ class Step:
         import torch
 
         return (
-            tuple(map(static_caches.is_full, static_caches.sliding(self.cache))),
+            self._ways(),
             tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]),
             tuple(_names(self.inputs)),
             torch.is_inference_mode_enabled(),
@@ -90,6 +90,10 @@ class Step:
             torch.backends.cuda.math_sdp_enabled(),
             torch.backends.cuda.cudnn_sdp_enabled(),
         )
+
+    def _ways(self) -> tuple[Any, ...]:
+        """What the update of each sliding layer depends on, which is not in a tensor."""
+        return tuple(map(static_caches.is_full, static_caches.sliding(self.cache)))
 
     def differences(self, kind: tuple[Any, ...], length: int) -> Iterator[tuple[Cause, str]]:
         """Why a graph does not serve this step: cause and detail.
@@ -120,6 +124,23 @@ class Step:
 
         with torch.inference_mode(False), torch.no_grad():
             return {name: value if value is self.cache else _own(value) for name, value in self.inputs.items()}
+
+
+def _with_own_positions(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a chunk without a view of all positions, whose strides tell how long the text is."""
+    import torch
+
+    positions = inputs.get("position_ids")
+    if positions is None or positions.ndim != 2 or positions.stride() == (positions.shape[1], 1):
+        return inputs
+    return inputs | {"position_ids": positions.clone(memory_format=torch.contiguous_format)}
+
+
+def without_token_types(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs without what is read only to make masks, if the masks are made."""
+    if not isinstance(inputs.get("attention_mask"), dict):
+        return inputs
+    return {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
 
 
 def tensors(value: Any) -> list[Any]:

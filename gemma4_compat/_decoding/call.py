@@ -1,0 +1,104 @@
+"""The call that ``generate`` makes for its prompt and for each step."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from gemma4_compat._decoding import decoder, prompts, static_caches, steps
+from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._models import family
+from gemma4_compat._offload import model_lock
+
+
+class Decoder:
+    """Stands in for ``model.__call__`` during one ``generate``.
+
+    Args:
+        model: a transformers model.
+        decoding: from :func:`of`.
+        cache: of this ``generate``.
+    """
+
+    def __init__(self, model: Any, decoding: decoder.Decoding, cache: Any) -> None:
+        self.model, self._decoding, self._cache = model, decoding, weakref.ref(cache)
+        self._first, self._given_up = True, False
+
+    def is_for(self, cache: Any) -> bool:
+        """Whether this one serves a ``generate`` with that cache, and has not begun."""
+        return self._first and self._cache() is cache
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Return what ``model(*args, **inputs)`` returns; where it can be replayed, without running its Python."""
+        step = None if args else steps.Step.of(inputs)
+        if step is None:
+            return self.model(*args, **inputs) if args or not self._decoding.preferred else self._read(inputs)
+        if not self._given_up:
+            outputs = self._run(step)
+            if outputs is not None:
+                return outputs
+            self._given_up = True
+        self._decoding.statistics.eager += 1
+        with self._decoding.arithmetic(self.model.device):
+            return self.model(**inputs)
+
+    def _run(self, step: steps.Step) -> Any:
+        if step.obstacle is not None:
+            self._decoding.reason(step.obstacle)
+            return None
+
+        def run() -> Any:
+            first, self._first = self._first, False
+            return self._decoding.run(self.model, step, first=first)
+
+        return self._alone(run)
+
+    def _read(self, inputs: dict[str, Any]) -> Any:
+        """Read a prompt, or whatever has several tokens."""
+        prompt = prompts.Prompt.of(inputs)
+        if prompt is not None and prompt.obstacle is None:
+            outputs = self._alone(lambda: prompts.run(self._decoding, self.model, prompt, first=self._first))
+            if outputs is not None:
+                self._first = False
+                return outputs
+        with self._decoding.lock:
+            prompts.make_room(self._decoding, self.model, inputs)
+        outputs = self.model(**inputs)
+        if prompt is not None and prompt.obstacle is None:
+            self._alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
+        return outputs
+
+    def _alone(self, function: Callable[[], Any]) -> Any:
+        """Call a function while no other thread runs the model."""
+        lock = model_lock.of(self.model)
+        held = lock is not None and lock.hold(sys._getframe())
+        try:
+            with self._decoding.lock:
+                return function()
+        finally:
+            if held:
+                assert lock is not None
+                lock.release()
+
+
+def decoder_for(model: Any, cache: Any) -> Decoder | None:
+    """A decoder for a ``generate`` with this cache; None if its steps would run without a graph anyway.
+
+    Args:
+        model: a transformers model.
+        cache: what ``generate`` passes to the model.
+    """
+    if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
+        return None
+    if model.device.type not in RECORDERS:
+        return None
+    decoding = decoder.of(model)
+    known: Decoder | None = None if decoding.waiting is None else decoding.waiting()
+    if known is not None and known.model is model and known.is_for(cache):
+        return known  # of the same `generate`, which asks again for its prompt
+    decoding.tidy(cache)
+    found = Decoder(model, decoding, cache)
+    decoding.waiting = weakref.ref(found)
+    return found
