@@ -90,15 +90,18 @@ class Decoding:
             counted.last_recaptures = (*counted.last_recaptures, found)[-LAST:]
             _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
 
-    def reason(self, text: str) -> None:
-        """Record why steps run without a graph, and log it once."""
+    def reason(self, text: str, what: str = "decoding") -> None:
+        """Record why steps, or prompts, run without a graph, and log it once."""
         if text not in self.statistics.reasons:
             self.statistics.reasons += (text,)
-            _log.warning("gemma4_compat: decoding without a CUDA graph: %s", text)
+            _log.warning("gemma4_compat: %s without a CUDA graph: %s", what, text)
 
-    def reason_of(self, error: BaseException, what: str) -> None:
-        """Record why a step, or a prompt, could not be captured."""
-        self.reason(f"a capture of {what} failed with {_shown(error)}")
+    def reason_of(self, error: BaseException, *, prompt: bool = False) -> None:
+        """Record why a capture failed, of a prompt or of a step."""
+        if prompt:
+            self.reason(f"a capture of a prompt failed with {_shown(error)}", "reading prompts")
+        else:
+            self.reason(f"a capture failed with {_shown(error)}")
 
     def reason_not_fused(self, text: str, how: str = "without fused kernels, with the same bits") -> None:
         """Record why PyTorch's kernels compute what those of this package would, and log it once."""
@@ -249,7 +252,7 @@ class Decoding:
             static = step.static_inputs()
             recording, outputs = self.recorded(model, step, static, self._pool)
         except Exception as error:  # noqa: BLE001  # whatever it is, the step can run without a graph
-            self.reason_of(error, "a step")
+            self.reason_of(error)
             variant.refused.add(step.kind)
             return None
         self.statistics.captured += 1

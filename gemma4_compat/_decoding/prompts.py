@@ -144,7 +144,7 @@ def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) 
         with prefill.known_to_hide_nothing(prompt.hides_nothing):
             recording, outputs = decoding.recorded(model, prompt, static, decoding.prompt_pool)
     except Exception as error:  # noqa: BLE001  # whatever it is, the prompt can run without a graph
-        decoding.reason_of(error, "a prompt")
+        decoding.reason_of(error, prompt=True)
         variant.prompts_refused = True
         return None
     decoding.prompt_bytes += max(_reserved(prompt.device) - before, 0)
