@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from gemma4_compat._decoding import decoder, prompts, static_caches, steps
+from gemma4_compat._decoding import decoder, obstacles, pieces, prompts, static_caches, steps
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import family
 from gemma4_compat._offload import model_lock
@@ -69,6 +69,22 @@ class Decoder:
         if prompt is not None and prompt.obstacle is None:
             self._alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
         return outputs
+
+    def read_piece(self, piece: pieces.Piece, *, first: bool) -> bool:
+        """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done."""
+        decoding, model = self._decoding, self.model
+        if piece.obstacle is not None or (decoding.variants and decoding.variants[0].prompts_refused and first):
+            return False
+        if self._alone(lambda: prompts.run(decoding, model, piece, first=self._first)) is not None:
+            self._first = False
+            return True
+        if first and next(obstacles.in_a_prompt(model), None) is not None:
+            return False
+        with decoding.lock:
+            prompts.make_room(decoding, model, piece.inputs)
+        piece.forward(model, piece.inputs)
+        self._alone(lambda: prompts.has_run(decoding, model, piece))
+        return True
 
     def _alone(self, function: Callable[[], Any]) -> Any:
         """Call a function while no other thread runs the model."""

@@ -40,6 +40,7 @@ class Decoding:
     def __init__(self) -> None:
         self.statistics = DecodingStatistics()
         self.preferred = False  # to compiling, where transformers would compile
+        self.any_length = False  # whether prompts are read in pieces of a few sizes
         self.own = False  # whether kernels may have an arithmetic of their own
         self.fuses = True
         self.lock = threading.RLock()
@@ -285,7 +286,7 @@ class Decoding:
                 if settle is not None:
                     for streamer in streamers:
                         stack.enter_context(streamer.settled(settle))
-                return model(**static)
+                return step.forward(model, static)
 
         with capturing, static_caches.capturable(step.cache, step.tokens), streaming.captured(streamers):
             outputs = recording.capture(forward)

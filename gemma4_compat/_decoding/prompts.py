@@ -31,8 +31,8 @@ _NOT_TEXT = (
     *("per_layer_inputs", "labels", "shared_kv_states"),
 )
 #: Inputs that ask for an output of every position.
-_RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits", "return_shared_kv_states")
-_MASKS = ("full_attention", "sliding_attention")
+RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits", "return_shared_kv_states")
+MASKS = ("full_attention", "sliding_attention")
 _log = logging.getLogger("gemma4_compat")
 
 
@@ -44,7 +44,7 @@ class Prompt(steps.Step):
     """
 
     def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...] | None) -> None:
-        full, sliding = map(inputs["attention_mask"].get, _MASKS)
+        full, sliding = map(inputs["attention_mask"].get, MASKS)
         tokens = inputs["input_ids"].shape[1]
         self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
         super().__init__(inputs, cache, found or ())
@@ -62,11 +62,7 @@ class Prompt(steps.Step):
             return None
         if any(mask is not None and not isinstance(mask, torch.Tensor) for mask in masks.values()):
             return None
-        if any(inputs.get(name) is not None and inputs[name] != {} for name in _NOT_TEXT):
-            return None
-        if inputs.get("logits_to_keep") != 1 or any(inputs.get(name) for name in _RECORDED):
-            return None
-        if not static_caches.is_static(cache):
+        if not is_text(inputs) or not static_caches.is_static(cache):
             return None
         return cls(steps.without_token_types(inputs), cache, static_caches.tensors(cache))
 
@@ -83,6 +79,13 @@ class Prompt(steps.Step):
         found = memory.fill(self.cache)
         self.addresses = () if found is None else memory.addresses
         return found is not None
+
+
+def is_text(inputs: dict[str, Any]) -> bool:
+    """Whether these inputs are text only, and ask for the last logits only."""
+    if any(inputs.get(name) is not None and inputs[name] != {} for name in _NOT_TEXT):
+        return False
+    return bool(inputs.get("logits_to_keep") == 1) and not any(inputs.get(name) for name in RECORDED)
 
 
 def run(decoding: Decoding, model: Any, prompt: Prompt, *, first: bool) -> Any:
@@ -105,7 +108,7 @@ def run(decoding: Decoding, model: Any, prompt: Prompt, *, first: bool) -> Any:
     variant.prompts.move_to_end(key)
     decoding.launch(graph, prompt)
     graph.recording.replay()
-    static_caches.advance(prompt.cache, prompt.tokens)
+    static_caches.advance(prompt.cache, prompt.added)
     decoding.statistics.prompts_replayed += 1
     return steps.copied(graph.outputs, prompt.cache)
 

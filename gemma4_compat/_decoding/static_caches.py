@@ -106,6 +106,73 @@ def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, *
     return layer.keys, layer.values
 
 
+@contextlib.contextmanager
+def updated_by(cache: Any, window: Any, real: Any, added: int) -> Iterator[None]:
+    """Inside, an update takes tokens of which only the first are real, and reads how many from tensors.
+
+    A sliding layer returns its old window and the new keys and values after it, and keeps a part of both.
+
+    Args:
+        cache: a static cache.
+        window: integers of the length of a window: which of those it keeps.
+        real: integer of no dimension: how many tokens are real.
+        added: the same number.
+    """
+    slides = sliding(cache)
+    others = [layer for layer in _holding(cache) if not any(layer is other for other in slides)]
+    with (
+        _overridden(slides, "update", functools.partial(_slide, window, real, added)),
+        _overridden(others, "update", functools.partial(_append, real)),
+    ):
+        yield
+
+
+def _slide(
+    window: Any, real: Any, added: int, layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any
+) -> tuple[Any, Any]:
+    import torch
+
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
+    found = []
+    for held, new in ((layer.keys, keys), (layer.values, values)):
+        found.append(torch.cat((held, new.to(held.dtype)), dim=-2))
+        held.copy_(found[-1].index_select(-2, window))
+    layer.cumulative_length.add_(real)
+    layer.cumulative_length_int += added
+    return found[0], found[1]
+
+
+def _append(
+    real: Any, layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any
+) -> tuple[Any, Any]:
+    import torch
+
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
+    # Padding beyond the end goes to the last slot, which is not in use: a prompt has a last token after all pieces.
+    slots = (
+        torch.arange(keys.shape[-2], device=keys.device)
+        .add_(layer.cumulative_length)
+        .clamp_(max=layer.keys.shape[-2] - 1)
+    )
+    for held, new in ((layer.keys, keys), (layer.values, values)):
+        held.index_copy_(-2, slots, new.to(held.dtype))
+    layer.cumulative_length.add_(real)
+    return layer.keys, layer.values
+
+
+def held(cache: Any) -> int | None:
+    """How many tokens a cache holds; None if no sliding layer counts them, or if these differ."""
+    counted = {(int(layer.cumulative_length_int), int(layer.max_cache_len)) for layer in sliding(cache)}
+    return counted.pop()[0] if len(counted) == 1 else None
+
+
+def window(cache: Any) -> int:
+    """The positions of a sliding layer."""
+    return int(sliding(cache)[0].max_cache_len)
+
+
 def advance(cache: Any, tokens: int = 1) -> None:
     """Count the tokens that a replay added."""
     for layer in sliding(cache):

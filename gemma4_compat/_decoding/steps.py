@@ -37,6 +37,7 @@ class Step:
         tensors: the tensors in the inputs, in order.
         addresses: of the cache's tensors.
         tokens: how many each row has.
+        added: how many of them the cache holds afterwards.
         kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
     """
 
@@ -45,7 +46,7 @@ class Step:
         self.device = inputs["input_ids"].device
         self.tensors = tensors(self.inputs)
         self.addresses = static_caches.addresses(found)
-        self.tokens = int(inputs["input_ids"].shape[1])
+        self.tokens = self.added = int(inputs["input_ids"].shape[1])
         self.kind = self._kind()
 
     @classmethod
@@ -90,6 +91,10 @@ class Step:
             torch.backends.cuda.math_sdp_enabled(),
             torch.backends.cuda.cudnn_sdp_enabled(),
         )
+
+    def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Run the model with these inputs, which may be those of a graph."""
+        return model(**inputs)
 
     def _ways(self) -> tuple[Any, ...]:
         """What the update of each sliding layer depends on, which is not in a tensor."""

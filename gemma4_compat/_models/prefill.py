@@ -9,6 +9,10 @@ from typing import Any
 
 from gemma4_compat._models import cache_names
 
+#: A keyword argument that models pass on to their layers: nobody reads what this forward returns. The patch that has
+#: KV-shared layers skip such a forward, and the class of layers that it patches.
+UNREAD, UNREAD_PATCH, UNREAD_LAYER = "gemma4_compat_unread", "transformers-unread-chunks", "Gemma4TextDecoderLayer"
+
 
 def new_tokens(input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> int:
     """How many of ``input_ids`` (batch, tokens) are read, computed as in ``_prefill``: all, or those that the cache

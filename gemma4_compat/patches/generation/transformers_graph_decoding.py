@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._common import in_place
-from gemma4_compat._decoding import call, decoder, deferral, obstacles, static_caches
+from gemma4_compat._decoding import call, decoder, deferral, obstacles, pieces, static_caches
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
@@ -96,6 +96,10 @@ def prefill(
         given = None
         if not generation_config.disable_compile:
             given = call.decoder_for(self, cache_names.cache_in(model_kwargs))
+        if given is not None and decoder.of(self).any_length:
+            outputs = pieces.read(given, input_ids, generation_config, model_kwargs)
+            if outputs is not None:
+                return outputs
         if given is not None:
             self = _Called(self, given)
     return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
