@@ -2,22 +2,19 @@
 
 All tokens but the last are read in pieces of 512 and one shorter piece, padded on the right to a power of two. What a
 piece does to the cache depends on numbers in tensors only: how many of its tokens are real, and where the window of a
-sliding layer comes from. So one graph serves a size, whatever the cache holds. KV-shared layers do not run, since their
-results would not be read. The last token is read as a decoded one.
+sliding layer comes from. So one graph serves a size, whatever the cache holds. KV-shared layers do not run, as nobody
+reads their results. The last token is read as a decoded one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gemma4_compat._decoding import static_caches
 from gemma4_compat._decoding.prompts import MASKS, RECORDED, Prompt, is_text
 from gemma4_compat._engine import sleep
 from gemma4_compat._models import cache_names, prefill
-
-if TYPE_CHECKING:
-    from gemma4_compat._decoding.call import Decoder
 
 #: Tokens of a piece, for each row.
 SIZES = (32, 64, 128, 256, 512)
@@ -47,11 +44,11 @@ class Piece(Prompt):
         return ("piece",)
 
 
-def read(given: Decoder, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
     """Read what is new of a prompt.
 
     Args:
-        given: of this ``generate``.
+        given: the ``call.Decoder`` of this ``generate``.
         input_ids: (batch, tokens).
         generation_config: as ``GenerationMixin._prefill`` gets it.
         model_kwargs: the same.
