@@ -20,6 +20,7 @@ from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import layers
 from gemma4_compat._attention.block_layout import UNIT, Layout
 from gemma4_compat._engine import settings
+from gemma4_compat._models import prefill
 
 ID = "transformers-sliding-windows"
 
@@ -106,10 +107,10 @@ def _can_be(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: 
         return False
     if mask.requires_grad or kwargs.get("dropout") or kwargs.get("position_bias") is not None:
         return False
-    return not _is_traced()
+    return not _is_traced(query)
 
 
-def _is_traced() -> bool:
+def _is_traced(tensor: Any) -> bool:
     """Whether something follows what is computed that a look at the mask would disturb."""
     import torch
 
@@ -117,7 +118,8 @@ def _is_traced() -> bool:
         torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
-        or torch.cuda.is_current_stream_capturing()
+        or prefill.is_captured()
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 
 

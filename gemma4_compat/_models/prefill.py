@@ -44,9 +44,14 @@ def hides_nothing(mask: Any, tokens: int) -> bool:
     return bool(mask[..., :tokens].all())
 
 
+def is_captured() -> bool:
+    """Whether this thread captures the forward of a prompt."""
+    return getattr(_found, "before", None) is not None
+
+
 @contextlib.contextmanager
 def known_to_hide_nothing(found: bool) -> Iterator[None]:
-    """Inside, :func:`hides_nothing` returns what it has found for the same prompt before, without reading a mask."""
+    """Inside a capture, :func:`hides_nothing` returns what it has found for the same prompt before."""
     _found.before = found
     try:
         yield
