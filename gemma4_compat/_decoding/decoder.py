@@ -15,8 +15,7 @@ from typing import Any
 from gemma4_compat._accelerate import attached
 from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
-from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
-from gemma4_compat._decoding.graphs import DecodingStatistics as DecodingStatistics
+from gemma4_compat._decoding.graphs import REMEMBERED, DecodingStatistics, Graph, Variant
 from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._offload import streaming
