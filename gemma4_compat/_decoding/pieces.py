@@ -18,6 +18,8 @@ from gemma4_compat._models import cache_names, prefill
 
 #: Tokens of a piece, for each row.
 SIZES = (32, 64, 128, 256, 512)
+#: Caches for pieces are as long as a multiple of this, or of a sixteenth of what is needed: graphs serve one length.
+UNIT = 1024
 _OWN = ("window", "real")  # inputs that the model does not get
 
 
@@ -72,6 +74,14 @@ def read(given: Any, input_ids: Any, generation_config: Any, model_kwargs: dict[
             return None
     inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
     return given(**inputs, return_dict=True)
+
+
+def room(tokens: int) -> int:
+    """The length of a cache for so many tokens: one of few."""
+    unit = UNIT
+    while 16 * unit < tokens:
+        unit *= 2
+    return -(-tokens // unit) * unit
 
 
 def _is_plain(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) -> bool:

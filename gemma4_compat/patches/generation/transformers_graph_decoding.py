@@ -49,9 +49,10 @@ def prepare_cache(
     generation_config: Any,
     model_kwargs: Any,
     generation_mode: Any,
-    *args: Any,
-    **kwargs: Any,
+    batch_size: int,
+    max_cache_length: int,
 ) -> Any:
+    length = max_cache_length
     if (
         decoder.is_preferred(self)
         and self.device.type in RECORDERS
@@ -63,10 +64,12 @@ def prepare_cache(
         refused = obstacles.of_virtual_tokens(self)
         if refused is None:
             generation_config.cache_implementation = "static"  # only for this call: it is a copy
+            if decoder.of(self).any_length:
+                length = pieces.room(max_cache_length)
         else:
             decoder.of(self).reason(refused)
     with _lazily(self):
-        return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        return original(self, generation_config, model_kwargs, generation_mode, batch_size, length)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ EAGER = {"disable_compile": True}
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "SIZES", (4, 16))
+    monkeypatch.setattr(pieces, "UNIT", 32)
 
 
 def fast(models: Models, *where: Any, single: bool = True) -> Any:
@@ -59,6 +60,16 @@ def test_a_few_graphs_serve_all_lengths(models: Models) -> None:
         near(model, text(model, length, seed=length))
     assert steps(model).prompts_captured == captured
     assert steps(model).prompts_replayed - before == sum(-(-(length - 1) // 16) for length in (7, 31, 4, 41, 24, 13))
+
+
+def test_a_text_that_grows(models: Models) -> None:
+    """Each call is longer than all before: caches have few lengths."""
+    model = fast(models, None)
+    for length in range(8, 56, 3):
+        near(model, text(model, length), cache_implementation=None)
+    assert steps(model).prompts_captured <= 4
+    assert steps(model).captured <= 4
+    assert [pieces.room(tokens) for tokens in (1, 32, 33, 512, 513)] == [32, 32, 64, 512, 576]
 
 
 @pytest.mark.parametrize(
