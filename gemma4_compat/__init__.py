@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gemma4_compat._accelerate.listing import attached as attached
     from gemma4_compat._decoding.decoder import decoding_statistics as decoding_statistics
     from gemma4_compat._decoding.fast import decode_fast as decode_fast
-    from gemma4_compat._decoding.graphs import DecodingStatistics as DecodingStatistics
+    from gemma4_compat._decoding.recaptures import DecodingStatistics as DecodingStatistics
     from gemma4_compat._decoding.recaptures import Recapture as Recapture
     from gemma4_compat._diagnostics.diagnosis import Diagnosis as Diagnosis
     from gemma4_compat._diagnostics.diagnosis import doctor as doctor
@@ -134,7 +134,7 @@ _LAZY = {
     "Assessment": "gemma4_compat._needed.judge",
     "Attached": "gemma4_compat._accelerate.listing",
     "Attachment": "gemma4_compat._accelerate.listing",
-    "DecodingStatistics": "gemma4_compat._decoding.graphs",
+    "DecodingStatistics": "gemma4_compat._decoding.recaptures",
     "Diagnosis": "gemma4_compat._diagnostics.diagnosis",
     "Explanation": "gemma4_compat._diagnostics.explanation",
     "ExportReport": "gemma4_compat._export.result",

@@ -11,7 +11,9 @@ are the other releases of that library: `nox -s fingerprints -- LIBRARY` measure
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -28,7 +30,7 @@ from packaging.version import Version  # noqa: E402
 
 import gemma4_compat  # noqa: E402
 from gemma4_compat._engine import changes, versions  # noqa: E402
-from gemma4_compat._engine.fingerprint import fingerprint  # noqa: E402
+from gemma4_compat._engine.fingerprint import fingerprint, fingerprint_source  # noqa: E402
 from gemma4_compat._engine.patch import Patch, Target  # noqa: E402
 from gemma4_compat.patches import measured  # noqa: E402
 
@@ -72,9 +74,22 @@ def here() -> Found:
 
 
 def of(target: Target) -> str:
-    importlib.import_module(target.module)
+    try:
+        importlib.import_module(target.module)
+    except AttributeError:  # it is for GPUs, and this PyTorch is not
+        return _in_file(target)
     owner, name = changes.resolve_owner(target.module, target.name)
     return fingerprint(changes.raw_slot(owner, name))
+
+
+def _in_file(target: Target) -> str:
+    """The fingerprint of a function whose module cannot be imported."""
+    spec = importlib.util.find_spec(target.module)
+    text = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == target.name and not node.decorator_list:
+            return fingerprint_source(ast.get_source_segment(text, node) or "")
+    raise AttributeError(f"{target.module} has no function {target.name}")
 
 
 def known() -> Found:

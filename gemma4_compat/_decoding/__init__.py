@@ -3,7 +3,8 @@
 Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` (:mod:`fast`) only marks a model. The
 patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`call.Decoder`
 from ``get_compiled_call``. Each token calls that decoder; it captures, replays, or runs the model itself.
-``transformers_deferred_stop`` calls :mod:`deferral`.
+``transformers_deferred_stop`` calls :mod:`deferral`, and :mod:`advancing` where no code of the user's runs between two
+tokens.
 
 * :mod:`call`: the call that ``generate`` takes for its prompt and its steps.
 * :mod:`decoder`: what a model keeps: its graphs, in :mod:`graphs`, and their statistics. :mod:`prompts`: the graphs of
@@ -15,16 +16,21 @@ from ``get_compiled_call``. Each token calls that decoder; it captures, replays,
 * :mod:`snapshots`: what it compares. :mod:`recaptures`: the causes, as ``decoding_statistics`` counts them.
 * :mod:`own`: kernels with an arithmetic of their own, in place of PyTorch's, unless ``decode_fast(exact=True)`` or no
   ``decode_fast`` asked for PyTorch's bits. :mod:`attention` (its CUDA C: :mod:`attention_source`, with matrix units
-  :mod:`attention_tensor_source`); :mod:`dense`: products with weights that are not quantized.
+  :mod:`attention_tensor_source`); :mod:`matrix_products`: 4-bit weights (CUDA C: :mod:`matrix_source`); :mod:`dense`:
+  weights that are not quantized.
 * :mod:`fused_steps`: captures a step again with fewer kernels and keeps that if the bits are the same. Its parts are
   :mod:`fusing` (defers operations), :mod:`pointwise` (what they compute), :mod:`kernel_source` (their CUDA C),
   :mod:`kernels` (tries and launches them) and :mod:`bits` (equality).
 * With the bits of the original: :mod:`products` (4-bit weights; CUDA C: :mod:`product_source`), :mod:`reductions` (the
   means of norms; CUDA C of a whole row: :mod:`row_source`), :mod:`expert_rows` (4-bit weights of the experts that a
   token is routed to). :mod:`several`: what kernels of several weights share.
+* :mod:`dequantizing`: whole 4-bit weights, for prompts and training (CUDA C: :mod:`dequantizing_source`); the patch
+  ``bitsandbytes_fused_dequantization`` calls it.
 * :mod:`compiling`: NVRTC. :mod:`kernel_files`: what it compiled, on disk. :mod:`launching`: CUDA's driver.
-* :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold.
-* :mod:`deferral`: when the host waits for a token.
+* :mod:`static_caches`: the tensors of a static cache, whose addresses graphs hold. :mod:`shifting` moves the rows of a
+  full one.
+* :mod:`deferral`: when the host waits for a token. :mod:`advancing`: the inputs of a step, made from the last one's.
+  :mod:`choosing`: transformers' processors and criteria, called faster.
 * :mod:`obstacles`: why a model cannot be captured.
 * :mod:`fast`: :func:`gemma4_compat.decode_fast`.
 """

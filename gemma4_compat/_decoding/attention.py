@@ -361,10 +361,7 @@ def _attention_text(layout: _Layout) -> tuple[str, int]:
     kind = kinds()[layout.dtype]
     half = kind.load.startswith("from_f16")
     known |= {"PAIR": "pair_f16" if half else "pair_bf16", "ROUNDED": kind.rounded.format("share[i]")}
-    known |= {"MULTIPLY": matrices.MULTIPLY, "HALF": str(int(half)), "NAME": "f16" if half else "bf16"}
-    for name in "AB":
-        known[f"{name}_LOW"] = kind.load.format(f"(u16){name.lower()}[k]")
-        known[f"{name}_HIGH"] = kind.load.format(f"(u16)({name.lower()}[k] >> 16)")
+    known["MULTIPLY"] = matrices.multiplication(layout.dtype)
     return _filled(matrices.ATTENTION, known), threads
 
 

@@ -10,7 +10,10 @@ factors. Scores: a quarter of a key's dimensions for each warp. Values: 64 dimen
 
 from __future__ import annotations
 
+from typing import Any
+
 from gemma4_compat._decoding.attention_source import START
+from gemma4_compat._decoding.kernel_source import kinds
 
 ATTENTION = (
     r"""extern "C" __global__ void __launch_bounds__(@THREADS@@RESIDENT@) attention(@PARAMETERS@) {
@@ -233,8 +236,7 @@ ATTENTION = (
 """
 )
 
-#: By the matrix units, or where there are none for the dtype, by each lane: it computes four numbers of the result.
-MULTIPLY = r"""#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+_MULTIPLY = r"""#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm("mma.sync.aligned.m16n8k16.row.col.f32.@NAME@.@NAME@.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -259,3 +261,19 @@ MULTIPLY = r"""#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
         }
       }
 #endif"""
+
+
+def multiplication(dtype: Any) -> str:
+    """C for ``c += a * b``: by the matrix units, or where there are none for the dtype, by each lane, which computes
+    four numbers of the result.
+
+    Args:
+        dtype: of ``a0`` to ``a3``, ``b0`` and ``b1``: pairs of bfloat16 or float16 numbers. ``c`` has four floats.
+    """
+    load = kinds()[dtype].load
+    half = load.startswith("from_f16")
+    text = _MULTIPLY.replace("@HALF@", str(int(half))).replace("@NAME@", "f16" if half else "bf16")
+    for name in "AB":
+        text = text.replace(f"@{name}_LOW@", load.format(f"(u16){name.lower()}[k]"))
+        text = text.replace(f"@{name}_HIGH@", load.format(f"(u16)({name.lower()}[k] >> 16)"))
+    return text

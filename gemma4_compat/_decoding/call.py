@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from gemma4_compat._decoding import decoder, obstacles, pieces, prompts, static_caches, steps
+from gemma4_compat._decoding import advancing, decoder, obstacles, pieces, prompts, static_caches, steps
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import family
 from gemma4_compat._offload import model_lock
@@ -24,6 +25,7 @@ class Decoder:
 
     def __init__(self, model: Any, decoding: decoder.Decoding, cache: Any) -> None:
         self.model, self._decoding, self._cache = model, decoding, weakref.ref(cache)
+        self.following: advancing.Following | None = None
         self._first, self._given_up = True, False
 
     def is_for(self, cache: Any) -> bool:
@@ -48,12 +50,17 @@ class Decoder:
         if step.obstacle is not None:
             self._decoding.reason(step.obstacle)
             return None
-
-        def run() -> Any:
+        with self._held(sys._getframe()):
             first, self._first = self._first, False
-            return self._decoding.run(self.model, step, first=first)
+            return self._decoding.run(self.model, step, first=first, following=self.following)
 
-        return self._alone(run)
+    def follow(self, ids: Any) -> Any:
+        """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
+        assert self.following is not None
+        with self._held(sys._getframe()):
+            self.following.advance(ids)
+            outputs = self._decoding.follow(self.model, self.following)
+        return self(**self.following.stop()) if outputs is None else outputs
 
     def _read(self, inputs: dict[str, Any]) -> Any:
         """Read a prompt, or whatever has several tokens."""
@@ -87,15 +94,19 @@ class Decoder:
         return True
 
     def _alone(self, function: Callable[[], Any]) -> Any:
-        """Call a function while no other thread runs the model."""
+        with self._held(sys._getframe()):
+            return function()
+
+    @contextlib.contextmanager
+    def _held(self, frame: Any) -> Iterator[None]:
+        """Inside, other threads run no step of this model."""
         lock = model_lock.of(self.model)
-        held = lock is not None and lock.hold(sys._getframe())
+        held = lock is not None and lock.hold(frame)
         try:
             with self._decoding.lock:
-                return function()
+                yield
         finally:
-            if held:
-                assert lock is not None
+            if lock is not None and held:
                 lock.release()
 
 

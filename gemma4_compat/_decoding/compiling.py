@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from gemma4_compat._decoding import kernel_files, kernel_source, launching
@@ -109,6 +110,8 @@ class CudaCompiler:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._loaded: dict[str, tuple[Any, str]] = {}  # by what stands for a text: module, name of the kernel
+        self._begun: dict[str, Future[list[Compiled]]] = {}  # likewise: in the background, not loaded yet
+        self._lock = threading.Lock()
 
     @staticmethod
     def obstacle() -> str | None:
@@ -133,15 +136,42 @@ class CudaCompiler:
         import torch
 
         by_identity = {kernel_files.identity(text): text for text in texts}
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), self._lock:
+            for future in {id(one): one for key, one in self._begun.items() if key in by_identity}.values():
+                self._begun = {key: one for key, one in self._begun.items() if one is not future}
+                self._load(future.result())
             self._load(self._files.read(by_identity.keys() - self._loaded.keys()))
             new = [text for key, text in by_identity.items() if key not in self._loaded]
             if new:
                 fresh = compiled(self._nvrtc, new, self._options)
                 self._load(fresh)
-                for one in fresh:
-                    self._files.add(one)
+                self._keep(fresh)
             return [self._launcher(key, text) for key, text in by_identity.items()]
+
+    def begin(self, texts: Sequence[str]) -> list[Future[Any]]:
+        """Compile what is not on disk in the background.
+
+        Returns:
+            what has to end before :meth:`compiled` need not wait for NVRTC: nothing if all is on disk.
+        """
+        import torch
+
+        by_identity = {kernel_files.identity(text): text for text in texts}
+        with torch.cuda.device(self._device), self._lock:
+            self._load(self._files.read(by_identity.keys() - self._loaded.keys() - self._begun.keys()))
+            new = by_identity.keys() - self._loaded.keys() - self._begun.keys()
+            if new:
+                texts, nvrtc, given = [by_identity[key] for key in sorted(new)], self._nvrtc, self._options
+                pool = ThreadPoolExecutor(1, thread_name_prefix="gemma4_compat-nvrtc")
+                future = pool.submit(lambda: self._keep(compiled(nvrtc, texts, given)))
+                pool.shutdown(wait=False)  # it ends by itself; the interpreter waits for that
+                self._begun |= dict.fromkeys(new, future)
+            return list({id(one): one for key, one in self._begun.items() if key in by_identity}.values())
+
+    def _keep(self, fresh: list[Compiled]) -> list[Compiled]:
+        for one in fresh:
+            self._files.add(one)
+        return fresh
 
     def _load(self, several: Sequence[Compiled]) -> None:
         for one in several:

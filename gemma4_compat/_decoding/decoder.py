@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._accelerate import attached
-from gemma4_compat._decoding import deferral, fused_steps, obstacles, static_caches, steps
+from gemma4_compat._decoding import advancing, deferral, fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.dependencies import Dependencies
-from gemma4_compat._decoding.graphs import REMEMBERED, DecodingStatistics, Graph, Variant
-from gemma4_compat._decoding.recaptures import LAST, Cause, Recapture
+from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
+from gemma4_compat._decoding.recaptures import LAST, Cause, DecodingStatistics, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
 from gemma4_compat._offload import streaming
 
@@ -182,11 +182,16 @@ class Decoding:
     def _dependencies(self, model: Any) -> Dependencies:
         groups = [group for streamer in streaming.streamers(model) for group in streamer.groups()]
         configs = [vars(config) for config in (model.config, model.config.get_text_config())]
-        modules = obstacles.modules_of_a_step(model)
-        return Dependencies(modules, configs, groups, self._forget)
+        return Dependencies(obstacles.modules_of_a_step(model), configs, groups, self._forget)
 
-    def run(self, model: Any, step: steps.Step, *, first: bool) -> Any:
-        """Run one step, as a replay if possible. ``first`` marks the first step of a ``generate``.
+    def run(self, model: Any, step: steps.Step, *, first: bool, following: advancing.Following | None = None) -> Any:
+        """Run one step, as a replay if possible.
+
+        Args:
+            model: the model.
+            step: whose inputs ``generate`` has built.
+            first: whether it is the first step of a ``generate``.
+            following: gets to know the step.
 
         Returns:
             the model's output, or None for a step that cannot be captured; nothing has run then.
@@ -209,7 +214,24 @@ class Decoding:
             if graph is None:
                 return None
         variant.graphs.move_to_end((step.addresses, kind))
-        return self._replay(model, graph, step)
+        if following is None:
+            return self._replay(model, graph, step)
+        following.compare(graph, step)
+        outputs = self._replay(model, graph, step)
+        following.replayed(variant, graph, step)
+        return outputs
+
+    def follow(self, model: Any, following: advancing.Following) -> Any:
+        """Replay the step after the last one, whose inputs are there; None if that graph does not serve it."""
+        assert following.last is not None
+        known, graph, step = following.last
+        key = step.addresses, step.kind
+        variant = self.variant(model, in_full=False, quiet=True)
+        if variant is not known or variant.graphs.get(key) is not graph or not step.has_settings():
+            return None
+        variant.graphs.move_to_end(key)
+        self._replay(model, graph, step, given=False)
+        return following.outputs()
 
     def _missing(self, step: steps.Step, variant: Variant) -> Recapture | None:
         """Why none of this variant's graphs serves the step; None if it has had none, or the step was asked before."""
@@ -235,7 +257,7 @@ class Decoding:
             self.reason(obstacle)
             variant.refused.add(step.kind)
             return None
-        with self.arithmetic(step.device):
+        with self.arithmetic(step.device), static_caches.shifted(step.cache):
             outputs = model(**step.inputs)
         self.statistics.eager += 1
         self.variant(model, in_full=False, settling=True).seen.add(step.kind)
@@ -258,7 +280,8 @@ class Decoding:
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - begun
         self.keep_memory(step)
-        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
+        progress = fused_steps.Progress(self.statistics.captured, self.statistics.replayed)
+        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs, progress)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
@@ -296,7 +319,7 @@ class Decoding:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
             oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
-    def launch(self, graph: Graph, step: steps.Step) -> None:
+    def launch(self, graph: Graph, step: steps.Step, *, given: bool = True) -> None:
         """Before a replay: wait for the stream of the last one, and give the graph the step's inputs."""
         import torch
 
@@ -305,20 +328,20 @@ class Decoding:
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
-        for static, given in zip(graph.inputs, step.tensors):
-            static.copy_(given)
+        for static, tensor in zip(graph.inputs, step.tensors if given else ()):
+            static.copy_(tensor)
 
-    def _replay(self, model: Any, graph: Graph, step: steps.Step) -> Any:
-        self.launch(graph, step)
+    def _replay(self, model: Any, graph: Graph, step: steps.Step, *, given: bool = True) -> Any:
+        """The output of a replay. Unless ``given``, the graph's inputs are there, and its output stays where it is."""
+        self.launch(graph, step, given=given)
         running = deferral.current()
         if running is not None:
             running.launched()
-        graph.replays += 1
-        if not (graph.replays == fused_steps.AFTER and self.fuses and self._replay_fused(model, graph, step)):
+        if not (self.fuses and graph.progress.is_due() and self._replay_fused(model, graph, step)):
             graph.recording.replay()
-        static_caches.advance(step.cache, step.tokens)
+        static_caches.advance(step.sliding, step.added)
         self.statistics.replayed += 1
-        return steps.copied(graph.outputs, step.cache)
+        return steps.copied(graph.outputs, step.cache) if given else None
 
     def _replay_fused(self, model: Any, graph: Graph, step: steps.Step) -> bool:
         """Whether this call replayed the step, because its graph is fused from now on."""
@@ -328,8 +351,8 @@ class Decoding:
             return False
         begun = time.perf_counter()
         try:
-            graph.recording, graph.outputs = fused_steps.fused(
-                *(graph.recording, graph.outputs, step.cache, step.device),
+            found = fused_steps.fused(
+                *(graph.recording, graph.outputs, step.cache, step.device, graph.progress),
                 lambda within: self.recorded(
                     model, step, steps.given_back(graph.static, step.cache), self._pool, within
                 ),
@@ -339,8 +362,10 @@ class Decoding:
             return False
         finally:
             self.statistics.capture_seconds += time.perf_counter() - begun
-        self.statistics.fused += 1
-        return True
+        if found is not None:
+            graph.recording, graph.outputs = found
+            self.statistics.fused += 1
+        return found is not None
 
 
 def _shown(error: BaseException) -> str:

@@ -100,6 +100,20 @@ def current() -> Sampling | None:
     return getattr(_running, "sampling", None)
 
 
+def is_libraries(function: Any) -> bool:
+    """Whether a function, and all that it wraps, is transformers' or this package's; None is nobody's."""
+    while function is not None:
+        if not is_of_libraries(getattr(function, "__globals__", {}).get("__name__", "")):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+def is_of_libraries(module: str) -> bool:
+    """Whether a module, by its name, is in transformers or this package."""
+    return module.partition(".")[0] in ("transformers", "gemma4_compat")
+
+
 def _is_transformers(one: Any) -> bool:
     return type(one).__module__.partition(".")[0] == "transformers"
 

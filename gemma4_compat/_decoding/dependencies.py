@@ -37,7 +37,7 @@ _PLAIN = ("builtins", "types", "typing", "collections", "functools", "torch")
 #: Attributes of the model itself that its callers set.
 _OF_CALLS = ("generation_config", "training", "forward")
 _CONFIG = (Cause.CONFIGURATION, "config")
-#: Tokens in which each weight is looked at once, while nobody else's code runs.
+#: Tokens in which everything is looked at once, while nobody else's code runs.
 _TURNS = 32
 
 
@@ -61,6 +61,7 @@ class Dependencies:
         self._gone = False
         self._often, self._seldom = Entries(), Entries()
         self._turn = 0
+        self._shares: dict[int, list[Any]] = {}  # of what is below, by turn
         self._adapters = Values()
         self._addresses: list[int] = []
         self._tensors: list[weakref.ref[Any]] = []  # on the device
@@ -108,7 +109,7 @@ class Dependencies:
     def _release(self, on_gone: Callable[[Dependencies, str], None], name: str, _reference: object) -> None:
         """Release everything: a module is deleted, and its weights with it."""
         self._often, self._seldom = Entries(), Entries()
-        self._hooks, self._no_hooks = [], []
+        self._hooks, self._no_hooks, self._shares = [], [], {}
         self._gone = True
         on_gone(self, name)
 
@@ -213,20 +214,27 @@ class Dependencies:
     def hold(self, *, quiet: bool = False) -> bool:
         """Whether a replay would compute what the model computes now. Checked for every token.
 
-        To look at every weight takes as long as a step of a small model. ``quiet`` says that no code but libraries'
-        has run in this thread since the last look: then each token looks at one of 32 shares of the weights, in turns.
+        To look at everything takes as long as a step of a small model. ``quiet`` says that no code but libraries' has
+        run in this thread since the last look: then each token looks at one of 32 shares of it, in turns.
         """
-        weights = self._some_weights_hold() if quiet else self.weights_hold()
-        return weights and self._adapters.hold() and self._configs.hold()
+        if quiet:
+            return self._some_hold()
+        return self.weights_hold() and self._adapters.hold() and self._configs.hold()
 
     def _hooks_hold(self) -> bool:
         return not self._gone and not any(self._no_hooks) and list(map(len, self._hooks)) == self._hook_numbers
 
-    def _some_weights_hold(self) -> bool:
-        self._turn = (self._turn + 1) % _TURNS
-        if not self._hooks_hold() or not self._often.some_hold(self._turn, _TURNS):
+    def _some_hold(self) -> bool:
+        self._turn = turn = (self._turn + 1) % _TURNS
+        if turn not in self._shares:
+            noted = self._tensors, self._addresses, self._no_hooks, self._hooks, self._hook_numbers
+            self._shares[turn] = [of_all[turn::_TURNS] for of_all in noted]
+        tensors, addresses, no_hooks, hooks, numbers = self._shares[turn]
+        if self._gone or any(no_hooks) or list(map(len, hooks)) != numbers:
             return False
-        return self._are_there(self._tensors[self._turn :: _TURNS], self._addresses[self._turn :: _TURNS])
+        if not (self._often.some_hold(turn, _TURNS) and self._adapters.some_hold(turn, _TURNS)):
+            return False
+        return self._configs.hold() and self._are_there(tensors, addresses)
 
     def weights_hold(self) -> bool:
         """The same, regardless of which adapters are active."""

@@ -31,12 +31,13 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False, any
         model: a transformers model for text generation, quantized, dispatched or not, or a PEFT model around one.
         enabled: False undoes it, and releases the graphs and the memory that the model keeps for them.
         exact: True for the bits of PyTorch and bitsandbytes: tokens and logits are those of the same call with
-            ``disable_compile=True``. By default, kernels of this package compute attention, LoRA, the head and other
-            unquantized linear layers of decoded tokens, which is faster, above all in long texts. Compared with
-            float64, the errors of their attention are not larger than those of PyTorch's. Bits do not depend on where
-            weights are, on the length of the cache, on earlier calls or on the rest of the batch (up to eight rows;
-            three with 4-bit weights). A near-tie between two tokens may fall the other way than in PyTorch.
-            docs/DECODING.md says what these kernels leave to PyTorch. A change of ``exact`` releases the graphs.
+            ``disable_compile=True``. By default, kernels of this package compute attention and the linear layers
+            (4-bit, unquantized and LoRA) of decoded tokens, which is faster, above all in long texts. Compared with
+            float64, the errors of their attention and of their 4-bit products are not larger than those of PyTorch and
+            bitsandbytes. Bits do not depend on where weights are, on the length of the cache, on earlier calls or on
+            the rest of the batch (up to eight rows; 4-bit weights before bitsandbytes 0.50: one). A near-tie between
+            two tokens may fall the other way than in PyTorch. docs/DECODING.md says what these kernels leave to
+            PyTorch. A change of ``exact`` releases the graphs.
         any_length: True to read prompts of text in pieces of a few sizes, which are replayed whatever the length of
             the prompt. By default a prompt is replayed if one of its length was read before, and its bits are those of
             a prompt without a replay. Pieces round otherwise, as chunks do (``prefill_chunk_size``, which wins).

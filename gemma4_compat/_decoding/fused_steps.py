@@ -1,8 +1,8 @@
 """Capture a captured step again, with fewer kernels, and keep it if a replay has the same bits.
 
 The forward is captured with fused kernels. The first capture only shows which kernels are needed, and they are
-compiled. Then the first recording of the step and the fused one are replayed on the same inputs and the same cache. If
-an output or the cache differs in a bit, the first recording stays.
+compiled, in the background if that takes time. Then the first recording of the step and the fused one are replayed on
+the same inputs and the same cache. If an output or the cache differs in a bit, the first recording stays.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from gemma4_compat._decoding import expert_rows, static_caches
 from gemma4_compat._decoding.bits import same_bits
-from gemma4_compat._decoding.kernels import COMPILERS, Kernels
+from gemma4_compat._decoding.kernels import COMPILERS, Kernels, StillCompiling
 from gemma4_compat._decoding.kernels import of as kernels_of
 from gemma4_compat._decoding.recording import Recording
 from gemma4_compat._quantization import expert_storage
 
-#: Replays before a step is fused: short answers finish before compiling pays off.
+#: The replay in which a step is captured to see which kernels it needs. If they are on disk it is fused at once, else
+#: in the first replay after they were compiled in the background.
+EARLY = 8
+#: The replay in which it is fused at the latest: that waits for the compiler.
 AFTER = 96
 #: Captures: one to see which kernels are needed, one without the operations that were found to be inexact, one that
 #: launches all kernels.
@@ -34,6 +38,39 @@ Capture = Callable[[Within], tuple[Recording, Any]]
 
 class NotFused(Exception):  # noqa: N818 (not an error: the plain step stays)
     """Why a step is not fused."""
+
+
+class Progress:
+    """When a graph is to be fused: early, unless those of this model were not replayed often enough for that.
+
+    Args:
+        captured: graphs of this model, with this one.
+        replayed: replays of all of them.
+    """
+
+    def __init__(self, captured: int, replayed: int) -> None:
+        self._early = captured == 1 or replayed >= captured * AFTER
+        self._replays = 0
+        self._awaited: list[Future[Any]] | None = []  # before the next attempt; None after the last one
+
+    def is_due(self) -> bool:
+        """Count a replay. Whether the graph is to be fused in this one; asked again only after :meth:`postpone`."""
+        self._replays += 1
+        if self._awaited is None or self._replays < (min(EARLY, AFTER) if self._early else AFTER):
+            return False
+        if not self.waits and not all(one.done() for one in self._awaited):
+            return False
+        self._awaited = None
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether this replay waits for the compiler."""
+        return self._replays >= AFTER
+
+    def postpone(self, futures: list[Future[Any]]) -> None:
+        """Until these are done."""
+        self._awaited = futures
 
 
 class _Launches:
@@ -65,14 +102,17 @@ def obstacle(device: Any) -> str | None:
     return compiler.obstacle()
 
 
-def fused(plain: Recording, outputs: Any, cache: Any, device: Any, capture: Capture) -> tuple[Recording, Any]:
-    """Replay the step once, and return how to replay it from now on.
+def fused(
+    plain: Recording, outputs: Any, cache: Any, device: Any, progress: Progress, capture: Capture
+) -> tuple[Recording, Any] | None:
+    """Replay the step once, and return how to replay it from now on; None, without a replay, if that has to wait.
 
     Args:
         plain: the step as it was first captured.
         outputs: its output.
         cache: the static cache that both write.
         device: ``torch.device`` with an index.
+        progress: of this graph.
         capture: captures the step again.
 
     Returns:
@@ -89,7 +129,12 @@ def fused(plain: Recording, outputs: Any, cache: Any, device: Any, capture: Capt
         recording, found = capture(lambda: _fusing(device, launches))  # noqa: B023 (it is called here)
         if not launches.texts:
             break
-        if not kernels.prepare(list(launches.texts), list(launches.signatures)):
+        try:
+            exact = kernels.prepare(list(launches.texts), list(launches.signatures), wait=progress.waits)
+        except StillCompiling as error:
+            progress.postpone(error.futures)
+            return None
+        if not exact:
             _log.info("gemma4_compat: not fused, since bits would differ: %s", ", ".join(kernels.inexact()))
     else:
         raise NotFused("each capture of the step needs other kernels")

@@ -19,7 +19,18 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gemma4_compat._decoding import dense, expert_rows, kernel_source, own, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import (
+    dense,
+    expert_rows,
+    kernel_source,
+    matrix_products,
+    own,
+    pointwise,
+    products,
+    reductions,
+    row_source,
+    shifting,
+)
 from gemma4_compat._decoding.pointwise import Call, Load, Number, Operand, Part, Value
 
 #: What is computed by kernels of ours, beside pointwise operations. A benchmark takes some away.
@@ -58,8 +69,10 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         self.rows = expert_rows.Rows(sink, device)
         self._pending: dict[int, Value] = {}  # by storage, the oldest first; for each its last value
         self._read: dict[int, Any] = {}  # storages that pending values are computed from
-        # Deferred products with their results, with 4-bit weights and with others; computed before values.
+        # Deferred products with their results: with 4-bit weights, in both arithmetics, and with others; computed
+        # before values.
         self._products: list[tuple[products.Product, Any]] = []
+        self._matrix: list[tuple[matrix_products.Product, Any]] = []
         self._dense: list[tuple[dense.Product, Any]] = []
         self._results: set[int] = set()  # storages of those results
         self._launching = False
@@ -73,8 +86,12 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         product = products.understood(op, args, kwargs) if "products" in KINDS else None
         if product is not None and self._sink.accepts(product.format.signature):
             return self._put_off_product(product, self._products, products)
-        if op is own.dense_operator():
+        if op is own.operator("dense"):
             return self._put_off_dense(*args)
+        if op is own.operator("product"):
+            return self._put_off_product(matrix_products.understood(*args, **kwargs), self._matrix, matrix_products)
+        if op is own.operator("shift") and args[0].device == self._device:
+            return self._shift(op, args)
         call = pointwise.understood(op, args, kwargs)
         if call is not None and (call.name != reductions.MEAN or "rows" in KINDS):
             found = self._put_off(call, op, args, kwargs)
@@ -98,14 +115,17 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
     def _settle_products(self) -> None:
         """Compute the deferred products: those of one kind with one launch."""
         launched = []
-        for deferred, kind in ((self._products, products), (self._dense, dense)):
+        kinds = (self._products, products), (self._matrix, matrix_products), (self._dense, dense)
+        for deferred, kind in kinds:
             if deferred:
                 wanted, results = zip(*deferred, strict=True)
                 launched.append((kind.kernel_of(wanted, results), [wanted[0].signature]))
-        if len(launched) == 2 and self._dense[0][0].format.small:  # LoRA's A beside the weights that it adapts
+        if len(launched) == 2 and self._dense and self._dense[0][0].format.small:
+            # LoRA's A beside the weights that it adapts.
             (one, signatures), (other, _) = launched
             launched = [(kernel_source.side_by_side(one, other), signatures)]
         self._products.clear()
+        self._matrix.clear()
         self._dense.clear()
         self._results.clear()
         for kernel, signatures in launched:
@@ -142,6 +162,16 @@ class Fusing(TorchDispatchMode):  # type: ignore[misc]
         result = torch.empty(value.shape, dtype=value.dtype, device=self._device)
         self._add(value, result)
         return result
+
+    def _shift(self, op: Any, args: Any) -> None:
+        """Move the rows of a full sliding cache now: the attention that follows reads them, in this order."""
+        if self._touches(op, args, {}):
+            self.settle()
+        found = shifting.kernel_of(*args[:4])
+        if found is None or not self._sink.accepts(found[1]):
+            op(*args)
+        else:
+            self._launch(found[0], [found[1]])
 
     def _before_cast(self, tensor: Any) -> Any:
         """What a tensor was cast from, if the cast is deferred: a kernel casts what it reads, with the same bits."""

@@ -200,7 +200,7 @@ def program(texts: Sequence[str]) -> tuple[str, list[str]]:
 def side_by_side(one: Kernel, other: Kernel) -> Kernel:
     """One kernel that does what two do, neither of which reads what the other writes: each has blocks of its own.
 
-    Both need as many threads a block and a grid of one dimension.
+    Both need a grid of one dimension, and ``other`` no more threads a block than ``one``.
     """
     begin, given, body = _parts(one.text)
     _, also_given, also = _parts(other.text)
@@ -209,6 +209,8 @@ def side_by_side(one: Kernel, other: Kernel) -> Kernel:
     def renaming(text: str) -> str:
         return re.sub(r"\b\w+\b", lambda found: renamed.get(found[0], found[0]), text)
 
+    if other.block < one.block:
+        also = f"if (threadIdx.x >= {other.block}u) return;\n{also}"
     also = renaming(also).replace("blockIdx.x", "(blockIdx.x - also_first)")
     reads, also_reads = len(one.tensors) - one.written, len(other.tensors) - other.written
     also_given = [renaming(parameter) for parameter in also_given]

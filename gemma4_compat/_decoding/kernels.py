@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
-from gemma4_compat._decoding import dense, expert_rows, kernel_source, pointwise, products, reductions, row_source
+from gemma4_compat._decoding import (
+    dense,
+    dequantizing_source,
+    expert_rows,
+    kernel_source,
+    matrix_products,
+    pointwise,
+    products,
+    reductions,
+    row_source,
+    shifting,
+)
 from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.compiling import CudaCompiler
 from gemma4_compat._decoding.kernel_source import Kernel
@@ -30,11 +42,26 @@ class Compiler(Protocol):
     def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
         """For each text, none of them twice, a function that launches its kernel on the current stream."""
 
+    def begin(self, texts: Sequence[str]) -> list[Future[Any]]:
+        """Compile in the background. Returns what has to end before :meth:`compiled` is quick; nothing if it is."""
+
 
 #: By device type. Tests add one for the CPU.
 COMPILERS: dict[str, type[Compiler]] = {"cuda": CudaCompiler}
 
 _lock = threading.Lock()
+
+
+class StillCompiling(Exception):  # noqa: N818 (not an error: kernels will be there)
+    """Kernels are being compiled in the background.
+
+    Args:
+        futures: what has to end.
+    """
+
+    def __init__(self, futures: list[Future[Any]]) -> None:
+        super().__init__()
+        self.futures = futures
 
 
 class Kernels:
@@ -51,18 +78,22 @@ class Kernels:
         self._same: dict[_Signature, bool] = {}
         self.layouts: dict[Any, tuple[Any, ...]] = {}  # of fusing.Fusing
 
-    def prepare(self, texts: Sequence[str], signatures: Sequence[_Signature]) -> bool:
+    def prepare(self, texts: Sequence[str], signatures: Sequence[_Signature], *, wait: bool = True) -> bool:
         """Compile and check what is new. Not inside a capture.
 
         Args:
             texts: of kernels.
             signatures: of the operations in them.
+            wait: for the compiler, if kernels are neither in memory nor on disk.
 
         Returns:
             whether every operation has PyTorch's bits.
+
+        Raises:
+            StillCompiling: it would have to wait.
         """
         trials = {key: self._trial(key) for key in signatures if key not in self._same and _is_computed(key)}
-        self._compile([*texts, *(kernel.text for tried, _, _ in trials.values() for kernel in tried)])
+        self._compile([*texts, *(kernel.text for tried, _, _ in trials.values() for kernel in tried)], wait=wait)
         for key, (tried, found, expected) in trials.items():
             for kernel in tried:
                 self.launch(kernel)
@@ -89,9 +120,12 @@ class Kernels:
         """
         self._known[kernel.text](kernel)
 
-    def _compile(self, texts: Sequence[str]) -> None:
+    def _compile(self, texts: Sequence[str], *, wait: bool = True) -> None:
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new:
+            futures = [] if wait else self._compiler.begin(new)
+            if not all(future.done() for future in futures):
+                raise StillCompiling(futures)
             self._known.update(zip(new, self._compiler.compiled(new), strict=True))
 
     def _trial(self, signature: _Signature) -> tuple[list[Kernel], Any, Any]:
@@ -100,12 +134,10 @@ class Kernels:
         """
         import torch
 
-        if signature[0] == expert_rows.OPERATION:
-            kernel, found, expected = expert_rows.trial(signature, self._device)
-            return [kernel], found, expected
-        if signature[0] == products.OPERATION:
-            kernel, found, expected = products.trial(signature, self._device)
-            return [kernel], found, expected
+        for module in (dequantizing_source, expert_rows, products, shifting):
+            if signature[0] == module.OPERATION:
+                kernel, found, expected = module.trial(signature, self._device)
+                return [kernel], found, expected
         name, kinds, dtype = signature
         if name == reductions.MEAN:
             return self._trial_of_mean(*kinds)
@@ -144,8 +176,9 @@ class Kernels:
 
 
 def _is_computed(signature: _Signature) -> bool:
-    """Whether an operation computes what PyTorch does: some only move data, one has an arithmetic of its own."""
-    return signature[0] not in ("concatenate", "constant", pointwise.DOT, dense.OPERATION)
+    """Whether an operation computes what PyTorch does: some only move data, others have an arithmetic of their own."""
+    others = "concatenate", "constant", pointwise.DOT, dense.OPERATION, matrix_products.OPERATION
+    return signature[0] not in others
 
 
 def _any_bits(dtype: Any, elements: int, generator: Any) -> Any:

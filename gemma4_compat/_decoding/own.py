@@ -1,4 +1,5 @@
-"""Kernels in place of PyTorch's, with other bits: attention (:mod:`attention`) and products (:mod:`dense`).
+"""Kernels in place of PyTorch's and bitsandbytes', with other bits: attention (:mod:`attention`) and products
+(:mod:`dense`, and :mod:`matrix_products` for 4-bit weights).
 
 :class:`Own` sees the functions of ``torch`` that a forward calls, and calls operators of this package for those that
 the kernels can compute. As operators they are visible to what defers operations (:mod:`fusing`). They compute the same
@@ -8,6 +9,7 @@ bits whether they run one by one, in a captured graph, or fused.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from gemma4_compat._decoding import attention, dense, kernel_source, kernels
+from gemma4_compat._decoding import attention, dense, kernel_source, kernels, matrix_products, shifting
 from gemma4_compat._decoding.pointwise import DOT, Load, Value
 
 #: Properties of a tensor that its shape, dtype and device decide.
@@ -26,7 +28,12 @@ _SCHEMAS = {
     "attend": "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor(a!)? valid, float scale, bool gqa)"
     " -> Tensor",
     "dense": "(Tensor given, Tensor weight, Tensor? bias) -> Tensor",
+    # As bitsandbytes::gemm_4bit.
+    "product": "(Tensor given, Tensor packed, int[] shape, Tensor absmax, int blocksize, str quant_type,"
+    " Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, Tensor? absmax_offset=None) -> Tensor",
+    "shift": "(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, bool by_kernel) -> ()",
 }
+_defining = threading.Lock()
 _broken: dict[Any, str] = {}  # by device: why these kernels do not run there; decoder.py says it
 
 
@@ -41,6 +48,7 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
         super().__init__()
         self._device = device
         operators()
+        self._gemm_4bit = _gemm_4bit()
         self._valid: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # by mask: it, and where its keys begin and end
         self._repeated: dict[int, tuple[Any, Any]] = {}  # by id: what stands for repeated heads, and those heads
 
@@ -51,12 +59,16 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
         found = None
         if func is torch.nn.functional.linear:
             found = self._linear(*args, **kwargs)
+        elif func is self._gemm_4bit:
+            found = self._product(*args, **kwargs)
         elif func is torch.nn.functional.scaled_dot_product_attention:
             found = self._attention(*args, **kwargs)
         elif func is torch.Tensor.reshape and args[0].ndim == 5 and not args[0].stride(2) and args[0].shape[2] > 1:
             found = self._stands_for_repeated(*args, **kwargs)
         elif func is torch.Tensor.contiguous and id(args[0]) in self._repeated:
             return args[0]
+        elif func is operator("shift") and args[0].device == self._device:
+            found = self._computed(_shifted_by_kernel, *args[:4])
         if found is not None:
             return found
         if self._repeated and getattr(getattr(func, "__self__", None), "__name__", "") not in _PROPERTIES:
@@ -87,6 +99,13 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             return None
         return self._computed(torch.ops.gemma4_compat.dense, given, weight, bias)
 
+    def _product(self, given: Any, *args: Any, **kwargs: Any) -> Any:
+        if given.device != self._device or torch.is_grad_enabled():
+            return None
+        if matrix_products.understood(given, *args, **kwargs) is None:
+            return None
+        return self._computed(torch.ops.gemma4_compat.product, given, *args, **kwargs)
+
     def _attention(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if id(key) in self._repeated and id(value) in self._repeated:
             key, value = (self._repeated[id(tensor)][1][:, :, 0] for tensor in (key, value))
@@ -111,12 +130,12 @@ class Own(TorchFunctionMode):  # type: ignore[misc]
             self._valid[what] = mask, found
         return self._valid[what][1]
 
-    def _computed(self, operator: Any, *args: Any) -> Any:
+    def _computed(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         """What an operator of ours returns; None, for good on this device, if its kernels fail here."""
         if self._device in _broken:
             return None
         try:
-            return operator(*args)
+            return operator(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -132,20 +151,33 @@ def obstacle(device: Any) -> str | None:
     return f"there are no kernels for {device.type}" if compiler is None else compiler.obstacle()
 
 
-@functools.cache
 def operators() -> Any:
     """Define the operators ``torch.ops.gemma4_compat`` once; the library that keeps them alive."""
+    with _defining:
+        return _library()
+
+
+@functools.cache
+def _library() -> Any:
     library = torch.library.Library(_NAMESPACE, "DEF")
     for name, schema in _SCHEMAS.items():
         library.define(name + schema)
-    for name, function in (("valid_keys", _valid_keys), ("attend", _attend), ("dense", _dense)):
+    for name, function in _FUNCTIONS.items():
         library.impl(name, function, "CompositeExplicitAutograd")
     return library
 
 
-def dense_operator() -> Any:
-    """The operator of dense products; None before the first :class:`Own`."""
-    return torch.ops.gemma4_compat.dense.default if operators.cache_info().currsize else None
+@functools.cache
+def operator(name: str) -> Any:
+    """One of these operators: ``product``, ``shift``, ..."""
+    operators()
+    return getattr(torch.ops.gemma4_compat, name).default
+
+
+def _gemm_4bit() -> Any:
+    """The operator of bitsandbytes 0.50 and newer; None if there is none."""
+    found = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
+    return None if found is None else found.default
 
 
 def _launch(device: Any, *launched: Any) -> None:
@@ -185,6 +217,39 @@ def _dense(given: Any, weight: Any, bias: Any) -> Any:
     result = product.empty()
     _launch(given.device, dense.kernel_of([product], [result]))
     return result
+
+
+def _product(*args: Any, **kwargs: Any) -> Any:
+    product = matrix_products.understood(*args, **kwargs)
+    assert product is not None  # or Own would not have asked
+    result = product.empty()
+    _launch(result.device, matrix_products.kernel_of([product], [result]))
+    return result
+
+
+def _shift(keys: Any, values: Any, new_keys: Any, new_values: Any, by_kernel: bool) -> None:
+    found = shifting.kernel_of(keys, values, new_keys, new_values) if by_kernel else None
+    if found is not None:
+        kernel, signature = found
+        known = kernels.of(keys.device)
+        if known.prepare([kernel.text], [signature]):
+            known.launch(kernel)
+            return
+    shifting.copied(keys, values, new_keys, new_values)
+
+
+def _shifted_by_kernel(*args: Any) -> bool:
+    operator("shift")(*args, True)
+    return True
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "valid_keys": _valid_keys,
+    "attend": _attend,
+    "dense": _dense,
+    "product": _product,
+    "shift": _shift,
+}
 
 
 def dot(given: Any, weight: Any, bias: Any = None) -> Value:

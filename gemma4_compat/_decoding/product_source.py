@@ -58,9 +58,10 @@ class Format(NamedTuple):
         return OPERATION, tuple(self)[:1] + tuple(self)[2:], self.dtype
 
 
-def fits(dtype: Any, rows: int, inputs: int) -> bool:
+def fits(layout: Format) -> bool:
     """Whether a kernel can read rows of so many inputs."""
-    return not inputs % _THREAD and dtype.itemsize * min(inputs, _GROUP) * rows <= _SHARED
+    inputs = layout.inputs
+    return not inputs % _THREAD and layout.dtype.itemsize * min(inputs, _GROUP) * layout.rows <= _SHARED
 
 
 def rows_of_a_warp(inputs: int) -> int:

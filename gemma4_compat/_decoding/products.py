@@ -59,13 +59,14 @@ def understood(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Product 
     """The product that this call of a bitsandbytes operator asks for; None for others, and for what does not suit."""
     name = op.name() if hasattr(op, "name") else ""
     if name == "bitsandbytes::gemm_4bit":
-        return _gemm(*args, **kwargs)
-    if name == "bitsandbytes::gemv_4bit":
-        return _gemv(*args, **kwargs)
-    return None
+        found = gemm(MAX_ROWS["gemm_4bit"], *args, **kwargs)
+    else:
+        found = _gemv(*args, **kwargs) if name == "bitsandbytes::gemv_4bit" else None
+    return found if found is not None and fits(found.format) else None
 
 
-def _gemm(
+def gemm(
+    most: int,
     given: Any,
     packed: Any,
     shape: Sequence[int],
@@ -77,18 +78,25 @@ def _gemm(
     absmax_code: Any = None,
     absmax_offset: Any = None,
 ) -> Product | None:
+    """The product that ``bitsandbytes::gemm_4bit`` with these arguments asks for.
+
+    None if ``given`` has more than ``most`` rows, and for what does not suit.
+    """
     nested = absmax_8bit is not None
     scales = (absmax, absmax_8bit, absmax_code, absmax_offset) if nested else (absmax,)
     weight = (packed, *scales, *((bias,) if bias is not None else ()))
-    return _checked("gemm_4bit", given, shape, blocksize, quant_type, weight, nested, bias is not None)
+    return _checked("gemm_4bit", most, given, shape, blocksize, quant_type, weight, nested, bias is not None)
 
 
 def _gemv(given: Any, packed: Any, shape: Sequence[int], absmax: Any, code: Any, blocksize: int) -> Product | None:
-    return _checked("gemv_4bit", given, shape, blocksize, "", (packed, absmax, code), False, False)
+    return _checked(
+        "gemv_4bit", MAX_ROWS["gemv_4bit"], given, shape, blocksize, "", (packed, absmax, code), False, False
+    )
 
 
 def _checked(
     operation: str,
+    most: int,
     given: Any,
     shape: Sequence[int],
     blocksize: int,
@@ -115,10 +123,9 @@ def _checked(
     if (
         given.dtype not in floats
         or given.shape[-1] != inputs
-        or rows > MAX_ROWS[operation]
+        or rows > most
         or blocksize not in _BLOCKSIZES
         or inputs % blocksize
-        or not fits(given.dtype, rows, inputs)
         or [tensor.dtype for tensor in weight[1:]] != expected[1:]
         or any(tensor.device != given.device for tensor in weight)
         or not all(_is_dense(tensor) for tensor in (given, *weight))

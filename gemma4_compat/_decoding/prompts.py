@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import obstacles, static_caches, steps
+from gemma4_compat._decoding import fused_steps, obstacles, static_caches, steps
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import cache_names, prefill
@@ -67,7 +67,7 @@ class Prompt(steps.Step):
         return cls(steps.without_token_types(inputs), cache, static_caches.tensors(cache))
 
     def _ways(self) -> tuple[Any, ...]:
-        found = [static_caches.way(layer, self.tokens) for layer in static_caches.sliding(self.cache)]
+        found = [static_caches.way(layer, self.tokens) for layer in self.sliding]
         return (*found, self.hides_nothing, self.inputs["input_ids"].shape, static_caches.length(self.cache))
 
     def takes(self, memory: static_caches.Memory | None, layout: Any) -> bool:
@@ -108,7 +108,7 @@ def run(decoding: Decoding, model: Any, prompt: Prompt, *, first: bool) -> Any:
     variant.prompts.move_to_end(key)
     decoding.launch(graph, prompt)
     graph.recording.replay()
-    static_caches.advance(prompt.cache, prompt.added)
+    static_caches.advance(prompt.sliding, prompt.added)
     decoding.statistics.prompts_replayed += 1
     return steps.copied(graph.outputs, prompt.cache)
 
@@ -154,7 +154,8 @@ def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) 
     decoding.statistics.prompts_captured += 1
     decoding.statistics.capture_seconds += time.perf_counter() - begun
     decoding.keep_memory(prompt)
-    graph = Graph(recording, {}, steps.tensors(static), outputs)
+    progress = fused_steps.Progress(0, 0)  # it is not fused
+    graph = Graph(recording, {}, steps.tensors(static), outputs, progress)
     variant.prompts[prompt.addresses, prompt.kind] = graph
     return graph
 

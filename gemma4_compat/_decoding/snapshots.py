@@ -120,6 +120,7 @@ class Values:
         self._keys: list[Any] = []
         self.values: list[Any] = []
         self._defaults: list[Any] = []
+        self._shares: dict[int, list[list[Any]]] = {}
         self._whose: list[Whose] = []
 
     def add(self, where: dict[Any, Any], key: Any, whose: Whose, default: Any = None) -> None:
@@ -134,6 +135,13 @@ class Values:
     def hold(self) -> bool:
         """Whether equal values are there."""
         return list(map(dict.get, self._dicts, self._keys, self._defaults)) == self.values
+
+    def some_hold(self, turn: int, turns: int) -> bool:
+        """Whether a share of them is there: each has its turn."""
+        if turn not in self._shares:
+            self._shares[turn] = [each[turn::turns] for each in (self._dicts, self._keys, self._defaults, self.values)]
+        dicts, keys, defaults, values = self._shares[turn]
+        return list(map(dict.get, dicts, keys, defaults)) == values
 
     def differences(self) -> Iterator[Whose]:
         """The values that differ, and how."""

@@ -78,13 +78,19 @@ def capturable(cache: Any, tokens: int = 1) -> Iterator[None]:
         tokens: of each update.
     """
     counted = [(layer, layer.cumulative_length_int) for layer in sliding(cache)]
-    full = [layer for layer, _ in counted if tokens == 1 and is_full(layer)]
     try:
-        with _overridden(full, "update", _update_full):
+        with shifted(cache) if tokens == 1 else contextlib.nullcontext():
             yield
     finally:
         for layer, length in counted:
             layer.cumulative_length_int = length
+
+
+@contextlib.contextmanager
+def shifted(cache: Any) -> Iterator[None]:
+    """Inside, an update of one token moves the rows of full sliding layers by :mod:`shifting`, with the same bits."""
+    with _overridden(list(filter(is_full, sliding(cache))), "update", _update_full):
+        yield
 
 
 @contextlib.contextmanager
@@ -98,10 +104,10 @@ def _overridden(layers: list[Any], method: str, function: Callable[..., Any]) ->
 
 def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
     """``StaticSlidingWindowLayer.update`` of a full layer, without the index that it copies from the host."""
-    import torch
+    from gemma4_compat._decoding import own
 
-    for held, new in ((layer.keys, keys), (layer.values, values)):
-        held.copy_(torch.cat((held[:, :, 1:], new.to(held.dtype)), dim=-2))
+    new_keys, new_values = keys.to(layer.keys.dtype), values.to(layer.values.dtype)
+    own.operator("shift")(layer.keys, layer.values, new_keys, new_values, False)
     layer.cumulative_length_int += 1
     return layer.keys, layer.values
 
@@ -173,9 +179,9 @@ def window(cache: Any) -> int:
     return int(sliding(cache)[0].max_cache_len)
 
 
-def advance(cache: Any, tokens: int = 1) -> None:
-    """Count the tokens that a replay added."""
-    for layer in sliding(cache):
+def advance(layers: list[Any], tokens: int = 1) -> None:
+    """Count the tokens that a replay added to these sliding layers."""
+    for layer in layers:
         layer.cumulative_length_int += tokens
 
 

@@ -35,6 +35,7 @@ class Step:
         cache: the cache among them.
         device: of the input ids, a ``torch.device``.
         tensors: the tensors in the inputs, in order.
+        sliding: the sliding layers of the cache.
         addresses: of the cache's tensors.
         tokens: how many each row has.
         added: how many of them the cache holds afterwards.
@@ -45,6 +46,7 @@ class Step:
         self.inputs, self.cache = _with_own_positions(inputs), cache
         self.device = inputs["input_ids"].device
         self.tensors = tensors(self.inputs)
+        self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
         self.tokens = self.added = int(inputs["input_ids"].shape[1])
         self.kind = self._kind()
@@ -74,22 +76,11 @@ class Step:
         return None
 
     def _kind(self) -> tuple[Any, ...]:
-        import torch
-
         return (
             self._ways(),
             tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]),
             tuple(_names(self.inputs)),
-            torch.is_inference_mode_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_default_dtype(),
-            torch.backends.cuda.matmul.allow_tf32,
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-            torch.backends.cuda.flash_sdp_enabled(),
-            torch.backends.cuda.mem_efficient_sdp_enabled(),
-            torch.backends.cuda.math_sdp_enabled(),
-            torch.backends.cuda.cudnn_sdp_enabled(),
+            *_settings(),
         )
 
     def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -98,7 +89,11 @@ class Step:
 
     def _ways(self) -> tuple[Any, ...]:
         """What the update of each sliding layer depends on, which is not in a tensor."""
-        return tuple(map(static_caches.is_full, static_caches.sliding(self.cache)))
+        return tuple(map(static_caches.is_full, self.sliding))
+
+    def has_settings(self) -> bool:
+        """Whether the settings of torch are still those of its kind."""
+        return bool(self.kind[-len(_SETTINGS) :] == _settings())
 
     def differences(self, kind: tuple[Any, ...], length: int) -> Iterator[tuple[Cause, str]]:
         """Why a graph does not serve this step: cause and detail.
@@ -146,6 +141,24 @@ def without_token_types(inputs: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(inputs.get("attention_mask"), dict):
         return inputs
     return {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
+
+
+def _settings() -> tuple[Any, ...]:
+    """The values of :data:`_SETTINGS`."""
+    import torch
+
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
 
 
 def tensors(value: Any) -> list[Any]:

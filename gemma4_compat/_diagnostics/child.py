@@ -47,9 +47,10 @@ def run(patch_id: str, folder: Path) -> dict[str, Any]:
 
 
 def import_targets(patches: Iterable[Patch]) -> None:
-    """Import the modules that these patches change, if they exist."""
+    """Import the modules that these patches change, if they exist here."""
     for name in dict.fromkeys(target.module for patch in patches for target in patch.targets):
-        with contextlib.suppress(ModuleNotFoundError):  # not in this release; the patch is never applied
+        # Not in this release, or only for a PyTorch with CUDA (bitsandbytes.backends.cuda.ops): nothing to replace.
+        with contextlib.suppress(ModuleNotFoundError, AttributeError):
             importlib.import_module(name)
 
 

@@ -143,6 +143,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "bitsandbytes_cpu_strides",
         "bitsandbytes_int8_strides",
         "bitsandbytes_int8_notice",
+        "bitsandbytes_fused_dequantization",
         "transformers_quantized_router",
         "transformers_tied_head",
         "transformers_quantized_experts",

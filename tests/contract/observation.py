@@ -21,6 +21,8 @@ from typing import Any
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
 #: Of torch only what patches replace is looked at.
 TORCH = ("torch.distributed.fsdp._fully_shard.", "torch.nn.parallel.distributed")
+#: Upstream imports these only where there is a GPU, and elsewhere they cannot be imported.
+FOR_GPUS = ("bitsandbytes.backends.cuda.ops",)
 FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property)
 
 
@@ -233,11 +235,16 @@ def with_warnings(action: Callable[[], Any]) -> list[str]:
 
 
 def groups_here(patch: Any) -> set[str]:
-    """The groups of targets whose modules the installed release has. Imports nothing."""
+    """The groups of targets whose modules can be imported from the installed release. Imports nothing."""
     return {group for group, modules in patch.groups.items() if all(map(_is_installed, modules))}
 
 
 def _is_installed(module: str) -> bool:
+    if module in FOR_GPUS:
+        import torch
+
+        if not torch.cuda.is_available():
+            return False
     root, *parts = module.split(".")
     spec = importlib.util.find_spec(root)
     if spec is None or spec.origin is None:

@@ -307,6 +307,10 @@ template <class A, class B> static inline std::common_type_t<A, B> max(A a, B b)
 static inline int __popc(unsigned int x) { return __builtin_popcount(x); }
 static inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline unsigned int __dp4a(unsigned int a, unsigned int b, unsigned int c) {
+  for (int byte = 0; byte < 32; byte += 8) c += (a >> byte & 255u) * (b >> byte & 255u);
+  return c;
+}
 static inline unsigned int __byte_perm(unsigned int x, unsigned int y, unsigned int selector) {
   unsigned long long bytes = (unsigned long long)y << 32 | x;
   unsigned int result = 0;

@@ -46,6 +46,10 @@ class HostCompiler:
         """A machine without a compiler."""
         return None if shutil.which("g++") else "there is no g++"
 
+    def begin(self, _texts: Sequence[str]) -> list[Any]:
+        """Nothing: who asks for kernels waits for them."""
+        return []
+
     def compiled(self, texts: Sequence[str]) -> list[Callable[[Kernel], None]]:
         """A shared library of the program."""
         text, names = kernel_source.program(texts)

@@ -11,12 +11,15 @@ import torch
 from gemma4_compat._decoding import (
     attention,
     dense,
+    dequantizing_source,
     expert_rows,
     kernel_source,
+    matrix_products,
     pointwise,
     products,
     reductions,
     row_source,
+    shifting,
 )
 from gemma4_compat._decoding.kernel_source import Kernel
 from gemma4_compat._decoding.pointwise import Load, Number, Part, Value
@@ -64,9 +67,38 @@ def _products() -> Iterator[Kernel]:
         yield products.kernel_of([one], [one.empty()])
 
 
+def _matrix_products() -> Iterator[Kernel]:
+    from tests.unit.decoding.test_matrix_products import asked
+
+    for dtype, inputs, outputs, rows, count in (
+        (torch.bfloat16, 1536, 37, 1, 3),
+        (torch.bfloat16, 1536, 37, 8, 2),
+        (torch.float16, 3840, 4000, 1, 2),
+        (torch.bfloat16, 3840, 4000, 4, 2),
+        (torch.bfloat16, 12288, 1536, 1, 1),
+        (torch.bfloat16, 15360, 4000, 1, 1),
+        (torch.bfloat16, 21504, 4000, 8, 1),
+    ):
+        given = asked(dtype, inputs, outputs, rows=rows, bias=rows == 1)
+        one = matrix_products.understood(**given)
+        assert one is not None
+        yield matrix_products.kernel_of([one] * count, [one.empty()] * count)
+
+
 def _expert_rows() -> Iterator[Kernel]:
     for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (0, 256)):
         yield Kernel(expert_rows._text(expert_rows._Layout("nf4", 64, nested, dtype)), (), 1, ())
+
+
+def _shifting() -> Iterator[Kernel]:
+    """Words of each size, and one to several of them in a thread."""
+    for word, times in itertools.product(shifting._WORDS, (1, 2, 3, 4)):
+        yield Kernel(shifting._text(word, times), (), 1, (), shifting._THREADS)
+
+
+def _dequantizing() -> Iterator[Kernel]:
+    for dtype, nested in itertools.product((torch.bfloat16, torch.float16, torch.float32), (False, True)):
+        yield Kernel(dequantizing_source.text_of(dtype, nested=nested), (), 1, (), dequantizing_source._THREADS)
 
 
 def _attention(*cases: tuple[Any, ...]) -> Iterator[Kernel]:
@@ -121,8 +153,11 @@ EXAMPLES: dict[str, Callable[[], Iterator[Kernel]]] = {
     "kernel_source": _pointwise,
     "row_source": _rows,
     "product_source": _products,
+    "matrix_source": _matrix_products,
     "dense": _dense,
     "attention_source": _plain_attention,
     "attention_tensor_source": _matrix_attention,
     "expert_rows": _expert_rows,
+    "shifting": _shifting,
+    "dequantizing_source": _dequantizing,
 }

@@ -180,6 +180,54 @@ def test_a_second_process_compiles_nothing() -> None:
     assert len(third.nvrtc.programs) == 1
 
 
+def test_kernels_are_compiled_in_the_background() -> None:
+    process = Process()
+    (begun,) = process.compiler.begin(TEXTS[1:3])
+    assert process.compiler.begin(TEXTS[2:3]) == [begun]
+    others = process.compiler.begin(TEXTS)
+    assert begun in others
+    assert len(others) == 2
+    for future in others:
+        future.result(10)
+    assert threading.get_ident() not in process.nvrtc.threads
+    count = len(process.nvrtc.programs)
+    for number, source in enumerate(process.launched(TEXTS)):
+        assert source.startswith(f"float* y) {{ y[{number}] = 0;")
+    assert process.compiler.begin(TEXTS) == []
+    assert len(process.nvrtc.programs) == count
+    second = Process()  # it finds them on disk, also if the first one never asked for them again
+    assert second.compiler.begin(TEXTS) == []
+    second.launched(TEXTS)
+    assert second.nvrtc.programs == {}
+
+
+def test_who_cannot_wait_longer_waits_for_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    process, may_go_on = Process(), threading.Event()
+    compile_program = NvrtcLibrary.nvrtcCompileProgram
+
+    def slowly(*args: Any) -> int:
+        may_go_on.wait(10)
+        return compile_program(*args)
+
+    monkeypatch.setattr(NvrtcLibrary, "nvrtcCompileProgram", slowly)
+    (future,) = process.compiler.begin(TEXTS)
+    assert not future.done()
+    threading.Timer(0.05, may_go_on.set).start()
+    assert len(process.launched(TEXTS)) == len(TEXTS)
+    assert len(process.nvrtc.programs) == 2
+
+
+def test_a_mistake_in_the_background_is_told_to_who_asks_then() -> None:
+    process, wrong = Process(), text(5).replace("= 0", "= mistake")
+    for _ in range(2):  # the second time it is compiled anew
+        (future,) = process.compiler.begin([*TEXTS, wrong])
+        with pytest.raises(RuntimeError, match="a mistake"):
+            future.result(10)
+        with pytest.raises(RuntimeError, match="a mistake"):
+            process.compiler.compiled([*TEXTS, wrong])
+    process.launched(TEXTS)
+
+
 @pytest.mark.parametrize(
     "other",
     [{"capability": (10, 0)}, {"version": (13, 1)}],

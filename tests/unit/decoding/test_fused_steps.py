@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("torch")
 
 
-from gemma4_compat._decoding import fused_steps, kernels
+from gemma4_compat._decoding import decoder, fused_steps, kernels
 from tests.helpers import pairwise
 from tests.unit.decoding import calls
 from tests.unit.decoding.calls import Models
@@ -61,7 +63,7 @@ def test_other_bits_leave_the_step_as_it_was(
 
     monkeypatch.setattr(kernels.Kernels, "launch", wrong)
     monkeypatch.setattr(kernels.Kernels, "accepts", lambda self, signature: signature[0] != "gelu_tanh")
-    monkeypatch.setattr(kernels.Kernels, "prepare", lambda self, texts, _signatures: not self._compile(texts))
+    monkeypatch.setattr(kernels.Kernels, "prepare", lambda self, texts, _signatures, **_: not self._compile(texts))
     calls.compared(model, calls.ask(model, new=8))
     assert calls.steps(model).fused == 0
     (reason,) = calls.steps(model).not_fused
@@ -77,7 +79,7 @@ def test_a_failure_leaves_the_step_as_it_was(
 ) -> None:
     model = models.fresh(None, "language", "streamed")
 
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no kernel today")
 
     where: Any = fused_steps if what == "compare" else kernels.Kernels
@@ -86,6 +88,119 @@ def test_a_failure_leaves_the_step_as_it_was(
     calls.compared(model, calls.ask(model, new=8))
     assert (calls.steps(model).fused, calls.steps(model).not_fused) == (0, ("RuntimeError: no kernel today",))
     assert calls.steps(model).captured == 1
+
+
+class Slow(HostCompiler):
+    """Compiles in the background; the test says when that is done."""
+
+    futures: list[Future[None]]
+    waited: list[bool]
+
+    def begin(self, _texts: Any) -> list[Any]:
+        if not self.futures:
+            self.futures.append(Future())
+        return self.futures
+
+    def compiled(self, texts: Any) -> Any:
+        self.waited.append(not all(future.done() for future in self.futures))
+        for future in self.futures:
+            if future.done():
+                future.result()
+        return super().compiled(texts)
+
+
+@pytest.fixture
+def slow(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> type[Slow]:
+    """Steps are looked at in their second replay, and fused in the fifth at the latest."""
+    reason = HostCompiler.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(Slow, "futures", [], raising=False)
+    monkeypatch.setattr(Slow, "waited", [], raising=False)
+    monkeypatch.setitem(kernels.COMPILERS, "cpu", Slow)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(fused_steps, "EARLY", 2)
+    monkeypatch.setattr(fused_steps, "AFTER", 5)
+    return Slow
+
+
+def replayed(model: Any, count: int) -> None:
+    """So many replays, with the bits of the steps that are not replayed."""
+    before = calls.steps(model)
+    new = count + (1 if before.captured else 2)
+
+    def run(way: dict[str, Any]) -> list[Any]:
+        cache = calls.static_cache(model)  # of the same length in each call
+        return [calls.generate(model, calls.text(model), way, new=new, past_key_values=cache)]
+
+    calls.compared(model, run)
+    assert calls.steps(model).replayed == before.replayed + count
+
+
+def test_it_goes_on_while_kernels_are_compiled(slow: type[Slow], models: Models) -> None:
+    model = models.fresh()
+    replayed(model, 1)
+    assert slow.futures == []
+    replayed(model, 3)
+    (future,) = slow.futures
+    assert (calls.steps(model).fused, slow.waited) == (0, [])
+    future.set_result(None)
+    with mock.patch.object(fused_steps, "AFTER", 10**6):
+        replayed(model, 1)
+    assert (calls.steps(model).fused, calls.steps(model).not_fused) == (1, ())
+    assert not any(slow.waited)
+    replayed(model, 3)
+    assert (calls.steps(model).captured, calls.steps(model).fused) == (1, 1)
+
+
+def test_it_waits_in_the_end(slow: type[Slow], models: Models) -> None:
+    model = models.fresh()
+    replayed(model, 4)
+    assert (calls.steps(model).fused, slow.waited) == (0, [])
+    replayed(model, 1)
+    assert calls.steps(model).fused == 1
+    assert slow.waited[0]
+
+
+def test_kernels_that_are_there_are_used_at_once(
+    slow: type[Slow], models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Slow, "begin", HostCompiler.begin)
+    model = models.fresh()
+    replayed(model, 2)
+    assert (calls.steps(model).fused, calls.steps(model).not_fused) == (1, ())
+
+
+def test_a_failure_in_the_background_leaves_the_step_as_it_was(slow: type[Slow], models: Models) -> None:
+    model = models.fresh()
+    replayed(model, 2)
+    slow.futures[0].set_exception(RuntimeError("no kernel today"))
+    replayed(model, 5)
+    assert (calls.steps(model).fused, calls.steps(model).not_fused) == (0, ("RuntimeError: no kernel today",))
+    assert len(slow.waited) == 1  # not again
+
+
+def test_what_is_undone_meanwhile_begins_anew(slow: type[Slow], models: Models) -> None:
+    model, other = models.fresh(), models.fresh(None, "language")
+    replayed(model, 2)
+    replayed(other, 2)
+    decoder.of(calls.base(model)).clear()
+    slow.futures[0].set_result(None)
+    replayed(other, 1)
+    assert (calls.steps(model).fused, calls.steps(other).fused) == (0, 1)
+    calls.compared(model, calls.ask(model, new=7))  # an eager step, and five replays of another graph
+    assert (calls.steps(model).fused, calls.steps(model).captured) == (1, 2)
+
+
+def test_later_graphs_are_fused_early_if_the_ones_before_were_used(slow: type[Slow], models: Models) -> None:
+    slow.futures.append(Future())
+    slow.futures[0].set_result(None)
+    model, found = models.fresh(), []
+    for length, new in ((24, 6), (25, 6), (26, 22), (60, 5)):  # caches of different lengths
+        text = calls.text(model, length)
+        calls.compared(model, lambda way, text=text, new=new: [calls.generate(model, text, way, new=new)])
+        found.append((calls.steps(model).replayed, calls.steps(model).fused))
+    assert found == [(4, 1), (8, 1), (28, 2), (31, 3)]
 
 
 def test_without_a_compiler_nothing_is_fused(tapes: Any, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ class Decoder:
                 old.copy_(new)
         self.before_replay()
         tape.replay()
-        static_caches.advance(past_key_values)
+        static_caches.advance(static_caches.sliding(past_key_values))
         self.counts["replayed"] += 1
         return output
 

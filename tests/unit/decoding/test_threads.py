@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 pytest.importorskip("bitsandbytes")
 
+from gemma4_compat._decoding import fused_steps, kernels
 from tests.unit.decoding.calls import Models, base, generate, static_cache, steps, text
+from tests.unit.decoding.host_kernels import HostCompiler
 from tests.unit.offload import threads
 
 pytestmark = pytest.mark.usefixtures("tapes")
@@ -52,6 +55,30 @@ def test_two_models(models: Models) -> None:
     for model in both:
         assert steps(model).replayed > 0
         assert steps(model).reasons == ()
+
+
+class InBackground(HostCompiler):
+    """Compiles in a thread, and again where the kernels are wanted."""
+
+    def begin(self, texts: Any) -> list[Any]:
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(self.compiled, texts)
+        pool.shutdown(wait=False)
+        return [future]
+
+
+def test_two_models_whose_kernels_are_compiled_meanwhile(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = HostCompiler.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setitem(kernels.COMPILERS, "cpu", InBackground)
+    monkeypatch.setattr(kernels, "_kernels", {})
+    monkeypatch.setattr(fused_steps, "EARLY", 2)
+    monkeypatch.setattr(fused_steps, "AFTER", 7)
+    both = [models.fresh(None), models.fresh("4bit-double", "language")]
+    assert wrong(both) == []
+    for model in both:
+        assert (steps(model).fused, steps(model).not_fused, steps(model).reasons) == (1, (), ())
 
 
 @pytest.mark.parametrize("where", ["device", "streamed"])

@@ -152,6 +152,58 @@ def test_the_same_bits_whatever_was_asked_before(models: Models, where: str) -> 
     agree(model, ask(model, new=NEW, past_key_values=past[0]), other, ask(other, new=NEW, past_key_values=past[1]))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(1, 1, 512, 256), (2, 8, 1024, 256), (3, 2, 5000, 72), (1, 3, 33, 7)])
+def test_rows_of_full_sliding_caches_are_moved(shape: tuple[int, ...], dtype: str) -> None:
+    """By one kernel, in place: as it is, and in a graph, where kernels may start early."""
+    import torch
+
+    from gemma4_compat._decoding import kernels, own, shifting
+
+    device, kind = torch.device("cuda", 0), getattr(torch, dtype)
+    if kernels.COMPILERS["cuda"].obstacle() is not None:
+        pytest.skip("no compiler")
+    batch, heads, _, width = shape
+    held = [torch.randn(shape, device=device, dtype=kind) for _ in range(2)]
+    fresh = [torch.randn((batch, 1, heads, width), device=device, dtype=kind).transpose(1, 2) for _ in range(2)]
+    assert shifting.kernel_of(*held, *fresh) is not None
+    expected, others = [one.clone() for one in held], [one.clone() for one in fresh]
+
+    def shift() -> None:
+        for new in fresh:  # a kernel before
+            new.add_(1)
+        own.operator("shift")(*held, *fresh, True)
+
+    graph, run = torch.cuda.CUDAGraph(), shift
+    for _ in range(9):
+        run()
+        for new in others:
+            new.add_(1)
+        shifting.copied(*expected, *others)
+        assert all(torch.equal(*pair) for pair in zip(held, expected, strict=True))
+        if run is shift:
+            with torch.cuda.graph(graph):
+                shift()
+            run = graph.replay
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_a_window_that_becomes_full(models: Models, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Between two tokens, in beams and in batches: the bits are those of PyTorch's copies."""
+    from gemma4_compat._decoding import shifting
+
+    def runs(model: Any) -> list[Any]:
+        return [
+            generate(model, text(model, 3, batch=batch), new=20, **options)
+            for batch, options in ((1, {}), (3, {}), (1, {"num_beams": 3}))
+        ]
+
+    found = runs(models.fresh(where=where, own=True))
+    monkeypatch.setattr(shifting, "kernel_of", lambda *_: None)
+    for one, other in zip(found, runs(models.fresh(where=where, own=True)), strict=True):
+        assert_equal(one, other)
+
+
 @pytest.mark.parametrize("quantization", [None, "4bit-double"])
 def test_adapters_that_are_switched(models: Models, quantization: str | None) -> None:
     model = models.fresh(quantization, "language", own=True)
@@ -219,3 +271,30 @@ def test_stops_that_are_read_late(
                 monkeypatch.setattr(deferral, "WAITING", cost)
                 found.append(answer(model, **options))
             assert same(*found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(256, 1536), (1536, 256), (1536, 12288), (10240, 2560), (15360, 3840), (3840, 15360)]
+)
+def test_a_product_errs_less_than_bitsandbytes(outputs: int, inputs: int, dtype: str) -> None:
+    import torch
+
+    from gemma4_compat._decoding import own
+    from tests.unit.decoding import test_matrix_products as products
+
+    wanted = products.asked(getattr(torch, dtype), inputs, outputs, rows=8)
+    wanted = {name: value.cuda() if hasattr(value, "cuda") else value for name, value in wanted.items()}
+    own.operators()
+    found = torch.ops.gemma4_compat.product(**wanted)
+    given, packed, *rest = wanted.values()
+    right = products.exact(wanted)
+    for row in range(8):
+        one = given[row : row + 1].clone()
+        assert_same(torch.ops.gemma4_compat.product(**(wanted | {"given": one})), found[row : row + 1])
+    names = [name for name in ("bias", "absmax_8bit", "absmax_code", "absmax_offset") if name in wanted]
+    more = {name: wanted[name] for name in names}
+    theirs = torch.ops.bitsandbytes.gemm_4bit(given[:3], packed, *rest[: len(rest) - len(names)], **more)
+    errors, other_errors = ((one.double() - right[:3]).abs() for one in (found[:3], theirs))
+    assert errors.mean() <= other_errors.mean()
+    assert errors.max() <= other_errors.max()

@@ -1,0 +1,122 @@
+"""One kernel dequantizes a 4-bit weight, in place of three.
+
+Symptom: silent: a prompt or a training step of a 4-bit model waits for small kernels. With nested scales
+(``bnb_4bit_use_double_quant``), each product of many rows, and its backward pass, runs two kernels and allocates
+two tensors only for the scales of its weight.
+
+Cause: ``dequantize_4bit``, and in 0.50 also ``_dequant_linear_fallback``, dequantize the scales, add their offset, and
+then dequantize the weight.
+
+Fix: On NVIDIA GPUs one kernel of this package reads packed weights and both levels of scales, and writes the weight:
+NF4 and FP4, nested and plain, every block size, bfloat16, float16 and float32. The product after it is the same call of
+cuBLAS. Before its first use on a GPU each format is computed both ways; unless all bits are equal, bitsandbytes goes on
+dequantizing it. So it does under ``torch.compile``, where something watches single operations, and with torch before
+2.9, which cannot compile the kernel.
+
+Remove when: bitsandbytes dequantizes weights with nested scales in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._decoding import dequantizing, kernels
+from gemma4_compat._decoding.dequantizing_source import Format, computed
+from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+
+if TYPE_CHECKING:
+    from gemma4_compat._reproduction.workspace import Workspace
+
+_NESTED = 256  # bitsandbytes' only block size of nested scales
+
+
+def dequantize_4bit(
+    original: Callable[..., Any],
+    A: Any,  # noqa: N803  (upstream's name; callers may use it as a keyword)
+    quant_state: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    found = None if quant_state is None or args or kwargs else dequantizing.of_state(A, quant_state)
+    return original(A, quant_state, *args, **kwargs) if found is None else found
+
+
+def dequantized_linear(
+    original: Callable[..., Any],
+    A: Any,  # noqa: N803
+    B: Any,  # noqa: N803
+    shapeB: Any,  # noqa: N803
+    absmax: Any,
+    blocksize: int,
+    quant_type: str,
+    bias: Any = None,
+    absmax_8bit: Any = None,
+    absmax_code: Any = None,
+    absmax_offset: Any = None,
+) -> Any:
+    import torch
+
+    scales = (absmax,) if absmax_8bit is None else (absmax_8bit, absmax, absmax_code, absmax_offset)
+    layout = Format(quant_type, blocksize, _NESTED if len(scales) > 1 else 0, A.dtype)
+    weight = dequantizing.weight(B, shapeB, layout, scales)
+    if weight is None:
+        nested = {"absmax_8bit": absmax_8bit, "absmax_code": absmax_code, "absmax_offset": absmax_offset}
+        return original(A, B, shapeB, absmax, blocksize, quant_type, bias, **nested)
+    return torch.nn.functional.linear(A, weight, bias)
+
+
+def reproduce(workspace: Workspace) -> Outcome:
+    """Whether scales are dequantized into a tensor of their own. Without a GPU, a stand-in is the kernel."""
+    import torch
+    from bitsandbytes import functional
+
+    from gemma4_compat._stand_ins import dequantizing as stand_in
+
+    device = torch.device(workspace.main)
+    with stand_in.standing_in(kernels.COMPILERS):
+        if (obstacle := kernels.COMPILERS[device.type].obstacle()) is not None:
+            return Outcome(False, obstacle, applicable=False)
+        weight = workspace.load("4bit-double").get_decoder().layers[0].mlp.down_proj.weight
+        state = weight.quant_state
+        layout = Format(state.quant_type, state.blocksize, state.state2.blocksize, state.dtype)
+        scales = (state.absmax, state.state2.absmax, state.state2.code, state.offset)
+        expected = computed(weight.data, state.shape, layout, scales)
+        original, calls = functional.dequantize_blockwise, 0
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return original(*args, **kwargs)
+
+        functional.dequantize_blockwise = counted
+        try:
+            found = functional.dequantize_4bit(weight.data, state)
+        finally:
+            functional.dequantize_blockwise = original
+    kernels_of_scales = "two kernels and two tensors more for its scales" if calls else "no kernel for its scales"
+    off = (found.float() - expected.float()).abs().max().item()
+    return Outcome(calls > 0, f"a nested 4-bit weight is dequantized with {kernels_of_scales}", parity=off)
+
+
+PATCH = Patch(
+    id="bitsandbytes-fused-dequantization",
+    kind=Kind.SPEED,
+    severity=Severity.SPEED,
+    failure_points=("F105",),
+    distribution="bitsandbytes",
+    affected=">=0.48.2",
+    acts_on=ActsOn.EVERY_MODEL,
+    after=("bitsandbytes-cpu-packing",),
+    targets=(
+        Target(module="bitsandbytes.functional", name="dequantize_4bit", replacement=dequantize_4bit),
+        Target(
+            module="bitsandbytes.backends.cuda.ops",  # imported where there is a GPU
+            name="_dequant_linear_fallback",
+            replacement=dequantized_linear,
+            affected=">=0.50",
+            group="products",
+        ),
+    ),
+    reproduce=reproduce,
+)

@@ -1,0 +1,160 @@
+"""4-bit products by matrix units: nearer to float64 than bitsandbytes' own sums, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("bitsandbytes")
+import torch
+from bitsandbytes.functional import create_dynamic_map
+
+from gemma4_compat._decoding import kernels, matrix_products, products
+from gemma4_compat._decoding.product_source import VALUES
+from gemma4_compat._decoding.products import Product
+from tests.unit.decoding.host_kernels import HostCompiler
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> kernels.Kernels:
+    reason = HostCompiler.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
+    return kernels.Kernels(torch.device("cpu"))
+
+
+def drawn(generator: torch.Generator, *shape: int) -> Any:
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def asked(
+    dtype: Any, inputs: int, outputs: int, *, rows: int = 1, nested: bool = True, bias: bool = False,
+    quant_type: str = "nf4", blocksize: int = 64, seed: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments of ``bitsandbytes::gemm_4bit``, with random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    number = outputs * inputs // blocksize
+    found = {
+        "given": torch.randn(rows, inputs, generator=generator).to(dtype),
+        "packed": drawn(generator, outputs * inputs // 2, 1),
+        "shape": [outputs, inputs],
+        "absmax": torch.rand(-(-number // 256) if nested else number, generator=generator),
+        "blocksize": blocksize,
+        "quant_type": quant_type,
+    }
+    if bias:
+        found["bias"] = torch.randn(outputs, generator=generator).to(dtype)
+    if nested:
+        found |= {"absmax_8bit": drawn(generator, number), "absmax_code": create_dynamic_map()}
+        found["absmax_offset"] = torch.tensor(0.1)
+    return found
+
+
+def understood(wanted: dict[str, Any]) -> Product:
+    found = matrix_products.understood(**wanted)
+    assert found is not None
+    return found
+
+
+def exact(wanted: dict[str, Any]) -> Any:
+    """In float64."""
+    values = torch.tensor([float(value.rstrip("f")) for value in VALUES[wanted["quant_type"]]]).double()
+    values = values.to(wanted["packed"].device)
+    outputs, inputs = wanted["shape"]
+    packed = wanted["packed"].reshape(outputs, -1).long()
+    scales = wanted["absmax"].double()
+    if "absmax_8bit" in wanted:
+        quantized = wanted["absmax_8bit"].long()
+        scales = wanted["absmax_code"].double()[quantized] * scales.repeat_interleave(256)[: len(quantized)]
+        scales = scales + wanted["absmax_offset"].double()
+    weight = values[torch.stack((packed >> 4, packed & 15), -1).reshape(-1, wanted["blocksize"])] * scales[:, None]
+    result = wanted["given"].double() @ weight.reshape(outputs, inputs).t()
+    return result + wanted["bias"].double() if "bias" in wanted else result
+
+
+def computed(on_host: kernels.Kernels, several: list[Product], kind: Any = matrix_products) -> list[Any]:
+    results = [one.empty().fill_(float("nan")) for one in several]
+    kernel = kind.kernel_of(several, results)
+    on_host.prepare([kernel.text], [])
+    on_host.launch(kernel)
+    return results
+
+
+SHAPES = {
+    "one chunk": {"inputs": 64, "outputs": 5},
+    "some warps idle": {"inputs": 320, "outputs": 33},
+    "E2B": {"inputs": 1536, "outputs": 35},
+    "12B": {"inputs": 3840, "outputs": 17},
+    "several parts of the inputs": {"inputs": 15360, "outputs": 18},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_errors_are_smaller_than_those_of_bitsandbytes_sums(
+    on_host: kernels.Kernels, shape: str, dtype: Any
+) -> None:
+    wanted = asked(dtype, **SHAPES[shape])
+    (found,) = computed(on_host, [understood(wanted)])
+    (theirs,) = computed(on_host, [products.gemm(3, **wanted)], products)
+    right = exact(wanted)
+    errors, other_errors = ((one.double() - right).abs() for one in (found, theirs))
+    assert errors.mean() <= other_errors.mean()
+    assert errors.max() <= 1.01 * other_errors.max()
+
+
+@pytest.mark.parametrize("more", [
+    {"nested": False}, {"quant_type": "fp4"}, {"bias": True}, {"blocksize": 128}, {"blocksize": 512, "nested": False},
+    {"rows": 8}, {"rows": 3, "bias": True, "quant_type": "fp4", "dtype": torch.float16},
+], ids=str)  # fmt: skip
+def test_every_format_is_near_float64(on_host: kernels.Kernels, more: dict[str, Any]) -> None:
+    wanted = asked(**{"dtype": torch.bfloat16, "inputs": 1024, "outputs": 40, **more})
+    (found,) = computed(on_host, [understood(wanted)])
+    right = exact(wanted)
+    assert (found.double() - right).abs().max() <= torch.finfo(found.dtype).eps * right.abs().max()
+
+
+@pytest.mark.parametrize("inputs", [512, 15360])
+def test_a_row_has_the_same_bits_in_every_batch(on_host: kernels.Kernels, inputs: int) -> None:
+    wanted = asked(torch.bfloat16, inputs, 24, rows=8)
+    (together,) = computed(on_host, [understood(wanted)])
+    for row in (0, 5, 7):
+        (alone,) = computed(on_host, [understood(wanted | {"given": wanted["given"][row : row + 1].contiguous()})])
+        assert torch.equal(alone[0], together[row])
+
+
+def test_weights_in_one_launch_have_the_bits_that_they_have_alone(on_host: kernels.Kernels) -> None:
+    several = [asked(torch.bfloat16, 512, outputs, seed=outputs) for outputs in (70, 16, 3)]
+    several = [one | {"given": several[0]["given"]} for one in several]
+    together = computed(on_host, [understood(one) for one in several])
+    for one, found in zip(several, together, strict=True):
+        assert torch.equal(found, computed(on_host, [understood(one)])[0])
+
+
+def test_large_and_small_inputs_lose_nothing(on_host: kernels.Kernels) -> None:
+    wanted = asked(torch.bfloat16, 256, 16)
+    scaled = wanted["given"] * torch.tensor([1e30, 1e-30, 0.0, 1.0]).repeat_interleave(64).to(torch.bfloat16)
+    wanted = asked(torch.bfloat16, 256, 16) | {"given": scaled}
+    for part in range(4):
+        alone = torch.zeros_like(scaled)
+        alone[:, part * 64 : part * 64 + 64] = scaled[:, part * 64 : part * 64 + 64]
+        (found,) = computed(on_host, [understood(wanted | {"given": alone})])
+        right = exact(wanted | {"given": alone})
+        assert (found.double() - right).abs().max() <= 2**-8 * right.abs().max()
+
+
+def test_what_is_no_number_stays_none(on_host: kernels.Kernels) -> None:
+    wanted = asked(torch.bfloat16, 128, 16)
+    for value in (float("inf"), float("nan")):
+        given = wanted["given"].clone()
+        given[0, 77] = value
+        (found,) = computed(on_host, [understood(wanted | {"given": given})])
+        assert not found.isfinite().any()
+
+
+@pytest.mark.parametrize("more", [{"dtype": torch.float32}, {"blocksize": 32}, {"rows": 9}], ids=str)
+def test_what_does_not_suit_is_left(more: dict[str, Any]) -> None:
+    wanted = asked(**{"dtype": torch.bfloat16, "inputs": 128, "outputs": 8, **more})
+    assert matrix_products.understood(**wanted) is None
