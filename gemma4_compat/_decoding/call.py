@@ -10,7 +10,7 @@ from typing import Any
 
 from gemma4_compat._decoding import advancing, decoder, obstacles, pieces, prompts, static_caches, steps
 from gemma4_compat._decoding.recording import RECORDERS
-from gemma4_compat._models import family
+from gemma4_compat._models import cache_names, family
 from gemma4_compat._offload import model_lock
 
 
@@ -70,12 +70,27 @@ class Decoder:
             if outputs is not None:
                 self._first = False
                 return outputs
-        with self._decoding.lock:
-            prompts.make_room(self._decoding, self.model, inputs)
-        outputs = self.model(**inputs)
+        outputs = self._read_without_a_graph(inputs)
         if prompt is not None and prompt.obstacle is None:
             self._alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
         return outputs
+
+    def _read_without_a_graph(self, inputs: dict[str, Any]) -> Any:
+        """Where memory runs out, the graphs of other prompts go, and a prompt in an empty cache is read again."""
+        import torch
+
+        cache = cache_names.cache_in(inputs)
+        with self._decoding.lock:
+            prompts.make_room(self._decoding, self.model, inputs)
+        again = static_caches.is_static(cache) and static_caches.held(cache) == 0
+        try:
+            return self.model(**inputs)
+        except torch.OutOfMemoryError:
+            with self._decoding.lock:
+                if not prompts.release(self._decoding) or not again:
+                    raise
+        static_caches.empty(cache)  # not in the handler: the error holds what the forward had
+        return self.model(**inputs)
 
     def read_piece(self, piece: pieces.Piece, *, first: bool) -> bool:
         """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done."""

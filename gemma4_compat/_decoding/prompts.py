@@ -164,11 +164,13 @@ def _all(decoding: Decoding) -> Iterator[Graph]:
     return (graph for variant in decoding.variants for graph in variant.prompts.values())
 
 
-def release(decoding: Decoding) -> None:
-    """Drop all graphs of prompts, and with them their pool."""
+def release(decoding: Decoding) -> bool:
+    """Drop all graphs of prompts, and with them their pool. False if there are none."""
+    found = any(_all(decoding))
     for variant in decoding.variants:
         variant.prompts.clear()
     decoding.prompt_pool, decoding.prompt_bytes = None, 0
+    return found
 
 
 def make_room(decoding: Decoding, model: Any, inputs: dict[str, Any]) -> None:

@@ -174,6 +174,13 @@ def held(cache: Any) -> int | None:
     return counted.pop()[0] if len(counted) == 1 else None
 
 
+def empty(cache: Any) -> None:
+    """Have a cache hold nothing, in the memory that it has."""
+    for layer in _holding(cache):
+        if layer.is_initialized:
+            layer.reset()
+
+
 def window(cache: Any) -> int:
     """The positions of a sliding layer."""
     return int(sliding(cache)[0].max_cache_len)

@@ -230,6 +230,34 @@ def test_graphs_go_where_memory_is_short(models: Models, monkeypatch: pytest.Mon
     assert not any(variant.prompts for variant in decoder.of(model).variants)
 
 
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_prompt_that_runs_out_of_memory_gets_that_of_graphs(models: Models, layer: int) -> None:
+    import torch
+
+    model = fast(models, None)
+    model.generation_config.max_cache_len = 48
+    wanting: list[int] = []
+
+    def allocates(_states: Any) -> None:
+        if wanting:
+            wanting.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    calls.failing(model, allocates, layer)
+    same(model, [5] * 3)
+    wanting.append(1)
+    same(model, [9, 9, 9])
+    assert not wanting
+    assert counts(model)[0] == 2
+    wanting += [1, 1]
+    with pytest.raises(torch.OutOfMemoryError):
+        generate(model, text(model, 12))
+    wanting[:] = [1]
+    with pytest.raises(torch.OutOfMemoryError):  # no graph is left
+        generate(model, text(model, 12))
+    same(model, [12] * 3)
+
+
 def test_long_prompts_are_not_captured(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "MAX_TOKENS", 10)
     model = fast(models, None)
