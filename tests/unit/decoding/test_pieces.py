@@ -50,7 +50,7 @@ def test_every_length(models: Models, length: int) -> None:
 
 def test_a_few_graphs_serve_all_lengths(models: Models) -> None:
     model = fast(models, None)
-    model.generation_config.max_cache_len = 64
+    calls.sized(model, 64)
     for length in (6, 30, 5, 40, 20, 12):
         near(model, text(model, length, seed=length))
     captured = steps(model).prompts_captured
@@ -80,16 +80,16 @@ def test_bits_do_not_depend_on_replays_or_on_calls_before(
     models: Models, monkeypatch: pytest.MonkeyPatch, quantization: str | None, adapter: str | None, where: str
 ) -> None:
     model = fast(models, quantization, adapter, where, single=False)
-    calls.base(model).generation_config.max_cache_len = 48  # PyTorch's bits depend on it
     lengths = (6, 20, 9, 20)
-    found = [generate(model, text(model, length, seed=length)) for _ in range(2) for length in lengths]
+    options = {"cache_implementation": None}  # of one length: PyTorch's bits depend on it
+    found = [generate(model, text(model, length, seed=length), **options) for _ in range(2) for length in lengths]
     assert steps(model).prompts_replayed > 8
     assert steps(model).reasons == ()
     gemma4_compat.decode_fast(model, enabled=False)
     gemma4_compat.decode_fast(model, any_length=True)
     monkeypatch.setattr(prompts, "MAX_GRAPHS", 0)
     monkeypatch.setattr(prompts, "run", lambda *_, **__: None)
-    expected = [generate(model, text(model, length, seed=length)) for length in lengths]
+    expected = [generate(model, text(model, length, seed=length), **options) for length in lengths]
     for one, other in zip(found, expected * 2, strict=True):
         assert_equal(one, other)
 

@@ -99,11 +99,11 @@ def test_rows_with_padding_beams_and_sampling(models: Models) -> None:
     model = fast(models, None)
     for options in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}):
         same(model, [6] * 3, **options)
-    assert counts(model) == (2, 4)
     for seed in (1, 1, 2):
         given = text(model, 6, batch=2, seed=seed)
         assert_equal(generate(model, given), generate(model, given, EAGER))
-    assert counts(model) == (3, 6)
+    captured, replayed = counts(model)
+    assert (captured, replayed) in ((3, 6), (2, 7))  # before transformers 5.15 one cache serves two rows of all kinds
 
 
 def test_turns_on_one_cache_of_the_user(models: Models) -> None:
@@ -155,7 +155,7 @@ def test_one_new_token_each(models: Models) -> None:
     """No step keeps the memory of a cache: a prompt does, once it was read twice."""
     model = fast(models, None)
     same(model, [5] * 4, new=1)
-    assert counts(model) == (1, 2)
+    assert counts(model) in ((1, 2), (1, 3))  # before transformers 5.15 the model keeps its cache
 
 
 @pytest.mark.parametrize("what", ["in place", "new parameter", "another module", "number", "class of a module"])
@@ -206,7 +206,7 @@ def test_few_graphs_are_kept_and_steps_keep_theirs(models: Models, monkeypatch: 
     monkeypatch.setattr(prompts, "MAX_GRAPHS", 2)
     monkeypatch.setattr(prompts, "REMEMBERED", 6)
     model = fast(models, None)
-    model.generation_config.max_cache_len = 48
+    calls.sized(model, 48)
     for length in (3, 4, 5, 6):
         same(model, [length] * 3)
         kept = [variant.prompts for variant in decoder.of(model).variants]
@@ -235,7 +235,7 @@ def test_a_prompt_that_runs_out_of_memory_gets_that_of_graphs(models: Models, la
     import torch
 
     model = fast(models, None)
-    model.generation_config.max_cache_len = 48
+    calls.sized(model, 48)
     wanting: list[int] = []
 
     def allocates(_states: Any) -> None:
@@ -272,11 +272,16 @@ def test_long_prompts_are_not_captured(models: Models, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("where", ["device", "streamed"])
 def test_threads(models: Models, where: str) -> None:
     model = fast(models, None, None, where)
-    expected = [generate(model, text(model, 5, seed=seed), EAGER) for seed in range(2)]
+
+    def answer(seed: int, way: dict[str, Any]) -> Any:
+        """With a cache of its own: before transformers 5.15 the one that ``generate`` makes is the model's."""
+        return generate(model, text(model, 5, seed=seed), way, past_key_values=calls.static_cache(model, 32))
+
+    expected = [answer(seed, EAGER) for seed in range(2)]
 
     def work(seed: int) -> None:
         for _ in range(4):
-            assert_equal(generate(model, text(model, 5, seed=seed)), expected[seed])
+            assert_equal(answer(seed, {}), expected[seed])
 
     raised = threads.run_together([lambda seed=seed: work(seed) for seed in range(2)], limit=100)
     assert raised == [None, None]
