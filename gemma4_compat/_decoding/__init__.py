@@ -3,8 +3,8 @@
 Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` (:mod:`fast`) only marks a model. The
 patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`decoder.Decoder`
 from ``get_compiled_call``. Each token calls that decoder; it captures, replays, or runs the model itself.
-``transformers_deferred_stop`` calls :mod:`deferral`, and :mod:`advancing` where no code of the user's runs between two
-tokens.
+``transformers_deferred_stop`` calls :mod:`deferral`; where no user's code runs between two tokens, also
+:mod:`advancing` and :mod:`choosing`.
 
 * :mod:`decoder`: the call that ``generate`` takes for its steps. :mod:`graphs`: what it keeps of them.
 * :mod:`steps`: one step and its inputs, and which other steps the same graph serves.

@@ -45,7 +45,7 @@ class Inputs:
 
     @classmethod
     def of(cls, static: dict[str, Any], cache: Any) -> Inputs | None:
-        """None if masks are not those for ``sdpa``. Other inputs, as of images in 5.17, are the same for every token."""
+        """None if masks are not those for ``sdpa``. Other inputs (of images, in 5.17) are the same for every token."""
         import torch
 
         masks = static.get("attention_mask")
