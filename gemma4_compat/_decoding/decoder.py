@@ -289,7 +289,7 @@ class Decoding:
             oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
     def _replay(self, model: Any, graph: Graph, step: steps.Step, *, given: bool = True) -> Any:
-        """The output of a replay. Unless ``given``, the graph's inputs are there, and its output stays where it is."""
+        """The output of a replay; None unless ``given``, when the graph's inputs are those of the step already."""
         import torch
 
         if step.device.type == "cuda":
