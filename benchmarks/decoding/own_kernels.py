@@ -59,9 +59,10 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
     for dtype, inputs, rows in itertools.product(
         (torch.bfloat16, torch.float16, torch.float32), INPUTS[: 1 if few else None], (1, 2, 3)
     ):
-        if product_source.fits(dtype, rows, inputs):
-            for quant_type, nested, bias in itertools.product(("nf4", "fp4"), (True, False), (False, True)):
-                yield products.OPERATION, ("gemm_4bit", rows, inputs, quant_type, 64, nested, bias), dtype
+        for quant_type, nested, bias in itertools.product(("nf4", "fp4"), (True, False), (False, True)):
+            one = product_source.Format("gemm_4bit", dtype, rows, inputs, quant_type, 64, nested, bias)
+            if product_source.fits(one):
+                yield one.signature
         if rows == 1:
             yield products.OPERATION, ("gemv_4bit", 1, inputs, "", 64, False, False), dtype
     for word, times in itertools.product((16, 8, 4, 2), (1, 2, 3, 4)):

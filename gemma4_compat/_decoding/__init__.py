@@ -3,8 +3,8 @@
 Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` (:mod:`fast`) only marks a model. The
 patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`call.Decoder`
 from ``get_compiled_call``. Each token calls that decoder; it captures, replays, or runs the model itself.
-``transformers_deferred_stop`` calls :mod:`deferral`, and :mod:`advancing` where no code of the user's runs between two
-tokens.
+``transformers_deferred_stop`` calls :mod:`deferral`; where no user's code runs between two tokens, also
+:mod:`advancing` and :mod:`choosing`.
 
 * :mod:`call`: the call that ``generate`` takes for its prompt and its steps.
 * :mod:`decoder`: what a model keeps: its graphs, in :mod:`graphs`, and their statistics. :mod:`prompts`: the graphs of

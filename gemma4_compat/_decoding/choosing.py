@@ -28,7 +28,7 @@ def quickened(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is(one: Any, name: str) -> bool:
-    """Whether it is of that class of transformers, and the class is called as transformers wrote it."""
+    """Whether it has that class of transformers, called as transformers wrote it."""
     kind = type(one)
     return (
         kind.__name__ == name

@@ -332,7 +332,7 @@ class Decoding:
             static.copy_(tensor)
 
     def _replay(self, model: Any, graph: Graph, step: steps.Step, *, given: bool = True) -> Any:
-        """The output of a replay. Unless ``given``, the graph's inputs are there, and its output stays where it is."""
+        """The output of a replay; None unless ``given``, when the graph's inputs are those of the step already."""
         self.launch(graph, step, given=given)
         running = deferral.current()
         if running is not None:

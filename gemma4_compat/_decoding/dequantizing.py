@@ -67,7 +67,9 @@ def weight(packed: Any, shape: Sequence[int], layout: Format, scales: Sequence[A
         if not _suits(packed, math.prod(shape), layout, scales) or not _is_exact(layout, packed.device):
             return None
         result = torch.empty(shape, dtype=layout.dtype, device=packed.device)
-        kernels.of(packed.device).launch(dequantizing_source.kernel_of(packed, layout, scales, result))
+        known, kernel = kernels.of(packed.device), dequantizing_source.kernel_of(packed, layout, scales, result)
+        known.prepare([kernel.text], [])  # nothing to do, unless kernels were released since its trial
+        known.launch(kernel)
     return result
 
 

@@ -65,7 +65,7 @@ def kernel_of(wanted: Sequence[Product], results: Sequence[Any]) -> Kernel:
     layout = wanted[0].format
     tiles = [-(-product.outputs // TILE) for product in wanted]
     warps = wanted[0].warps
-    rounds = -(-sum(tiles) // (_WARPS // warps * _multiprocessors(wanted[0].input.device)))
+    rounds = -(-sum(tiles) // (_WARPS // warps * multiprocessors(wanted[0].input.device)))
     blocks = [-(-number // rounds) for number in tiles]
     sizes: list[int | float] = []
     for product, number in zip(wanted, blocks, strict=True):
@@ -78,7 +78,8 @@ def kernel_of(wanted: Sequence[Product], results: Sequence[Any]) -> Kernel:
 
 
 @functools.cache
-def _multiprocessors(device: Any) -> int:
+def multiprocessors(device: Any) -> int:
+    """How many a GPU has."""
     import torch
 
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

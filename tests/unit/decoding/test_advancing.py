@@ -202,6 +202,22 @@ def test_what_is_returned_is_the_callers(models: Models, follows: Follows) -> No
     assert counted[0] == counted[1]
 
 
+def test_another_graph_writes_where_the_output_was(
+    models: Models, follows: Follows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread replays its graph, which shares memory with this one, before ``generate`` reads the logits."""
+    follow = decoder.Decoder.follow
+
+    def followed(self: Any, ids: Any) -> Any:
+        found = follow(self, ids)
+        self.following.last.graph.outputs.logits.fill_(float("nan"))
+        return found
+
+    monkeypatch.setattr(decoder.Decoder, "follow", followed)
+    asked(models(), text(models(), 5))
+    assert follows.steps > NEW // 2
+
+
 def test_a_text_that_ends(models: Models, follows: Follows) -> None:
     model = models()
     (free,) = asked(model, text(model, 5, batch=2))

@@ -29,6 +29,7 @@ from tests.unit.decoding.calls import (
     switched,
     text,
 )
+from tests.unit.decoding.test_advancing import padded
 from tests.unit.decoding.test_deferral import answer, end_at, same
 from tests.unit.offload import threads
 
@@ -296,3 +297,19 @@ def test_stops_that_are_read_late(
             found = answer(model, **options)
             assert sum(late) > 2
             assert same(found, answer(model, **options, disable_compile=True))
+
+
+@pytest.mark.parametrize("length", [5, 24])
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_inputs_that_follow(models: Models, monkeypatch: pytest.MonkeyPatch, where: str, length: int) -> None:
+    """Positions and masks are made on the GPU, while the windows become full and padding leaves them."""
+    from gemma4_compat._decoding import decoder
+
+    if not is_affected(patch("transformers-deferred-stop")):
+        pytest.skip("transformers before 5.17 builds the inputs of every token")
+    followed: list[int] = []
+    follow = decoder.Decoder.follow
+    monkeypatch.setattr(decoder.Decoder, "follow", lambda self, ids: followed.append(1) or follow(self, ids))
+    model = models(where=where)
+    compared(model, lambda way: [generate(model, padded(model, left=True, length=length), way, new=24)])
+    assert len(followed) > 12
