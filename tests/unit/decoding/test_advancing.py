@@ -206,14 +206,14 @@ def test_another_graph_writes_where_the_output_was(
     models: Models, follows: Follows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread replays its graph, which shares memory with this one, before ``generate`` reads the logits."""
-    follow = decoder.Decoder.follow
+    follow = call.Decoder.follow
 
     def followed(self: Any, ids: Any) -> Any:
         found = follow(self, ids)
         self.following.last.graph.outputs.logits.fill_(float("nan"))
         return found
 
-    monkeypatch.setattr(decoder.Decoder, "follow", followed)
+    monkeypatch.setattr(call.Decoder, "follow", followed)
     asked(models(), text(models(), 5))
     assert follows.steps > NEW // 2
 
