@@ -189,7 +189,8 @@ def _has_room(decoding: Decoding, model: Any, device: Any, tokens: int) -> bool:
 
     if device.type != "cuda":
         return True
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - decoding.prompt_bytes
+    kept = decoding.prompt_bytes if any(_all(decoding)) else 0
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - kept
     return bool(2 * activations(model, tokens) <= torch.cuda.mem_get_info(device)[0] + max(unused, 0))
 
 
