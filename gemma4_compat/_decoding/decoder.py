@@ -255,8 +255,7 @@ class Decoding:
         self.statistics.capture_seconds += time.perf_counter() - begun
         if step.addresses not in {memory.addresses for memory in self.memories}:
             self.memories.append(static_caches.Memory(step.cache))
-        progress = fused_steps.Progress(self.statistics.captured, self.statistics.replayed)
-        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs, progress)
+        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
