@@ -21,8 +21,8 @@ from gemma4_compat._decoding.recording import Recording
 from gemma4_compat._quantization import expert_storage
 
 #: The replay in which a step is captured to see which kernels it needs. If they are on disk it is fused at once, else
-#: in the first replay after they were compiled in the background. Not sooner: captures take 1 to 2 s, and a fused token
-#: of an E2B is 1 ms faster. On an H100 an answer of 48 tokens took 1.0 s, and 2.7 s when fused in its 8th replay.
+#: in the first replay after they were compiled in the background. Not sooner: captures take 1 to 2 s, and a fused
+#: token of an E2B is 1 ms faster. On an H100 an answer of 48 tokens took 1.0 s, and 2.7 s if fused in its 8th replay.
 EARLY = 96
 #: The replay in which it is fused at the latest: that waits for the compiler.
 AFTER = 192
