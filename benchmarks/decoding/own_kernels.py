@@ -3,8 +3,8 @@ how long they take?
 
 python benchmarks/decoding/own_kernels.py --out FILE.json [--parts trials,attention] [--few]
 
-trials     means of rows and products with 4-bit weights, in the shapes of the five variants, and moves of a cache's
-           rows: the trials that fast decoding makes before it uses such a kernel
+trials     means of rows, products with 4-bit weights in the shapes of the five variants, moves of a cache's rows, and
+           every format of 4-bit weights: the trials that are made before such a kernel is used
 attention  errors of one query's attention against float64, beside PyTorch's, and microseconds of both in a captured
            graph, the keys not in the cache of the GPU
 
@@ -51,7 +51,7 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
     """Of the operations that are tried."""
     import torch
 
-    from gemma4_compat._decoding import product_source, products, reductions, shifting
+    from gemma4_compat._decoding import dequantizing_source, product_source, products, reductions, shifting
 
     for columns, rows in itertools.product(COLUMNS[: 2 if few else None], ROWS[: 2 if few else None]):
         if reductions.order(rows, columns) is not None:
@@ -67,6 +67,11 @@ def signatures(few: bool) -> Iterator[tuple[Any, ...]]:
             yield products.OPERATION, ("gemv_4bit", 1, inputs, "", 64, False, False), dtype
     for word, times in itertools.product((16, 8, 4, 2), (1, 2, 3, 4)):
         yield shifting.OPERATION, (word, times), torch.bfloat16 if word == 2 else torch.float32
+    sizes = sorted(dequantizing_source.BLOCKSIZES)[: 2 if few else None]
+    for dtype, quant_type, size, nested in itertools.product(
+        (torch.bfloat16, torch.float16, torch.float32), ("nf4", "fp4"), sizes, (0, 256)
+    ):
+        yield dequantizing_source.Format(quant_type, size, nested, dtype).signature
 
 
 def trials(device: Any, few: bool) -> Data:

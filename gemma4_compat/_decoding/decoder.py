@@ -280,8 +280,7 @@ class Decoding:
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - begun
         self.keep_memory(step)
-        progress = fused_steps.Progress(self.statistics.captured, self.statistics.replayed)
-        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs, progress)
+        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
         return graph

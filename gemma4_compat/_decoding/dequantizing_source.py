@@ -38,6 +38,7 @@ for (int j = 0; j < {words}; ++j) {{
   }}
 }}
 if (threadIdx.x < 16) values[threadIdx.x] = code[threadIdx.x];
+{known}
 __syncthreads();
 #pragma unroll
 for (int j = 0; j < {words}; ++j) {{
@@ -59,9 +60,8 @@ for (int j = 0; j < {words}; ++j) {{
 """
 _LOAD = "scales[j] = absmax[at >> n1];"
 _NESTED_SHARED = """__shared__ float known[{threads}];
-unsigned char quantized[{words}];
-known[threadIdx.x] = codes[threadIdx.x];
-const float shift = *offset;"""
+unsigned char quantized[{words}];"""
+_NESTED_KNOWN = "known[threadIdx.x] = codes[threadIdx.x]; const float shift = *offset;"
 _NESTED_LOAD = "quantized[j] = absmax[at >> n1]; scales[j] = nested[at >> n2];"
 _NESTED_SCALE = "scales[j] = __fadd_rn(multiply_flushed(known[quantized[j]], scales[j]), shift);"
 #: bitsandbytes packs the first of two values in the high half of a byte.
@@ -124,20 +124,19 @@ def text_of(dtype: Any, *, nested: bool) -> str:
     counts = {"threads": _THREADS, "words": _WORDS}
     wide = dtype.itemsize == 4
     if wide:
-        unpack = _UNPACK.format(
-            shift="(k * 16 + (l / 2) * 8)", stored="__float_as_uint(l % 2 ? second_value : first_value)"
-        )
+        shift, stored = "(k * 16 + (l / 2) * 8)", "__float_as_uint(l % 2 ? second_value : first_value)"
     else:
         kind = kinds()[dtype].load.partition("(")[0].removeprefix("from_")
-        unpack = _UNPACK.format(shift="(l * 8)", stored=f"pair_{kind}(first_value, second_value)")
+        shift, stored = "(l * 8)", f"pair_{kind}(first_value, second_value)"
     return _TEXT.format(
         parameters=", ".join(parameters),
         shared=_NESTED_SHARED.format(**counts) if nested else "",
         span=_THREADS * _WORDS,
         load=_NESTED_LOAD if nested else _LOAD,
+        known=_NESTED_KNOWN if nested else "",
         scale=_NESTED_SCALE if nested else "",
         pieces=2 if wide else 1,
-        unpack=unpack,
+        unpack=_UNPACK.format(shift=shift, stored=stored),
         **counts,
     )
 
@@ -148,7 +147,8 @@ def trial(signature: tuple[Any, ...], device: Any) -> tuple[Kernel, Any, Any]:
     """
     import torch
 
-    layout = Format(*signature[1], signature[2])
+    _, (quant_type, blocksize, nested), dtype = signature
+    layout = Format(quant_type, blocksize, nested, dtype)
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*shape: int) -> Any:

@@ -22,7 +22,7 @@ class Graph:
     static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
     inputs: list[Any]  # the tensors in them
     outputs: Any  # from steps.kept
-    progress: fused_steps.Progress
+    progress: fused_steps.Progress = field(default_factory=fused_steps.Progress)
 
 
 @dataclass

@@ -120,6 +120,13 @@ class Kernels:
         """
         self._known[kernel.text](kernel)
 
+    def again(self, kernel: Kernel) -> Callable[[int], None] | None:
+        """A function that launches a prepared kernel with another address of its last tensor, which is cheaper than
+        :meth:`launch`; None if the compiler has no such function.
+        """
+        again = getattr(self._known[kernel.text], "again", None)
+        return None if again is None else again(kernel)
+
     def _compile(self, texts: Sequence[str], *, wait: bool = True) -> None:
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new:

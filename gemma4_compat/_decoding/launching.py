@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -82,11 +83,8 @@ class Driver:
         self._check(self._library.cuModuleGetFunction(ctypes.byref(found), module, name.encode()), name)
         return found
 
-    def launcher(self, function: Any, name: str, device: Any, *, early: bool) -> Callable[[Kernel], None]:
-        """A function that launches the kernel on the device's current stream, inside a capture as well.
-
-        It raises RuntimeError with CUDA's name of the error if the launch fails, and ``struct.error`` for a size that
-        is not in 32 bits.
+    def launcher(self, function: Any, name: str, device: Any, *, early: bool) -> Launcher:
+        """What launches the kernel.
 
         Args:
             function: of :meth:`function`.
@@ -94,25 +92,11 @@ class Driver:
             device: ``torch.device`` with an index.
             early: whether it may start before the kernel before it has ended.
         """
-        import torch
 
-        launch_kernel = self._library.cuLaunchKernelEx
+        def launch(memory: _Memory) -> None:
+            self._check(self._library.cuLaunchKernelEx(memory.config, function, memory.addresses, None), name)
 
-        def launch(kernel: Kernel) -> None:
-            arguments, addresses = packed(kernel)  # the driver copies them
-            with torch.cuda.device(device):
-                config = LaunchConfig(
-                    (*kernel.blocks, 1),
-                    (kernel.block, 1, 1),
-                    0,
-                    torch.cuda.current_stream(device).cuda_stream,
-                    _start_early,
-                    int(early and EARLY and torch.cuda.is_current_stream_capturing()),
-                )
-                self._check(launch_kernel(ctypes.byref(config), function, addresses, None), name)
-            del arguments  # not before
-
-        return launch
+        return Launcher(launch, device, early=early)
 
     def _check(self, result: int, what: str) -> None:
         if result:
@@ -127,12 +111,90 @@ def may_start_early(text: str, capability: tuple[int, int], driver: Driver) -> b
     return _WAITS in text and capability >= _EARLY_CAPABILITY and driver.version() >= _EARLY_DRIVER
 
 
-def packed(kernel: Kernel) -> tuple[Any, Any]:
-    """A kernel's arguments, each in 8 bytes of one buffer, and the array of their addresses. Keep both alive."""
-    sizes = "".join("f4x" if isinstance(size, float) else "I4x" for size in kernel.sizes)
-    layout = f"<{len(kernel.tensors)}Q{sizes}"
-    values = struct.pack(layout, *(tensor.data_ptr() for tensor in kernel.tensors), *kernel.sizes)
-    arguments = ctypes.create_string_buffer(values, len(values))
-    begin = ctypes.addressof(arguments)
-    addresses = range(begin, begin + len(values), _SLOT)
-    return arguments, (ctypes.c_void_p * len(addresses))(*addresses)
+class Launcher:
+    """Launches a kernel on the device's current stream, inside a capture as well.
+
+    Args:
+        launch: the driver's function.
+        device: ``torch.device`` with an index.
+        early: whether it may start before the kernel before it has ended.
+    """
+
+    def __init__(self, launch: Callable[[_Memory], None], device: Any, *, early: bool) -> None:
+        self._launch, self._device, self._early = launch, device, early
+        self._lock = threading.Lock()
+        self._memory: _Memory | None = None
+
+    def __call__(self, kernel: Kernel) -> None:
+        """Launch it.
+
+        Raises:
+            RuntimeError: the launch failed; the message has CUDA's name of the error.
+            struct.error: a size is not in 32 bits.
+        """
+        with self._lock:
+            if self._memory is None:
+                self._memory = _Memory(kernel)
+            self._memory.write(kernel)
+            self._on_current_stream(self._memory)
+
+    def again(self, kernel: Kernel) -> Callable[[int], None]:
+        """A function that launches the same kernel with another address of the last tensor. It keeps no tensor alive,
+        and takes a fraction of the time.
+        """
+        memory, lock = _Memory(kernel), threading.Lock()
+        memory.write(kernel)
+        last = memory.address_of(len(kernel.tensors) - 1)
+
+        def launch(address: int) -> None:
+            with lock:
+                last.value = address
+                self._on_current_stream(memory)
+
+        return launch
+
+    def _on_current_stream(self, memory: _Memory) -> None:
+        import torch
+
+        index = self._device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(self._device):
+                return self._on_current_stream(memory)
+        values = memory.values
+        values.stream = torch._C._cuda_getCurrentRawStream(index)
+        if self._early:
+            values.attribute_count = EARLY and torch.cuda.is_current_stream_capturing()
+        return self._launch(memory)
+
+
+class _Memory:
+    """What the driver reads, and copies, when a kernel is launched: the arguments, each in 8 bytes, their addresses,
+    and the configuration.
+
+    Args:
+        kernel: any launch of it.
+    """
+
+    def __init__(self, kernel: Kernel) -> None:
+        sizes = "".join("f4x" if isinstance(size, float) else "I4x" for size in kernel.sizes)
+        self._layout = struct.Struct(f"<{len(kernel.tensors)}Q{sizes}")
+        self._arguments = ctypes.create_string_buffer(self._layout.size)
+        begin = ctypes.addressof(self._arguments)
+        addresses = range(begin, begin + self._layout.size, _SLOT)
+        self.addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        self.values = LaunchConfig(attributes=_start_early)
+        self.config = ctypes.byref(self.values)
+
+    def write(self, kernel: Kernel) -> None:
+        """Write a launch's arguments, grid and block.
+
+        Raises:
+            struct.error: a size is not in 32 bits.
+        """
+        self._layout.pack_into(self._arguments, 0, *[tensor.data_ptr() for tensor in kernel.tensors], *kernel.sizes)
+        self.values.grid[:] = (*kernel.blocks, 1)
+        self.values.block[:] = (kernel.block, 1, 1)
+
+    def address_of(self, number: int) -> Any:
+        """Where the address of a tensor is written."""
+        return ctypes.c_uint64.from_buffer(self._arguments, number * _SLOT)

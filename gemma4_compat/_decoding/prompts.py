@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import fused_steps, obstacles, static_caches, steps
+from gemma4_compat._decoding import obstacles, static_caches, steps
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._models import cache_names, prefill
@@ -154,8 +154,7 @@ def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) 
     decoding.statistics.prompts_captured += 1
     decoding.statistics.capture_seconds += time.perf_counter() - begun
     decoding.keep_memory(prompt)
-    progress = fused_steps.Progress(0, 0)  # it is not fused
-    graph = Graph(recording, {}, steps.tensors(static), outputs, progress)
+    graph = Graph(recording, {}, steps.tensors(static), outputs)  # not fused
     variant.prompts[prompt.addresses, prompt.kind] = graph
     return graph
 

@@ -8,10 +8,10 @@ Cause: ``dequantize_4bit``, and in 0.50 also ``_dequant_linear_fallback``, dequa
 then dequantize the weight.
 
 Fix: On NVIDIA GPUs one kernel of this package reads packed weights and both levels of scales, and writes the weight:
-NF4 and FP4, nested and plain, every block size, bfloat16, float16 and float32. The product after it is the same call of
-cuBLAS. Before its first use on a GPU each format is computed both ways; unless all bits are equal, bitsandbytes goes on
-dequantizing it. So it does under ``torch.compile``, where something watches single operations, and with torch before
-2.9, which cannot compile the kernel.
+NF4 and FP4, nested and plain, every block size, bfloat16, float16 and float32. The product after it is the same call
+of cuBLAS. Before its first use on a GPU each format is computed both ways; unless all bits are equal, bitsandbytes
+goes on dequantizing it. So it does under ``torch.compile``, where something watches single operations, and with torch
+before 2.9, which cannot compile the kernel.
 
 Remove when: bitsandbytes dequantizes weights with nested scales in one kernel.
 """
@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import dequantizing, kernels
-from gemma4_compat._decoding.dequantizing_source import Format, computed
+from gemma4_compat._decoding import dequantizing
+from gemma4_compat._decoding.dequantizing_source import Format
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
 if TYPE_CHECKING:
@@ -68,20 +68,15 @@ def dequantized_linear(
 
 def reproduce(workspace: Workspace) -> Outcome:
     """Whether scales are dequantized into a tensor of their own. Without a GPU, a stand-in is the kernel."""
-    import torch
     from bitsandbytes import functional
 
-    from gemma4_compat._stand_ins import dequantizing as stand_in
+    from gemma4_compat._stand_ins import packed_weights
 
-    device = torch.device(workspace.main)
-    with stand_in.standing_in(kernels.COMPILERS):
-        if (obstacle := kernels.COMPILERS[device.type].obstacle()) is not None:
+    with packed_weights.kernel(workspace.main) as obstacle:
+        if obstacle is not None:
             return Outcome(False, obstacle, applicable=False)
         weight = workspace.load("4bit-double").get_decoder().layers[0].mlp.down_proj.weight
-        state = weight.quant_state
-        layout = Format(state.quant_type, state.blocksize, state.state2.blocksize, state.dtype)
-        scales = (state.absmax, state.state2.absmax, state.state2.code, state.offset)
-        expected = computed(weight.data, state.shape, layout, scales)
+        expected = packed_weights.computed(weight.data, weight.quant_state)
         original, calls = functional.dequantize_blockwise, 0
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -91,7 +86,7 @@ def reproduce(workspace: Workspace) -> Outcome:
 
         functional.dequantize_blockwise = counted
         try:
-            found = functional.dequantize_4bit(weight.data, state)
+            found = functional.dequantize_4bit(weight.data, weight.quant_state)
         finally:
             functional.dequantize_blockwise = original
     kernels_of_scales = "two kernels and two tensors more for its scales" if calls else "no kernel for its scales"

@@ -12,7 +12,7 @@ import pytest
 import gemma4_compat
 from gemma4_compat._engine import versions
 from gemma4_compat.patches import measured, registry
-from tests.helpers import ROOT, Finished
+from tests.helpers import ROOT, Finished, Library
 
 
 def tool() -> Any:
@@ -55,6 +55,15 @@ def test_every_target_is_known_in_every_affected_release_that_has_it() -> None:
                 assert set(seen) == set(inside), target
             else:
                 assert seen, target
+
+
+def test_a_module_that_only_a_gpu_can_import_is_read(create: Callable[..., Library]) -> None:
+    code = "def one(x):\n    return x + 1\n\n\ndef two(x):\n    return x + 2\n"
+    library = create(core=code, gpu=f"import torch\ntorch._C._of_no_build\n\n\n{code}")
+    expected = tool().of(library.target("two"))
+    assert tool().of(library.target("two", module="gpu", source=code)) == expected
+    with pytest.raises(AttributeError, match="has no function three"):
+        tool().of(library.target("three", module="gpu", source=code.replace("two", "three")))
 
 
 def test_a_release_that_was_measured_again_replaces_what_was_known_of_it() -> None:

@@ -37,7 +37,7 @@ def test_attention_errs_less_than_pytorchs() -> None:
 def test_every_shape_of_the_variants_is_tried() -> None:
     tried = list(own_kernels.signatures(few=False))
     assert len(set(tried)) == len(tried) > 300
-    assert {name for name, _, _ in tried} == {"mean", "4-bit product", "shift of a sliding cache"}
+    assert {name for name, _, _ in tried} == {"mean", "4-bit product", "shift of a sliding cache", "4-bit weight"}
 
 
 def test_trials_say_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,9 +147,10 @@ class Process:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cuda = SimpleNamespace(
         device=lambda _device: contextlib.nullcontext(),
-        current_stream=lambda _device: SimpleNamespace(cuda_stream=0),
     )
     monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _index: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(compiling, "_cores", lambda: 2)
     monkeypatch.setenv(kernel_files.VARIABLE, str(tmp_path / "kernels"))
     return tmp_path / "kernels"

@@ -21,7 +21,7 @@ from gemma4_compat._decoding.bits import same_bits
 from gemma4_compat._decoding.dequantizing_source import Format
 from gemma4_compat._decoding.product_source import VALUES
 from gemma4_compat._engine.changes import upstream
-from gemma4_compat._stand_ins import dequantizing as stand_in
+from gemma4_compat._stand_ins import packed_weights
 from tests.unit.decoding.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
@@ -31,14 +31,14 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 @pytest.fixture(params=["emulated", "stand-in"])
 def compiler(request: Any, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
     """The kernel itself, and what a reproduction takes for it on a machine without a GPU."""
-    found = HostCompiler if request.param == "emulated" else stand_in.Compiler
+    found = HostCompiler if request.param == "emulated" else packed_weights.Compiler
     if (obstacle := found.obstacle()) is not None:
         pytest.skip(obstacle)
-    if found is HostCompiler and not hasattr(functional, "has_avx512bf16"):
-        pytest.skip("bitsandbytes before 0.49 rounds twice on a CPU")
+    if found is HostCompiler and not hasattr(torch.ops.bitsandbytes, "gemm_4bit"):
+        pytest.skip("bitsandbytes before 0.50 rounds some blocks twice on a CPU")
     monkeypatch.setitem(kernels.COMPILERS, "cpu", found)
     monkeypatch.setattr(kernels, "_kernels", {})
-    monkeypatch.setattr(dequantizing, "_exact", {})
+    monkeypatch.setattr(dequantizing, "_launches", {})
     return found
 
 
@@ -210,9 +210,38 @@ def test_a_capture_is_no_place_for_a_trial(compiler: Any, monkeypatch: pytest.Mo
     packed, state = quantized()
     layout = Format(state.quant_type, state.blocksize, state.state2.blocksize, state.dtype)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not dequantizing._tried(layout, torch.device("cuda", 0))
-    assert dequantizing._exact == {}
+    assert not dequantizing._is_exact(layout, torch.device("cuda", 0), kernels.of(CPU))
+    assert kernels.of(CPU) not in dequantizing._exact
     assert dequantizing.of_state(packed, state) is not None
+
+
+def test_a_launch_is_remembered_until_something_else_is_there(
+    compiler: Any, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By addresses: what has moved is looked at again, and what is remembered has a bound."""
+    again: list[int] = []
+    monkeypatch.setattr(kernels.Kernels, "again", lambda _self, _kernel: again.append)
+    packed, state = quantized()
+    for _ in range(3):
+        dequantizing.of_state(packed, state)
+    assert (len(launched), len(again)) == (1, 2)
+    state.offset = state.offset.clone()
+    dequantizing.of_state(packed, state)
+    dequantizing.of_state(packed.clone(), state)
+    state.dtype = torch.float16
+    assert dequantizing.of_state(packed, state).dtype == torch.float16
+    assert (len(launched), len(again)) == (4, 2)
+    monkeypatch.setattr(dequantizing, "_MOST_LAUNCHES", 4)
+    dequantizing.of_state(packed.clone(), state)
+    assert len(dequantizing._launches) == 1
+
+
+def test_new_kernels_are_tried_anew(compiler: Any, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    packed, state = quantized()
+    expected = upstream(functional.dequantize_4bit)(packed, state)
+    for _ in range(2):
+        monkeypatch.setattr(kernels, "_kernels", {})
+        assert same_bits(dequantizing.of_state(packed, state), expected)
 
 
 def test_other_bits_leave_it_to_bitsandbytes(

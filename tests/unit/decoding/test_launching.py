@@ -74,9 +74,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
         device=inside,
         current_device=lambda: current[-1],
         is_current_stream_capturing=lambda: capturing[-1],
-        current_stream=lambda device: SimpleNamespace(cuda_stream=1000 + device.index),
     )
     monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
 
 
 def test_structures_are_as_in_cuda_h() -> None:
@@ -116,6 +117,20 @@ def test_what_the_driver_gets() -> None:
 def test_a_grid_and_a_block_of_its_own() -> None:
     found = launched(Library(), Kernel("", (), 0, (1,), block=256, grid=(70000, 5)))
     assert (found["grid"], found["block"]) == ((70000, 5, 1), (256, 1, 1))
+
+
+def test_a_launch_again_has_another_last_tensor_only() -> None:
+    library = Library()
+    first, last = torch.zeros(8), torch.zeros(8)
+    launcher = Driver(library).launcher(ctypes.c_void_p(7), "fused_0", DEVICE, early=False)
+    again = launcher.again(Kernel("", (first, last), 1, (300, 5), block=256, grid=(70, 2)))
+    launcher(Kernel("", (last, first), 1, (1, 2)))
+    again(1234)
+    once, found = library.launches
+    assert (once["grid"], found["grid"], found["block"]) == ((1, 1, 1), (70, 2, 1), (256, 1, 1))
+    arguments = [struct.unpack("<Q", value)[0] for value in found["arguments"]]
+    assert arguments == [first.data_ptr(), 1234, 300, 5]
+    assert (found["stream"], found["device"]) == (1001, 1)
 
 
 def test_an_early_launch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

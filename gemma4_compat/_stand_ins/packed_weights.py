@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import torch
+#: The fix, which gets this kernel if it is loaded; a standalone script does not load it.
+REPAIR = "gemma4_compat._decoding.kernels"
 
 
 @contextlib.contextmanager
-def standing_in(compilers: dict[str, Any]) -> Iterator[None]:
-    """Inside, the CPU has this kernel, unless there are kernels for it already.
+def kernel(device: Any) -> Iterator[str | None]:
+    """Inside, the CPU has this kernel, unless it has one already. Yields why ``device`` has none; None if it has."""
+    import torch
 
-    Args:
-        compilers: ``gemma4_compat._decoding.kernels.COMPILERS``.
-    """
-    with mock.patch.dict(compilers, {"cpu": Compiler} | compilers):
-        yield
+    repair = sys.modules.get(REPAIR)
+    if repair is None:
+        yield None
+        return
+    with mock.patch.dict(repair.COMPILERS, {"cpu": Compiler} | repair.COMPILERS):
+        yield repair.COMPILERS[torch.device(device).type].obstacle()
+
+
+def computed(packed: Any, state: Any) -> Any:
+    """The weight of a state with nested scales, by bitsandbytes' operations one by one."""
+    import torch
+
+    operations, inner = torch.ops.bitsandbytes, state.state2
+    scales = operations.dequantize_blockwise.default(
+        state.absmax, inner.absmax, inner.code, inner.blocksize, torch.float32
+    )
+    arguments = (state.blocksize, state.quant_type, state.shape, state.dtype)
+    return operations.dequantize_4bit.default(packed, scales + state.offset, *arguments)
 
 
 class Compiler:
@@ -42,6 +58,8 @@ class Compiler:
         return [self._launch for _ in texts]
 
     def _launch(self, kernel: Any) -> None:
+        import torch
+
         type(self).launches += 1
         packed, absmax, *nested, code, result = kernel.tensors
         _, shift, *nested_shift = kernel.sizes  # the sizes of blocks, in words of 8 values
