@@ -15,6 +15,7 @@ from gemma4_compat._decoding import static_caches
 from gemma4_compat._decoding.prompts import MASKS, RECORDED, Prompt, is_text
 from gemma4_compat._engine import sleep
 from gemma4_compat._models import cache_names, prefill
+from gemma4_compat._offload import streaming
 
 #: Tokens of a piece, for each row.
 SIZES = (32, 64, 128, 256, 512)
@@ -90,6 +91,8 @@ def _is_plain(model: Any, generation_config: Any, model_kwargs: dict[str, Any]) 
     configs = (generation_config, model.config, text)
     if any(getattr(config, name, False) for config in configs for name in RECORDED):
         return False
+    if any(map(streaming.is_streamed, model.get_decoder().layers)):
+        return False  # each piece would bring the layers from the host
     return is_text(model_kwargs) and text._attn_implementation == "sdpa"
 
 

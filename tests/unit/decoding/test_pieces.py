@@ -74,7 +74,7 @@ def test_a_text_that_grows(models: Models) -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "adapter", "where"),
-    [("4bit-double", "language", "device"), ("4bit", None, "streamed"), (None, "all", "host")],
+    [("4bit-double", "language", "device"), ("4bit", None, "device"), (None, "all", "host")],
 )
 def test_bits_do_not_depend_on_replays_or_on_calls_before(
     models: Models, monkeypatch: pytest.MonkeyPatch, quantization: str | None, adapter: str | None, where: str
@@ -142,6 +142,12 @@ def _looks(_module: Any, _inputs: Any) -> None:
 
 
 _looks.__module__ = "__main__"
+
+
+def test_streamed_layers_come_once(models: Models) -> None:
+    model = fast(models, "4bit", None, "streamed", single=False)
+    for _ in range(3):
+        assert_equal(generate(model, text(model, 20)), generate(model, text(model, 20), EAGER))
 
 
 def test_a_model_that_cannot_be_captured_reads_prompts_at_once(models: Models) -> None:

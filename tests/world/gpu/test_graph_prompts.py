@@ -39,7 +39,7 @@ def test_prompts_have_the_bits_of_prompts_without_a_replay(
     assert counted.reasons == ()
 
 
-@pytest.mark.parametrize("where", ["device", "host", "streamed"])
+@pytest.mark.parametrize("where", ["device", "host"])
 def test_pieces_are_near_prompts_that_are_read_at_once(
     models: Models, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
