@@ -20,6 +20,7 @@ from gemma4_compat._accelerate import attached
 from gemma4_compat._attention import layers
 from gemma4_compat._attention.block_layout import UNIT, Layout
 from gemma4_compat._engine import settings
+from gemma4_compat._models import prefill
 
 ID = "transformers-sliding-windows"
 
@@ -117,6 +118,7 @@ def _is_traced(tensor: Any) -> bool:
         torch.jit.is_tracing()
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+        or prefill.is_captured()
         or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
     )
 

@@ -1,12 +1,14 @@
-"""Fast decoding: ``generate`` replays the step that reads one token as one CUDA graph.
+"""Fast decoding: ``generate`` replays steps of one token, and after ``decode_fast`` prompts, as CUDA graphs.
 
 Called by ``patches/generation/transformers_graph_decoding.py``; ``decode_fast`` (:mod:`fast`) only marks a model. The
-patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`decoder.Decoder`
+patched ``generate`` asks whether to compile (``_valid_auto_compile_criteria``) and gets a :class:`call.Decoder`
 from ``get_compiled_call``. Each token calls that decoder; it captures, replays, or runs the model itself.
 ``transformers_deferred_stop`` calls :mod:`deferral`; where no user's code runs between two tokens, also
 :mod:`advancing` and :mod:`choosing`.
 
-* :mod:`decoder`: the call that ``generate`` takes for its steps. :mod:`graphs`: what it keeps of them.
+* :mod:`call`: the call that ``generate`` takes for its prompt and its steps.
+* :mod:`decoder`: what a model keeps: its graphs, in :mod:`graphs`, and their statistics. :mod:`prompts`: the graphs of
+  prompts.
 * :mod:`steps`: one step and its inputs, and which other steps the same graph serves.
 * :mod:`recording`: one captured step, on CUDA.
 * :mod:`dependencies`: what a captured step has read that a replay would not notice. ``Decoding.variant`` checks it

@@ -146,18 +146,17 @@ class Following:
         return found
 
     def outputs(self) -> Any:
-        """The model's output after a replay.
-
-        Nobody keeps its logits: ``generate`` copies the last ones at once. If there is more in it than logits, it is a
-        copy.
-        """
+        """The model's output after a replay, with copies of its tensors: another graph may write into their memory."""
         assert self.last is not None
         cache, found = self.last.step.cache, self.last.graph.outputs
         if self._outputs[0] is not found:
             others = [name for name, value in found.items() if name not in cache_names.NAMES and value is not None]
             self._outputs = found, steps.given_back(found, cache) if others == ["logits"] else None
-        shared = self._outputs[1]
-        return steps.copied(found, cache) if shared is None else shared
+        own = self._outputs[1]  # of the last token, which `generate` has let go
+        if own is None:
+            return steps.copied(found, cache)
+        own["logits"] = found["logits"].clone()
+        return own
 
 
 class Loop:

@@ -1,4 +1,4 @@
-"""The call that ``generate`` makes for each step: it replays a one-token step where a replay is known to be exact."""
+"""What a model keeps for fast decoding: a one-token step is replayed where a replay is known to be exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from gemma4_compat._accelerate import attached
@@ -17,8 +18,7 @@ from gemma4_compat._decoding.dependencies import Dependencies
 from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
 from gemma4_compat._decoding.recaptures import LAST, Cause, DecodingStatistics, Recapture
 from gemma4_compat._decoding.recording import RECORDERS, Recording, capturing
-from gemma4_compat._models import family
-from gemma4_compat._offload import model_lock, streaming
+from gemma4_compat._offload import streaming
 
 #: Graphs kept for one model, over all its caches and adapters. The least recently used one goes first.
 MAX_GRAPHS = 8
@@ -39,15 +39,33 @@ class Decoding:
     def __init__(self) -> None:
         self.statistics = DecodingStatistics()
         self.preferred = False  # to compiling, where transformers would compile
+        self.any_length = False  # whether prompts are read in pieces of a few sizes
         self.own = False  # whether kernels may have an arithmetic of their own
         self.fuses = True
         self.lock = threading.RLock()
         self.memories: list[static_caches.Memory] = []
         self._variants: list[Variant] = []
+        self.waiting: weakref.ref[Any] | None = None  # the `call.Decoder` that was made last
+        self.prompt_pool: Any = None  # of the graphs of prompts, and how many bytes it takes
+        self.prompt_bytes = 0
         self._pool: Any = None
         self._stream: Any = None  # of the last replay
         self._lost: Recapture | None = None  # why there is no variant to compare with
         self._evicted: collections.deque[int] = collections.deque(maxlen=REMEMBERED)  # variants, by their adapters
+
+    @property
+    def variants(self) -> list[Variant]:
+        """By the sets of adapters that were active, the last one first."""
+        return self._variants
+
+    def memory_of(self, cache: Any) -> static_caches.Memory | None:
+        """The memory that a cache has or was lent."""
+        return next((memory for memory in self.memories if memory.is_of(cache)), None)
+
+    def keep_memory(self, step: steps.Step) -> None:
+        """Keep the memory of a step's cache, which a graph uses."""
+        if step.addresses not in {memory.addresses for memory in self.memories}:
+            self.memories.append(static_caches.Memory(step.cache))
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -72,11 +90,18 @@ class Decoding:
             counted.last_recaptures = (*counted.last_recaptures, found)[-LAST:]
             _log.debug("gemma4_compat: another CUDA graph: %s (%s)", found.cause, found.detail)
 
-    def reason(self, text: str) -> None:
-        """Record why steps run without a graph, and log it once."""
+    def reason(self, text: str, what: str = "decoding") -> None:
+        """Record why steps, or prompts, run without a graph, and log it once."""
         if text not in self.statistics.reasons:
             self.statistics.reasons += (text,)
-            _log.warning("gemma4_compat: decoding without a CUDA graph: %s", text)
+            _log.warning("gemma4_compat: %s without a CUDA graph: %s", what, text)
+
+    def reason_of(self, error: BaseException, *, prompt: bool = False) -> None:
+        """Record why a capture failed, of a prompt or of a step."""
+        if prompt:
+            self.reason(f"a capture of a prompt failed with {_shown(error)}", "reading prompts")
+        else:
+            self.reason(f"a capture failed with {_shown(error)}")
 
     def reason_not_fused(self, text: str, how: str = "without fused kernels, with the same bits") -> None:
         """Record why PyTorch's kernels compute what those of this package would, and log it once."""
@@ -110,8 +135,9 @@ class Decoding:
         with self.lock:
             self.memories = [other for other in self.memories if other is not memory]
             for variant in self._variants:
-                for key in [key for key in variant.graphs if key[0] == memory.addresses]:
-                    del variant.graphs[key]
+                for graphs in (variant.graphs, variant.prompts):
+                    for key in [key for key in graphs if key[0] == memory.addresses]:
+                        del graphs[key]
 
     def clear(self) -> None:
         """Release all graphs and caches; the next call captures anew."""
@@ -246,40 +272,44 @@ class Decoding:
             if not any(variant.graphs for variant in self._variants):  # a pool without a graph cannot be used again
                 self._pool = recorder.new_pool()
             static = step.static_inputs()
-            recording, outputs = self._recorded(model, step, static)
+            recording, outputs = self.recorded(model, step, static, self._pool)
         except Exception as error:  # noqa: BLE001  # whatever it is, the step can run without a graph
-            self.reason(f"a capture failed with {_shown(error)}")
+            self.reason_of(error)
             variant.refused.add(step.kind)
             return None
         self.statistics.captured += 1
         self.statistics.capture_seconds += time.perf_counter() - begun
-        if step.addresses not in {memory.addresses for memory in self.memories}:
-            self.memories.append(static_caches.Memory(step.cache))
-        progress = fused_steps.Progress(self.statistics.captured, self.statistics.replayed)
-        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs, progress)
+        self.keep_memory(step)
+        graph = Graph(recording, steps.kept(static, step.cache), steps.tensors(static), outputs)
         variant.graphs[step.addresses, step.kind] = graph
         variant.captured[step.kind] = static_caches.length(step.cache)
         return graph
 
-    def _recorded(
-        self, model: Any, step: steps.Step, static: dict[str, Any], within: fused_steps.Within = contextlib.nullcontext
+    def recorded(
+        self,
+        model: Any,
+        step: steps.Step,
+        static: dict[str, Any],
+        pool: Any,
+        within: fused_steps.Within = contextlib.nullcontext,
     ) -> tuple[Recording, Any]:
         """Record the step that reads ``static``, with its output; ``within`` is entered around the forward."""
         streamers = streaming.streamers(model)
-        recording = RECORDERS[step.device.type](step.device, self._pool)
+        recording = RECORDERS[step.device.type](step.device, pool)
 
         def forward() -> Any:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(self.arithmetic(step.device))
+                if step.tokens == 1:  # PyTorch reads prompts
+                    stack.enter_context(self.arithmetic(step.device))
                 for streamer in streamers:
                     stack.enter_context(streamer.forked())
                 settle = stack.enter_context(within())
                 if settle is not None:
                     for streamer in streamers:
                         stack.enter_context(streamer.settled(settle))
-                return model(**static)
+                return step.forward(model, static)
 
-        with capturing, static_caches.capturable(step.cache), streaming.captured(streamers):
+        with capturing, static_caches.capturable(step.cache, step.tokens), streaming.captured(streamers):
             outputs = recording.capture(forward)
         return recording, steps.kept(outputs, step.cache)
 
@@ -288,8 +318,8 @@ class Decoding:
             oldest = next(variant for variant in reversed(self._variants) if variant.graphs)
             oldest.evicted.append(oldest.graphs.popitem(last=False)[0])
 
-    def _replay(self, model: Any, graph: Graph, step: steps.Step, *, given: bool = True) -> Any:
-        """The output of a replay. Unless ``given``, the graph's inputs are there, and its output stays where it is."""
+    def launch(self, graph: Graph, step: steps.Step, *, given: bool = True) -> None:
+        """Before a replay: wait for the stream of the last one, and give the graph the step's inputs."""
         import torch
 
         if step.device.type == "cuda":
@@ -297,15 +327,18 @@ class Decoding:
             if self._stream is not None and stream != self._stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
-        if given:
-            for static, tensor in zip(graph.inputs, step.tensors):
-                static.copy_(tensor)
+        for static, tensor in zip(graph.inputs, step.tensors if given else ()):
+            static.copy_(tensor)
+
+    def _replay(self, model: Any, graph: Graph, step: steps.Step, *, given: bool = True) -> Any:
+        """The output of a replay; None unless ``given``, when the graph's inputs are those of the step already."""
+        self.launch(graph, step, given=given)
         running = deferral.current()
         if running is not None:
             running.launched()
         if not (self.fuses and graph.progress.is_due() and self._replay_fused(model, graph, step)):
             graph.recording.replay()
-        static_caches.advance(step.sliding)
+        static_caches.advance(step.sliding, step.added)
         self.statistics.replayed += 1
         return steps.copied(graph.outputs, step.cache) if given else None
 
@@ -319,7 +352,9 @@ class Decoding:
         try:
             found = fused_steps.fused(
                 *(graph.recording, graph.outputs, step.cache, step.device, graph.progress),
-                lambda within: self._recorded(model, step, steps.given_back(graph.static, step.cache), within),
+                lambda within: self.recorded(
+                    model, step, steps.given_back(graph.static, step.cache), self._pool, within
+                ),
             )
         except Exception as error:  # noqa: BLE001  # whatever it is, the plain graph is there
             self.reason_not_fused(_shown(error))
@@ -337,62 +372,6 @@ def _shown(error: BaseException) -> str:
     while error.__context__ is not None:
         error = error.__context__
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-
-
-class Decoder:
-    """Stands in for ``model.__call__`` during one ``generate``.
-
-    Args:
-        model: a transformers model.
-        decoding: from :func:`of`.
-    """
-
-    def __init__(self, model: Any, decoding: Decoding) -> None:
-        self.model, self._decoding = model, decoding
-        self.following: advancing.Following | None = None
-        self._first, self._given_up = True, False
-
-    def __call__(self, *args: Any, **inputs: Any) -> Any:
-        """Return what ``model(*args, **inputs)`` returns; for one token, without running its Python."""
-        step = None if args else steps.Step.of(inputs)
-        if step is None:
-            return self.model(*args, **inputs)
-        if not self._given_up:
-            outputs = self._run(step)
-            if outputs is not None:
-                return outputs
-            self._given_up = True
-        self._decoding.statistics.eager += 1
-        with self._decoding.arithmetic(self.model.device):
-            return self.model(**inputs)
-
-    def _run(self, step: steps.Step) -> Any:
-        if step.obstacle is not None:
-            self._decoding.reason(step.obstacle)
-            return None
-        with self._held(sys._getframe()):
-            first, self._first = self._first, False
-            return self._decoding.run(self.model, step, first=first, following=self.following)
-
-    def follow(self, ids: Any) -> Any:
-        """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
-        assert self.following is not None
-        with self._held(sys._getframe()):
-            self.following.advance(ids)
-            outputs = self._decoding.follow(self.model, self.following)
-        return self(**self.following.stop()) if outputs is None else outputs
-
-    @contextlib.contextmanager
-    def _held(self, frame: Any) -> Iterator[None]:
-        """Inside, other threads run no step of this model."""
-        lock = model_lock.of(self.model)
-        held = lock is not None and lock.hold(frame)
-        try:
-            with self._decoding.lock:
-                yield
-        finally:
-            if lock is not None and held:
-                lock.release()
 
 
 def of(model: Any) -> Decoding:
@@ -420,19 +399,3 @@ def decoding_statistics(model: Any) -> DecodingStatistics:
     """
     inner = getattr(model, "get_base_model", None)
     return of(model if inner is None else inner()).statistics
-
-
-def decoder_for(model: Any, cache: Any) -> Decoder | None:
-    """A decoder for a ``generate`` with this cache; None if its steps would run without a graph anyway.
-
-    Args:
-        model: a transformers model.
-        cache: what ``generate`` passes to the model.
-    """
-    if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
-        return None
-    if model.device.type not in RECORDERS:
-        return None
-    decoding = of(model)
-    decoding.tidy(cache)
-    return Decoder(model, decoding)

@@ -12,8 +12,8 @@ from gemma4_compat._models import family
 _Model = TypeVar("_Model")
 
 
-def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False) -> _Model:
-    """Have ``generate`` of a Gemma 4 model replay its decoding step as one CUDA graph.
+def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False, any_length: bool = False) -> _Model:
+    """Have ``generate`` of a Gemma 4 model replay its decoding step, and prompts of known lengths, as CUDA graphs.
 
     >>> model = gemma4_compat.decode_fast(model)
     >>> model.generate(**inputs, max_new_tokens=200)
@@ -38,18 +38,26 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False) -> 
             the rest of the batch (up to eight rows; 4-bit weights before bitsandbytes 0.50: one). A near-tie between
             two tokens may fall the other way than in PyTorch. docs/DECODING.md says what these kernels leave to
             PyTorch. A change of ``exact`` releases the graphs.
+        any_length: True to read prompts of text in pieces of a few sizes, which are replayed whatever the length of
+            the prompt. By default a prompt is replayed if one of its length was read before, and its bits are those of
+            a prompt without a replay. Pieces round otherwise, as chunks do (``prefill_chunk_size``, which wins).
 
     Returns:
         ``model`` itself.
 
     Raises:
-        Gemma4CompatError: it is not a Gemma 4 model that generates.
+        Gemma4CompatError: it is not a Gemma 4 model that generates, or ``any_length`` is asked for with ``exact``.
     """
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not family.is_gemma4(inner) or getattr(inner, "generation_config", None) is None:
         raise Gemma4CompatError(
             f"decode_fast requires a Gemma 4 model with generate(); got {type(inner).__name__}. Load it with "
             "AutoModelForCausalLM or AutoModelForImageTextToText."
+        )
+    if exact and any_length:
+        raise Gemma4CompatError(
+            "decode_fast got exact=True and any_length=True, but prompts in pieces do not have the bits of prompts "
+            "that are read at once. Leave out one of the two."
         )
     decoding = decoder.of(inner)
     obstacle = _obstacle(inner) if enabled else None
@@ -59,7 +67,7 @@ def decode_fast(model: _Model, *, enabled: bool = True, exact: bool = False) -> 
     own = decoding.preferred and not exact
     if not enabled or own != decoding.own:
         decoding.clear()
-    decoding.own = own
+    decoding.own, decoding.any_length = own, own and any_length
     return model
 
 

@@ -1,4 +1,4 @@
-"""What is kept of captured steps."""
+"""What is kept of captured steps and prompts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ REMEMBERED = 64
 
 @dataclass
 class Graph:
-    """One captured step."""
+    """One captured step, or one captured forward of a prompt."""
 
     recording: Recording
     static: dict[str, Any]  # the inputs that it reads, except the cache, which it must not keep alive
     inputs: list[Any]  # the tensors in them
     outputs: Any  # from steps.kept
-    progress: fused_steps.Progress
+    progress: fused_steps.Progress = field(default_factory=fused_steps.Progress)
 
 
 @dataclass
@@ -35,3 +35,6 @@ class Variant:
     refused: set[Any] = field(default_factory=set)  # kinds of steps that could not be captured
     captured: dict[Any, int] = field(default_factory=dict)  # kinds that were, and the positions of their caches
     evicted: collections.deque[Any] = field(default_factory=lambda: collections.deque(maxlen=REMEMBERED))
+    prompts: collections.OrderedDict[Any, Graph] = field(default_factory=collections.OrderedDict)
+    read: collections.OrderedDict[Any, Any] = field(default_factory=collections.OrderedDict)  # kinds of prompts
+    prompts_refused: bool = False  # they cannot be captured

@@ -43,6 +43,17 @@ def find(model: Any, modules: list[Any]) -> str | None:
     return next(itertools.chain(_lasting(modules), _offloaded(model, modules), of_hooks(model, modules)), None)
 
 
+def in_a_prompt(model: Any) -> Iterator[str]:
+    """Why a prompt is not to be read in pieces: somebody may look at what its forwards compute."""
+    modules = modules_of_a_step(model)
+    for module in modules:
+        if module.training:
+            yield f"{_name(model, module)} is in training mode"
+        elif has_own_forward(module):
+            yield f"{_name(model, module)} has a forward of its own"
+    yield from of_hooks(model, modules)
+
+
 def find_before_a_forward(model: Any) -> str | None:
     """The first lasting reason that is known before a forward: 8-bit weights, weights on disk, devices."""
     modules = modules_of_a_step(model)

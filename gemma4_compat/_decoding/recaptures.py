@@ -67,7 +67,7 @@ class Recapture:
 
 @dataclass
 class DecodingStatistics:
-    """How the one-token steps of a model were run.
+    """How the one-token steps of a model were run, and its prompts after ``decode_fast``.
 
     Attributes:
         replayed: replayed steps, including the captured ones.
@@ -79,6 +79,8 @@ class DecodingStatistics:
         not_fused: why graphs stayed as they were captured, or PyTorch's kernels replace those of ``decode_fast``.
         recaptures: why graphs that were there did not serve a step, so that it needed another: how often each cause.
         last_recaptures: the last eight of them, the newest at the end, with what has changed.
+        prompts_replayed: forwards of prompts, or of chunks of them, that were replayed, including the captured ones.
+        prompts_captured: graphs that were captured for them.
     """
 
     replayed: int = 0
@@ -90,6 +92,8 @@ class DecodingStatistics:
     not_fused: tuple[str, ...] = ()
     recaptures: dict[Cause, int] = field(default_factory=dict)
     last_recaptures: tuple[Recapture, ...] = ()
+    prompts_replayed: int = 0
+    prompts_captured: int = 0
 
 
 def first(*sources: Iterator[tuple[Cause, str]]) -> list[tuple[Cause, str]]:

@@ -61,12 +61,25 @@ def is_full(layer: Any) -> bool:
     return bool(layer.cumulative_length_int >= layer.max_cache_len)
 
 
+def way(layer: Any, tokens: int) -> tuple[str, int]:
+    """How the update of a sliding layer by several tokens goes, and the number in Python that it reads then."""
+    if is_full(layer):
+        return "full", 0
+    held = int(layer.cumulative_length_int)
+    return ("fills", held) if held + tokens > layer.max_cache_len else ("fits", 0)
+
+
 @contextlib.contextmanager
-def capturable(cache: Any) -> Iterator[None]:
-    """Inside, an update of one token does nothing that a capture refuses, and counters do not advance."""
+def capturable(cache: Any, tokens: int = 1) -> Iterator[None]:
+    """Inside, an update does nothing that a capture refuses, and counters do not advance.
+
+    Args:
+        cache: its layers have their tensors.
+        tokens: of each update.
+    """
     counted = [(layer, layer.cumulative_length_int) for layer in sliding(cache)]
     try:
-        with shifted(cache):
+        with shifted(cache) if tokens == 1 else contextlib.nullcontext():
             yield
     finally:
         for layer, length in counted:
@@ -99,10 +112,84 @@ def _update_full(layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, *
     return layer.keys, layer.values
 
 
-def advance(layers: list[Any]) -> None:
-    """Count the token that a replay added to these sliding layers."""
+@contextlib.contextmanager
+def updated_by(cache: Any, window: Any, real: Any, added: int) -> Iterator[None]:
+    """Inside, an update takes tokens of which only the first are real, and reads how many from tensors.
+
+    A sliding layer returns its old window and the new keys and values after it, and keeps a part of both.
+
+    Args:
+        cache: a static cache.
+        window: integers of the length of a window: which of those it keeps.
+        real: integer of no dimension: how many tokens are real.
+        added: the same number.
+    """
+    slides = sliding(cache)
+    others = [layer for layer in _holding(cache) if not any(layer is other for other in slides)]
+    with (
+        _overridden(slides, "update", functools.partial(_slide, window, real, added)),
+        _overridden(others, "update", functools.partial(_append, real)),
+    ):
+        yield
+
+
+def _slide(
+    window: Any, real: Any, added: int, layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any
+) -> tuple[Any, Any]:
+    import torch
+
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
+    found = []
+    for held, new in ((layer.keys, keys), (layer.values, values)):
+        found.append(torch.cat((held, new.to(held.dtype)), dim=-2))
+        held.copy_(found[-1].index_select(-2, window))
+    layer.cumulative_length.add_(real)
+    layer.cumulative_length_int += added
+    return found[0], found[1]
+
+
+def _append(
+    real: Any, layer: Any, _below: Any, keys: Any, values: Any, *_args: Any, **_kwargs: Any
+) -> tuple[Any, Any]:
+    import torch
+
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
+    # Padding beyond the end goes to the last slot, which is not in use: a prompt has a last token after all pieces.
+    slots = (
+        torch.arange(keys.shape[-2], device=keys.device)
+        .add_(layer.cumulative_length)
+        .clamp_(max=layer.keys.shape[-2] - 1)
+    )
+    for held, new in ((layer.keys, keys), (layer.values, values)):
+        held.index_copy_(-2, slots, new.to(held.dtype))
+    layer.cumulative_length.add_(real)
+    return layer.keys, layer.values
+
+
+def held(cache: Any) -> int | None:
+    """How many tokens a cache holds; None if no sliding layer counts them, or if these differ."""
+    counted = {(int(layer.cumulative_length_int), int(layer.max_cache_len)) for layer in sliding(cache)}
+    return counted.pop()[0] if len(counted) == 1 else None
+
+
+def empty(cache: Any) -> None:
+    """Have a cache hold nothing, in the memory that it has."""
+    for layer in _holding(cache):
+        if layer.is_initialized:
+            layer.reset()
+
+
+def window(cache: Any) -> int:
+    """The positions of a sliding layer."""
+    return int(sliding(cache)[0].max_cache_len)
+
+
+def advance(layers: list[Any], tokens: int = 1) -> None:
+    """Count the tokens that a replay added to these sliding layers."""
     for layer in layers:
-        layer.cumulative_length_int += 1
+        layer.cumulative_length_int += tokens
 
 
 @contextlib.contextmanager
@@ -179,6 +266,25 @@ class Memory:
         """Whether its cache is alive, or anything else holds one of its tensors."""
         return self._cache() is not None or _any_held(self.tensors)
 
+    def is_of(self, cache: Any) -> bool:
+        """Whether this is, or will be, the memory of that cache."""
+        return self._cache() is cache
+
+    def layout(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the tensors."""
+        return layout(self.tensors)
+
+    def fill(self, cache: Any) -> tuple[Any, ...] | None:
+        """Have the layers of a cache take the memory that was lent to it, before its first forward does.
+
+        Returns:
+            the tensors that the cache has now; None if that is not this memory.
+        """
+        for layer, keys, values in zip(_holding(cache), self.tensors[::3], self.tensors[1::3]):
+            layer.lazy_initialization(keys[:, :, :0], values[:, :, :0])
+        found = tensors(cache)
+        return found if found is not None and addresses(found) == self.addresses else None
+
     def lend(self, cache: Any, on_refused: Callable[[Memory], None]) -> None:
         """Have the layers of a new cache use these tensors, zeroed, instead of new ones.
 
@@ -196,6 +302,11 @@ class Memory:
             own = self.tensors[3 * index : 3 * index + 3]
             given = functools.partial(_initialize, layer, own, lambda: on_refused(self))
             in_place.replace(layer, "lazy_initialization", given)
+
+
+def layout(found: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Shapes and dtypes of a cache's tensors."""
+    return tuple([(tensor.shape, tensor.dtype) for tensor in found])
 
 
 def addresses(found: tuple[Any, ...]) -> tuple[int, ...]:

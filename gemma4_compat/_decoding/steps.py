@@ -37,15 +37,18 @@ class Step:
         tensors: the tensors in the inputs, in order.
         sliding: the sliding layers of the cache.
         addresses: of the cache's tensors.
+        tokens: how many each row has.
+        added: how many of them the cache holds afterwards.
         kind: hashable: steps of one kind run the same kernels on tensors of the same shapes.
     """
 
     def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...]) -> None:
-        self.inputs, self.cache = inputs, cache
+        self.inputs, self.cache = _with_own_positions(inputs), cache
         self.device = inputs["input_ids"].device
-        self.tensors = tensors(inputs)
+        self.tensors = tensors(self.inputs)
         self.sliding = static_caches.sliding(cache)
         self.addresses = static_caches.addresses(found)
+        self.tokens = self.added = int(inputs["input_ids"].shape[1])
         self.kind = self._kind()
 
     @classmethod
@@ -57,9 +60,7 @@ class Step:
         found = static_caches.tensors(cache)
         if found is None:
             return None
-        if isinstance(inputs.get("attention_mask"), dict):  # the forward reads only this of them
-            inputs = {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
-        return cls(inputs, cache, found)
+        return cls(without_token_types(inputs), cache, found)
 
     @property
     def obstacle(self) -> str | None:
@@ -76,11 +77,19 @@ class Step:
 
     def _kind(self) -> tuple[Any, ...]:
         return (
-            tuple(map(static_caches.is_full, self.sliding)),
+            self._ways(),
             tuple([(tensor.shape, tensor.dtype, tensor.stride()) for tensor in self.tensors]),
             tuple(_names(self.inputs)),
             *_settings(),
         )
+
+    def forward(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Run the model with these inputs, which may be those of a graph."""
+        return model(**inputs)
+
+    def _ways(self) -> tuple[Any, ...]:
+        """What the update of each sliding layer depends on, which is not in a tensor."""
+        return tuple(map(static_caches.is_full, self.sliding))
 
     def has_settings(self) -> bool:
         """Whether the settings of torch are still those of its kind."""
@@ -115,6 +124,23 @@ class Step:
 
         with torch.inference_mode(False), torch.no_grad():
             return {name: value if value is self.cache else _own(value) for name, value in self.inputs.items()}
+
+
+def _with_own_positions(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a chunk without a view of all positions, whose strides tell how long the text is."""
+    import torch
+
+    positions = inputs.get("position_ids")
+    if positions is None or positions.ndim != 2 or positions.stride() == (positions.shape[1], 1):
+        return inputs
+    return inputs | {"position_ids": positions.clone(memory_format=torch.contiguous_format)}
+
+
+def without_token_types(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs without what is read only to make masks, if the masks are made."""
+    if not isinstance(inputs.get("attention_mask"), dict):
+        return inputs
+    return {name: None if name in _OF_THE_PROMPT else value for name, value in inputs.items()}
 
 
 def _settings() -> tuple[Any, ...]:

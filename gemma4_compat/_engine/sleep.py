@@ -28,6 +28,11 @@ def awaken(patch_id: str) -> None:
         changes._awake.add(patch_id)  # last: a thread that finds it there goes on
 
 
+def is_installed(patch_id: str) -> bool:
+    """Whether a patch has installed anything, asleep or not."""
+    return any(vars(function)[changes._OURS] == patch_id for function in list(changes._installed))
+
+
 def show() -> None:
     """Put everything where it belongs."""
     with changes._switching:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import advancing, choosing, decoder, deferral
+from gemma4_compat._decoding import advancing, call, choosing, deferral
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 
@@ -42,7 +42,7 @@ def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
         quiet = running is not None and running.quiet and alone
         if quiet and not kwargs["generation_config"].is_assistant and advancing.serves(self):
             kwargs |= choosing.quickened(kwargs)
-            self = advancing.Loop(self, decoder.Decoder)
+            self = advancing.Loop(self, call.Decoder)
         return original(self, *args, **kwargs)
 
 

@@ -10,7 +10,8 @@ model quantized by bitsandbytes and for every device map with ``"cpu"`` or ``"di
 Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the step of one token is captured once as a
 CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
-without ``exact=True``, own kernels compute attention and unquantized products. Weights, hooks, adapters and the cache
+without ``exact=True``, own kernels compute attention and unquantized products; after either, prompts are replayed as
+well, by their lengths, with the same bits. Weights, hooks, adapters and the cache
 are checked before each replay. Models that transformers compiles itself are left to it, unless ``decode_fast`` asked
 for a replay. What cannot be captured (8-bit layers, weights on disk, user
 hooks, several devices) runs as before, and the log says why. ``disable_compile=True`` turns it off.
@@ -21,11 +22,13 @@ kernel.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from gemma4_compat._decoding import decoder, deferral, obstacles, static_caches
+from gemma4_compat._common import in_place
+from gemma4_compat._decoding import call, decoder, deferral, obstacles, pieces, static_caches
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
 from gemma4_compat._models import cache_names
@@ -46,9 +49,10 @@ def prepare_cache(
     generation_config: Any,
     model_kwargs: Any,
     generation_mode: Any,
-    *args: Any,
-    **kwargs: Any,
+    batch_size: int,
+    max_cache_length: int,
 ) -> Any:
+    length = max_cache_length
     if (
         decoder.is_preferred(self)
         and self.device.type in RECORDERS
@@ -60,9 +64,48 @@ def prepare_cache(
         refused = obstacles.of_virtual_tokens(self)
         if refused is None:
             generation_config.cache_implementation = "static"  # only for this call: it is a copy
+            if decoder.of(self).any_length:
+                length = pieces.room(max_cache_length)
         else:
             decoder.of(self).reason(refused)
-    return original(self, generation_config, model_kwargs, generation_mode, *args, **kwargs)
+    with _lazily(self):
+        return original(self, generation_config, model_kwargs, generation_mode, batch_size, length)
+
+
+@contextlib.contextmanager
+def _lazily(model: Any) -> Iterator[None]:
+    """Inside, a static cache for chunks gets no memory in advance (transformers from 5.13 on): it takes that of the
+    last one, whose addresses graphs hold.
+    """
+    name = "_get_static_cache_init_shape"
+    if decoder.is_preferred(model) and hasattr(model, name):
+        with in_place.replaced(model, name, lambda _below: None):
+            yield
+    else:
+        yield
+
+
+def prefill(
+    original: Callable[..., Any],
+    self: Any,
+    input_ids: Any,
+    generation_config: Any,
+    model_kwargs: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """A prompt that is read at once calls the model itself; one in chunks asks for a compiled call."""
+    if decoder.is_preferred(self) and generation_config.prefill_chunk_size is None:
+        given = None
+        if not generation_config.disable_compile:
+            given = call.decoder_for(self, cache_names.cache_in(model_kwargs))
+        if given is not None and decoder.of(self).any_length:
+            outputs = pieces.read(given, input_ids, generation_config, model_kwargs)
+            if outputs is not None:
+                return outputs
+        if given is not None:
+            self = _Called(self, given)
+    return original(self, input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 def valid_auto_compile_criteria(
@@ -72,7 +115,7 @@ def valid_auto_compile_criteria(
     _next.decoder = None
     if generation_config.disable_compile or (found and not decoder.is_preferred(self)):
         return found
-    _next.decoder = decoder.decoder_for(self, cache_names.cache_in(model_kwargs))
+    _next.decoder = call.decoder_for(self, cache_names.cache_in(model_kwargs))
     return found or _next.decoder is not None
 
 
@@ -88,7 +131,7 @@ def compiled_call(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     cache, config = cache_names.cache_in(kwargs), kwargs.get("generation_config")
-    given = None if config is None or config.disable_compile else decoder.decoder_for(self, cache)
+    given = None if config is None or config.disable_compile else call.decoder_for(self, cache)
     if given is None:
         return original(self, *args, **kwargs)
     with static_caches.reordered_in_place(cache):
@@ -98,7 +141,7 @@ def beam_search(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
 class _Called:
     """A view of a model that calls a decoder. Everything else is the model's."""
 
-    def __init__(self, model: Any, given: decoder.Decoder) -> None:
+    def __init__(self, model: Any, given: call.Decoder) -> None:
         self._model, self._given = model, given
 
     def __getattr__(self, name: str) -> Any:
@@ -158,6 +201,7 @@ PATCH = Patch(
             name="GenerationMixin._valid_auto_compile_criteria",
             replacement=valid_auto_compile_criteria,
         ),
+        Target(module="transformers.generation.utils", name="GenerationMixin._prefill", replacement=prefill),
         Target(
             module="transformers.generation.utils",
             name="GenerationMixin._prepare_cache_for_generation",

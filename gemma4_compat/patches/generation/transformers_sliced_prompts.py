@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from gemma4_compat._engine import sleep
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
-from gemma4_compat._models import cache_names
+from gemma4_compat._models import cache_names, prefill
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -59,18 +59,13 @@ def slice_inputs(
         return original(self, *inputs, **kwargs)
     kwargs |= {name: None for name in cache_names.NAMES if name in kwargs}
     *sliced, masks = original(self, *inputs, **kwargs)
-    if sliced[0].shape[1] == 1 and tokens < self.config.sliding_window and _hides_nothing(masks[_SLIDING], tokens):
+    if (
+        sliced[0].shape[1] == 1
+        and tokens < self.config.sliding_window
+        and prefill.hides_nothing(masks[_SLIDING], tokens)
+    ):
         masks = masks | {_SLIDING: None}  # as with the default cache
     return *sliced, masks
-
-
-def _hides_nothing(mask: Any, tokens: int) -> bool:
-    """Whether a mask of one position lets it attend to the whole prompt. While compiling, nobody can know."""
-    import torch
-
-    if mask is None or mask.dtype != torch.bool or torch.compiler.is_compiling():
-        return False
-    return bool(mask[..., :tokens].all())
 
 
 def decoder_layer(original: Callable[..., Any], self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

@@ -30,11 +30,10 @@ from gemma4_compat._models import prefill as prefill_of
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
 
-_ID = "transformers-unread-chunks"
+_ID = prefill_of.UNREAD_PATCH
 _GEMMA4 = ("gemma4", "gemma4_text")  # the others have no KV-shared layers, or nothing else
-_LAYER = "Gemma4TextDecoderLayer"
-#: A keyword argument that the models pass on to their layers.
-_UNREAD = "gemma4_compat_unread"
+_LAYER = prefill_of.UNREAD_LAYER
+_UNREAD = prefill_of.UNREAD
 _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 

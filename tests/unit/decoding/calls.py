@@ -155,6 +155,15 @@ def ask(model: Any, **options: Any) -> Run:
     return lambda way: [generate(model, text(model), way, **options)]
 
 
+def sized(model: Any, length: int) -> None:
+    """Have ``generate`` make caches for so many tokens at least, or skip the test (transformers before 5.13)."""
+    import pytest
+
+    if not hasattr(base(model).generation_config, "max_cache_len"):
+        pytest.skip("this transformers has no max_cache_len")
+    base(model).generation_config.max_cache_len = length
+
+
 def static_cache(model: Any, length: int = 64) -> Any:
     from transformers import StaticCache
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 from transformers.generation import utils
 
-from gemma4_compat._decoding import advancing, decoder, fused_steps, kernels, static_caches
+from gemma4_compat._decoding import advancing, call, fused_steps, kernels, static_caches
 from gemma4_compat._models import cache_names
 from tests.unit.decoding.calls import (
     WINDOW,
@@ -45,7 +45,7 @@ class Follows:
 @pytest.fixture
 def follows(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follows]:
     found = Follows()
-    follow, compare = decoder.Decoder.follow, advancing.Following.compare
+    follow, compare = call.Decoder.follow, advancing.Following.compare
 
     def followed(self: Any, ids: Any) -> Any:
         found.steps += 1
@@ -57,7 +57,7 @@ def follows(tapes: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follows]:
         if known:
             found.equal.append(self._compared)
 
-    monkeypatch.setattr(decoder.Decoder, "follow", followed)
+    monkeypatch.setattr(call.Decoder, "follow", followed)
     monkeypatch.setattr(advancing.Following, "compare", was_compared)
     return found
 
@@ -202,6 +202,22 @@ def test_what_is_returned_is_the_callers(models: Models, follows: Follows) -> No
     assert counted[0] == counted[1]
 
 
+def test_another_graph_writes_where_the_output_was(
+    models: Models, follows: Follows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread replays its graph, which shares memory with this one, before ``generate`` reads the logits."""
+    follow = call.Decoder.follow
+
+    def followed(self: Any, ids: Any) -> Any:
+        found = follow(self, ids)
+        self.following.last.graph.outputs.logits.fill_(float("nan"))
+        return found
+
+    monkeypatch.setattr(call.Decoder, "follow", followed)
+    asked(models(), text(models(), 5))
+    assert follows.steps > NEW // 2
+
+
 def test_a_text_that_ends(models: Models, follows: Follows) -> None:
     model = models()
     (free,) = asked(model, text(model, 5, batch=2))
@@ -240,7 +256,7 @@ def test_inputs_that_would_differ_are_built(models: Models, follows: Follows, mo
 def test_a_step_that_no_graph_serves(models: Models, follows: Follows, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight is replaced, or a setting, as if by another thread, between two steps that follow."""
     model = models.fresh()
-    follow, changes = decoder.Decoder.follow, {8, 14}
+    follow, changes = call.Decoder.follow, {8, 14}
 
     def changed(self: Any, ids: Any) -> Any:
         if ids.shape[1] in changes:
@@ -248,7 +264,7 @@ def test_a_step_that_no_graph_serves(models: Models, follows: Follows, monkeypat
             norm.weight = torch.nn.Parameter(norm.weight.detach().clone(), requires_grad=False)
         return follow(self, ids)
 
-    monkeypatch.setattr(decoder.Decoder, "follow", changed)
+    monkeypatch.setattr(call.Decoder, "follow", changed)
     asked(model, padded(model, left=True, length=3))
     assert steps(model).recaptures
     assert follows.steps > 0

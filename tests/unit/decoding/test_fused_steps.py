@@ -192,17 +192,6 @@ def test_what_is_undone_meanwhile_begins_anew(slow: type[Slow], models: Models) 
     assert (calls.steps(model).fused, calls.steps(model).captured) == (1, 2)
 
 
-def test_later_graphs_are_fused_early_if_the_ones_before_were_used(slow: type[Slow], models: Models) -> None:
-    slow.futures.append(Future())
-    slow.futures[0].set_result(None)
-    model, found = models.fresh(), []
-    for length, new in ((24, 6), (25, 6), (26, 22), (60, 5)):  # caches of different lengths
-        text = calls.text(model, length)
-        calls.compared(model, lambda way, text=text, new=new: [calls.generate(model, text, way, new=new)])
-        found.append((calls.steps(model).replayed, calls.steps(model).fused))
-    assert found == [(4, 1), (8, 1), (28, 2), (31, 3)]
-
-
 def test_without_a_compiler_nothing_is_fused(tapes: Any, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_steps, "AFTER", 2)
     model = models.fresh()

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("bitsandbytes")
 
 import gemma4_compat
-from gemma4_compat._decoding import decoder
+from gemma4_compat._decoding import call
 from gemma4_compat._engine import versions
 from tests.unit.decoding.calls import (
     NEW,
@@ -187,10 +187,10 @@ def test_other_caches_are_left_alone(models: Models, options: dict[str, Any]) ->
 
 def test_a_static_cache_that_is_offloaded_is_left_alone(models: Models) -> None:
     model, cache = models(), static_cache(models())
-    assert decoder.decoder_for(model, cache) is not None
+    assert call.decoder_for(model, cache) is not None
     cache.offloading = True  # to fill one takes a GPU
-    assert decoder.decoder_for(model, cache) is None
-    assert decoder.decoder_for(model, None) is None
+    assert call.decoder_for(model, cache) is None
+    assert call.decoder_for(model, None) is None
 
 
 def test_training_mode_says_so(models: Models) -> None:
@@ -215,7 +215,7 @@ def test_gradients_and_autocast_say_so(models: Models) -> None:
     (reason,) = steps(model).reasons
     assert "autocast" in reason
     compared(model, ask(model))
-    step = decoder.decoder_for(model, static_cache(model))
+    step = call.decoder_for(model, static_cache(model))
     assert step is not None
     before = counts(model)
     cache = static_cache(model)

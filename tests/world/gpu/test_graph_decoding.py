@@ -303,13 +303,13 @@ def test_stops_that_are_read_late(
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_inputs_that_follow(models: Models, monkeypatch: pytest.MonkeyPatch, where: str, length: int) -> None:
     """Positions and masks are made on the GPU, while the windows become full and padding leaves them."""
-    from gemma4_compat._decoding import decoder
+    from gemma4_compat._decoding import call
 
     if not is_affected(patch("transformers-deferred-stop")):
         pytest.skip("transformers before 5.17 builds the inputs of every token")
     followed: list[int] = []
-    follow = decoder.Decoder.follow
-    monkeypatch.setattr(decoder.Decoder, "follow", lambda self, ids: followed.append(1) or follow(self, ids))
+    follow = call.Decoder.follow
+    monkeypatch.setattr(call.Decoder, "follow", lambda self, ids: followed.append(1) or follow(self, ids))
     model = models(where=where)
     compared(model, lambda way: [generate(model, padded(model, left=True, length=length), way, new=24)])
     assert len(followed) > 12

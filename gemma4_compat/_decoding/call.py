@@ -1,0 +1,146 @@
+"""The call that ``generate`` makes for its prompt and for each step."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gemma4_compat._decoding import advancing, decoder, obstacles, pieces, prompts, static_caches, steps
+from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._models import cache_names, family
+from gemma4_compat._offload import model_lock
+
+
+class Decoder:
+    """Stands in for ``model.__call__`` during one ``generate``.
+
+    Args:
+        model: a transformers model.
+        decoding: from :func:`of`.
+        cache: of this ``generate``.
+    """
+
+    def __init__(self, model: Any, decoding: decoder.Decoding, cache: Any) -> None:
+        self.model, self._decoding, self._cache = model, decoding, weakref.ref(cache)
+        self.following: advancing.Following | None = None
+        self._first, self._given_up = True, False
+
+    def is_for(self, cache: Any) -> bool:
+        """Whether this one serves a ``generate`` with that cache, and has not begun."""
+        return self._first and self._cache() is cache
+
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
+        """Return what ``model(*args, **inputs)`` returns; where it can be replayed, without running its Python."""
+        step = None if args else steps.Step.of(inputs)
+        if step is None:
+            return self.model(*args, **inputs) if args or not self._decoding.preferred else self._read(inputs)
+        if not self._given_up:
+            outputs = self._run(step)
+            if outputs is not None:
+                return outputs
+            self._given_up = True
+        self._decoding.statistics.eager += 1
+        with self._decoding.arithmetic(self.model.device):
+            return self.model(**inputs)
+
+    def _run(self, step: steps.Step) -> Any:
+        if step.obstacle is not None:
+            self._decoding.reason(step.obstacle)
+            return None
+        with self._held(sys._getframe()):
+            first, self._first = self._first, False
+            return self._decoding.run(self.model, step, first=first, following=self.following)
+
+    def follow(self, ids: Any) -> Any:
+        """Return what the model returns for the token that ends ``ids``, [batch, length], if ``following.ready``."""
+        assert self.following is not None
+        with self._held(sys._getframe()):
+            self.following.advance(ids)
+            outputs = self._decoding.follow(self.model, self.following)
+        return self(**self.following.stop()) if outputs is None else outputs
+
+    def _read(self, inputs: dict[str, Any]) -> Any:
+        """Read a prompt, or whatever has several tokens."""
+        prompt = prompts.Prompt.of(inputs)
+        if prompt is not None and prompt.obstacle is None:
+            outputs = self._alone(lambda: prompts.run(self._decoding, self.model, prompt, first=self._first))
+            if outputs is not None:
+                self._first = False
+                return outputs
+        outputs = self._read_without_a_graph(inputs)
+        if prompt is not None and prompt.obstacle is None:
+            self._alone(lambda: prompts.has_run(self._decoding, self.model, prompt))
+        return outputs
+
+    def _read_without_a_graph(self, inputs: dict[str, Any]) -> Any:
+        """Where memory runs out, the graphs of other prompts go, and a prompt in an empty cache is read again."""
+        import torch
+
+        cache = cache_names.cache_in(inputs)
+        with self._decoding.lock:
+            prompts.make_room(self._decoding, self.model, inputs)
+        again = static_caches.is_static(cache) and static_caches.held(cache) == 0
+        try:
+            return self.model(**inputs)
+        except torch.OutOfMemoryError:
+            with self._decoding.lock:
+                if not prompts.release(self._decoding) or not again:
+                    raise
+        static_caches.empty(cache)  # not in the handler: the error holds what the forward had
+        return self.model(**inputs)
+
+    def read_piece(self, piece: pieces.Piece, *, first: bool) -> bool:
+        """Read a piece of a prompt. False, and nothing has run, if the ``first`` one shows that it cannot be done."""
+        decoding, model = self._decoding, self.model
+        if piece.obstacle is not None or (decoding.variants and decoding.variants[0].prompts_refused and first):
+            return False
+        if self._alone(lambda: prompts.run(decoding, model, piece, first=self._first)) is not None:
+            self._first = False
+            return True
+        if first and next(obstacles.in_a_prompt(model), None) is not None:
+            return False
+        with decoding.lock:
+            prompts.make_room(decoding, model, piece.inputs)
+        piece.forward(model, piece.inputs)
+        self._alone(lambda: prompts.has_run(decoding, model, piece))
+        return True
+
+    def _alone(self, function: Callable[[], Any]) -> Any:
+        with self._held(sys._getframe()):
+            return function()
+
+    @contextlib.contextmanager
+    def _held(self, frame: Any) -> Iterator[None]:
+        """Inside, other threads run no step of this model."""
+        lock = model_lock.of(self.model)
+        held = lock is not None and lock.hold(frame)
+        try:
+            with self._decoding.lock:
+                yield
+        finally:
+            if lock is not None and held:
+                lock.release()
+
+
+def decoder_for(model: Any, cache: Any) -> Decoder | None:
+    """A decoder for a ``generate`` with this cache; None if its steps would run without a graph anyway.
+
+    Args:
+        model: a transformers model.
+        cache: what ``generate`` passes to the model.
+    """
+    if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
+        return None
+    if model.device.type not in RECORDERS:
+        return None
+    decoding = decoder.of(model)
+    known: Decoder | None = None if decoding.waiting is None else decoding.waiting()
+    if known is not None and known.model is model and known.is_for(cache):
+        return known  # of the same `generate`, which asks again for its prompt
+    decoding.tidy(cache)
+    found = Decoder(model, decoding, cache)
+    decoding.waiting = weakref.ref(found)
+    return found

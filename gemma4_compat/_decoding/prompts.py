@@ -1,0 +1,214 @@
+"""Prompts after ``decode_fast``: a forward of several tokens is captured by its exact shape, and replayed.
+
+The first forward of a kind runs without a graph; the second is captured, if the cache has the memory of an earlier one
+(or is in use already, as for the chunks of a long prompt). A replay has the bits of the forward without a graph.
+Graphs are kept apart from those of steps, in a memory pool of their own, which is given back when memory is short.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from gemma4_compat._decoding import obstacles, static_caches, steps
+from gemma4_compat._decoding.graphs import REMEMBERED, Graph, Variant
+from gemma4_compat._decoding.recording import RECORDERS
+from gemma4_compat._models import cache_names, prefill
+
+if TYPE_CHECKING:
+    from gemma4_compat._decoding.decoder import Decoding
+
+#: Graphs of prompts that are kept for one model. The least recently used one goes first.
+MAX_GRAPHS = 8
+#: Tokens of a forward, over all rows of a batch: more keep the GPU busy for longer than Python takes, and their
+#: activations would fill the pool.
+MAX_TOKENS = 2048
+#: Inputs of a prompt whose forward is more than that of a text.
+_NOT_TEXT = (
+    *("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs", "inputs_embeds"),
+    *("per_layer_inputs", "labels", "shared_kv_states"),
+)
+#: Inputs that ask for an output of every position.
+RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits", "return_shared_kv_states")
+MASKS = ("full_attention", "sliding_attention")
+_log = logging.getLogger("gemma4_compat")
+
+
+class Prompt(steps.Step):
+    """A forward of several tokens of text for each row of a batch, which returns the logits of the last one.
+
+    Attributes:
+        hides_nothing: what ``prefill.hides_nothing`` finds in its forward, which a capture cannot read.
+    """
+
+    def __init__(self, inputs: dict[str, Any], cache: Any, found: tuple[Any, ...] | None) -> None:
+        full, sliding = map(inputs["attention_mask"].get, MASKS)
+        tokens = inputs["input_ids"].shape[1]
+        self.hides_nothing = full is None and sliding is not None and prefill.hides_nothing(sliding[:, :, -1:], tokens)
+        super().__init__(inputs, cache, found or ())
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any]) -> Prompt | None:
+        """The prompt with these inputs; None if it is something else, or too long to be captured."""
+        import torch
+
+        cache, ids, masks = cache_names.cache_in(inputs), inputs.get("input_ids"), inputs.get("attention_mask")
+        if cache is None or ids is None or ids.ndim != 2 or not 1 < ids.shape[1] <= MAX_TOKENS // len(ids):
+            return None
+        # Without masks and positions the forward makes them, from what the cache counts in Python.
+        if not isinstance(masks, dict) or not isinstance(inputs.get("position_ids"), torch.Tensor):
+            return None
+        if any(mask is not None and not isinstance(mask, torch.Tensor) for mask in masks.values()):
+            return None
+        if not is_text(inputs) or not static_caches.is_static(cache):
+            return None
+        return cls(steps.without_token_types(inputs), cache, static_caches.tensors(cache))
+
+    def _ways(self) -> tuple[Any, ...]:
+        found = [static_caches.way(layer, self.tokens) for layer in self.sliding]
+        return (*found, self.hides_nothing, self.inputs["input_ids"].shape, static_caches.length(self.cache))
+
+    def takes(self, memory: static_caches.Memory | None, layout: Any) -> bool:
+        """Whether the cache has its tensors, or takes those that were lent to it, of this layout, now."""
+        if self.addresses:
+            return True
+        if memory is None or memory.layout() != layout:
+            return False
+        found = memory.fill(self.cache)
+        self.addresses = () if found is None else memory.addresses
+        return found is not None
+
+
+def is_text(inputs: dict[str, Any]) -> bool:
+    """Whether these inputs are text only, and ask for the last logits only."""
+    if any(inputs.get(name) is not None and inputs[name] != {} for name in _NOT_TEXT):
+        return False
+    return bool(inputs.get("logits_to_keep") == 1) and not any(inputs.get(name) for name in RECORDED)
+
+
+def run(decoding: Decoding, model: Any, prompt: Prompt, *, first: bool) -> Any:
+    """Read a prompt by replaying its graph. ``first``: nothing was replayed in this ``generate``.
+
+    Returns:
+        the model's output; None if it has to run without a graph, and nothing has run then.
+    """
+    if not any(prompt.kind in variant.read for variant in decoding.variants):
+        return None  # without a look at the model
+    variant = decoding.variant(model, in_full=first)
+    if variant.prompts_refused or prompt.kind not in variant.read:
+        return None
+    if not prompt.takes(decoding.memory_of(prompt.cache), variant.read[prompt.kind]):
+        return None
+    key = prompt.addresses, prompt.kind
+    graph = variant.prompts.get(key) or _captured(decoding, model, prompt, variant)
+    if graph is None:
+        return None
+    variant.prompts.move_to_end(key)
+    decoding.launch(graph, prompt)
+    graph.recording.replay()
+    static_caches.advance(prompt.sliding, prompt.added)
+    decoding.statistics.prompts_replayed += 1
+    return steps.copied(graph.outputs, prompt.cache)
+
+
+def has_run(decoding: Decoding, model: Any, prompt: Prompt) -> None:
+    """Note a prompt that has run without a graph: the next one of its kind may be captured."""
+    found = static_caches.tensors(prompt.cache)
+    variant = decoding.variant(model, in_full=False, settling=True)
+    if found is None or variant.prompts_refused:
+        return
+    if prompt.kind in variant.read and decoding.memory_of(prompt.cache) is None:
+        decoding.memories.append(static_caches.Memory(prompt.cache))
+    variant.read[prompt.kind] = static_caches.layout(found)
+    variant.read.move_to_end(prompt.kind)
+    if len(variant.read) > REMEMBERED:
+        variant.read.popitem(last=False)
+
+
+def _captured(decoding: Decoding, model: Any, prompt: Prompt, variant: Variant) -> Graph | None:
+    """Capture the forward of a prompt without running it. None, with model and cache unchanged, if that fails."""
+    recorder = RECORDERS[prompt.device.type]
+    obstacle = recorder.obstacle() or obstacles.find(model, obstacles.modules_of_a_step(model))
+    if obstacle is not None:
+        decoding.reason(obstacle)
+        variant.prompts_refused = True
+        return None
+    while sum(len(other.prompts) for other in decoding.variants) >= MAX_GRAPHS:
+        next(other for other in reversed(decoding.variants) if other.prompts).prompts.popitem(last=False)
+    if not _has_room(decoding, model, prompt.device, prompt.inputs["input_ids"].numel()):
+        return None
+    begun, before = time.perf_counter(), _reserved(prompt.device)
+    try:
+        if not any(_all(decoding)):
+            decoding.prompt_pool, decoding.prompt_bytes = recorder.new_pool(), 0
+        static = prompt.static_inputs()
+        with prefill.known_to_hide_nothing(prompt.hides_nothing):
+            recording, outputs = decoding.recorded(model, prompt, static, decoding.prompt_pool)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the prompt can run without a graph
+        decoding.reason_of(error, prompt=True)
+        variant.prompts_refused = True
+        return None
+    decoding.prompt_bytes += max(_reserved(prompt.device) - before, 0)
+    decoding.statistics.prompts_captured += 1
+    decoding.statistics.capture_seconds += time.perf_counter() - begun
+    decoding.keep_memory(prompt)
+    graph = Graph(recording, {}, steps.tensors(static), outputs)  # not fused
+    variant.prompts[prompt.addresses, prompt.kind] = graph
+    return graph
+
+
+def _all(decoding: Decoding) -> Iterator[Graph]:
+    return (graph for variant in decoding.variants for graph in variant.prompts.values())
+
+
+def release(decoding: Decoding) -> bool:
+    """Drop all graphs of prompts, and with them their pool. False if there are none."""
+    found = any(_all(decoding))
+    for variant in decoding.variants:
+        variant.prompts.clear()
+    decoding.prompt_pool, decoding.prompt_bytes = None, 0
+    return found
+
+
+def make_room(decoding: Decoding, model: Any, inputs: dict[str, Any]) -> None:
+    """Before a forward without a graph: if it may need the memory that the graphs of prompts keep, drop them."""
+    ids = inputs.get("input_ids")
+    if ids is None or ids.numel() == len(ids) or not any(_all(decoding)):
+        return
+    if not _has_room(decoding, model, ids.device, ids.numel()):
+        _log.debug("gemma4_compat: the graphs of prompts give back %d bytes", decoding.prompt_bytes)
+        release(decoding)
+
+
+def _has_room(decoding: Decoding, model: Any, device: Any, tokens: int) -> bool:
+    """Whether a forward of so many tokens fits twice into the memory that is free."""
+    import torch
+
+    if device.type != "cuda":
+        return True
+    kept = decoding.prompt_bytes if any(_all(decoding)) else 0
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - kept
+    return bool(2 * activations(model, tokens) <= torch.cuda.mem_get_info(device)[0] + max(unused, 0))
+
+
+def activations(model: Any, tokens: int) -> int:
+    """Bytes that a forward of so many tokens takes at most, roughly: an MLP, per-layer inputs, attention."""
+    text = model.config.get_text_config()
+    widest = int(text.intermediate_size) * (2 if getattr(text, "use_double_wide_mlp", False) else 1)
+    per_layer = int(getattr(text, "hidden_size_per_layer_input", 0) or 0) * int(text.num_hidden_layers)
+    heads = int(text.num_attention_heads) * int(getattr(text, "global_head_dim", 0) or 512)
+    values = 6 * int(text.hidden_size) + 4 * (widest + per_layer + heads)
+    weight = 2 * widest * int(text.hidden_size)  # dequantized
+    return int(model.dtype.itemsize) * (tokens * values + weight)
+
+
+def _reserved(device: Any) -> int:
+    """Bytes that PyTorch's allocator has from the GPU, without what is only cached."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_reserved(device))

@@ -1,0 +1,72 @@
+"""Prompts replayed as CUDA graphs after ``decode_fast``, on tiny models; the cases are those of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gemma4_compat
+from gemma4_compat._decoding import decoder, pieces
+from tests.unit.decoding.calls import WINDOW, Models, assert_equal, base, generate, steps, text
+
+CELLS = [
+    (None, None, "device"),
+    ("4bit-double", "language", "device"),
+    ("4bit", None, "host"),
+    (None, "all", "streamed"),
+]
+EAGER = {"disable_compile": True}
+
+
+@pytest.fixture(scope="module")
+def models(workspace: Any) -> Models:
+    return Models(workspace)
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": WINDOW}, {"prefill_chunk_size": 5}, {"num_beams": 2}])
+@pytest.mark.parametrize(("quantization", "adapter", "where"), CELLS)
+def test_prompts_have_the_bits_of_prompts_without_a_replay(
+    models: Models, quantization: str | None, adapter: str | None, where: str, options: dict[str, Any]
+) -> None:
+    model = gemma4_compat.decode_fast(models.fresh(quantization, adapter, where), exact=True)
+    for length in (3, WINDOW, 24):
+        for seed in range(3):
+            given = text(model, length, batch=1 + seed % 2 if length == WINDOW else 1, seed=seed)
+            assert_equal(generate(model, given, **options), generate(model, given, EAGER, **options))
+    counted = steps(model)
+    assert counted.prompts_replayed >= counted.prompts_captured > 0
+    assert counted.reasons == ()
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_pieces_are_near_prompts_that_are_read_at_once(
+    models: Models, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(pieces, "SIZES", (4, 16))
+    model = gemma4_compat.decode_fast(models.fresh("4bit", None, where), any_length=True)
+    for length in (5, 12, 17, 33, 40, 6):
+        given = text(model, length, batch=2, seed=length)
+        found, expected = (generate(model, given, way, new=1).logits[0] for way in ({}, EAGER))
+        assert (found - expected).abs().max() < 0.5 * expected.std()
+        assert torch.equal(found, generate(model, given, new=1).logits[0])
+    assert steps(model).prompts_replayed > 0
+    assert steps(model).reasons == ()
+
+
+def test_graphs_give_their_memory_back(models: Models) -> None:
+    import torch
+
+    model = gemma4_compat.decode_fast(models.fresh("4bit"), exact=True)
+    for seed in range(4):
+        generate(model, text(model, 300, seed=seed))
+    kept = decoder.of(base(model))
+    assert steps(model).prompts_captured == 1
+    assert kept.prompt_bytes > 0
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    gemma4_compat.decode_fast(model, enabled=False)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before
