@@ -390,7 +390,6 @@ RAISED: dict[str, tuple[str, ...]] = {
     "accelerate-tied-devices": ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cpu and second:0! (aten.embedding.default)",),
     "accelerate-tied-on-disk": ("RuntimeError: shape '[1, 24, 6, 64]' is invalid for input of size 1536",),
     "accelerate-train-offloaded": ("NotImplementedError: Cannot copy out of meta tensor; no data!",),
-    "bitsandbytes-fused-dequantization": ("AttributeError: module 'gemma4_compat._stand_ins.dequantizing' has no attribute 'standing_in'",),
     "bitsandbytes-int8-load-state": ("RuntimeError: Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported. Please call module.cuda() before module.load_state_dict()",),
     "bitsandbytes-int8-meta-scales": ("AttributeError: `model.vision_tower.patch_embedder.input_proj.SCB` is neither a parameter, buffer, nor extra state.", "AttributeError: Linear8bitLt has no attribute `SCB`"),
     "bitsandbytes-meta-quant-state": ("RuntimeError: Tensor.item() cannot be called on meta tensors",),
