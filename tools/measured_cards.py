@@ -27,8 +27,8 @@ FILES = {
     "NVIDIA-H200-E4B.json": ("2026-11-24-h200-speed", "2026-11-24-h200-lora"),
     "NVIDIA-H200-12B.json": ("2026-11-24-h200-speed",),
     "NVIDIA-H200-31B.json": ("2026-11-24-h200-speed",),
-    "NVIDIA-H100-E2B.json": ("2026-11-25-h100-multiprocessors",),
-    "NVIDIA-H100-E4B.json": ("2026-11-25-h100-multiprocessors",),
+    "NVIDIA-H100-E2B.json": ("2026-11-26-h100-multiprocessors",),
+    "NVIDIA-H100-E4B.json": ("2026-11-26-h100-multiprocessors",),
 }
 #: Cases of graph_decoding.py and multiprocessors.py -> what of the model is in host memory.
 _AWAY = {"gpu": (), "host": ("towers",), "streamed": ("towers", "layers")}

@@ -124,9 +124,7 @@ def parts(order: Order) -> Data:
     """What a token reads and computes, as the planner counts it."""
     from gemma4_compat._planner import blueprint, speed
 
-    base = models.base(measure.model())
-    placed = getattr(base, "hf_device_map", {})  # a model on one device may have none
-    found = speed.work(blueprint.describe(base), placed, context=PROMPT + TOKENS)
+    found = speed.work(blueprint.describe(models.base(measure.model())), context=PROMPT + TOKENS)
     return {"work": found.as_data()}
 
 

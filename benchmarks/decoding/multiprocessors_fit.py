@@ -14,19 +14,18 @@ from gemma4_compat._planner import speed
 
 #: Each constant is multiplied and divided by so much in turn, which shrinks as nothing gets better.
 FIRST, LAST = 1.5, 1.0005
-START = speed.Speed(layer=1e-4, quantized=4e9, experts=1e9, memory=0.8, adapted=5e-5, lookup=5e-4)
+START = speed.Speed(layer=1e-4, quantized=4e9, experts=1e9, memory=0.8, adapted=5e-5)
 #: Tokens of the static cache in a turn of the other benchmarks: their prompt and what is generated.
 CONTEXT = 164
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 #: What the constants are fitted to: a card that is kept to some of its multiprocessors, and all of one of that kind.
 FITTED = (
-    "*-h100-multiprocessors/multiprocessors-*.json",
-    "2026-11-24-late-h100-peers/peers-E2B.json",
-    "2026-11-25-h100-peers/peers-E4B.json",
-    "2026-11-24-late-h100-experts/experts-26B-A4B.json",
+    "2026-11-26-h100-multiprocessors/multiprocessors-*.json",
+    "2026-11-26-h100-depth/depth-E?B.json",
+    "2026-11-26-h100-depth/experts-26B-A4B.json",
 )
-#: Another card, of which no row is in the fit.
-CHECKED = ("2026-11-24-h200-speed/graph_decoding-*.json", "2026-11-24-h200-lora/graph_decoding-*.json")
+#: A shape of which no row is in the fit.
+CHECKED = ("2026-11-26-h100-depth/depth-12B.json",)
 
 
 def rows(patterns: Sequence[str]) -> list[Data]:
@@ -55,7 +54,7 @@ def bounded(run: Data) -> Iterator[tuple[Data, Data]]:
 
 
 def whole(run: Data) -> Iterator[Data]:
-    """Rows of a run of graph_decoding.py, peers.py or experts.py: all of a card, nothing streamed."""
+    """Rows of a run of graph_decoding.py, peers.py, experts.py or depth.py: all of a card, nothing streamed."""
     card = asdict(data_sheet(run))
     if "peers" in run:
         speeds = {"gpu": run["peers"]["shim"]["speed"]["rounds"], "gpu+lora": [run["peers"]["shim"]["adapter"]]}
@@ -63,18 +62,21 @@ def whole(run: Data) -> Iterator[Data]:
             speeds["host"] = run["peers"]["shim-host"]["speed"]["rounds"]
     elif "experts" in run:
         speeds = {"gpu": [run["cases"]["card"]["speed"]["replayed"]]}
+    elif all("contexts" in case for case in run["cases"].values()):  # by depth
+        short = {name: case["contexts"]["64"]["rounds"] for name, case in run["cases"].items() if name in WHAT}
+        speeds = {name: [{"tok_s": turn["own"]} for turn in turns] for name, turns in short.items()}
     else:
         cases = {name: case["speed"]["rounds"] for name, case in run["cases"].items() if name in WHAT}
         speeds = {name: [turn["replayed"] for turn in turns] for name, turns in cases.items()}
     for case, turns in speeds.items():
         work = _work(run["shape"])
         work["adapted"] = work["layers"] * case.endswith("+lora")
-        work["lookups"] = int(case.startswith("host") and run["shape"] in TABLES)
         yield _row(run, case, card, work, [turn["tok_s"] for turn in turns])
 
 
 def _row(run: Data, case: str, card: Data, work: Data, tok_s: list[float]) -> Data:
     device = run["machine"]["device"]
+    work = {name: value for name, value in work.items() if name != "lookups"}  # of a model before
     what = {"what": f"{run['shape']} {case}", "shape": run["shape"], "case": case, "device": device}
     return what | {"card": card, "work": work, "seconds": 1 / max(tok_s)}
 
@@ -83,10 +85,6 @@ def data_sheet(run: Data) -> speed.Card:
     """The card that a run was on."""
     name = run["machine"]["device"].removeprefix("NVIDIA ")
     return next(card for known, card in speed.CARDS.items() if f"{name} ".startswith(f"{known} "))
-
-
-#: Variants with a per-layer table.
-TABLES = ("E2B", "E4B")
 
 
 @functools.cache
@@ -100,7 +98,7 @@ def _described(shape: str) -> speed.Work:
     described = blueprint.describe(model, "4bit-double", names, experts=True)
     if why := speed.unknown(described, batch=1):
         raise ValueError(f"the planner has no model of {shape}: {why}")
-    return speed.work(described, {}, context=CONTEXT)
+    return speed.work(described, context=CONTEXT)
 
 
 def _work(shape: str) -> Data:
@@ -160,7 +158,7 @@ def table(run: Data) -> str:
     lines = ["| case | multiprocessors | they read, GB/s | tok/s | the model | off |", "|---|---|---|---|---|---|"]
     works: dict[str, Data] = {}
     for row, entry in bounded(run):
-        works.setdefault(row["case"], entry["work"])
+        works.setdefault(row["case"], row["work"])
         turns = entry["rounds"]
         cells = [WHAT[row["case"]], str(row["card"]["multiprocessors"]), f"{entry['gb_s']:,.0f}"]
         cells += [f"{max(turns):.1f} (slowest turn {min(turns):.1f})", *_modelled(row)]
@@ -197,7 +195,7 @@ def report() -> Data:
 
 
 #: What :func:`report` found last.
-FIT = RESULTS / "2026-11-25-h100-multiprocessors" / "fit.json"
+FIT = RESULTS / "2026-11-26-h100-multiprocessors" / "fit.json"
 
 
 def section() -> str:

@@ -232,7 +232,7 @@ def _modelled(
     """Tokens per second by card, and why they are unknown; empty if they are known."""
     if why := "no step is replayed" if not load.fast else speed.unknown(cut, batch=load.batch):
         return {}, why
-    done = speed.work(cut, placed.device_map, context=load.context)
+    done = speed.work(cut, context=load.context)
     found = {}
     for name, card in cards.items():
         bus = given_bus or measured.bus(name) or card.bus

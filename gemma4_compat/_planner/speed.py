@@ -7,7 +7,6 @@ It is a model, not a measurement. :data:`SPEED` holds the fitted constants and s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,12 +25,11 @@ class Speed:
         experts: the same for 4-bit experts.
         memory: share of the memory's bandwidth at which weights are read.
         adapted: seconds that a LoRA adapter adds to a decoder layer.
-        lookup: seconds that a per-layer table in host memory adds to a step.
 
-    Fitted on 2026-11-25 to steps on H100s limited to 16 to 132 of their multiprocessors, and checked on an H200:
-    docs/BENCHMARKS.md lists each of them with its error. ``experts`` is fitted to one row and includes everything that
-    a mixture of experts takes in addition to its weights. ``adapted`` and ``lookup`` were smaller on the H200; we do
-    not know why.
+    Fitted on 2026-11-26 to steps with the kernels of ``decode_fast`` on H100s limited to 28 to 132 of their
+    multiprocessors, and checked with the 12B, which is not in the fit: docs/BENCHMARKS.md lists each of them with its
+    error. ``experts`` is fitted to one row and includes everything that a mixture of experts takes in addition to its
+    weights. A per-layer table in host memory made a difference of 1 %, so the model has none.
     """
 
     layer: float
@@ -39,10 +37,9 @@ class Speed:
     experts: float
     memory: float
     adapted: float
-    lookup: float
 
 
-SPEED = Speed(layer=0.000103, quantized=4.35e09, experts=5.2e08, memory=0.75, adapted=6.93e-05, lookup=0.00115)
+SPEED = Speed(layer=3.48e-05, quantized=7.16e09, experts=5.85e08, memory=0.544, adapted=7.63e-06)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +123,6 @@ class Work:
         experts: bytes of the 4-bit experts that a token is routed to.
         plain: bytes that are read unchanged: the head, other weights in bf16, the KV cache.
         adapted: number of decoder layers with an adapter.
-        lookups: number of tables in host memory in which the token's row is looked up.
     """
 
     layers: int
@@ -134,7 +130,6 @@ class Work:
     experts: int
     plain: int
     adapted: int = 0
-    lookups: int = 0
 
     def as_data(self) -> dict[str, int]:
         return asdict(self)
@@ -151,10 +146,10 @@ def unknown(blueprint: Blueprint, *, batch: int) -> str:
     return ""
 
 
-def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int) -> Work:
+def work(blueprint: Blueprint, *, context: int) -> Work:
     """What one token needs from a whole model with a static cache of ``context`` tokens, unless it is :func:`unknown`.
 
-    Layers that ``device_map`` keeps in host memory also count: they are copied to the card and computed there.
+    Layers in host memory also count: they are copied to the card and computed there.
     """
     parts = [block for block in blueprint.blocks if block.kind in ("layer", "rest", "head")]
     layers = blueprint.layers
@@ -171,14 +166,12 @@ def work(blueprint: Blueprint, device_map: Mapping[str, Any], *, context: int) -
             plain += rest.stored.nbytes
     plain += blueprint.vocabulary * blueprint.hidden * blueprint.item  # tied or not, all of it is read
     plain += sum(_cached(layer, context, blueprint.item) for layer in layers)
-    tables = (block.name for block in blueprint.blocks if block.kind == "per_layer_embedding")
     return Work(
         layers=len(layers),
         quantized=quantized,
         experts=round(hit),
         plain=plain,
         adapted=sum(layer.adapter > 0 for layer in layers),
-        lookups=sum(device_map.get(name) == "cpu" for name in tables),
     )
 
 
@@ -199,7 +192,7 @@ def seconds(done: Work, card: Card, speed: Speed = SPEED) -> float:
     """
     computed = card.multiprocessors * card.ghz
     memory = speed.memory * card.gb_s * 1e9
-    found = done.layers * speed.layer + done.adapted * speed.adapted + done.lookups * speed.lookup
+    found = done.layers * speed.layer + done.adapted * speed.adapted
     found += done.plain / memory
     for nbytes, each in ((done.quantized, speed.quantized), (done.experts, speed.experts)):
         found += nbytes / min(each * computed, memory)

@@ -1,4 +1,4 @@
-"""The README's table of placement, memory and speed, from committed runs of graph_decoding.py and experts.py."""
+"""The README's table of placement, memory and speed, from runs of graph_decoding.py, depth.py and experts.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ ROWS = {
         "streamed": "the same and all decoder layers",
     },
     "E4B": {
+        "gpu": "nothing",
+        "gpu+lora": "the same, with an adapter",
         "host": "towers and per-layer embeddings",
-        "host+lora": "the same, with an adapter",
-        "streamed": "towers, per-layer embeddings and all decoder layers",
+        "streamed": "the same and all decoder layers",
     },
 }
 #: The same of the runs of experts.py.
@@ -58,7 +59,8 @@ def section() -> str:
             speed = found["tok_s"]
             rows.append(
                 f"| {shape} | {what} | {peak(run['cases'][case]):.2f} GiB | {speed['eager']['median']:.1f} "
-                f"| **{speed['replayed']['median']:.1f}** | {llama(shape, case)} |"
+                f"| **{at_depth(shape, case, 'own') or speed['replayed']['median']:.1f}** "
+                f"| {llama(shape, case)} |"
             )
     for shape, cases in EXPERTS.items():
         for case, what in cases.items():
@@ -79,21 +81,35 @@ def section() -> str:
         "",
         f"One {machine['device']}{besides}, transformers {machine['versions']['transformers']}, random weights in the "
         f"real shapes, a prompt of {settings['prompt']} tokens and at least {settings['tokens']['replayed']} new ones "
-        f"({measured_on}); VRAM is PyTorch's peak allocation, including loading. Without "
-        "`decode_fast`, the CPU limits decoding speed. llama.cpp ran on an H100; it does not train, and its "
-        f"outputs are its own ([comparison](docs/benchmarks/peers.md)). {deep()} Longer contexts, a comparison with "
+        f"({measured_on}); VRAM is PyTorch's peak allocation, including loading. Without `decode_fast`, the CPU "
+        f"limits decoding speed. {deep()} llama.cpp does not train, and its outputs are its own "
+        "([comparison](docs/benchmarks/peers.md)). Longer contexts, a comparison with "
         "upstream and all figures: "
         "[a small card](docs/SMALL_CARD.md), [benchmarks](docs/BENCHMARKS.md#decoding-by-replay).",
     ]
     return "\n".join(rows)
 
 
+def by_depth(shape: str) -> dict[str, Any]:
+    """The last committed run of depth.py."""
+    file = max((ROOT / "benchmarks" / "results").glob(f"*/depth-{shape}.json"))
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def at_depth(shape: str, case: str, way: str, depth: str = "64") -> float | None:
+    """Tokens a second after so many tokens; None where it was not measured."""
+    found: float | None = (
+        by_depth(shape)["cases"].get(case, {"contexts": {}})["contexts"].get(depth, {"summary": {}})["summary"]
+    ).get(way, {"median": None})["median"]
+    return found
+
+
 def deep() -> str:
     """What decode_fast and llama.cpp reach in the same run, at the least and the greatest depth of the last runs."""
     found: list[str] = []
     for shape in ("E2B", "E4B", "12B"):
-        file = max((ROOT / "benchmarks" / "results").glob(f"*/depth-{shape}.json"))
-        run = json.loads(file.read_text(encoding="utf-8"))
+        run = by_depth(shape)
         contexts = run["cases"]["gpu"]["contexts"]
         least, most = min(contexts, key=int), max(contexts, key=int)
         own, peer = (
@@ -102,23 +118,17 @@ def deep() -> str:
         )
         found.append(f"{shape} {own} (llama.cpp {peer})")
     return (
-        f"`decode_fast` on {run['date']}, one {run['machine']['device']}, nothing in host memory, tokens a second "
-        f"after {int(least):,} and {int(most):,} tokens of context: {', '.join(found)}"
-        ". On a machine with a slower CPU, E2B was slower ([all depths](docs/benchmarks/depth.md))."
+        f"`decode_fast` and llama.cpp in one run for each model: one {run['machine']['device']}, {run['date']} (E4B "
+        "with all layers in host memory: the H200). Tokens a second after "
+        f"{int(least):,} and {int(most):,} tokens of context, nothing in host memory: {', '.join(found)}; "
+        "[all depths](docs/benchmarks/depth.md)."
     )
 
 
-#: Case -> the peer of peers.py that has the same things in host memory.
-LLAMA = {"gpu": "llama-q4_0", "host": "llama-q4_0-host"}
-
-
 def llama(shape: str, case: str) -> str:
-    """Tokens a second of llama.cpp in the last committed run; "-" where it was not measured."""
-    for file in sorted((ROOT / "benchmarks" / "results").glob(f"*/peers-{shape}.json"), reverse=True):
-        peer = json.loads(file.read_text(encoding="utf-8"))["peers"].get(LLAMA.get(case, ""), {})
-        if "summary" in peer.get("speed", {}):
-            return f"{peer['speed']['summary']['tok_s']['median']:.1f}"
-    return "-"
+    """Tokens a second of llama.cpp; "-" where it was not measured."""
+    found = at_depth(shape, case, "llama.cpp")
+    return "-" if found is None else f"{found:.1f}"
 
 
 def peak(case: dict[str, Any]) -> float:
