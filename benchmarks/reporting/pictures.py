@@ -128,6 +128,8 @@ def _panel(
     low = min(0.0, panel.line or 0.0, *(end for pair in ends for end in pair))
     high = max(0.0, panel.line or 0.0, *(end for pair in ends for end in pair))
     step = _step(high - low)
+    while (high - low) / step * LETTER * (len(f"{high:.0f}") + 1) > width:  # numbers beside each other
+        step *= 2
     low, high = math.floor(low / step) * step, max(math.ceil(high / step), math.floor(low / step) + 1) * step
     above, bottom = top - 2, top + sum(heights)
 

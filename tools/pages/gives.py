@@ -20,7 +20,6 @@ ROWS = {
         "gpu": "nothing",
         "gpu+lora": "the same, with an adapter",
         "host": "towers and per-layer embeddings",
-        "streamed": "the same and all decoder layers",
     },
 }
 #: The same of the runs of experts.py.
@@ -118,8 +117,8 @@ def deep() -> str:
         )
         found.append(f"{shape} {own} (llama.cpp {peer})")
     return (
-        f"`decode_fast` and llama.cpp in one run for each model: one {run['machine']['device']}, {run['date']} (E4B "
-        "with all layers in host memory: the H200). Tokens a second after "
+        f"`decode_fast` and llama.cpp in one run for each model: one {run['machine']['device']}, {run['date']}. "
+        "Tokens a second after "
         f"{int(least):,} and {int(most):,} tokens of context, nothing in host memory: {', '.join(found)}; "
         "[all depths](docs/benchmarks/depth.md)."
     )
