@@ -10,7 +10,7 @@ pytest.importorskip("bitsandbytes")
 import torch
 from bitsandbytes.functional import create_dynamic_map
 
-from gemma4_compat._decoding import kernels, matrix_products, products
+from gemma4_compat._decoding import dense, kernel_source, kernels, matrix_products, products
 from gemma4_compat._decoding.product_source import VALUES
 from gemma4_compat._decoding.products import Product
 from tests.unit.decoding.host_kernels import HostCompiler
@@ -131,6 +131,22 @@ def test_weights_in_one_launch_have_the_bits_that_they_have_alone(on_host: kerne
     together = computed(on_host, [understood(one) for one in several])
     for one, found in zip(several, together, strict=True):
         assert torch.equal(found, computed(on_host, [understood(one)])[0])
+
+
+def test_an_adapters_first_product_goes_beside_one_with_larger_blocks(on_host: kernels.Kernels) -> None:
+    wanted = asked(torch.bfloat16, 4160, 20)
+    one = understood(wanted)
+    adapter = torch.randn(16, 4160, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    other = dense.product(wanted["given"], adapter)
+    results = [one.empty(), other.empty()]
+    both = kernel_source.side_by_side(
+        matrix_products.kernel_of([one], results[:1]), dense.kernel_of([other], results[1:])
+    )
+    assert both.block == 512
+    on_host.prepare([both.text], [])
+    on_host.launch(both)
+    assert torch.equal(results[0], computed(on_host, [one])[0])
+    assert torch.equal(results[1], computed(on_host, [other], dense)[0])
 
 
 def test_large_and_small_inputs_lose_nothing(on_host: kernels.Kernels) -> None:
