@@ -133,6 +133,10 @@ class Following:
         if not self._compared:
             self._inputs = None if self._refused else Inputs.of(graph.static, step.cache)
 
+    def interrupt(self) -> None:
+        """After a forward that was no replay of a step: the next one does not follow from the last replay."""
+        self.last, self._inputs, self._compared = None, None, False
+
     def advance(self, ids: Any) -> None:
         """Make the graph's inputs those of the token that ends ``ids``, [batch, length]."""
         assert self._inputs is not None

@@ -34,6 +34,13 @@ class Decoder:
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         """Return what ``model(*args, **inputs)`` returns; where it can be replayed, without running its Python."""
+        last = None if self.following is None else self.following.last
+        outputs = self._forward(*args, **inputs)
+        if self.following is not None and self.following.last is last:
+            self.following.interrupt()
+        return outputs
+
+    def _forward(self, *args: Any, **inputs: Any) -> Any:
         step = None if args else steps.Step.of(inputs)
         if step is None:
             return self.model(*args, **inputs) if args or not self._decoding.preferred else self._read(inputs)
