@@ -132,6 +132,13 @@ class Decoder:
                 lock.release()
 
 
+def may_replay(model: Any, cache: Any) -> bool:
+    """Whether steps with this cache, or None, may be replayed."""
+    if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
+        return False
+    return model.device.type in RECORDERS
+
+
 def decoder_for(model: Any, cache: Any) -> Decoder | None:
     """A decoder for a ``generate`` with this cache; None if its steps would run without a graph anyway.
 
@@ -139,9 +146,7 @@ def decoder_for(model: Any, cache: Any) -> Decoder | None:
         model: a transformers model.
         cache: what ``generate`` passes to the model.
     """
-    if not family.is_gemma4_config(model.config) or cache is None or not static_caches.is_static(cache):
-        return None
-    if model.device.type not in RECORDERS:
+    if not may_replay(model, cache):
         return None
     decoding = decoder.of(model)
     known: Decoder | None = None if decoding.waiting is None else decoding.waiting()

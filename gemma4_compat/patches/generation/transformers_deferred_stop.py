@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from gemma4_compat._decoding import advancing, call, choosing, deferral
 from gemma4_compat._decoding.recording import RECORDERS
 from gemma4_compat._engine.patch import ActsOn, Kind, Outcome, Patch, Severity, Target
+from gemma4_compat._models import cache_names
 
 if TYPE_CHECKING:
     from gemma4_compat._reproduction.workspace import Workspace
@@ -39,8 +40,8 @@ def sample(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
     alone = not kwargs.get("synced_gpus")  # otherwise processes have to agree on the number of steps
     with deferral.sampling(functions, samples=samples, alone=alone, streamer=kwargs.get("streamer")):
         running = deferral.current()
-        quiet = running is not None and running.quiet and alone
-        if quiet and not kwargs["generation_config"].is_assistant and advancing.serves(self):
+        quiet = running is not None and running.quiet and alone and not kwargs["generation_config"].is_assistant
+        if quiet and call.may_replay(self, cache_names.cache_in(kwargs)) and advancing.serves(self):
             kwargs |= choosing.quickened(kwargs)
             self = advancing.Loop(self, call.Decoder)
         return original(self, *args, **kwargs)
