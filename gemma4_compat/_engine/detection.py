@@ -60,6 +60,8 @@ def detect(patch: Patch, ready: Collection[str], releases: Mapping[str, str]) ->
         return Found(said, code, f"looked at the loaded {patch.distribution} on this host: {said.replace('_', ' ')}")
     unknown = {group: why for group in patch.groups if group in ready and (why := _unknown(patch, group, releases))}
     known = frozenset(ready) - unknown.keys()
+    if unknown:  # a group without a target in this release repairs nothing
+        known &= {target.group for target in patch.targets if not _is_left_out(patch, target)}
     notice = NO_SOURCE if any(why.code is Reason.NO_SOURCE for why in unknown.values()) else None
     if not known:
         return Found(Detection.UNKNOWN, *next(iter(unknown.values())), notice=notice)
