@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -109,6 +110,15 @@ def test_of_groups_of_which_one_is_unknown(library: Library) -> None:
     status = engine.state(ID)
     assert (status.state, status.reason_code) == (PatchState.APPLIED, Reason.IN_PART)
     assert "not in b: " in status.reason
+
+
+@pytest.mark.filterwarnings("ignore::gemma4_compat.Gemma4CompatWarning")
+def test_of_a_group_that_is_unknown_beside_one_of_other_releases(library: Library) -> None:
+    unknown = library.target("triple", known={"0" * 12: "1.0"}, group="a")
+    other = dataclasses.replace(library.target(group="b"), affected=">=99")
+    engine = installed(library.patch(unknown, other))
+    library.load()
+    assert seen(engine) == (PatchState.FAILED, Reason.CODE_DIFFERS)
 
 
 @pytest.mark.filterwarnings("ignore::gemma4_compat.Gemma4CompatWarning")
