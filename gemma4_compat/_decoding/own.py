@@ -175,7 +175,7 @@ def operator(name: str) -> Any:
 
 
 def _gemm_4bit() -> Any:
-    """The operator of bitsandbytes 0.50 and newer; None if there is none."""
+    """The operator that bitsandbytes has since 0.50; None in older releases."""
     found = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
     return None if found is None else found.default
 

@@ -118,7 +118,7 @@ def _inputs(model: Any, cache: Any, ids: Any, positions: Any, mask: Any, held: i
         cache: holds ``held`` tokens.
         ids: (batch, size), padded on the right.
         positions: the same.
-        mask: (batch, tokens), 0 for padding on the left; None if there is none.
+        mask: (batch, tokens), 0 for padding on the left; None without padding.
         held: see ``cache``.
         real: tokens of the piece.
     """

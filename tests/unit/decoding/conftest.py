@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemma4_compat._decoding import dequantizing, recording
+from gemma4_compat._decoding import dequantizing, kernels, recording
 from tests.unit.decoding.calls import Models
 
 
@@ -14,6 +14,22 @@ from tests.unit.decoding.calls import Models
 def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test finds out whether a kernel dequantizes weights: those of the test before may be released."""
     monkeypatch.setattr(dequantizing, "_exact", {})
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.Kernels]:
+    """The kernels of the CPU, which an emulator runs."""
+    import torch
+
+    from tests.unit.decoding.host_kernels import HostCompiler
+
+    reason = HostCompiler.obstacle()
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
+    device = torch.device("cpu")
+    yield kernels.Kernels(device)
+    kernels._kernels.pop(device, None)
 
 
 @pytest.fixture

@@ -13,16 +13,6 @@ from bitsandbytes.functional import create_dynamic_map
 from gemma4_compat._decoding import dense, kernel_source, kernels, matrix_products, products
 from gemma4_compat._decoding.product_source import VALUES
 from gemma4_compat._decoding.products import Product
-from tests.unit.decoding.host_kernels import HostCompiler
-
-
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> kernels.Kernels:
-    reason = HostCompiler.obstacle()
-    if reason is not None:
-        pytest.skip(reason)
-    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    return kernels.Kernels(torch.device("cpu"))
 
 
 def drawn(generator: torch.Generator, *shape: int) -> Any:

@@ -14,18 +14,8 @@ from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 
 from gemma4_compat._decoding import kernels, product_source, products
 from gemma4_compat._decoding.products import Product
-from tests.unit.decoding.host_kernels import HostCompiler
 
 GEMM, GEMV = "bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit"
-
-
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> kernels.Kernels:
-    reason = HostCompiler.obstacle()
-    if reason is not None:
-        pytest.skip(reason)
-    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    return kernels.Kernels(torch.device("cpu"))
 
 
 @dataclasses.dataclass

@@ -131,7 +131,7 @@ def test_outputs_of_every_position_are_no_prompts(models: Models, options: dict[
 
 
 def test_own_arithmetic_reads_prompts_the_same_way(models: Models) -> None:
-    """Without a compiler on the CPU steps have PyTorch's bits, too."""
+    """Without a compiler on the CPU, steps keep PyTorch's bits."""
     model = fast(models, None, exact=False)
     same(model, [5] * 3)
     assert counts(model) == (1, 2)

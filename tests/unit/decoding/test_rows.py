@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,19 +14,8 @@ import torch
 from gemma4_compat._decoding import dense, fusing, kernels, own, reductions, row_source
 from gemma4_compat._decoding.kernel_source import Kernel, side_by_side
 from gemma4_compat._decoding.pointwise import Load, Value
-from tests.unit.decoding.host_kernels import HostCompiler
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[kernels.Kernels]:
-    reason = HostCompiler.obstacle()
-    if reason is not None:
-        pytest.skip(reason)
-    monkeypatch.setitem(kernels.COMPILERS, "cpu", HostCompiler)
-    yield kernels.Kernels(CPU)
-    kernels._kernels.pop(CPU, None)
 
 
 def mean(given: Any) -> Any:
