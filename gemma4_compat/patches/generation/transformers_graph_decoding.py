@@ -10,7 +10,7 @@ model quantized by bitsandbytes and for every device map with ``"cpu"`` or ``"di
 Fix: For Gemma 4 on CUDA, transformers gets a compiled call that replays: the step of one token is captured once as a
 CUDA graph and launched again for each later token. The kernels are those of the eager step, so tokens and logits are
 bit-identical; after a while small kernels are fused if that keeps the bits. After ``gemma4_compat.decode_fast(model)``
-without ``exact=True``, own kernels compute attention and unquantized products; after either, prompts are replayed as
+without ``exact=True``, kernels of this package compute attention and products; after either, prompts are replayed as
 well, by their lengths, with the same bits. Weights, hooks, adapters and the cache
 are checked before each replay. Models that transformers compiles itself are left to it, unless ``decode_fast`` asked
 for a replay. What cannot be captured (8-bit layers, weights on disk, user
