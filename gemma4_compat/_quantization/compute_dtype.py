@@ -20,18 +20,20 @@ def for_quantized(module: Any, dtype: Any, *names: str) -> Any:
     for name in names:
         linear = getattr(module, name)
         if not getattr(linear, "linear", linear).weight.dtype.is_floating_point:
-            return _Module(module, {name: _Linear(getattr(module, name), dtype) for name in names})
+            return View(module, {name: _Linear(getattr(module, name), dtype) for name in names})
     return module
 
 
-class _Module:
-    def __init__(self, module: Any, linears: dict[str, Any]) -> None:
+class View:
+    """A module of which some attributes are others; upstream's functions take it for the module."""
+
+    def __init__(self, module: Any, others: dict[str, Any]) -> None:
         self._module = module
-        self._linears = linears
+        self._others = others
 
     def __getattr__(self, name: str) -> Any:
-        linears = self._linears
-        return linears[name] if name in linears else getattr(self._module, name)
+        others = self._others
+        return others[name] if name in others else getattr(self._module, name)
 
 
 class _Linear:

@@ -103,6 +103,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "transformers-failed-adapter": ("transformers.integrations.peft",),
     "transformers-flash-attention": ("transformers.masking_utils", "transformers.modeling_utils"),
     "transformers-fp16-vision": ("transformers.models.gemma4.modeling_gemma4",),
+    "transformers-fp16-vision-unified": ("transformers.models.gemma4_unified.modeling_gemma4_unified",),
     "transformers-generate-embeddings": ("transformers.generation.utils",),
     "transformers-given-per-layer": ("transformers.models.gemma4.modeling_gemma4",),
     "transformers-graph-decoding": ("transformers.generation.utils", "transformers.modeling_utils"),

@@ -22,6 +22,7 @@ AREAS: Mapping[str, tuple[str, ...]] = {
         "transformers_quantized_vision_unified",
         "transformers_quantized_audio_unified",
         "transformers_fp16_vision",
+        "transformers_fp16_vision_unified",
         "transformers_audio_dtype",
         "transformers_audio_autocast",
         "transformers_audio_attention",
