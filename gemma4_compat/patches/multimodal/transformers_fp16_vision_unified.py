@@ -67,14 +67,11 @@ def build_bright(folder: Path) -> None:
     from gemma4_compat._reproduction import tiny, tiny_models
 
     model = tiny.load(tiny_models.build_unified_checkpoint(folder), dtype=torch.float32)
-    dense, found = model.model.embed_vision.patch_dense, []
-    hook = dense.register_forward_hook(lambda _module, _inputs, output: found.append(output))
-    batch = tiny.unified_inputs()
+    embedder = model.model.embed_vision
     with torch.no_grad():
-        model.model.embed_vision(batch["pixel_values"], batch["image_position_ids"])
-        hook.remove()
-        factor = 65504 / found[0].abs().amax(-1).median()
-        for parameter in dense.parameters():
+        projected = embedder.patch_dense(embedder.patch_ln1(tiny.unified_inputs()["pixel_values"].float()))
+        factor = 65504 / projected.abs().amax(-1).median()
+        for parameter in embedder.patch_dense.parameters():
             parameter.mul_(factor)
     model.to(torch.float16).save_pretrained(folder)
 
