@@ -57,7 +57,7 @@ MET_FIRST = (
 #: Names that occur in errors of any program.
 _ANYBODYS = frozenset(dir(builtins)) | {"NoneType", "Parameter", "Tensor", "FloatTensor", "Float", "BFloat16", "Half"}
 #: Error classes, beside Python's own, that other programs raise.
-_COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}
+COMMON = _ANYBODYS | {"OutOfMemoryError", "HFValidationError", "SafetensorError", "JSONDecodeError"}
 _SAME = frozenset({"RuntimeError", "NotImplementedError"})  # torch raises one or the other, depending on the release
 
 
@@ -101,15 +101,15 @@ class _Pattern:
 
 def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[str]] = RAISED) -> Answer:
     """The patches that the errors of a text concern, the last error first."""
-    patterns = [pattern for patch in patches for pattern in _patterns(patch, raised.get(patch.id, ()))]
-    weights = _weights(patterns)
+    patterns = [pattern for patch in patches for pattern in patterns_of(patch, raised.get(patch.id, ()))]
+    weights = weights_of(patterns)
     near = dict.fromkeys((patch.id for patch in patches), 0.0)
     place = place_of(said.frames)
     for message in said.messages:
         found: dict[str, tuple[tuple[float, ...], Match]] = {}
         words = _words(message.text)
         for pattern in patterns:
-            own = pattern.kind == message.kind and pattern.kind not in _COMMON | {""}
+            own = pattern.kind == message.kind and pattern.kind not in COMMON | {""}
             shaped = pattern.shape is not None and pattern.shape.fullmatch(message.text) is not None
             whole = shaped or (own and _is_cut_short(pattern, words)) or _is_headline(pattern, words)
             covered = 1.0 if whole else _covered(pattern, words, weights)
@@ -145,7 +145,8 @@ def _on_the_way(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
     return [match for _, match in sorted(found.values(), key=lambda item: -item[0])]
 
 
-def _patterns(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
+def patterns_of(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
+    """The known messages of a patch: those that its symptom quotes, and those that its reproduction ``raised``."""
     quoted = re.findall(r"``(.+?)``", patch.symptom)
     first = patch.symptom.startswith("``")
     found = []
@@ -183,7 +184,7 @@ def _words(text: str) -> list[str]:
     return left
 
 
-def _weights(patterns: Sequence[_Pattern]) -> dict[str, float]:
+def weights_of(patterns: Sequence[_Pattern]) -> dict[str, float]:
     """The weight of each word: a word that few patterns have counts more."""
     count = Counter(word for pattern in patterns for word in set(pattern.words))
     return {word: math.log(1 + len(patterns) / number) for word, number in count.items()}
@@ -273,10 +274,19 @@ def _seen(patch: Patch, frames: Sequence[Frame]) -> int:
     """How much a traceback goes through what a patch concerns: what it replaces, and what its symptom names."""
     if not frames:
         return 0
-    targets = [(target.module.replace(".", "/") + ".py", target.name.rpartition(".")[2]) for target in patch.targets]
-    named = set(re.findall(r"``(?:[\w.]*\.)?(_?[a-z]\w{5,})(?:\(.*?\))?``", patch.symptom))
+    targets, named = files_of(patch), named_in(patch)
     found = 0
     for file, function in {*frames}:
         found += _THROUGH * any(file.endswith(f"/{module}") and function in (name, "") for module, name in targets)
         found += function in named and bool(re.search(r"/(?:transformers|accelerate|peft|bitsandbytes)/", file))
     return found
+
+
+def files_of(patch: Patch) -> list[tuple[str, str]]:
+    """The files of what a patch replaces, as a traceback ends with them, each with a function."""
+    return [(target.module.replace(".", "/") + ".py", target.name.rpartition(".")[2]) for target in patch.targets]
+
+
+def named_in(patch: Patch) -> set[str]:
+    """Functions that a symptom names."""
+    return set(re.findall(r"``(?:[\w.]*\.)?(_?[a-z]\w{5,})(?:\(.*?\))?``", patch.symptom))

@@ -39,7 +39,9 @@ def on_a_terminal(*arguments: str, columns: int = 80, environment: dict[str, str
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("arguments", [["status", "-v"], ["status"], ["list"], ["needed", "-v"], ["needed"], ["explain", "KeyError: 3"]])
+@pytest.mark.parametrize(
+    "arguments", [["status", "-v"], ["status"], ["list"], ["needed", "-v"], ["needed"], ["explain", "KeyError: 3"]]
+)
 def test_a_line_fits_the_terminal(arguments: list[str], columns: int) -> None:
     lines = ANSI.sub("", on_a_terminal(*arguments, columns=columns)).split("\n")
     assert len(lines) > 5
