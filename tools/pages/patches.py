@@ -59,8 +59,8 @@ def _page(heading: str, patches: Sequence[gemma4_compat.Patch]) -> str:
         generated("the patch files and what was measured"),
         "",
         "**On CPUs** counts [stacks](../PATCHES.md#the-matrix), **on a [GPU](../GPU.md)** names releases of",
-        "transformers, **variants** are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the measured",
-        "one gets a patch only where the code that it replaces is the same.",
+        "transformers, **variants** are [those of Gemma 4](../VARIANTS.md) made small. A release newer than the",
+        "measured one gets a patch only where the code that it replaces is the same.",
         "",
     ]
     for patch in patches:
