@@ -166,15 +166,18 @@ const explainError = (() => {
     return at < 0 ? 0 : first[at] > second[at] ? 1 : -1;
   }
 
+  function alike(pattern, message) {
+    const kinds = [pattern.kind, message.kind];
+    return kinds.includes("") || kinds[0] === kinds[1] || kinds.every(kind => SAME.has(kind));
+  }
+
   function search(said, known) {
     const place = placeOf(said.frames), widely = new Set(known.common);
     for (const message of said.messages) {
       const found = new Map(), words = wordsOf(message.text), present = new Set(words);
       for (const pattern of known.patterns) {
         const patch = known.patches[pattern.patch];
-        const kinds = [pattern.kind, message.kind];
-        const same = kinds.includes("") || kinds[0] === kinds[1] || kinds.every(kind => SAME.has(kind));
-        if (!same) continue;
+        if (!alike(pattern, message)) continue;
         const own = pattern.kind === message.kind && pattern.kind !== "" && !widely.has(pattern.kind);
         const shaped = pattern.shape !== null && new RegExp(`^(?:${pattern.shape})$`).test(message.text);
         const named = pattern.names.some(name => present.has(name));
@@ -193,7 +196,23 @@ const explainError = (() => {
       }
       if (found.size) return [...found.values()].sort((one, other) => compared(other.rank, one.rank));
     }
-    return onTheWay(said, known);
+    const through = onTheWay(said, known);
+    return through.length ? through : namedIn(said, known);
+  }
+
+  /* Put in other words: it has a name of one patch only. */
+  function namedIn(said, known) {
+    const owners = new Map();
+    for (const pattern of known.patterns)
+      for (const name of pattern.names) owners.set(name, (owners.get(name) || new Set()).add(pattern.patch));
+    for (const message of said.messages) {
+      const present = new Set(wordsOf(message.text));
+      for (const pattern of known.patterns) {
+        const only = pattern.names.some(name => present.has(name) && owners.get(name).size === 1);
+        if (only && alike(pattern, message)) return [{id: pattern.patch, certain: false, rank: []}];
+      }
+    }
+    return [];
   }
 
   function onTheWay(said, known) {
@@ -211,7 +230,8 @@ const explainError = (() => {
     for (const message of said.messages)
       for (const one of known.advice) {
         const kind = !message.kind || new RegExp(`^(?:${one.kinds})$`).test(message.kind);
-        if (kind && new RegExp(one.text).test(message.text)) {
+        const there = !one.file || said.frames.some(frame => frame.file.endsWith(one.file));
+        if (kind && there && new RegExp(one.text).test(message.text)) {
           const variant = /E2B|E4B|12B|26B-A4B|31B/i.exec(said.model);
           const named = {model: said.model || "MODEL", variant: variant ? variant[0].toUpperCase() : "MODEL"};
           return {what: one.what, to_do: one.to_do.replace(/{(model|variant)}/g, (_, name) => named[name])};

@@ -4,7 +4,7 @@ Known errors come from the patches: the messages quoted in the ``Symptom:`` of t
 reproductions raised in the measured releases (``RAISED``). Numbers, shapes, devices and paths
 in a message are not compared. Other programs may also raise a text that names nothing of these libraries, so it is
 only a possible match, unless the traceback goes through code that the patch replaces. If a message was cut short, a
-class that only these libraries raise is enough.
+class that only these libraries raise is enough. If nothing else is found, a name that one patch has is a possible match.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[s
         if found:
             ordered = sorted(found.values(), key=lambda item: item[0], reverse=True)
             return Answer(tuple(match for _, match in ordered), ())
-    if through := _on_the_way(said, patterns):
-        return Answer(tuple(through), ())
+    if possible := _on_the_way(said, patterns) or _named(said, patterns):
+        return Answer(tuple(possible), ())
     closest = sorted(near, key=lambda name: -near[name])[:3]
     return Answer((), tuple(name for name in closest if near[name] >= _NEAR))
 
@@ -143,6 +143,21 @@ def _on_the_way(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
             if seen >= _THROUGH and seen > found.get(pattern.patch.id, (0,))[0]:
                 found[pattern.patch.id] = (seen, Match(pattern.patch, message, pattern.text, False, pattern.quoted))
     return [match for _, match in sorted(found.values(), key=lambda item: -item[0])]
+
+
+def _named(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
+    """Possible matches of a text that people or another release put in other words: it has a name of one patch only."""
+    owners: dict[str, set[str]] = {}
+    for pattern in patterns:
+        for name in pattern.names:
+            owners.setdefault(name, set()).add(pattern.patch.id)
+    for message in said.messages:
+        present = {*_words(message.text)}
+        for pattern in patterns:
+            only = [name for name in pattern.names & present if len(owners[name]) == 1]
+            if only and _same(pattern, message):
+                return [Match(pattern.patch, message, pattern.text, False, pattern.quoted)]
+    return []
 
 
 def patterns_of(patch: Patch, raised: Sequence[str]) -> list[_Pattern]:
