@@ -4,7 +4,8 @@ Known errors come from the patches: the messages quoted in the ``Symptom:`` of t
 reproductions raised in the measured releases (``RAISED``). Numbers, shapes, devices and paths
 in a message are not compared. Other programs may also raise a text that names nothing of these libraries, so it is
 only a possible match, unless the traceback goes through code that the patch replaces. If a message was cut short, a
-class that only these libraries raise is enough. If nothing else is found, a name that one patch has is a possible match.
+class that only these libraries raise is enough. If nothing else is found, a name that only one patch has is a possible
+match.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _on_the_way(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
 
 
 def _named(said: Said, patterns: Sequence[_Pattern]) -> list[Match]:
-    """Possible matches of a text that people or another release put in other words: it has a name of one patch only."""
+    """The possible match of a text in the words of people or of another release: it has a name of one patch only."""
     owners: dict[str, set[str]] = {}
     for pattern in patterns:
         for name in pattern.names:
