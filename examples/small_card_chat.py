@@ -217,6 +217,8 @@ def answer(
 
 
 def chat(given: argparse.Namespace, folder: Path) -> None:
+    if given.model is None:
+        print("No --model: a tiny one with random weights. Its answers are noise.", flush=True)
     import torch
 
     image = opened(given.image)
@@ -224,7 +226,6 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
         raise UsageError(f"--adapter {given.adapter} is no folder with an adapter_config.json")
     on_gpu = torch.cuda.is_available()
     if given.model is None:
-        print("No --model: a tiny one with random weights. Its answers are noise.")
         model = testing.tiny_checkpoint(folder / "tiny")
     else:
         model = given.model
