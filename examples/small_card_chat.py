@@ -225,10 +225,7 @@ def chat(given: argparse.Namespace, folder: Path) -> None:
     if given.adapter is not None and not (given.adapter / "adapter_config.json").is_file():
         raise UsageError(f"--adapter {given.adapter} is no folder with an adapter_config.json")
     on_gpu = torch.cuda.is_available()
-    if given.model is None:
-        model = testing.tiny_checkpoint(folder / "tiny")
-    else:
-        model = given.model
+    model = testing.tiny_checkpoint(folder / "tiny") if given.model is None else given.model
     if not on_gpu:
         print("No GPU: the CPU stands for the card and the disk for host memory; nothing is quantized.")
     plan = planned(model, given, on_gpu=on_gpu)
