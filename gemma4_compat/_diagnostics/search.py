@@ -100,8 +100,17 @@ class _Pattern:
     shape: re.Pattern[str] | None  # of a message that is one name with a part left out: ``KeyError: 'model...weight'``
 
 
-def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[str]] = RAISED) -> Answer:
-    """The patches that the errors of a text concern, the last error first."""
+def search(
+    said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[str]] = RAISED, *, by_name: bool = True
+) -> Answer:
+    """The patches that the errors of a text concern, the last error first.
+
+    Args:
+        said: errors and frames.
+        patches: those to look among.
+        raised: known errors of each patch beside those that its symptom quotes.
+        by_name: if nothing else is found, a name that only one patch has is enough.
+    """
     patterns = [pattern for patch in patches for pattern in patterns_of(patch, raised.get(patch.id, ()))]
     weights = weights_of(patterns)
     near = dict.fromkeys((patch.id for patch in patches), 0.0)
@@ -129,7 +138,7 @@ def search(said: Said, patches: Sequence[Patch], raised: Mapping[str, Sequence[s
         if found:
             ordered = sorted(found.values(), key=lambda item: item[0], reverse=True)
             return Answer(tuple(match for _, match in ordered), ())
-    if possible := _on_the_way(said, patterns) or _named(said, patterns):
+    if possible := _on_the_way(said, patterns) or (_named(said, patterns) if by_name else []):
         return Answer(tuple(possible), ())
     closest = sorted(near, key=lambda name: -near[name])[:3]
     return Answer((), tuple(name for name in closest if near[name] >= _NEAR))
